@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Fine-tune with FSDP2 on this machine's GPUs, or on 2 CPU processes without any. The first run
+# prepares .venv. Works from any folder; relative paths are relative to yours.
+#
+#   bash fsdp/launch_fsdp.sh                                  # the bundled small model and data
+#   bash fsdp/launch_fsdp.sh --train_json my.jsonl --lr 2e-5  # flags go to fsdp/train_fsdp.py
+#   MODEL=models/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash fsdp/launch_fsdp.sh
+#   bash fsdp/launch_fsdp.sh --help                           # every flag
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash fsdp/launch_fsdp.sh    # and NODE_RANK=1 there
+#
+# A flag beats the environment, which beats the settings below. PYTHON=... uses that interpreter
+# instead of .venv.
+# shellcheck disable=SC2034 # the settings are read by name, in launch_common.sh
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# ---- settings; an empty one leaves the choice to the script ------------------------------------
+MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
+TRAIN_JSON=${TRAIN_JSON-$ROOT/data/sft_en.jsonl}
+EVAL_JSON=${EVAL_JSON-}   # empty: X.heldout.jsonl beside X.jsonl, if there is one
+INPUT_KEY=${INPUT_KEY-}   # names of the prompt's and the answer's column, where they have
+TARGET_KEY=${TARGET_KEY-} # unusual ones
+SEQ_LEN=${SEQ_LEN-256}    # token slots of a row
+# rows of an optimizer step = processes x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS
+MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE-4}
+GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS-2}
+MAX_STEPS=${MAX_STEPS-60} # optimizer steps
+NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data
+LR=${LR-}
+WEIGHT_DECAY=${WEIGHT_DECAY-}
+WARMUP_STEPS=${WARMUP_STEPS-}
+LR_SCHEDULER=${LR_SCHEDULER-} # cosine, linear, constant
+MAX_GRAD_NORM=${MAX_GRAD_NORM-}
+DTYPE=${DTYPE-} # auto, fp32, bf16, fp16
+PACK_SEQUENCES=${PACK_SEQUENCES-}
+TRAIN_ON_PROMPT=${TRAIN_ON_PROMPT-}
+USE_ACTIVATION_CHECKPOINTING=${USE_ACTIVATION_CHECKPOINTING-}
+ATTN_IMPL=${ATTN_IMPL-}
+SEED=${SEED-}
+LOG_EVERY=${LOG_EVERY-}
+EVAL_EVERY=${EVAL_EVERY-}
+OUTPUT_DIR=${OUTPUT_DIR-} # the run's folder
+REPORT_TO=${REPORT_TO-}   # tensorboard, wandb
+# --------------------------------------------------------------------------------------------------
+source "$ROOT/launch_common.sh"
+launch torchrun "$ROOT/fsdp/train_fsdp.py" "" "$@"

@@ -1,0 +1,182 @@
+"""Fine-tune a Hugging Face decoder with FSDP2 (parameters, gradients and optimizer states sharded).
+
+    bash fsdp/launch_fsdp.sh                                     all GPUs, or 2 processes on a CPU
+    bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
+    python fsdp/train_fsdp.py --no_fsdp                          the plain model in one process
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from llm_demo.args import flag, parse_args
+from llm_demo.attention import make_documents
+from llm_demo.dist import World, run, start
+from llm_demo.errors import UserError
+from llm_demo.loss import learnt
+from llm_demo.model import DecoderLoss, materialise, param_count, skeleton
+from llm_demo.optim import LossScale, clipped_step, copy_masters, lr_at, make_adamw, with_fp32_masters
+from llm_demo.plan import (
+    Plan,
+    heldout_rows,
+    make_plan,
+    micro_batches,
+    rows_of,
+    show_answers,
+    token_counts,
+)
+
+
+@dataclasses.dataclass
+class FsdpArgs:
+    fsdp: bool = flag(True, "--no_fsdp: the plain model in one process, to compare with")
+    reshard_after_forward: bool = flag(
+        False, "free each block's gathered weights after its forward and gather them again in the "
+        "backward: less memory, half as much communication again"
+    )  # fmt: skip
+
+
+def main() -> None:
+    args = parse_args(__doc__, FsdpArgs)
+    world = start()
+    if not args.fsdp and world.size > 1:
+        raise UserError(f"--no_fsdp is for one process, here are {world.size}: NPROC_PER_NODE=1")
+
+    # decisions and data
+    plan = make_plan(args, world, "fsdp", replicas=world.size)
+    B, S = args.micro_batch_size, args.seq_len
+
+    # model: block by block, so that no process ever holds more than its shards and one block
+    lm = skeleton(plan.config, plan.attn_impl, args.use_activation_checkpointing)
+    n_params = param_count(lm)
+    if args.fsdp:
+        model = DecoderLoss(build_sharded(lm, plan, args, world))
+        shard_root(model, plan, args)
+        params = list(model.parameters())
+    else:
+        model = DecoderLoss(build_blocks(lm, plan, args, world, lambda block: block))
+        params = with_fp32_masters(model, plan.dtype)
+    how = f"FSDP2 over {world.size} processes" if args.fsdp else "one plain process"
+    plan.run.say(f"{how}: {n_params:,} parameters, {sum(local_numel(p) for p in params):,} here")
+
+    # optimizer
+    optimizer = make_adamw(params, plan.lr, args.weight_decay)
+    if not args.fsdp:
+        copy_masters(optimizer, model, params)
+    loss_scale = LossScale(plan.dtype, world.device)
+
+    def forward(batch, index, targets=None):
+        documents = make_documents(batch.cu_seqlens, (B, S), plan.attn_impl, world.device)
+        ids, positions, *rest = (
+            x.to(world.device, non_blocking=True)
+            for x in (batch.input_ids, batch.position_ids, index, targets)
+            if x is not None
+        )
+        return model(ids, positions, documents, *rest)
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        rows = heldout_rows(plan, B)
+        total = torch.zeros((), device=world.device)
+        for batch in micro_batches(plan, plan.heldout, rows, world.rank, B):
+            total += forward(batch, *learnt(batch.labels))
+        dist.all_reduce(total)
+        return total.item() / token_counts(plan.heldout, rows)[1]
+
+    if args.dry_run:
+        plan.run.say("dry run: everything is ready for step 1")
+        return
+    plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
+    if plan.heldout:
+        plan.run.log_eval(0, evaluate())
+
+    for step in range(plan.max_steps):
+        # rows and label count of the whole step, over all ranks: known without communication
+        rows = rows_of(plan, args, step)
+        n_tokens, n_labels = token_counts(plan.train, rows)
+        total = torch.zeros((), device=world.device)
+        for i, batch in enumerate(micro_batches(plan, plan.train, rows, world.rank, B)):
+            if args.fsdp:
+                accumulate(model, args, last=i == args.grad_accum_steps - 1)
+            loss = forward(batch, *learnt(batch.labels)) / n_labels
+            (loss * loss_scale.scale).backward()
+            total += loss.detach()
+
+        # clip and step, or skip on all ranks
+        lr = lr_at(step, plan.lr, args.warmup_steps, plan.max_steps, args.lr_scheduler)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale)
+
+        # log: only here does the host wait for the device
+        plan.run.count(n_tokens, n_labels, rows.size * S)
+        if (step + 1) % args.log_every == 0 or step + 1 == plan.max_steps:
+            dist.all_reduce(total)
+            plan.run.log_step(step + 1, total.item(), norm.item(), lr)
+        if plan.heldout and (
+            step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
+        ):
+            plan.run.log_eval(step + 1, evaluate())
+
+    with torch.no_grad():
+        show_answers(plan, args, forward)
+    plan.run.finish()
+
+
+def build_blocks(lm, plan: Plan, args, world: World, wrap):
+    """Materialise a skeleton; `wrap(block)` is called as each block has its weights."""
+    for i in range(plan.config.num_hidden_layers):
+        wrap(materialise(lm, f"model.layers.{i}", plan.weights, args.seed, world.device))
+    tied = plan.config.tie_word_embeddings
+    for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", *([] if tied else ["lm_head"])):
+        materialise(lm, name, plan.weights, args.seed, world.device)
+    if tied:
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+    return lm
+
+
+def policy(plan: Plan) -> MixedPrecisionPolicy:
+    if plan.dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
+    return MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=torch.float32)
+
+
+def build_sharded(lm, plan: Plan, args, world: World):
+    """Each block a unit of its own, sharded before the next one is made."""
+
+    def shard(block):
+        fully_shard(
+            block, mp_policy=policy(plan), reshard_after_forward=args.reshard_after_forward
+        )
+
+    return build_blocks(lm, plan, args, world, shard)
+
+
+def shard_root(model: DecoderLoss, plan: Plan, args) -> None:
+    """Embedding, last norm and head: one unit, for a tied weight can't be sharded by itself."""
+    fully_shard(model, mp_policy=policy(plan), reshard_after_forward=False)
+    # The loss is divided by the step's token count already, so gradients are summed over ranks.
+    # Left to itself FSDP2 averages, or sums, depending on backend and version.
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):  # each unit: neither setting reaches those inside it
+            unit.set_gradient_divide_factor(1.0)
+            if hasattr(unit, "set_force_sum_reduction_for_comms"):  # without it gloo has no such sum
+                unit.set_force_sum_reduction_for_comms(True)
+
+
+def accumulate(model: DecoderLoss, args, last: bool) -> None:
+    """Between micro-batches gradients stay unreduced, and weights gathered unless memory is short."""
+    model.set_requires_gradient_sync(last)
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last or args.reshard_after_forward)
+
+
+def local_numel(param) -> int:
+    return (param.to_local() if hasattr(param, "to_local") else param).numel()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,40 @@
+# shellcheck shell=bash disable=SC2034
+# Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh: turns the settings at their top into flags of
+# the training script, and starts it.
+
+# launch torchrun|deepspeed SCRIPT "SETTING ..." [flags of the command line]
+launch() {
+    local launcher=$1 script=$2 settings=$3 name flag flags=()
+    shift 3
+    if [[ -n ${PYTHON:-} ]]; then
+        "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || {
+            echo "error: PYTHON=$PYTHON has no torch: unset PYTHON, and .venv is prepared and used" >&2
+            exit 2
+        }
+    else
+        bash "$ROOT/setup.sh"
+        PYTHON=$ROOT/.venv/bin/python
+    fi
+    for flag in "$@"; do
+        case $flag in
+        -h | --help) exec "$PYTHON" "$script" --help ;;
+        --num_epochs*) NUM_EPOCHS=flag ;;
+        esac
+    done
+    # Who asks for epochs doesn't mean the default number of steps.
+    if [[ -n $NUM_EPOCHS ]] && ! printenv MAX_STEPS >/dev/null; then MAX_STEPS=; fi
+    [[ $NUM_EPOCHS != flag ]] || NUM_EPOCHS=
+
+    for name in MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE \
+        GRAD_ACCUM_STEPS MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER \
+        MAX_GRAD_NORM DTYPE PACK_SEQUENCES TRAIN_ON_PROMPT USE_ACTIVATION_CHECKPOINTING ATTN_IMPL \
+        SEED LOG_EVERY EVAL_EVERY OUTPUT_DIR REPORT_TO $settings; do
+        [[ -n ${!name} ]] || continue
+        flag=--$(tr '[:upper:]' '[:lower:]' <<<"$name")
+        flags+=("${flag/#--model/--model_name_or_path}" "${!name}")
+    done
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    set -- "$PYTHON" -m llm_demo.launch "$launcher" "$script" "${flags[@]}" "$@"
+    echo "+ $(printf '%q ' "$@")"
+    exec "$@"
+}

@@ -1,0 +1,136 @@
+"""The flags both training scripts share: one dataclass per concern, parsed into one flat namespace."""
+
+import argparse
+import dataclasses
+import difflib
+import sys
+from pathlib import Path
+from typing import Literal
+
+from transformers import HfArgumentParser
+
+from llm_demo.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def flag(default, help):
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclasses.dataclass
+class ModelArgs:
+    model_name_or_path: str = flag(
+        str(ROOT / "models/qwen3-tiny"),
+        "Hugging Face folder or hub id; a folder without weights starts from random ones",
+    )
+    tokenizer_name_or_path: str | None = flag(None, "folder or hub id; default: the model's own")
+    attn_impl: str = flag(
+        "auto",
+        "auto | varlen | flash_attn | bucketed | bucketed_math (no fused kernel) | math: "
+        "attention over packed documents; auto takes the fastest that runs here and says why",
+    )
+    use_activation_checkpointing: bool = flag(
+        False, "recompute each decoder block in the backward: less memory, about a third more work"
+    )
+
+
+@dataclasses.dataclass
+class DataArgs:
+    train_json: str = flag(
+        str(ROOT / "data/sft_en.jsonl"), "JSONL file, several separated by commas, or a glob"
+    )
+    eval_json: str = flag(
+        "auto", "held-out JSONL; auto: X.heldout.jsonl beside X.jsonl if it is there; none: no eval"
+    )
+    data_format: str = flag(
+        "auto", "auto | messages | conversations | prompt | input | alpaca | text (see data/README.md)"
+    )
+    input_key: str | None = flag(None, "name of the prompt column, with --target_key")
+    target_key: str | None = flag(None, "name of the answer column, with --input_key")
+    seq_len: int = flag(1024, "token slots of a row")
+    pack_sequences: bool = flag(True, "several whole documents in a row; off: one, padded")
+    overlong: Literal["truncate", "split", "drop"] = flag(
+        "truncate", "what becomes of a document longer than seq_len"
+    )
+    train_on_prompt: bool = flag(False, "learn every token, not the assistant's alone")
+
+
+@dataclasses.dataclass
+class TrainArgs:
+    micro_batch_size: int = flag(1, "rows a replica works on at a time")
+    grad_accum_steps: int = flag(1, "micro-batches of a replica in one optimizer step")
+    max_steps: int = flag(0, "optimizer steps; 0: as many as num_epochs takes")
+    num_epochs: float = flag(1.0, "passes over the data, where max_steps is 0")
+    lr: float | None = flag(
+        None, "peak learning rate; default: 2e-5 for trained weights, 1e-3 for random ones"
+    )
+    weight_decay: float = flag(0.01, "AdamW, on matrices only: not on norms and biases")
+    warmup_steps: int = flag(10, "optimizer steps of linear warm-up")
+    lr_scheduler: Literal["cosine", "linear", "constant"] = flag("cosine", "after the warm-up")
+    max_grad_norm: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
+        "auto", "of the compute; weights and optimizer states are fp32 always"
+    )
+    seed: int = flag(1234, "of the row order and of random weights")
+
+
+@dataclasses.dataclass
+class RunArgs:
+    output_dir: str | None = flag(None, "the run's folder; default: runs/<script>-<model>-<time>")
+    overwrite: bool = flag(False, "empty a non-empty output_dir first")
+    log_every: int = flag(1, "optimizer steps between two logged ones (reading the loss waits)")
+    eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
+    sample_tokens: int = flag(48, "length of the three answers generated at the end; 0: none")
+    report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
+    dry_run: bool = flag(False, "do everything up to step 1, print the plan, exit")
+
+
+class Parser(HfArgumentParser):
+    def error(self, message):  # argparse prints its 60-line usage first; the line is what helps
+        raise UserError(f"{message} (see --help)")
+
+
+def parse_args(description: str, *more: type, argv: list[str] | None = None) -> argparse.Namespace:
+    """Parse the shared flags and those of the dataclasses in `more` into one flat namespace.
+
+    Raises UserError for an unknown flag (with the nearest known one), a wrong value or a
+    combination that can't train."""
+    groups = [ModelArgs, DataArgs, TrainArgs, RunArgs, *more]
+    parser = Parser(groups, description=description, allow_abbrev=False)
+    for field in (f for group in groups for f in dataclasses.fields(group)):
+        if field.type is bool and field.default is False:  # HfArgumentParser adds --no_x to the others
+            parser.add_argument(f"--no_{field.name}", action="store_false", dest=field.name)
+    for dtype in ("bf16", "fp16"):
+        parser.add_argument(
+            f"--{dtype}", action="store_const", const=dtype, dest="dtype", help=f"--dtype {dtype}"
+        )
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise UserError(f"unknown argument {unknown[0]}; {hint}")
+    check(args)
+    return args
+
+
+def check(args: argparse.Namespace) -> None:
+    for name in ("micro_batch_size", "grad_accum_steps", "log_every"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    for name in ("max_steps", "warmup_steps", "eval_every", "weight_decay", "max_grad_norm"):
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name} {getattr(args, name)}: must not be negative")
+    if args.lr is not None and not args.lr > 0:
+        raise UserError(f"--lr {args.lr}: must be positive")
+    if args.max_steps == 0 and not args.num_epochs > 0:
+        raise UserError("--max_steps 0 needs --num_epochs above 0")
+    if bool(args.input_key) != bool(args.target_key):
+        raise UserError("--input_key and --target_key name a pair of columns: give both")
+
+
+def command_line() -> str:
+    import shlex
+
+    return shlex.join([sys.executable, *sys.argv])

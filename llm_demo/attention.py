@@ -1,0 +1,335 @@
+"""Exact causal attention over packed documents, on every machine: the backends and the choice.
+
+A row of a batch holds several documents that must not see each other. `Documents` says where they
+lie; Hugging Face models hand it through to `attend` as a keyword argument, so no model is changed.
+
+    varlen         torch's varlen_attn: one fused kernel over all documents
+    flash_attn     the same, from the flash-attn package
+    bucketed       gather documents of like length into padded buckets, plain causal SDPA, scatter
+                   back: any backend, fused where there is a kernel
+    bucketed_math  the same with the fused kernels off: what an MI100 runs
+    math           SDPA with a block-diagonal mask: slow, simple, what the others are compared with
+"""
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
+
+from llm_demo.device import DTYPES, Device, is_sm80, this_device
+from llm_demo.errors import UserError
+
+IMPLS = ("varlen", "flash_attn", "bucketed", "bucketed_math", "math")
+BUCKET = 64  # documents are padded to a multiple of this: 128 measured slower on an H200
+
+
+class Buckets(NamedTuple):
+    shapes: list[tuple[int, int]]  # (documents, padded length) of each bucket
+    gather: torch.Tensor  # int64 [slots]: where in the B*S stream a bucket slot's token lies
+    padding: torch.Tensor  # bool [slots, 1, 1]: slots that hold no token
+    scatter: torch.Tensor  # int64 [B*S]: the bucket slot of each token of the stream
+
+
+class Documents(NamedTuple):
+    """Where the documents of a micro-batch [B, S] lie, in the form the chosen backend needs."""
+
+    cu_seqlens: torch.Tensor  # int32 [D+1]: boundaries in the flat B*S stream, B*S repeated at the end
+    max_len: int  # no document is longer
+    buckets: Buckets | None = None  # None also where every document is a whole row
+    mask: torch.Tensor | None = None  # bool [B, 1, S, S]
+
+
+def position_ids(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Positions that restart at 0 in each document: int64 [B, S] from boundaries [D+1]."""
+    slots = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
+    return (slots - cu_seqlens[_document_of(slots, cu_seqlens)]).view(shape)
+
+
+def _document_of(slots, cu_seqlens):
+    return torch.searchsorted(cu_seqlens, slots.to(cu_seqlens.dtype), right=True) - 1
+
+
+def make_documents(
+    cu_seqlens: torch.Tensor, shape: tuple[int, int], impl: str, device: torch.device, max_len=None
+) -> Documents:
+    """The layout of a micro-batch for backend `impl`.
+
+    cu_seqlens: int32 [D+1] on any device. From a GPU the buckets cost one wait for its value; hand
+    over the CPU's copy where there is one. max_len defaults to S."""
+    B, S = shape
+    buckets = mask = None
+    if impl.startswith("bucketed"):
+        lengths = [n for n in cu_seqlens.diff().tolist() if n]
+        if any(n != S for n in lengths):
+            buckets = _make_buckets(lengths, S, device)
+    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
+    if impl == "math":
+        doc = _document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
+        causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
+        mask = (doc[..., :, None] == doc[..., None, :]) & causal
+    return Documents(cu_seqlens, max_len or S, buckets, mask)
+
+
+def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
+    by_length, start = {}, 0
+    for n in lengths:
+        padded = min(-(-n // BUCKET) * BUCKET, seq_len)
+        by_length.setdefault(padded, []).append((start, n))
+        start += n
+    shapes, gather, padding = [], [], []
+    for padded, docs in sorted(by_length.items()):
+        shapes.append((len(docs), padded))
+        starts, ns = torch.tensor(docs).T
+        slot = torch.arange(padded)
+        pad = slot >= ns[:, None]
+        gather.append((starts[:, None] + slot).masked_fill_(pad, 0).flatten())
+        padding.append(pad.flatten())
+    gather, padding = torch.cat(gather), torch.cat(padding)
+    scatter = torch.empty(start, dtype=torch.int64)
+    scatter[gather[~padding]] = (~padding).nonzero().squeeze(1)
+    to = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+    return Buckets(shapes, to(gather), to(padding[:, None, None]), to(scatter))
+
+
+class _Rearrange(torch.autograd.Function):
+    """Copy tokens between stream and buckets. The two are inverse permutations but for padding, so
+    each one's backward is the other's forward: a plain gather, where indexing would accumulate."""
+
+    @staticmethod
+    def forward(ctx, x, buckets, into_buckets):
+        ctx.buckets, ctx.into_buckets = buckets, into_buckets
+        return _Rearrange.move(x, buckets, into_buckets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Rearrange.move(grad, ctx.buckets, not ctx.into_buckets), None, None
+
+    @staticmethod
+    def move(x, buckets, into_buckets):
+        if not into_buckets:
+            return x.index_select(0, buckets.scatter)
+        # Padding must be zeros, not another document's tokens: 0 * NaN is NaN even when masked.
+        return x.index_select(0, buckets.gather).masked_fill_(buckets.padding, 0)
+
+
+def _bucketed(q, k, v, documents: Documents, scaling: float):
+    sdpa = functools.partial(
+        F.scaled_dot_product_attention,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    buckets = documents.buckets
+    if buckets is None:
+        return sdpa(q, k, v).transpose(1, 2)
+    B, _, S, _ = q.shape
+    q, k, v = (_Rearrange.apply(x.transpose(1, 2).flatten(0, 1), buckets, True) for x in (q, k, v))
+    out, at = [], 0
+    for docs, padded in buckets.shapes:
+        end = at + docs * padded
+        bucket = (x[at:end].unflatten(0, (docs, padded)).transpose(1, 2) for x in (q, k, v))
+        out.append(sdpa(*bucket).transpose(1, 2).flatten(0, 1))
+        at = end
+    return _Rearrange.apply(torch.cat(out), buckets, False).unflatten(0, (B, S))
+
+
+def _bucketed_math(q, k, v, documents, scaling):
+    with sdpa_kernel(SDPBackend.MATH):
+        return _bucketed(q, k, v, documents, scaling)
+
+
+def _math(q, k, v, documents, scaling):
+    gqa = q.shape[1] != k.shape[1]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=documents.mask, scale=scaling, enable_gqa=gqa
+        )
+    return out.transpose(1, 2)
+
+
+def _varlen(q, k, v, documents, scaling):
+    call, groups, scales = _torch_varlen()
+    B, H, S, D = q.shape
+    if not groups and H != k.shape[1]:
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    if not scales and scaling != D**-0.5:
+        q = q * (scaling * D**0.5)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu, n = documents.cu_seqlens, documents.max_len
+    extra = {"scale": scaling} if scales else {}
+    if groups == "flag":
+        extra["enable_gqa"] = H != k.shape[1]
+    return call(q, k, v, cu, cu, n, n, **extra).unflatten(0, (B, S))
+
+
+@functools.cache
+def _torch_varlen():
+    """(causal varlen_attn, how it groups heads, whether it takes a scale), for this PyTorch.
+
+    Its signature changed with each release: is_causal became window_size, enable_gqa came later."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    has = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in has else {"is_causal": True}
+    groups = "flag" if "enable_gqa" in has else "window_size" in has
+    return functools.partial(varlen_attn, **causal), groups, "scale" in has
+
+
+def _flash_attn(q, k, v, documents, scaling):
+    from flash_attn import flash_attn_varlen_func
+
+    B, _, S, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu, n = documents.cu_seqlens, documents.max_len
+    out = flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
+    return out.unflatten(0, (B, S))
+
+
+BACKENDS = dict(zip(IMPLS, (_varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True))
+
+
+def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
+    """Hugging Face's attention signature: q [B, H, S, D], k and v [B, KV, S, D] -> [B, S, H, D].
+
+    Raises UserError for what a model asks and this can't give, rather than train it wrongly."""
+    if documents is None:
+        raise ValueError("pass documents=make_documents(...) to the model")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UserError(f"this model's attention uses {name}, which no backend here computes")
+    if kwargs.get("dropout"):
+        raise UserError("attention_dropout above 0 is not supported: set it to 0 in config.json")
+    window = kwargs.get("sliding_window")
+    if window is not None and documents.max_len > window:
+        raise UserError(
+            f"this model attends to the last {window} tokens only, --seq_len is "
+            f"{documents.max_len}: no backend here has windows, lower --seq_len to {window}"
+        )
+    return BACKENDS[impl](q, k, v, documents, scaling), None
+
+
+for _impl in IMPLS:
+    AttentionInterface.register(f"packed_{_impl}", functools.partial(attend, _impl))
+
+
+# ---------------------------------------------------------------- which one
+
+
+def why_not(impl: str, device: Device, dtype: torch.dtype) -> str | None:
+    """Why `impl` can't run on this device, from facts alone; None if nothing speaks against it."""
+    if impl in ("bucketed", "bucketed_math", "math"):
+        return None
+    if impl == "varlen" and importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"PyTorch {torch.__version__} has no varlen_attn (it came with 2.10)"
+    if impl == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the flash-attn package is not installed"
+    if device.type == "cpu":
+        return "has no CPU kernel"
+    if dtype == torch.float32:
+        return "needs bf16 or fp16"
+    if device.vendor == "nvidia" and not is_sm80(device):
+        return f"has no kernel for {device.arch}"
+    if device.vendor == "amd" and not device.arch.startswith(
+        ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+    ):
+        built = "PyTorch's ROCm build" if impl == "varlen" else "flash-attn"
+        return f"{built} has no kernel for {device.arch}"
+    return None
+
+
+def choose(asked: str, device: Device, dtype: torch.dtype, heads, probe=None) -> tuple[str, list]:
+    """(backend, reasons): the fastest backend that runs here, and a line for each one rejected.
+
+    heads: (query heads, key-value heads, head size). probe(impl, dtype, heads) -> error or None is
+    asked for each candidate on a GPU. Raises UserError where a backend asked for can't run."""
+    if asked != "auto" and asked not in IMPLS:
+        raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
+    probe = probe or probe_once
+    reasons = []
+    for impl in IMPLS if asked == "auto" else (asked,):
+        problem = why_not(impl, device, dtype)
+        if problem is None and device.type == "cuda" and impl in ("varlen", "flash_attn", "bucketed"):
+            problem = probe(impl, dtype, heads)
+        if problem is None:
+            return impl, reasons
+        reasons.append(f"{impl}: {problem}")
+    raise UserError(f"--attn_impl {asked} can't run on {device}: {reasons[0].split(': ', 1)[1]}")
+
+
+def probe_once(impl: str, dtype: torch.dtype, heads) -> str | None:
+    """Run `impl` in a fresh process and compare it with math; the answer is cached on disk.
+
+    In a process of its own because a kernel that fails does so later, elsewhere, and for good:
+    checks can pass and the launch poison every GPU call after it."""
+    device, name = this_device(), {v: k for k, v in DTYPES.items()}[dtype]
+    packages = [torch.__version__]
+    if impl == "flash_attn":
+        packages.append(importlib.metadata.version("flash_attn"))
+    key = json.dumps([impl, name, heads, device.name, device.arch, packages])
+    folder = Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
+    file = folder / "probes" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    if file.exists():
+        return file.read_text() or None
+    command = [sys.executable, "-m", "llm_demo.attention", impl, name, *map(str, heads)]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return "did not answer within 180 s"  # not cached: a busy machine is no verdict
+    problem = None
+    if done.returncode:
+        problem = ((done.stderr or done.stdout).strip().splitlines() or ["died silently"])[-1]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(problem or "")
+    part.replace(file)
+    return problem
+
+
+def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:
+    """Largest error of output and gradients against math in fp32, relative to the largest value."""
+    H, KV, D = heads
+    B, S, lengths = 2, 256, [256, 100, 60, 96]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)
+    torch.manual_seed(0)
+    leaves = [torch.randn(B, n, S, D, device=device).to(dtype) for n in (H, KV, KV)]
+    up = torch.randn(B, S, H, D, device=device).to(dtype)
+    results = []
+    for which, cast in ((impl, dtype), ("math", torch.float32)):
+        qkv = [x.detach().to(cast).requires_grad_() for x in leaves]
+        docs = make_documents(cu, (B, S), which, torch.device(device))
+        out = BACKENDS[which](*qkv, docs, D**-0.5)
+        results.append([out, *torch.autograd.grad(out, qkv, up.to(cast))])
+    pairs = zip(*results, strict=True)
+    return max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def _probe_main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("impl")
+    parser.add_argument("dtype")
+    parser.add_argument("heads", type=int, nargs=3)
+    a = parser.parse_args()
+    error = compare_with_math(a.impl, DTYPES[a.dtype], a.heads, "cuda")
+    bound = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}[a.dtype]
+    if not error < bound:
+        sys.exit(f"differs from math by {error:.1e}, more than {bound:.0e}")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        _probe_main()

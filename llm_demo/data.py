@@ -1,0 +1,249 @@
+"""From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
+
+file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
+in a cache folder and memory-mapped -> step_rows: which of them step k trains on -> collate: tensors
+"""
+
+import functools
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from llm_demo.errors import UserError
+from llm_demo.labels import make_codec
+from llm_demo.packing import OVERLONG, build
+from llm_demo.records import find_files
+
+IGNORE_INDEX = -100
+CACHE_VERSION = 1  # raise it with every change of what records.py, labels.py or packing.py make
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Rows of exactly seq_len slots, each holding whole documents and a padding tail."""
+
+    seq_len: int
+    pad_id: int
+    max_docs: int  # most documents in one row; a padding tail counts as one
+    max_doc_len: (
+        int  # longest document, padding tails included (but not row -1, which is one of seq_len)
+    )
+    label_counts: np.ndarray  # int64 [rows], label tokens of each row
+    token_counts: np.ndarray  # int64 [rows], tokens of each row that are not padding
+    stats: dict  # plain JSON, see load_packs
+    tokens: np.ndarray  # int32 [all tokens], document after document, as the file has them
+    learnt: np.ndarray  # bool [all tokens]
+    doc_start: np.ndarray  # int64 [documents + 1], into tokens
+    row_docs: np.ndarray  # int64 [documents], document numbers, row after row
+    row_start: np.ndarray  # int64 [rows + 1], into row_docs
+
+    def __len__(self) -> int:
+        return len(self.row_start) - 1
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
+
+        Labels are shifted here and nowhere else: labels[t] is input_ids[t + 1] where that token is
+        learnt, else -100; so a document's last slot predicts nothing. The lengths sum to S: the
+        padding tail is one more document, without labels.
+        """
+        if not -1 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        ids = np.full(self.seq_len, self.pad_id, np.int64)
+        labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
+        lengths, at = [], 0
+        docs = self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else ()
+        for doc in docs:
+            span = slice(self.doc_start[doc], self.doc_start[doc + 1])
+            tokens, learnt = self.tokens[span], self.learnt[span]
+            end = at + len(tokens)
+            ids[at:end] = tokens
+            labels[at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE_INDEX)
+            lengths.append(len(tokens))
+            at = end
+        return ids, labels, lengths + [self.seq_len - at] * (at < self.seq_len)
+
+
+class Batch(NamedTuple):
+    input_ids: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S], already shifted
+    position_ids: torch.Tensor  # int64 [B, S], from 0 in every document
+    cu_seqlens: torch.Tensor  # int32 [B * max_docs + 1], where documents begin in the B * S slots
+
+
+def load_packs(
+    train_json: str,
+    tokenizer,
+    *,
+    seq_len: int,
+    pack: bool = True,
+    train_on_prompt: bool = False,
+    input_key: str | None = None,
+    target_key: str | None = None,
+    data_format: str = "auto",
+    overlong: str = "truncate",
+    cache_dir: str | None = None,
+    log=print,
+) -> Packs:
+    """Packs of a path, paths separated by commas, or globs; built once, then read from the cache.
+
+    pack: best-fit of whole documents into rows; otherwise one document a row, padded.
+    overlong, for a document of over seq_len tokens: "truncate" keeps its first seq_len; "split"
+    makes pieces of seq_len that do not see each other (a piece's first token has no context, so it
+    is not learnt, and its last slot predicts nothing); "drop" leaves it out.
+    cache_dir: by default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
+    the same packs at once; letting one of each node go first saves work.
+    Packs.stats: rows_read, documents, packed_rows, skipped {reason: rows}, first_skipped {reason:
+    "file:line"}, truncated and split (documents), tokens, label_tokens, fill (0..1),
+    files [{path, format, keys, why, rows}], cache_hit.
+    UserError for whatever is wrong with the flags, the file or the tokenizer.
+    """
+    if seq_len < 8:
+        raise UserError(f"--seq_len {seq_len} is too small: 8 is the least")
+    if overlong not in OVERLONG:
+        raise UserError(f"--overlong {overlong}: choose from {', '.join(OVERLONG)}")
+    files = find_files(train_json)
+    codec = make_codec(tokenizer, train_on_prompt)
+    reading = (data_format, input_key, target_key)
+    flags = [seq_len, pack, train_on_prompt, *reading, overlong]
+    key = _content_key(files, codec, flags)
+    root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
+    folder = os.path.join(root, f"packs-{key}")
+    hit = os.path.isdir(folder)
+    if not hit:
+        try:
+            os.makedirs(root, exist_ok=True)
+            temporary = tempfile.mkdtemp(prefix="building-", dir=root)
+        except OSError as error:
+            raise UserError(f"cannot write the cache {root}: {error}; set LLM_DEMO_CACHE") from None
+        try:
+            build(temporary, files, codec, reading, seq_len, pack, overlong)
+            os.replace(temporary, folder)  # at once: nothing half-written is ever visible
+        except OSError:
+            if not os.path.isdir(folder):  # otherwise another process was quicker, same content
+                raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    packs = _open(folder, files, hit)
+    _report(packs.stats, seq_len, folder, log)
+    return packs
+
+
+def step_rows(
+    n_rows: int, seed: int, step: int, global_batch: int, n_total: int | None = None
+) -> np.ndarray:
+    """Rows of optimizer step `step` (from 0), int64 [global_batch]; pure, whoever asks.
+
+    The stream is one seeded permutation of all rows an epoch, end to end; step k takes positions
+    k * global_batch and on. Ranks and micro-batches slice the result, so no split of it changes a
+    step, and resuming is counting. From stream position n_total on, rows are -1: see Packs.row.
+    """
+    at = step * global_batch + np.arange(global_batch)
+    rows = np.empty(global_batch, np.int64)
+    for epoch in range(at[0] // n_rows, at[-1] // n_rows + 1):
+        here = at // n_rows == epoch
+        rows[here] = _permutation(n_rows, seed, epoch)[at[here] % n_rows]
+    if n_total is not None:
+        rows[at >= n_total] = -1
+    return rows
+
+
+@functools.lru_cache(maxsize=2)  # a step may end one epoch and begin the next
+def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n_rows)
+
+
+def collate(packs: Packs, rows, max_docs: int) -> Batch:
+    """Tensors of these rows (see Batch). max_docs, at least packs.max_docs, fixes the shape of
+    cu_seqlens: its end repeats B * S, which reads as documents of no length.
+    """
+    shape = (len(rows), packs.seq_len)
+    ids, labels, positions = (np.empty(shape, np.int64) for _ in range(3))
+    bounds = np.full(len(rows) * max_docs + 1, ids.size, np.int32)
+    n_docs = 0
+    for b, row in enumerate(rows):
+        ids[b], labels[b], lengths = packs.row(int(row))
+        if len(lengths) > max_docs:
+            raise ValueError(f"row {row} holds {len(lengths)} documents, max_docs is {max_docs}")
+        starts = np.cumsum(lengths) - lengths
+        positions[b] = np.arange(packs.seq_len) - np.repeat(starts, lengths)
+        bounds[n_docs : n_docs + len(lengths)] = b * packs.seq_len + starts
+        n_docs += len(lengths)
+    return Batch(*map(torch.from_numpy, (ids, labels, positions, bounds)))
+
+
+def describe_example(packs: Packs, tokenizer, row: int = 0, color: bool = False) -> str:
+    """The first document of a row as text, learnt tokens in brackets (or green, in a terminal)."""
+    ids, labels, lengths = packs.row(row)
+    ids, learnt = ids[: lengths[0]], np.append(False, labels[: lengths[0] - 1] != IGNORE_INDEX)
+    before, after = ("\033[32m", "\033[0m") if color else ("⟦", "⟧")
+    text = ""
+    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learnt)) + 1):
+        piece = tokenizer.decode(ids[run].tolist(), clean_up_tokenization_spaces=False)
+        text += before + piece + after if learnt[run[0]] else piece
+    return text
+
+
+def heldout_beside(train_json: str) -> str | None:
+    """x.heldout.jsonl for the single file x.jsonl, where there is one."""
+    stem, extension = os.path.splitext(train_json)
+    beside = f"{stem}.heldout{extension}"
+    return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
+
+
+def _content_key(files: list[str], codec, flags: list) -> str:
+    """All that the packs depend on, as 24 hex digits. Bytes, not names and dates: a copy hits."""
+    key = hashlib.sha256()
+    for path in files:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        key.update(digest.digest())
+    tokenizer = codec.tokenizer
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
+    key.update(codec.backend.to_str().encode())
+    rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template, flags]
+    key.update(json.dumps(rest, default=str).encode())
+    return key.hexdigest()[:24]
+
+
+def _open(folder: str, files: list[str], hit: bool) -> Packs:
+    with open(f"{folder}/meta.json") as file:
+        meta = json.load(file)
+    for path, layout in zip(files, meta["stats"]["files"], strict=True):
+        layout["path"] = path  # the same bytes may have been cached under another name
+    meta["stats"]["cache_hit"] = hit
+    # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
+    arrays = {
+        os.path.basename(path)[:-4]: np.asarray(np.load(path, mmap_mode="r"))
+        for path in glob.glob(f"{glob.escape(folder)}/*.npy")
+    }
+    tokens = np.asarray(np.memmap(f"{folder}/tokens.int32", np.int32, "r"))
+    learnt = np.asarray(np.memmap(f"{folder}/learnt.bool", bool, "r"))
+    return Packs(**meta, **arrays, tokens=tokens, learnt=learnt)
+
+
+def _report(stats: dict, seq_len: int, folder: str, log) -> None:
+    for file in stats["files"]:
+        log(
+            f"data: {file['path']}: {'/'.join(file['keys'])} ({file['why']}), {file['rows']:,} rows"
+        )
+    log(
+        f"data: {stats['documents']:,} documents, {stats['tokens']:,} tokens "
+        f"({stats['label_tokens']:,} learnt) in {stats['packed_rows']:,} rows of {seq_len:,}, "
+        f"{stats['fill']:.1%} filled; {'from' if stats['cache_hit'] else 'cached in'} {folder}"
+    )
+    for what in ("truncated", "split"):
+        if stats[what]:
+            log(f"data: {stats[what]:,} documents longer than {seq_len:,} tokens were {what}")
+    for reason, n in stats["skipped"].items():
+        log(f"data: skipped {n:,} rows: {reason} (first {stats['first_skipped'][reason]})")

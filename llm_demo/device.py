@@ -1,0 +1,89 @@
+"""What this machine computes with. Every question about vendor and architecture is answered here."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from llm_demo.errors import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Dense matrix peaks in TFLOP/s by (part of the name or arch): fp32, bf16, fp16. fp32 is what
+# PyTorch uses by default (no TF32). Sources: vendors' data sheets; MI100 from AMD's CDNA white paper.
+PEAK_TFLOPS = {
+    "gfx908": (46.1, 92.3, 184.6),  # MI100
+    "gfx90a": (47.9, 191.5, 191.5),  # MI250X, one of its two dies; MI210 is 5 % lower
+    "gfx942": (163.4, 1307.4, 1307.4),  # MI300X
+    "H200": (66.9, 989.4, 989.4),
+    "H100 PCIe": (51.2, 756.4, 756.4),
+    "H100": (66.9, 989.4, 989.4),
+    "A100": (19.5, 312.0, 312.0),
+    "L40S": (91.6, 362.0, 362.0),
+    "RTX 4090": (82.6, 165.2, 165.2),
+    "RTX 3090": (35.6, 71.0, 71.0),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    type: str  # "cuda" (AMD's too: ROCm answers to that name) or "cpu"
+    vendor: str  # "nvidia", "amd" or "cpu"
+    name: str
+    arch: str  # "gfx908", "sm_90", or "" on a CPU
+    memory_gb: float  # 0 on a CPU
+
+    def __str__(self):
+        gpu = f" ({self.vendor} {self.arch}, {self.memory_gb:.0f} GB)"
+        return self.name + (gpu if self.type == "cuda" else "")
+
+
+def this_device(index: int = 0) -> Device:
+    """The accelerator with this index, or the CPU."""
+    if not torch.cuda.is_available():
+        return Device("cpu", "cpu", f"CPU, {os.cpu_count()} cores", "", 0.0)
+    props = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        # get_device_capability() is (9, 0) on an MI100: Hopper's number. gcnArchName is the truth.
+        vendor, arch = "amd", props.gcnArchName.split(":")[0]
+    else:
+        vendor, arch = "nvidia", "sm_{}{}".format(*torch.cuda.get_device_capability(index))
+    return Device("cuda", vendor, props.name, arch, props.total_memory / 2**30)
+
+
+def is_sm80(device: Device) -> bool:
+    """Whether this is an NVIDIA GPU of the Ampere generation or later."""
+    return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= 80
+
+
+def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
+    """The compute dtype for --dtype `asked`, and the reason."""
+    if asked != "auto":
+        if asked == "bf16" and device.vendor == "nvidia" and not is_sm80(device):
+            raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16; take fp16")
+        return DTYPES[asked], "as asked"
+    if device.type == "cpu":
+        return torch.float32, "exact, and CPUs gain little from less"
+    if device.vendor == "nvidia" and not is_sm80(device):
+        return torch.float16, f"{device.arch} has no bf16"
+    if device.arch == "gfx908":
+        return torch.bfloat16, "needs no loss scaling; fp16 has twice its matrix rate on gfx908"
+    return torch.bfloat16, "needs no loss scaling"
+
+
+def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
+    """Dense matrix peak in TFLOP/s of one device, or None where we don't know it: never a guess."""
+    column = list(DTYPES.values()).index(dtype)
+    keys = (device.arch, *(key for key in PEAK_TFLOPS if key in device.name))
+    return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory this process has held, in GB of 2**30: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    import resource
+    import sys
+
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,112 @@
+"""Which process this is, and how it talks to the others: torch.distributed, started and ended."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.errors import UserError
+
+IS_FIRST = os.environ.get("RANK", "0") == "0"
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+def start() -> World:
+    """Join the process group that the launcher's environment describes (a world of one without).
+
+    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK picks the GPU and nothing else."""
+    env = os.environ
+    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        env.setdefault(name, default)
+    rank, size, local_rank = (int(env[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    if size == 1 and "MASTER_PORT" not in env:
+        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    timeout = timedelta(minutes=float(env.get("DIST_TIMEOUT_MINUTES", "30")))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"rank {rank} wants GPU {local_rank}, this machine shows "
+                f"{torch.cuda.device_count()}: lower NPROC_PER_NODE or see CUDA_VISIBLE_DEVICES"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # gloo beside NCCL: objects and barriers before step 1 need no GPU.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", timeout=timeout)
+    return World(rank, size, local_rank, device)
+
+
+def once_per_node(world: World, build: Callable):
+    """Run `build` on the first process of each node, then on the others (who find its files).
+
+    A UserError on one process is raised on all of them, so that nobody waits for the dead."""
+    result = None
+    for turn in (world.local_rank == 0, world.local_rank != 0):
+        error = None
+        if turn:
+            try:
+                result = build()
+            except UserError as e:
+                error = str(e)
+        errors = [None] * world.size
+        dist.all_gather_object(errors, error)
+        if found := next((e for e in errors if e), None):
+            raise UserError(found)
+    return result
+
+
+def from_rank0(world: World, make: Callable):
+    """What `make()` returned on rank 0, on every rank; a UserError there is raised on every rank."""
+    box = [None, None]
+    if world.rank == 0:
+        try:
+            box[0] = make()
+        except UserError as e:
+            box[1] = str(e)
+    dist.broadcast_object_list(box)
+    if box[1]:
+        raise UserError(box[1])
+    return box[0]
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main(); end with one line for bad input, a traceback for a defect, never with a hang."""
+    code = 0
+    try:
+        main()
+        if dist.is_initialized():
+            # Without the barrier a fast rank's exit reads as a crash to a slow one; without the
+            # destroy about one gloo run in twenty ends in abort().
+            dist.barrier()
+            dist.destroy_process_group()
+    except UserError as e:
+        code = 2
+        if IS_FIRST:
+            print(f"error: {e}", file=sys.stderr)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as e:
+        code = 1
+        if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
+            rank = os.environ["RANK"]
+            print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # threads of a broken process group would keep a plain exit waiting
+        os._exit(code)

@@ -1,0 +1,69 @@
+"""Greedy answers from a model in training: no cache, the training forward, any parallelism."""
+
+from collections.abc import Callable
+
+import torch
+
+from llm_demo.attention import position_ids
+from llm_demo.data import IGNORE_INDEX, Batch, Packs
+
+
+def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) token lists of the first `count` documents with a prompt of at most `most`
+    tokens: what precedes the first learnt token, and what is to be learnt after it."""
+    found = []
+    for i in range(len(packs)):
+        ids, labels, lengths = packs.row(i)
+        start = 0
+        for n in lengths:
+            learnt = [t for t in range(start, start + n) if labels[t] != IGNORE_INDEX]
+            if learnt and 0 < learnt[0] + 1 - start <= most:
+                answer = [int(labels[t]) for t in learnt]
+                found.append((ids[start : learnt[0] + 1].tolist(), answer))
+                if len(found) == count:
+                    return found
+            start += n
+    return found
+
+
+def generate(
+    ask: Callable, prompts: list[list[int]], shape: tuple[int, int], max_docs: int, tokens: int, stop
+) -> list[list[int]]:
+    """Up to `tokens` further tokens for each prompt, greedily; ends at a token of `stop`.
+
+    ask(batch, index) -> int64 [B]: the likeliest next tokens at the flat positions `index`, the same
+    on every rank. shape (B, S) and max_docs are the training batch's: a pipeline's are fixed."""
+    B, S = shape
+    answers = []
+    for first in range(0, len(prompts), B):
+        rows = [list(p) for p in prompts[first : first + B]]
+        done = [False] * len(rows)
+        lengths = [len(r) for r in rows]
+        for _ in range(tokens):
+            if all(done):
+                break
+            batch = _batch(rows, S, max_docs, B)
+            index = torch.tensor([i * S + len(r) - 1 for i, r in enumerate(rows)])
+            for i, token in enumerate(ask(batch, index).tolist()):
+                done[i] = done[i] or token in stop or len(rows[i]) == S
+                if not done[i]:
+                    rows[i].append(token)
+        answers += [row[n:] for row, n in zip(rows, lengths, strict=True)]
+    return answers
+
+
+def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Batch:
+    ids = torch.zeros(count, seq_len, dtype=torch.int64)
+    ends = []
+    for i in range(count):
+        n = len(rows[i]) if i < len(rows) else 0
+        if n:
+            ids[i, :n] = torch.tensor(rows[i])
+            ends.append(i * seq_len + n)
+        if n < seq_len:
+            ends.append((i + 1) * seq_len)  # the padding is one more document
+    cu = torch.full((count * max_docs + 1,), count * seq_len, dtype=torch.int32)
+    cu[0] = 0
+    cu[1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    return Batch(ids, labels, position_ids(cu, (count, seq_len)), cu)

@@ -1,0 +1,235 @@
+"""Start this node's processes: python -m llm_demo.launch torchrun|deepspeed SCRIPT [its flags]
+
+NPROC_PER_NODE   processes on this node (default: one a GPU, 2 without a GPU)
+NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same line on each of them, with
+                 NODE_RANK 0 on the one at MASTER_ADDR (port: 29500, or any free one for 1 node)
+LOGLEVEL=INFO    what the launcher below has to tell (silent by default)
+
+The exit code is that of the process that failed first, 128 + n for one that signal n killed.
+"""
+
+import base64
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_demo.errors import UserError
+
+GRACE = 3  # seconds between SIGTERM and SIGKILL for the processes that are left when one has failed
+
+
+@dataclass(frozen=True)
+class Node:
+    processes: int
+    nodes: int
+    rank: int  # of this node
+    master_addr: str
+    master_port: int
+
+
+def number(name: str, default: int, at_least: int = 0) -> int:
+    text = os.environ.get(name) or str(default)
+    if not text.isdecimal() or int(text) < at_least:
+        raise UserError(f"{name}={text}: must be a whole number, {at_least} or more")
+    return int(text)
+
+
+def bindable(port: int) -> int | None:
+    """The port if a server could listen on it now (any free port for 0), else None."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind(("", port))
+        except (OSError, OverflowError):
+            return None
+        return s.getsockname()[1]
+
+
+def this_node() -> Node:
+    """Read the environment. Raises UserError for what can't work, before anything slow is done."""
+    nodes = number("NNODES", 1, at_least=1)
+    if nodes == 1:
+        rank, addr, port = 0, "127.0.0.1", number("MASTER_PORT", 0)
+    elif not (os.environ.get("MASTER_ADDR") and os.environ.get("NODE_RANK")):
+        raise UserError(f"NNODES={nodes} needs MASTER_ADDR (node 0's) and NODE_RANK, on every node")
+    else:
+        rank, addr = number("NODE_RANK", 0), os.environ["MASTER_ADDR"]
+        port = number("MASTER_PORT", 29500)
+    if rank >= nodes:
+        raise UserError(f"NODE_RANK={rank}: must be below NNODES={nodes}")
+    if rank == 0:
+        asked, port = port, bindable(port)
+        if port is None:
+            raise UserError(f"port {asked} is busy on this machine: give another MASTER_PORT")
+    gpus = count_gpus()
+    processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
+    if gpus and processes > gpus:
+        raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
+    return Node(processes, nodes, rank, addr, port)
+
+
+def count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()  # AMD's too; starts no CUDA context
+
+
+def set_defaults(node: Node) -> None:
+    """Environment of the training processes, where the user has not set it."""
+    import torch
+
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        cores = os.cpu_count()
+    # Each process would start a thread for every core, and they would wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // node.processes)))
+    # Less fragmentation on NVIDIA. ROCm ignores it with a warning, and hangs were reported on 7.2.
+    if torch.version.cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+
+
+class Ranks:
+    """The training processes of this node: every subprocess started from now on that has a RANK."""
+
+    def __init__(self):
+        self.started = {}
+        self.failed = {}  # rank -> code of those that had failed when the others were stopped
+        self.stopping = False
+        init = subprocess.Popen.__init__
+
+        def init_and_note(process, *args, **kwargs):
+            init(process, *args, **kwargs)
+            if "RANK" in (kwargs.get("env") or ()):
+                self.started[int(kwargs["env"]["RANK"])] = process
+
+        subprocess.Popen.__init__ = init_and_note
+
+    def stop(self):
+        """SIGTERM for all that this process has started, SIGKILL for what is left after GRACE."""
+        import psutil
+
+        if not self.stopping:
+            self.failed = {rank: p.returncode for rank, p in self.started.items() if p.poll()}
+            self.stopping = True
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            child.terminate()
+        for child in psutil.wait_procs(children, timeout=GRACE)[1]:
+            child.kill()
+
+
+def torchrun(node: Node, command: list[str]) -> int:
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import PContext, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    ranks = Ranks()
+    close = PContext.close
+
+    def stop_and_close(context, *args, **kwargs):
+        ranks.stop()  # torch waits 30 s before SIGKILL, and counts those it stopped as failed too
+        close(context, *args, **kwargs)
+
+    PContext.close = stop_and_close
+    options = {
+        "nnodes": node.nodes,
+        "node_rank": node.rank,
+        "nproc_per_node": node.processes,
+        "master_addr": node.master_addr,
+        "master_port": node.master_port,
+    }
+    args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
+    try:
+        # Not its main(): that prints a 40-line traceback below the failing rank's own line.
+        run.run(args)
+    except ChildFailedError:
+        return report(ranks.failed)
+    except SignalException as e:
+        return stopped(e.sigval)
+    except RuntimeError as e:  # the nodes did not find each other
+        raise UserError(f"torchrun on node {node.rank}: {str(e).splitlines()[0]}") from e
+    return 0
+
+
+def deepspeed(node: Node, command: list[str]) -> int:
+    if not count_gpus():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # The half of DeepSpeed's launcher that starts a node's processes. Its front half is left out:
+    # that drops CUDA_VISIBLE_DEVICES, obeys a /job/hostfile, and dies of SIGTERM alone, leaving
+    # the processes behind.
+    from deepspeed.launcher import launch
+
+    if not hasattr(launch, "terminate_process_tree"):
+        raise UserError(
+            "this deepspeed has another launcher than 0.19.8: install deepspeed==0.19.8"
+        )
+    ranks = Ranks()
+    # DeepSpeed's own takes one process after another, and waits 30 s for each.
+    launch.terminate_process_tree = lambda _pid: ranks.stop()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
+    devices = (visible.split(",") if visible else list(range(node.processes)))[: node.processes]
+    world = {f"node{i}": devices for i in range(node.nodes)}  # the names are only labels
+    sys.argv = [
+        "deepspeed",
+        f"--world_info={base64.urlsafe_b64encode(json.dumps(world).encode()).decode()}",
+        f"--node_rank={node.rank}",
+        f"--master_addr={node.master_addr}",
+        f"--master_port={node.master_port}",
+        "--no_local_rank",  # LOCAL_RANK is in the environment
+        "--log_level=critical",
+        *command,
+    ]
+    try:
+        launch.main()
+    except SystemExit:
+        return report(ranks.failed) if ranks.failed else stopped(signal.SIGTERM)
+    return 0
+
+
+def report(codes: dict[int, int]) -> int:
+    """The node's exit code from the codes of its failed ranks, and a line if nobody wrote one."""
+    # A rank killed by a signal could not speak; its peers fail a moment later, of its loss.
+    rank, code = min(codes.items(), key=lambda item: (item[1] > 0, item[0]))
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = ": out of memory, or killed by hand" if name == "SIGKILL" else ""
+        print(f"error: rank {rank} died of {name}{hint}", file=sys.stderr)
+        return 128 - code
+    if code not in (1, 2, 130):  # those come with the script's own words
+        print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr)
+    return code
+
+
+def stopped(signum: int) -> int:
+    print(f"error: stopped by {signal.Signals(signum).name}", file=sys.stderr)
+    return 128 + signum
+
+
+def main() -> int:
+    launchers = {"torchrun": torchrun, "deepspeed": deepspeed}
+    if len(sys.argv) < 3 or sys.argv[1] not in launchers:
+        print(__doc__, file=sys.stderr)
+        return 2
+    command = sys.argv[2:]
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.CRITICAL)  # in this process only, not in those it starts
+    try:
+        if not Path(command[0]).is_file():
+            raise UserError(f"no script {command[0]}")
+        node = this_node()
+        set_defaults(node)
+        return launchers[sys.argv[1]](node, command)
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

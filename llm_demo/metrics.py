@@ -1,0 +1,293 @@
+"""What a run leaves: its folder, the console line and metrics.jsonl of a step, the summary row."""
+
+import json
+import math
+import os
+import platform
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from datetime import datetime, timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.args import ROOT
+from llm_demo.device import peak_memory_gb, peak_tflops, this_device
+from llm_demo.dist import World, from_rank0
+from llm_demo.errors import UserError
+
+WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels and caches warm up
+COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
+
+
+def open_folder(args: Namespace, world: World, script: str) -> Path:
+    """Make the run's folder on rank 0. Raises UserError if it holds something already."""
+
+    def make() -> Path:
+        model = Path(args.model_name_or_path).name
+        name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
+        folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            if not args.overwrite:
+                raise UserError(
+                    f"--output_dir {folder} is not empty: choose another, or add --overwrite"
+                )
+            if not (folder / "config.json").is_file() or not (folder / "cmd.sh").is_file():
+                raise UserError(f"--overwrite: {folder} is no run's folder, it stays as it is")
+            if not args.dry_run:
+                shutil.rmtree(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"--output_dir {folder}: {e.strerror}") from e
+        return folder
+
+    return from_rank0(world, make)
+
+
+class Run:
+    """A run's folder and its voice. Only rank 0 writes and prints; every rank calls."""
+
+    def __init__(self, args: Namespace, world: World, script: str):
+        self.args, self.world, self.script = args, world, script
+        self.tracker = _open_tracker(args)
+        self.folder = open_folder(args, world, script)
+        self.is_main = world.rank == 0
+        self.bar = None
+        self.records, self.evals = [], []
+        self.tokens = self.label_tokens = self.slots = 0
+        self.log_file = open(self.folder / "train.log", "a") if self.is_main else None
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0, and keep it in train.log."""
+        if not self.is_main:
+            return
+        print(text, file=self.log_file, flush=True)
+        self.bar.write(text, file=sys.stdout) if self.bar is not None else print(text, flush=True)
+
+    def save_config(self, resolved: dict) -> None:
+        """Write config.json, env.json and cmd.sh: what it takes to repeat the run."""
+        if not self.is_main:
+            return
+        _write_json(self.folder / "config.json", {**vars(self.args), **resolved})
+        _write_json(self.folder / "env.json", environment(self.world))
+        argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+        launcher = ROOT / {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}[self.script]
+        nodes = f"NNODES={os.environ['NNODES']} " if "NNODES" in os.environ else ""
+        local = os.environ.get("LOCAL_WORLD_SIZE") or self.world.size
+        (self.folder / "cmd.sh").write_text(
+            f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
+            f"{nodes}NPROC_PER_NODE={local} bash {shlex.quote(str(launcher))} {shlex.join(argv)}\n"
+        )
+
+    def begin(self, max_steps: int, flops_per_token: float, dtype: torch.dtype) -> None:
+        """Start the clock before step 1."""
+        self.max_steps, self.flops = max_steps, flops_per_token
+        peak = self.args.peak_tflops if hasattr(self.args, "peak_tflops") else None
+        self.peak = peak or peak_tflops(this_device(self.world.device.index or 0), dtype)
+        self.started = time.perf_counter()
+        if self.is_main and sys.stdout.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=max_steps, bar_format="{percentage:3.0f}% {bar:16} {desc}")
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave what happened since the last logged step (an evaluation, say) out of step times."""
+        self.since = time.perf_counter()
+        self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
+
+    def count(self, tokens: int, label_tokens: int, slots: int) -> None:
+        """Count an optimizer step's tokens, over all ranks: known from the packs, not communicated."""
+        self.tokens += tokens
+        self.label_tokens += label_tokens
+        self.interval.steps += 1
+        self.interval.tokens += tokens
+        self.interval.label_tokens += label_tokens
+        self.interval.slots += slots
+        if self.bar is not None:
+            self.bar.update()
+
+    def log_step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
+        """Record optimizer step `step` (from 1). Every rank calls: peak memory is gathered.
+
+        Call it once the loss is a number: then the device has finished and the time is true."""
+        now, i = time.perf_counter(), self.interval
+        seconds = (now - self.since) / i.steps
+        per_s = i.tokens / i.steps / seconds
+        flops = self.flops * i.slots / i.steps / seconds / self.world.size
+        memory = gather_floats(self.world, peak_memory_gb(self.world.device))
+        record = {
+            "step": step,
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/lr": lr,
+            "train/skipped": not math.isfinite(grad_norm),
+            "perf/step_ms": seconds * 1e3,
+            "perf/toks_per_s": per_s,
+            "perf/label_toks_per_s": i.label_tokens / i.steps / seconds,
+            "perf/slots_per_s": i.slots / i.steps / seconds,
+            "perf/mfu": flops / (self.peak * 1e12) if self.peak else None,
+            "perf/peak_mem_gb": memory,
+            "data/tokens": self.tokens,
+            "data/label_tokens": self.label_tokens,
+            "data/fill": i.tokens / i.slots,
+        }
+        self.records.append(record)
+        self._write(record)
+        left = int((self.max_steps - step) * seconds)
+        mfu = f"{record['perf/mfu']:.1%}" if self.peak else "n/a"
+        line = (
+            f"step {step}/{self.max_steps} | loss {loss:.4f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | "
+            f"{seconds * 1e3:.0f} ms | {_kilo(per_s)} tok/s ({_kilo(record['perf/label_toks_per_s'])} "
+            f"learnt) | mfu {mfu} | mem {max(memory):.1f} GB | "
+            f"eta {timedelta(seconds=left)}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
+        )
+        if record["train/skipped"]:
+            self.say(f"step {step}: the gradient norm is not finite, the step is skipped on all ranks")
+        if self.bar is not None:
+            self.bar.set_description_str(line)
+            print(line, file=self.log_file, flush=True)
+        else:
+            self.say(line)
+        self.restart_clock()
+
+    def log_eval(self, step: int, loss: float) -> None:
+        self.evals.append((step, loss))
+        self._write({"step": step, "eval/loss": loss})
+        self.say(f"step {step}/{self.max_steps} | held-out loss {loss:.4f}")
+        self.restart_clock()
+
+    def finish(self) -> None:
+        """Write summary.json, print the row of the README's table, close."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        if not self.is_main:
+            return
+        steady = self.records[WARMUP:] or self.records
+        losses = [r["train/loss"] for r in self.records]
+        a = self.args
+
+        def median(key):
+            return statistics.median(r[key] for r in steady)
+
+        row = (
+            a.micro_batch_size, a.grad_accum_steps, "T" if a.use_activation_checkpointing else "F",
+            a.dtype.upper(), f"{median('perf/step_ms'):.0f}", "n/a", f"{median('perf/slots_per_s'):.0f}",
+            " / ".join(f"{m:.1f}" for m in self.records[-1]["perf/peak_mem_gb"]),
+        )  # fmt: skip
+        summary = {
+            "steps": self.records[-1]["step"],
+            "seconds": time.perf_counter() - self.started,
+            "tokens": self.tokens,
+            "label_tokens": self.label_tokens,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
+            "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
+            "eval_loss": dict(self.evals),
+            "skipped_steps": sum(r["train/skipped"] for r in self.records),
+            **{f"median_{k}": median(f"perf/{k}") for k in ("step_ms", "toks_per_s", "slots_per_s")},
+            "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],
+            "row": dict(zip(COLUMNS, row, strict=True)),
+        }
+        _write_json(self.folder / "summary.json", summary)
+        self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+        self.say(f"| {' | '.join(map(str, row))} |\n(toks/s counts every slot; peak memory per rank)")
+        self.say(f"run: {self.folder}")
+        self.log_file.close()
+
+    def _write(self, record: dict) -> None:
+        if not self.is_main:
+            return
+        with open(self.folder / "metrics.jsonl", "a") as f:
+            f.write(json.dumps(_finite(record)) + "\n")
+        if self.tracker:
+            self.tracker(self, record)
+
+
+def gather_floats(world: World, value: float) -> list[float]:
+    """`value` of every rank, on every rank, over the CPU group."""
+    mine, all_ = torch.tensor([value]), [torch.zeros(1) for _ in range(world.size)]
+    dist.all_gather(all_, mine)
+    return [round(x.item(), 3) for x in all_]
+
+
+def environment(world: World) -> dict:
+    """Versions, hardware and revision of this run."""
+    packages = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy", "flash_attn")
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    revision = subprocess.run(
+        ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    return {
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "device": str(this_device(world.device.index or 0)),
+        "world_size": world.size,
+        "platform": platform.platform(),
+        "revision": revision or None,
+        "environment": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "RCCL_", "TORCH_", "OMP_"))
+        },
+    }
+
+
+def _open_tracker(args: Namespace):
+    """A function that takes a record, or None. The package is imported only where asked for."""
+    if args.report_to == "none":
+        return None
+    opened = {}
+    try:
+        if args.report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter as make
+        else:
+            from wandb import init as make
+    except ImportError as e:
+        raise UserError(f"--report_to {args.report_to}: pip install {args.report_to} first") from e
+
+    def track(run: Run, record: dict) -> None:
+        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+        if args.report_to == "tensorboard":
+            writer = opened.setdefault("writer", opened.get("writer") or make(run.folder / "tb"))
+            for key, value in numbers.items():
+                writer.add_scalar(key, value, record["step"])
+            writer.flush()
+        else:
+            if "writer" not in opened:
+                opened["writer"] = make(project="llm_demo", name=run.folder.name, dir=run.folder)
+            opened["writer"].log(numbers, step=record["step"])
+
+    return track
+
+
+def _finite(record: dict) -> dict:
+    # json writes NaN and Infinity, which are no JSON
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
+    }
+
+
+def _kilo(n: float) -> str:
+    return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+
+
+def _write_json(path: Path, what: dict) -> None:
+    path.write_text(json.dumps(what, indent=2, default=str) + "\n")

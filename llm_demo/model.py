@@ -1,0 +1,196 @@
+"""A Hugging Face decoder, made or loaded block by block: nothing is held that this process won't keep."""
+
+import json
+import math
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from llm_demo.errors import UserError
+from llm_demo.loss import cross_entropy_sum, next_tokens
+
+# Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
+# embedding or cap the logits outside their modules (Gemma, Granite, Cohere): trained through the
+# code below they would learn something else, silently.
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+
+# A reader of weights by Hugging Face name; None: there are none, start from random.
+Weights = Callable[[str], torch.Tensor] | None
+
+
+def find_model(name: str) -> Path:
+    """The local folder of a model: the path itself, or a hub id downloaded to the hub's cache."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"no model at {name}: neither a folder with config.json nor a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise UserError(f"no model at {name}: no such folder, and not from the hub: {reason}") from e
+
+
+def load_config(folder: Path, max_len: int):
+    """The model's configuration, checked against what this project can train exactly."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, KeyError, OSError, json.JSONDecodeError) as e:
+        raise UserError(f"{folder}/config.json: {str(e).strip().splitlines()[0]}") from e
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
+        )
+    if getattr(config, "attention_dropout", 0):
+        config.attention_dropout = 0.0  # fine-tuning wants none; pretrained configurations have 0
+    most = getattr(config, "max_position_embeddings", None)
+    if most and max_len > most:
+        raise UserError(f"--seq_len {max_len}: {folder} knows positions up to {most} only")
+    return config
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a folder or hub id."""
+    folder = find_model(name) if not Path(name, "tokenizer_config.json").is_file() else name
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (ValueError, OSError) as e:
+        raise UserError(
+            f"no tokenizer in {folder}: give one with --tokenizer_name_or_path"
+        ) from e
+
+
+def open_weights(folder: Path) -> Weights:
+    """A reader of the folder's safetensors, one tensor at a time; None if the folder holds none.
+
+    Raises UserError for other weight formats and, on reading, for a name that is missing."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+    elif (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", "pt") as f:
+            files = dict.fromkeys(f.keys(), folder / "model.safetensors")
+    elif other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
+        raise UserError(
+            f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
+            "model.safetensors.index.json): save them again with save_pretrained"
+        )
+    else:
+        return None
+    opened = {}
+
+    def read(name: str) -> torch.Tensor:
+        if name not in files:
+            raise UserError(f"{folder}: the weights lack {name}")
+        try:
+            if files[name] not in opened:
+                opened[files[name]] = safe_open(files[name], "pt")
+            return opened[files[name]].get_tensor(name)
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{files[name]}: {e}") from e
+
+    return read
+
+
+def skeleton(config, attn_impl: str, checkpointing: bool = False) -> PreTrainedModel:
+    """The decoder with its parameters on the meta device; buffers (rotary frequencies) are real.
+
+    `materialise` gives chosen parts their weights. `checkpointing` recomputes each block's
+    activations in the backward (non-reentrant)."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
+    if model.lm_head.bias is not None:
+        raise UserError("a head with a bias is not supported")
+    if checkpointing:  # no dropout, so no RNG state to keep
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if config.tie_word_embeddings:  # meta parameters are made apart
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model.train()
+
+
+@torch.no_grad()
+def materialise(
+    model: PreTrainedModel, name: str, weights: Weights, seed: int, device: torch.device
+) -> nn.Module:
+    """Give the submodule `name` of a skeleton real fp32 parameters on `device`; returns it.
+
+    From `weights`, or at random: by the model's own rule, each module from a seed of its name, so
+    that any process that makes a block makes the same one; rounded to bf16, as published weights
+    are, so that runs in every dtype start alike."""
+    module = model.get_submodule(name)
+    for path, part in module.named_modules(prefix=name):
+        for key, meta in part.named_parameters(recurse=False):
+            real = torch.empty(meta.shape, dtype=torch.float32, device=device)
+            part._parameters[key] = nn.Parameter(real, requires_grad=meta.requires_grad)
+            if weights is not None:
+                found = weights(f"{path}.{key}")
+                if found.shape != real.shape:
+                    raise UserError(
+                        f"the weights' {path}.{key} is {list(found.shape)}, the configuration "
+                        f"says {list(real.shape)}"
+                    )
+                real.copy_(found)
+            part._parameters[key].hf_name = f"{path}.{key}"
+        for key, buffer in part.named_buffers(recurse=False):
+            part._buffers[key] = buffer.to(device)
+        if weights is None and any(True for _ in part.parameters(recurse=False)):
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(zlib.crc32(f"{seed}:{path}".encode()))
+                model._init_weights(part)
+            for p in part.parameters(recurse=False):
+                p.copy_(p.bfloat16())
+    return module
+
+
+class DecoderLoss(nn.Module):
+    """The whole decoder with the loss inside its forward.
+
+    Inside, because the head's weight is whole only there once the model is sharded."""
+
+    def __init__(self, lm: PreTrainedModel):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, input_ids, position_ids, documents, index, targets=None):
+        """Loss sum over the flat positions `index` with `targets` [n], or without targets the
+        likeliest next tokens there. input_ids, position_ids: int64 [B, S]."""
+        out = self.lm.model(
+            input_ids=input_ids, position_ids=position_ids, documents=documents, use_cache=False
+        )
+        hidden, weight = out.last_hidden_state, self.lm.lm_head.weight
+        if targets is None:
+            return next_tokens(hidden, weight, index)
+        return cross_entropy_sum(hidden, weight, index, targets)
+
+
+def flops_per_token(config, seq_len: int) -> tuple[float, float]:
+    """Training FLOPs per token of (one block, the head): 6 per weight of a matrix product, and
+    12·heads·head_dim·S of a block for attention, counted in full rather than its causal half, as
+    in the PaLM paper's appendix B. Their sum over blocks and head is what MFU divides by."""
+    d, inner = config.hidden_size, config.intermediate_size
+    heads, head_dim = config.num_attention_heads, head_size(config)
+    attention = d * head_dim * (2 * heads + 2 * config.num_key_value_heads)
+    block = 6 * (attention + 3 * d * inner) + 12 * heads * head_dim * seq_len
+    return block, 6 * d * config.vocab_size
+
+
+def head_size(config) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def param_count(model: nn.Module) -> int:
+    return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
+
+

@@ -1,0 +1,121 @@
+"""AdamW's groups, the learning rate of a step, the global gradient norm, fp16's loss scale."""
+
+import functools
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+BETAS, EPS = (0.9, 0.95), 1e-8
+
+
+def make_adamw(params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW that decays matrices only: a norm's weight or a bias has nothing to gain from zero."""
+    params = [p for p in params if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr, BETAS, EPS, fused=True)
+
+
+def with_fp32_masters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Turn the model's fp32 parameters into `dtype` and return the fp32 masters to optimize.
+
+    Each micro-batch's gradient is added to the master's in fp32, as sharded training does it; the
+    optimizer made from the masters must be passed to `copy_masters` (fp32: the parameters)."""
+    if dtype == torch.float32:
+        return list(model.parameters())
+    masters = []
+
+    def accumulate(param, master):
+        grad = param.grad.float()
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+        param.grad = None
+
+    for param in model.parameters():
+        master = nn.Parameter(param.detach().clone())
+        param.data = param.data.to(dtype)
+        param.register_post_accumulate_grad_hook(functools.partial(accumulate, master=master))
+        masters.append(master)
+    return masters
+
+
+def copy_masters(optimizer: torch.optim.Optimizer, model: nn.Module, masters: list) -> None:
+    """After each step of the optimizer, bring the model's parameters up to their masters."""
+
+    def copy(*_):
+        with torch.no_grad():
+            torch._foreach_copy_(list(model.parameters()), masters)
+
+    if masters and masters[0].dtype != next(model.parameters()).dtype:
+        optimizer.register_step_post_hook(copy)
+
+
+def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
+    """Learning rate of optimizer step `step` (from 0) of `total`.
+
+    Rises to `lr` over `warmup` steps, then falls by a half cosine or a line to a tenth of it in the
+    last step, or stays. A function of the step alone: nothing to save, nothing to step twice."""
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    if schedule == "constant":
+        return lr
+    done = (step - warmup + 1) / max(1, total - warmup)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    return lr * (0.1 + 0.9 * left)
+
+
+class LossScale:
+    """fp16's dynamic loss scale, on the device: halved by an overflow, doubled after 1000 good steps.
+
+    torch.amp.GradScaler looks for overflow rank by rank; here the global norm has the answer, the
+    same on every rank, so all skip together. Scale 1 for ever in the other dtypes."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self.dynamic = dtype == torch.float16
+        self.scale = torch.tensor(2.0**16 if self.dynamic else 1.0, device=device)
+        self.good_steps = torch.zeros((), device=device)
+
+    def update(self, overflow: torch.Tensor) -> None:
+        if self.dynamic:
+            self.good_steps = torch.where(overflow, 0, self.good_steps + 1)
+            grow = self.good_steps >= 1000
+            self.scale *= torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0))
+            self.good_steps = torch.where(grow, 0, self.good_steps)
+
+
+def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
+    """2-norm of all gradients together, shards of other ranks included: an fp32 scalar.
+
+    Summed in fp64: torch's own norm adds up a CPU tensor in fp32 and is off by 3e-5 for an embedding."""
+    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    square = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float64)).square().sum()
+    if isinstance(grads[0], DTensor):
+        dist.all_reduce(square, group=grads[0].device_mesh.get_group())
+    return square.sqrt().float()
+
+
+@torch.no_grad()
+def clipped_step(
+    optimizer: torch.optim.AdamW, max_grad_norm: float, loss_scale: LossScale
+) -> torch.Tensor:
+    """Clip by the global norm and step, or skip where that norm is not finite; returns the norm.
+
+    The norm (fp32 scalar on the device, unscaled, before clipping) is over all parameters of all
+    ranks, sharded or not, a tied one counted once; so every rank takes or skips the step alike.
+    Nothing waits for the device: scale, clip factor and skip reach the fused AdamW as tensors."""
+    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    norm = global_norm(grads) / loss_scale.scale
+    skip = ~norm.isfinite()
+    divisor = loss_scale.scale.clone()
+    if max_grad_norm > 0:
+        divisor *= ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()
+    optimizer.step()
+    loss_scale.update(skip)
+    optimizer.zero_grad(set_to_none=True)
+    return norm

@@ -1,0 +1,167 @@
+"""Everything that is decided before the model exists: device, dtype, data, attention, batch, steps.
+
+Both scripts make the same plan from the same flags; each decision is printed with its reason."""
+
+import functools
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from llm_demo.args import command_line
+from llm_demo.attention import choose
+from llm_demo.data import Batch, Packs, collate, describe_example, heldout_beside, load_packs, step_rows
+from llm_demo.device import DTYPES, pick_dtype, this_device
+from llm_demo.dist import World, from_rank0, once_per_node
+from llm_demo.errors import UserError
+from llm_demo.generate import generate, prompts_of
+from llm_demo.metrics import Run
+from llm_demo.model import (
+    Weights,
+    find_model,
+    flops_per_token,
+    head_size,
+    load_config,
+    load_tokenizer,
+    open_weights,
+)
+
+
+class Plan(NamedTuple):
+    run: Run
+    dtype: torch.dtype
+    attn_impl: str
+    config: object  # the model's, of transformers
+    weights: Weights
+    tokenizer: object
+    train: Packs
+    heldout: Packs | None
+    max_docs: int  # of any row of train or heldout: fixes the shape of cu_seqlens
+    replicas: int  # data-parallel
+    global_batch: int  # rows of an optimizer step
+    max_steps: int
+    n_total: int | None  # rows of the whole run, where num_epochs sets its length
+    lr: float
+    flops_per_token: float
+
+
+def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan:
+    """Decide everything the flags leave open, and print it. Raises UserError on every rank alike."""
+    run = Run(args, world, script)
+    run.say(f"command: {command_line()}")
+
+    device = this_device(world.device.index or 0)
+    dtype, why = pick_dtype(args.dtype, device)
+    args.dtype = next(name for name, d in DTYPES.items() if d == dtype)
+    run.say(f"device: {world.size} x {device}")
+    run.say(f"dtype: {args.dtype} ({why}); weights and optimizer states in fp32")
+
+    folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
+    config = load_config(folder, args.seq_len)
+    weights = open_weights(folder)
+    origin = f"weights of {folder}" if weights else f"no weights in {folder}: random ones, seed {args.seed}"
+    run.say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
+
+    tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder))
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they don't fit"
+        )
+    train, heldout = load_data(args, world, tokenizer, run.say)
+
+    heads = (config.num_attention_heads, config.num_key_value_heads, head_size(config))
+    pick = functools.partial(choose, args.attn_impl, device, dtype, heads)
+    attn_impl, rejected = from_rank0(world, pick)
+    for reason in rejected:
+        run.say(f"attention: not {reason}")
+    run.say(f"attention: {attn_impl}" + (" (as asked)" if args.attn_impl != "auto" else ""))
+
+    global_batch = args.micro_batch_size * args.grad_accum_steps * replicas
+    run.say(
+        f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x {replicas} "
+        f"replicas = {global_batch} rows = {global_batch * args.seq_len:,} token slots a step"
+    )
+    n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
+    max_steps = args.max_steps or math.ceil(n_total / global_batch)
+    lr = args.lr or (2e-5 if weights else 1e-3)
+    why = "" if args.lr else f" (the default for {'trained' if weights else 'random'} weights)"
+    run.say(
+        f"steps: {max_steps} = {max_steps * global_batch / len(train):.2f} epochs of {len(train)} rows; "
+        f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
+    )
+    block, head = flops_per_token(config, args.seq_len)
+    plan = Plan(
+        run, dtype, attn_impl, config, weights, tokenizer, train, heldout,
+        max(2, train.max_docs, heldout.max_docs if heldout else 0),
+        replicas, global_batch, max_steps, n_total, lr, config.num_hidden_layers * block + head,
+    )  # fmt: skip
+    first = int(rows_of(plan, args, 0)[0])
+    run.say(f"example, learnt tokens in ⟦⟧:\n{describe_example(train, tokenizer, first)}")
+    chosen = ("attn_impl", "global_batch", "max_steps", "lr", "replicas")
+    run.save_config({key: getattr(plan, key) for key in chosen})
+    return plan
+
+
+def load_data(args: Namespace, world: World, tokenizer, say) -> tuple[Packs, Packs | None]:
+    """(training rows, held-out rows or None), built once a node."""
+    heldout = heldout_beside(args.train_json) if args.eval_json == "auto" else args.eval_json
+    args.eval_json = heldout or "none"
+    flags = ("seq_len", "train_on_prompt", "input_key", "target_key", "data_format", "overlong")
+
+    def load(path: str) -> Packs:
+        options = {name: getattr(args, name) for name in flags}
+        packs = load_packs(path, tokenizer, pack=args.pack_sequences, log=say, **options)
+        if not len(packs):
+            raise UserError(f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}")
+        return packs
+
+    train = once_per_node(world, functools.partial(load, args.train_json))
+    if args.eval_json == "none":
+        say("held-out: none given, so no held-out loss")
+        return train, None
+    return train, once_per_node(world, functools.partial(load, args.eval_json))
+
+
+def rows_of(plan: Plan, args: Namespace, step: int) -> np.ndarray:
+    """Row numbers of optimizer step `step` (from 0), all replicas'; -1 is an empty row."""
+    return step_rows(len(plan.train), args.seed, step, plan.global_batch, plan.n_total)
+
+
+def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
+    """(tokens, label tokens) of these rows."""
+    rows = rows[rows >= 0]
+    return int(packs.token_counts[rows].sum()), int(packs.label_counts[rows].sum())
+
+
+def micro_batches(
+    plan: Plan, packs: Packs, rows: np.ndarray, replica: int, micro: int
+) -> Iterator[Batch]:
+    """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
+    for group in rows.reshape(-1, plan.replicas, micro)[:, replica]:
+        yield collate(packs, group, plan.max_docs)
+
+
+def heldout_rows(plan: Plan, micro: int) -> np.ndarray:
+    """All held-out rows, filled up with empty ones so that every replica has as many micro-batches."""
+    n = len(plan.heldout)
+    rows = np.full(-(-n // (plan.replicas * micro)) * plan.replicas * micro, -1)
+    rows[:n] = np.arange(n)
+    return rows
+
+
+def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:
+    """Print the model's own answers to three prompts beside the ones in the data. ask: see generate."""
+    if not args.sample_tokens:
+        return
+    most = args.seq_len - min(args.sample_tokens, args.seq_len // 2)
+    pairs = prompts_of(plan.heldout or plan.train, 3, most)
+    shape = (args.micro_batch_size, args.seq_len)
+    stop = {plan.tokenizer.eos_token_id, plan.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    prompts = [prompt for prompt, _ in pairs]
+    answers = generate(ask, prompts, shape, plan.max_docs, args.sample_tokens, stop)
+    for (prompt, expected), answer in zip(pairs, answers, strict=True):
+        text = [plan.tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, answer, expected)]
+        plan.run.say("\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text)))

@@ -1,0 +1,206 @@
+"""DeepSpeed's pipeline engine, made exact: every workaround this project needs, with its reason.
+
+Checked against DeepSpeed 0.19.8. Each workaround looks for what it patches and fails if it is gone."""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from llm_demo.errors import UserError
+
+OLDEST = "0.19.3"
+
+
+def check_version(installed: str | None = None) -> None:
+    """Refuse a DeepSpeed whose pipeline trains on wrong gradients."""
+    installed = installed or version("deepspeed")
+    if Version(installed) < Version(OLDEST):
+        raise UserError(
+            f"DeepSpeed {installed}: its pipeline scales gradients wrongly with gradient accumulation "
+            f"(fixed in {OLDEST}); pip install 'deepspeed>={OLDEST}'"
+        )
+
+
+check_version()  # before the import below: an old version may not even import
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns of its own discovery
+
+import deepspeed  # noqa: E402
+from deepspeed.pipe import PipelineModule  # noqa: E402
+from deepspeed.runtime.pipe import schedule  # noqa: E402
+from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
+from deepspeed.utils import safe_set_full_fp32_param  # noqa: E402
+
+
+def join(device: torch.device) -> None:
+    """Let DeepSpeed use the process group that is there."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    if device.type == "cpu":
+        # On CPU DeepSpeed compiles an all-reduce for inference at this point: 30 s, ninja and a
+        # compiler needed, 132 MiB left in /dev/shm. `import deepspeed.comm.torch as x` would give
+        # PyTorch itself, so the module is looked up by name.
+        comm = _need(sys.modules, "deepspeed.comm.torch")
+        _need(vars(comm), "build_shm_op")
+        comm.build_shm_op = lambda: None
+    deepspeed.init_distributed(verbose=False)
+
+
+def _need(mapping, name):
+    if name not in mapping:
+        raise UserError(
+            f"DeepSpeed {version('deepspeed')} has no {name} any more: pp/ds_engine.py patches it to "
+            "keep the numbers right; install the tested deepspeed==0.19.8"
+        )
+    return mapping[name]
+
+
+class Pipeline(PipelineModule):
+    """PipelineModule cut at given bounds (layer numbers, one more than stages)."""
+
+    def __init__(self, layers, bounds: list[int], **kwargs):
+        object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
+        _need(vars(PipelineModule), "_partition_layers")
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints its topology
+            super().__init__(layers, num_stages=len(bounds) - 1, **kwargs)
+
+    def _partition_layers(self, method=None):
+        self.parts = self._bounds
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(self.parts[stage], self.parts[stage + 1])
+
+    @torch.no_grad()  # broadcast has no autograd kernel, and warns of it
+    def _synchronize_tied_weights(self):
+        super()._synchronize_tied_weights()
+
+
+def read_switches(path: str) -> dict:
+    """The user's engine switches. Raises UserError for a number that belongs to the flags."""
+    try:
+        switches = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as e:
+        raise UserError(f"--deepspeed_config {path}: {e}") from None
+    owned = {
+        "train_batch_size": "--micro_batch_size and --grad_accum_steps",
+        "train_micro_batch_size_per_gpu": "--micro_batch_size",
+        "gradient_accumulation_steps": "--grad_accum_steps",
+        "gradient_clipping": "--max_grad_norm",
+        "optimizer": "--lr and --weight_decay",
+        "scheduler": "--lr_scheduler and --warmup_steps",
+        "bf16": "--dtype",
+        "fp16": "--dtype",
+        "data_types": "--dtype",
+        "communication_data_type": "--dtype",
+    }
+    for key in owned.keys() & switches.keys():
+        raise UserError(f"{path}: {key} is set by {owned[key]}; remove it from the file")
+    stage = switches.get("zero_optimization", {}).get("stage", 1)
+    if stage != 1:
+        # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't be pipelined.
+        raise UserError(f"{path}: ZeRO stage {stage} trains wrongly in a pipeline; only 1 is exact")
+    for switch, why in (
+        ("wall_clock_breakdown", "crashes the pipeline's backward"),
+        ("dump_state", "is not supported"),
+    ):
+        if switches.get(switch):
+            raise UserError(f"{path}: {switch} {why}; remove it")
+    return switches
+
+
+def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
+    """The engine's configuration: the switches, and what the flags own."""
+    config = {
+        "steps_per_print": 10**9,
+        **switches,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accum,
+        "gradient_clipping": clip,
+        # Gradients are summed in fp32 over micro-batches and ranks. Left alone, DeepSpeed reduces in
+        # the compute dtype even on a group of one: a rounding to bf16 a step.
+        "communication_data_type": "fp32",
+    }
+    config.setdefault("zero_optimization", {})["stage"] = 1
+    if dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True, "immediate_grad_update": True}
+    elif dtype == torch.float16:
+        config["fp16"] = {"enabled": True, "initial_scale_power": 16}
+    if dtype != torch.float32:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return config
+
+
+def make_engine(module: Pipeline, optimizer: torch.optim.Optimizer, config: dict) -> PipelineEngine:
+    """deepspeed.initialize, with the engine's instructions corrected."""
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    # Instructions are looked up in a map of the class: overriding a method would change nothing.
+    instructions = dict(_need(vars(PipelineEngine), "_INSTRUCTION_MAP"))
+    _need(instructions, schedule.ReduceTiedGrads)
+    instructions[schedule.ReduceTiedGrads] = _reduce_tied_grads
+    engine._INSTRUCTION_MAP = instructions
+    if engine.using_bf16_optimizer and engine.dp_world_size == 1:
+        # Nobody to reduce with, yet DeepSpeed would flatten and copy all gradients. Not so for the
+        # fp32 and fp16 optimizer: there this instruction fills the gradients that the step uses.
+        engine.pipeline_enable_backward_allreduce = False
+    return engine
+
+
+def _reduce_tied_grads(engine) -> None:
+    """Sum the tied weight's gradient over the stages that hold it.
+
+    DeepSpeed's own looks at weight.grad, which is None where gradients are accumulated in another
+    dtype (fp16 with fp32 gradients), and skips silently: the copies drift apart."""
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        if engine.using_bf16_optimizer:
+            grad = weight._hp_grad
+        else:
+            grad = engine.optimizer.get_param_gradient_attribute(weight)
+        if grad is None:
+            raise RuntimeError("a tied weight has no gradient to reduce")
+        dist.all_reduce(grad, group=group)
+
+
+@torch.no_grad()
+def set_masters(engine, module: Pipeline, weights) -> None:
+    """Give the fp32 masters the file's own digits: DeepSpeed copies them from the bf16/fp16 weights."""
+    for layer in module.forward_funcs:
+        if not isinstance(layer, torch.nn.Module):
+            continue
+        for name, param in layer.named_parameters():
+            safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
+
+
+def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:
+    """fn(outputs, labels) of `count` micro-batches, without gradients; None but on the last stage.
+
+    eval_batch's own reduction is a mean of means. It adds up what fn returns, in a sum it never
+    empties: shapes must agree with the last call's unless we do."""
+    module, engine.total_loss = engine.module, None
+    loss_fn, module.loss_fn = module.loss_fn, fn
+    out = engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
+    module.loss_fn = loss_fn
+    module.train()
+    return out
+
+
+def tied_copies_differ(engine) -> bool:
+    """Whether any bit of the tied weight differs between the stages that hold a copy; collective."""
+    differ = torch.zeros(1, device=engine.device)
+    for weight, group in engine.module.get_tied_weights_and_groups():
+        first = weight.detach().clone()
+        dist.broadcast(first, src=min(dist.get_process_group_ranks(group)), group=group)
+        differ += (first != weight).any()
+    dist.all_reduce(differ)
+    return bool(differ.item())
+
+
+def forget_timers(engine) -> None:
+    """Empty the batch timer: it gains two events a step and only printing would clear it."""
+    engine.timers("train_batch").reset()

@@ -1,0 +1,131 @@
+"""Fine-tune a Hugging Face decoder in a DeepSpeed pipeline (1F1B; ranks beyond --stages replicate it).
+
+    bash pp/launch_pp.sh                                         2 GPUs, or 2 processes on a CPU
+    bash pp/launch_pp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
+    NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replicas
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.args import ROOT, flag, parse_args
+from llm_demo.dist import run, start
+from llm_demo.errors import UserError
+from llm_demo.loss import learnt
+from llm_demo.model import skeleton
+from llm_demo.optim import lr_at, make_adamw
+from llm_demo.plan import (
+    heldout_rows,
+    make_plan,
+    micro_batches,
+    rows_of,
+    show_answers,
+    token_counts,
+)
+
+
+@dataclasses.dataclass
+class PipeArgs:
+    stages: int = flag(2, "pipeline stages; processes beyond them form further replicas")
+    partition: str = flag(
+        "balanced", 'balanced (by FLOPs, head counted) | uniform | parameters | blocks a stage: "18,10"'
+    )
+    deepspeed_config: str = flag(str(ROOT / "pp/ds_pp_2gpus.json"), "engine switches, no numbers")
+    check_tied_every: int = flag(0, "steps between checks that tied copies are equal; 0: step 1 only")
+    local_rank: int = flag(0, "given by the deepspeed launcher; LOCAL_RANK decides")
+
+
+def main() -> None:
+    args = parse_args(__doc__, PipeArgs)
+    from pp import ds_engine, stages  # after the flags: importing DeepSpeed takes seconds
+
+    world = start()
+    if args.stages < 1 or world.size % args.stages:
+        raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
+    switches = ds_engine.read_switches(args.deepspeed_config)
+
+    # decisions and data
+    plan = make_plan(args, world, "pp", replicas=world.size // args.stages)
+    B, S = args.micro_batch_size, args.seq_len
+    ac = args.use_activation_checkpointing
+    counts = stages.split(plan.config, args.stages, args.partition, S, ac)
+    plan.run.say(f"pipeline: {stages.describe_split(counts, plan.config, S, ac)}")
+
+    # model: each stage makes its own layers only
+    ds_engine.join(world.device)
+    lm = skeleton(plan.config, plan.attn_impl, ac)
+    specs = stages.layer_specs(lm, plan.weights, args.seed, plan.attn_impl, world.device)
+    module = ds_engine.Pipeline(specs, stages.bounds(counts), loss_fn=stages.loss_fn)
+
+    # optimizer and engine
+    optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay)
+    config = ds_engine.engine_config(switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm)
+    engine = ds_engine.make_engine(module, optimizer, config)
+    if plan.weights and plan.dtype != torch.float32:
+        ds_engine.set_masters(engine, module, plan.weights)
+    replica = engine.grid.get_data_parallel_id()
+
+    def feed(packs, rows, factor):
+        for batch in micro_batches(plan, packs, rows, replica, B):
+            yield (batch.input_ids, batch.cu_seqlens), (*learnt(batch.labels), torch.tensor(factor))
+
+    def evaluate() -> float:
+        rows = heldout_rows(plan, B)
+        count = rows.size // plan.replicas // B
+        losses = ds_engine.forward_only(
+            engine, feed(plan.heldout, rows, 1.0), count, stages.loss_fn
+        )
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
+        dist.all_reduce(total)
+        return total.item() / token_counts(plan.heldout, rows)[1]
+
+    def ask(batch, index):
+        batches = iter([((batch.input_ids, batch.cu_seqlens), (index,))])
+        out = ds_engine.forward_only(engine, batches, 1, stages.ask_fn)
+        tokens = out[0] if out else torch.zeros_like(index, device=world.device)
+        group = engine.grid.get_pipe_parallel_group()
+        dist.broadcast(tokens, src=engine._loss_stage_global_rank(), group=group)
+        return tokens
+
+    if args.dry_run:
+        plan.run.say("dry run: everything is ready for step 1")
+        return
+    plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
+    if plan.heldout:
+        plan.run.log_eval(0, evaluate())
+
+    for step in range(plan.max_steps):
+        # rows and label count of the whole step, over all ranks: known without communication
+        rows = rows_of(plan, args, step)
+        n_tokens, n_labels = token_counts(plan.train, rows)
+
+        # forward, backward, clip and step. The engine averages over micro-batches and replicas:
+        # the factor makes that the token mean of the step
+        lr = lr_at(step, plan.lr, args.warmup_steps, plan.max_steps, args.lr_scheduler)
+        for group in engine.optimizer.param_groups:
+            group["lr"] = lr
+        factor = args.grad_accum_steps * plan.replicas / n_labels
+        total = engine.train_batch(feed(plan.train, rows, factor))
+        norm = engine.get_global_grad_norm()
+        if step == 0 or args.check_tied_every and (step + 1) % args.check_tied_every == 0:
+            if ds_engine.tied_copies_differ(engine):
+                raise RuntimeError(f"step {step + 1}: the stages' copies of the tied weight differ")
+
+        # log: only here does the host wait for the device
+        plan.run.count(n_tokens, n_labels, rows.size * S)
+        if (step + 1) % args.log_every == 0 or step + 1 == plan.max_steps:
+            ds_engine.forget_timers(engine)
+            plan.run.log_step(step + 1, total.item(), float(norm), lr)
+        if plan.heldout and (
+            step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
+        ):
+            plan.run.log_eval(step + 1, evaluate())
+
+    show_answers(plan, args, ask)
+    plan.run.finish()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,200 @@
+#!/usr/bin/env bash
+# Prepare .venv in this folder with all that training needs. Run it as often as you like: it ends in
+# a moment when nothing is to do, and installs into no environment but the .venv it made itself.
+#
+#   bash setup.sh          # what training needs
+#   bash setup.sh --dev    # and what the tests and the lint need
+#
+# PYTHON=python3.12   build .venv on this interpreter (default: the active environment's, else
+#                     python3, else the newest of 3.10 to 3.13)
+# TORCH_BUILD=cpu     cpu, cuda or rocm6.4 (or another ROCm), whatever the hardware suggests
+# SETUP_DRY_RUN=1     print the decisions and the commands, change nothing
+#
+# A PyTorch that the interpreter imports already is used as it is, never replaced.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+VENV=$ROOT/.venv
+VENV_PYTHON=$VENV/bin/python
+OURS=$VENV/.made-by-setup-sh
+STAMP=$VENV/.setup-stamp # a checksum of what set-up depends on, then the extras installed
+DRY_RUN=${SETUP_DRY_RUN:-}
+PROBE_ROOT=${PROBE_ROOT:-} # the tests put other machines' /proc, /sys and /opt under this folder
+
+say() { printf 'setup: %s\n' "$*"; }
+die() { printf 'error: %s\n' "$*" >&2 && exit 1; }
+run() {
+    printf '+ %s\n' "$*"
+    [[ -n $DRY_RUN ]] || "$@"
+}
+
+[[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev or nothing"
+extras=${1:+dev}
+
+# ---- is there anything to do? ----------------------------------------------------------------
+fingerprint() {
+    cat "$ROOT"/{setup.sh,requirements.txt,constraints.txt,pyproject.toml} "$VENV/pyvenv.cfg" | cksum
+}
+ready() {
+    [[ -x $VENV_PYTHON && -f $STAMP && $(head -n 1 "$STAMP") == "$(fingerprint)" ]] &&
+        [[ -z $extras || $(tail -n 1 "$STAMP") == "$extras" ]]
+}
+if ready; then say "$VENV is ready" && exit; fi
+[[ ! -e $VENV || -e $OURS ]] ||
+    die "$VENV was not made by setup.sh, so it is left alone. Move it away; or install into it" \
+        "yourself (a PyTorch for this machine first) by" \
+        "DS_BUILD_OPS=0 '$VENV_PYTHON' -m pip install -e '$ROOT'" \
+        "and start the launchers with PYTHON='$VENV_PYTHON'"
+if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
+    exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same moment
+    flock 9 || true
+    if ready; then exit; fi
+fi
+if [[ -f $STAMP && -z $extras ]]; then extras=$(tail -n 1 "$STAMP"); fi
+
+# ---- .venv, and the PyTorch that is there already ----------------------------------------------
+suitable() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+}
+torch_of() { # the version of the PyTorch that this interpreter imports, in pip's spelling, or nothing
+    "$1" -c 'import importlib.metadata as m, torch; print(m.version("torch"))' 2>/dev/null || true
+}
+if [[ -n ${PYTHON:-} ]]; then
+    suitable "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.13"
+    base=$PYTHON
+else
+    for base in "${VIRTUAL_ENV:-/none}/bin/python" "${CONDA_PREFIX:-/none}/bin/python" \
+        python3 python3.13 python3.12 python3.11 python3.10 ''; do
+        if suitable "$base"; then break; fi
+    done
+    [[ -n $base ]] || die "found no Python 3.10 to 3.13: install one, or say where it is:" \
+        "PYTHON=/path/to/python bash setup.sh"
+fi
+if [[ -s $OURS ]] && suitable "$VENV_PYTHON"; then
+    torch=$(torch_of "$VENV_PYTHON")
+    [[ -z $torch ]] || say "keeping torch $torch, which .venv has"
+else
+    torch=$(torch_of "$base")
+    case $torch in
+    [01].* | 2.[0-7].*)
+        say "not using torch $torch of $base, which is older than 2.8; it stays where it is"
+        torch=
+        ;;
+    ?*) say "keeping torch $torch of $base: .venv looks into that environment, changes nothing there" ;;
+    esac
+    "$base" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or" \
+            "name another Python: PYTHON=/path/to/python bash setup.sh"
+    say "making $VENV on $("$base" -V), once"
+    if [[ -z $DRY_RUN ]]; then # an interrupted run leaves this file empty: ours, but not finished
+        rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"
+    fi
+    run "$base" -m venv "$VENV"
+    if [[ -n $torch && -z $DRY_RUN ]]; then
+        # Not --system-site-packages: made from a venv, that shows the packages of the Python below
+        # it, not the venv's own. These folders come last in sys.path, so .venv's packages win.
+        "$base" -c 'if True:
+            import sys
+            for path in sys.path:
+                if path.endswith(("site-packages", "dist-packages")):
+                    print(f"import site; site.addsitedir({path!r})")' >"$VENV/inherited.pth"
+        mv "$VENV/inherited.pth" "$VENV"/lib/python*/site-packages/
+    fi
+    [[ -n $DRY_RUN ]] || echo "$base" >"$OURS"
+fi
+
+# ---- or else the PyTorch for this machine ------------------------------------------------------
+# What PyTorch's ROCm wheels have kernels for. Many laptops have an AMD graphics unit that is not
+# among these, and on which such a wheel would only crash.
+ROCM_ARCHS=' gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201 '
+
+amd_archs() { # as the kernel driver tells them: 90008 is gfx908, a CPU is 0; else as rocminfo does
+    cat "$PROBE_ROOT"/sys/class/kfd/kfd/topology/nodes/*/properties 2>/dev/null |
+        awk '$1 == "gfx_target_version" && $2 {
+            printf "gfx%d%x%x\n", $2 / 10000, $2 / 100 % 100, $2 % 100 }' | grep . ||
+        rocminfo 2>/dev/null | grep -o 'gfx[0-9a-f]*' || true
+}
+choose_build() { # sets build, release and reason
+    local arch rocm other=
+    release=$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")
+    if [[ -n ${TORCH_BUILD:-} ]]; then
+        [[ $TORCH_BUILD =~ ^(cpu|cuda|rocm[0-9]+\.[0-9]+)$ ]] ||
+            die "TORCH_BUILD=$TORCH_BUILD: must be cpu, cuda, or rocm and a version as in rocm6.4"
+        build=$TORCH_BUILD reason="TORCH_BUILD says so"
+    else
+        build=cpu reason="no GPU was found that PyTorch supports"
+        if nvidia-smi -L 2>/dev/null | grep -q GPU || [[ -e $PROBE_ROOT/proc/driver/nvidia/gpus ]]; then
+            build=cuda reason="an NVIDIA GPU was found"
+        fi
+        for arch in $(amd_archs | sort -u); do
+            if [[ $ROCM_ARCHS == *" $arch "* ]]; then
+                rocm=$(cat "$PROBE_ROOT/opt/rocm/.info/version" 2>/dev/null || echo unknown)
+                reason="an AMD GPU was found ($arch, ROCm $rocm)"
+                case $rocm in # wheels bring their own ROCm; it must suit the driver of the one here
+                6.3* | 7.[012]*) build=rocm${rocm:0:3} ;;
+                [7-9].* | [1-9][0-9].*) build=rocm7.2 ;;
+                *) build=rocm6.4 ;;
+                esac
+                break
+            fi
+            other="; its AMD $arch is not one that PyTorch's ROCm wheels are built for"
+        done
+        [[ $build == rocm* ]] || reason+=$other
+    fi
+    case $build in # the wheels of one ROCm exist for few releases
+    rocm6.3) release=2.8.0 ;;
+    rocm6.4) release=2.9.1 ;;
+    rocm7.0) release=2.10.0 ;;
+    rocm7.1) release=2.11.0 ;;
+    esac
+}
+pip=("$VENV_PYTHON" -m pip --disable-pip-version-check --no-input install)
+via_uv() { # uv knows where PyTorch keeps its builds
+    run "${pip[@]}" uv &&
+        run "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --torch-backend="$1" "$2"
+}
+install_torch() { # the first way that works; pip's own sources may well hold the very build
+    case $build in
+    cuda)
+        via_uv auto "torch==$release" && return
+        say "trying pip's usual torch, built for a recent CUDA: if it sees no GPU, update the driver"
+        run "${pip[@]}" "torch==$release"
+        ;;
+    cpu)
+        if [[ $(uname) == Linux ]]; then
+            run "${pip[@]}" "torch==$release+cpu" 2>/dev/null && return
+            via_uv cpu "torch==$release" && return
+            say "no CPU build found, trying pip's usual torch: larger, and as good"
+        fi
+        run "${pip[@]}" "torch==$release"
+        ;;
+    rocm*)
+        run "${pip[@]}" "torch==$release+$build" 2>/dev/null && return
+        via_uv "$build" "torch==$release" && return
+        die "found no torch $release for $build, and one for CUDA would be of no use here. Install" \
+            "a ROCm build by hand, with the command that PyTorch's \"Get started\" page shows, but" \
+            "'$VENV_PYTHON' -m pip for its pip; then run setup.sh again: it keeps that torch"
+        ;;
+    esac
+}
+if [[ -z $torch ]]; then
+    choose_build
+    say "PyTorch: torch $release, $build build: $reason"
+    install_torch
+fi
+
+# ---- the rest, without touching torch or the numpy that came with it ----------------------------
+if [[ -z $DRY_RUN ]]; then
+    torch=$(torch_of "$VENV_PYTHON")
+    [[ -n $torch ]] || die "PyTorch does not start; see '$VENV_PYTHON' -c 'import torch'"
+    pinned='^torch=='
+    if compgen -G "$VENV/lib/python*/site-packages/inherited.pth" >/dev/null; then pinned='^(torch|numpy)=='; fi
+    { grep -vE "$pinned" "$ROOT/constraints.txt" && echo "torch==$torch"; } >"$VENV/constraints.txt"
+fi
+run "${pip[@]}" 'setuptools>=77' wheel
+# DeepSpeed comes as source. In pip's isolated build it would look for torch in vain, or get another.
+run env DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation -c "$VENV/constraints.txt" \
+    -e "$ROOT${extras:+[$extras]}"
+if [[ -z $DRY_RUN ]]; then
+    { fingerprint && echo "$extras"; } >"$STAMP"
+    say "$VENV is ready: torch $torch"
+fi

@@ -1,0 +1,189 @@
+"""What lies in data/ and models/ is what the READMEs say: rows, tokenizer, template, sizes."""
+
+import json
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models" / "qwen3-tiny"
+TRAIN, HELDOUT = ROOT / "data" / "sft_en.jsonl", ROOT / "data" / "sft_en.heldout.jsonl"
+
+
+def conversations(path):
+    return [json.loads(line)["messages"] for line in path.read_text("utf-8").splitlines()]
+
+
+def words(messages):
+    """A conversation without case, spacing and punctuation, to compare it with others."""
+    return tuple(re.findall(r"\w+", " ".join(m["content"] for m in messages).lower()))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.mark.parametrize("path, least", [(TRAIN, 500), (HELDOUT, 50)])
+def test_rows_are_conversations_and_differ(path, least):
+    rows = conversations(path)
+    assert len(rows) >= least
+    for number, messages in enumerate(rows, 1):
+        roles = [m["role"] for m in messages]
+        turns = roles[1:] if roles[0] == "system" else roles
+        assert turns and turns == ["user", "assistant"] * (len(turns) // 2), f"{path}:{number}"
+        for m in messages:
+            assert set(m) == {"role", "content"}, f"{path}:{number}"
+            assert m["content"] and m["content"] == m["content"].strip(), f"{path}:{number}"
+    assert len({words(messages) for messages in rows}) == len(rows)
+
+
+def test_heldout_rows_are_not_trained_on():
+    def question(messages):  # the system prompt and everything up to the last answer
+        return words(messages[:-1])
+
+    trained = {question(m) for m in conversations(TRAIN)}
+    assert trained.isdisjoint(question(m) for m in conversations(HELDOUT))
+    answers = {m[-1]["content"] for m in conversations(TRAIN)}
+    assert answers.isdisjoint(m[-1]["content"] for m in conversations(HELDOUT))
+
+
+def test_data_keeps_its_variety():
+    rows = conversations(TRAIN)
+    multi_turn = sum(len([m for m in row if m["role"] == "user"]) > 1 for row in rows) / len(rows)
+    with_system = sum(row[0]["role"] == "system" for row in rows) / len(rows)
+    assert 0.10 <= multi_turn <= 0.20
+    assert 0.07 <= with_system <= 0.15
+
+
+def test_readme_counts_the_rows():
+    text = (ROOT / "data" / "README.md").read_text("utf-8")
+    for path in (TRAIN, HELDOUT):
+        count = int(re.search(rf"`{re.escape(path.name)}` \| (\d+)", text)[1])
+        assert count == len(conversations(path))
+
+
+def test_special_tokens(tokenizer):
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
+    assert tokenizer.bos_token is None
+    assert len(tokenizer) <= 4096
+    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"):
+        assert len(tokenizer.encode(token)) == 1
+    # As in Qwen3: think marks are text a reader may want to see, the turn marks are not.
+    ids = tokenizer.encode("<|im_start|><think>a</think><|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>"
+
+
+def test_configs_name_the_tokenizers_ids(tokenizer):
+    config = AutoConfig.from_pretrained(TINY)
+    assert (config.eos_token_id, config.pad_token_id) == (
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    generation = json.loads((TINY / "generation_config.json").read_text())
+    stops = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
+    assert generation["eos_token_id"] == stops
+    assert generation["pad_token_id"] == tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "  two spaces, a tab\tand\r\n\r\n  lines ended \n in  every way   ",
+        "Décomposé: e\u0301 is not é; ﬁ ① Å \u212b",  # normalisation would change these
+        "日本語 العربية हिन्दी ไทย 한국어 👩‍👩‍👧 🎉 \U0010ffff",
+        "\x00\x01\x7f\u200b\ufeff\u2028",
+        "don't , leave . spaces ! before ' punctuation ' n't alone",
+        "<|im_end|> <think>\n\n</think>\n x = 12345.678e-9",
+    ],
+)
+def test_any_text_comes_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_every_character_comes_back(tokenizer):
+    every = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]  # no lone surrogates
+    for start in range(0, len(every), 1 << 16):
+        text = "".join(map(chr, every[start : start + (1 << 16)]))
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_digits_stand_alone(tokenizer):
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("2025")) == ["2", "0", "2", "5"]
+
+
+def test_tokenizer_is_made_from_the_data(monkeypatch, tmp_path):
+    # Red when sft_en.jsonl was edited and models/train_tokenizer.py was not run again.
+    script = runpy.run_path(str(ROOT / "models" / "train_tokenizer.py"))
+    monkeypatch.setitem(script["main"].__globals__, "OUT", tmp_path)
+    script["main"]()
+    made, bundled = (json.loads((d / "tokenizer.json").read_text()) for d in (tmp_path, TINY))
+    assert made["model"]["vocab"] == bundled["model"]["vocab"]
+    assert made["added_tokens"] == bundled["added_tokens"]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+ASK = {"role": "user", "content": " Hi\n"}
+ANSWER = {"role": "assistant", "content": "Hello. "}
+
+
+@pytest.mark.parametrize(
+    "messages, prompt, text",
+    [
+        (
+            [ASK, ANSWER],  # no system prompt is made up, and contents are not trimmed
+            False,
+            "<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\nHello. <|im_end|>\n",
+        ),
+        (
+            [SYSTEM, ASK],
+            True,
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n"
+            "<|im_start|>assistant\n",
+        ),
+        (
+            [SYSTEM, ASK, ANSWER, ASK, ANSWER],
+            False,
+            "<|im_start|>system\nBe brief.<|im_end|>\n"
+            + "<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\nHello. <|im_end|>\n" * 2,
+        ),
+    ],
+    ids=["no-system", "system-and-prompt", "multi-turn"],
+)
+def test_chat_template(tokenizer, messages, prompt, text):
+    made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+    assert made == text
+
+
+def test_rows_are_short(tokenizer):
+    lengths = [
+        len(tokenizer.apply_chat_template(messages)["input_ids"])
+        for path in (TRAIN, HELDOUT)
+        for messages in conversations(path)
+    ]
+    mean = sum(lengths) / len(lengths)
+    print(f"{len(lengths)} rows, tokens: mean {mean:.1f}, max {max(lengths)}, all {sum(lengths):,}")
+    assert max(lengths) < 512
+    assert 50 < mean < 150
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-0.6b", "qwen3-8b"])
+def test_model_sizes(name):
+    text = (ROOT / "models" / "README.md").read_text("utf-8")
+    stated = int(re.search(rf"`{re.escape(name)}/` \| ([\d,]+)", text)[1].replace(",", ""))
+    real = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
+    config = AutoConfig.from_pretrained(ROOT / "models" / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    count = sum(p.numel() for p in model.parameters())
+    assert count == stated == real.get(name, count)
+    assert config.tie_word_embeddings is (name != "qwen3-8b")
+    assert config.rope_parameters["rope_theta"] == 1e6
+    if name == "qwen3-tiny":
+        assert 2e6 < count < 5e6 and config.vocab_size == 4096
+        assert config.num_key_value_heads < config.num_attention_heads

@@ -1,0 +1,315 @@
+"""Packing, cache, the rows of a step, batches, on documents that can be told apart."""
+
+import json
+import multiprocessing
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_tokenizer import CHATML, golden, make_tokenizer
+
+from llm_demo import data
+from llm_demo.data import collate, describe_example, heldout_beside, load_packs, step_rows
+from llm_demo.errors import UserError
+from llm_demo.packing import best_fit
+
+SHARED = Path(__file__).parents[2] / "shared"
+TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
+
+
+def write(path, texts=TEXTS):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def load(path, tokenizer=None, seq_len=32, **options):
+    options = {"cache_dir": os.path.dirname(path) + "/cache", "log": lambda line: None} | options
+    return load_packs(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
+
+
+def documents(packs):
+    """Every document of the packs as (ids, labels), padding tails left out."""
+    found = []
+    for i in range(len(packs)):
+        ids, labels, lengths = packs.row(i)
+        assert ids.shape == labels.shape == (packs.seq_len,) and sum(lengths) == packs.seq_len
+        at = np.cumsum(lengths)[:-1]
+        parts = [
+            (part.tolist(), label.tolist())
+            for part, label in zip(np.split(ids, at), np.split(labels, at), strict=True)
+        ]
+        n_tokens = packs.token_counts[i]
+        assert n_tokens == sum(len(part) for part, _ in parts if part[0] != packs.pad_id)
+        assert packs.label_counts[i] == (labels != -100).sum()
+        if n_tokens < packs.seq_len:
+            tail, nothing = parts.pop()
+            assert set(tail) == {packs.pad_id} and set(nothing) == {-100}
+        found += parts
+    return found
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_packs_hold_every_document_once_with_its_labels(tmp_path, pack):
+    packs = load(write(tmp_path / "x.jsonl"), pack=pack)
+    expected = [golden(f"{text[0]}⟦{text[1:]}<E>⟧") for text in TEXTS]
+    assert sorted(documents(packs)) == sorted(expected)
+    assert packs.stats["documents"] == packs.stats["rows_read"] == len(TEXTS)
+    assert packs.stats["tokens"] == packs.token_counts.sum() == sum(len(t) + 1 for t in TEXTS)
+    assert packs.stats["label_tokens"] == packs.label_counts.sum() == sum(map(len, TEXTS))
+    if pack:
+        assert packs.stats["fill"] > 0.98
+    else:
+        assert len(packs) == len(TEXTS) and packs.max_docs == 2 and packs.max_doc_len == 28
+        assert documents(packs) == expected
+
+
+def test_bounds_over_all_rows(tmp_path):
+    packs = load(write(tmp_path / "x.jsonl"))
+    rows = [packs.row(i)[2] for i in range(len(packs))]
+    assert packs.max_docs == max(map(len, rows))
+    assert packs.max_doc_len == max(map(max, rows))
+    with pytest.raises(IndexError):
+        packs.row(len(packs))
+
+
+def test_empty_row(tmp_path):
+    ids, labels, lengths = load(write(tmp_path / "x.jsonl")).row(-1)
+    assert set(ids.tolist()) == {260} and set(labels.tolist()) == {-100} and lengths == [32]
+
+
+def test_eos_as_padding_is_learnt_in_documents_only(tmp_path):
+    packs = load(
+        write(tmp_path / "x.jsonl", ["abc", "defgh"]), make_tokenizer(pad="<E>"), seq_len=16
+    )
+    assert packs.pad_id == 259
+    assert packs.row(0)[1].tolist() == [98, 99, 259, -100, 101, 102, 103, 104, 259] + [-100] * 7
+
+
+def test_pad_falls_back_to_eos(tmp_path):
+    assert load(write(tmp_path / "x.jsonl"), make_tokenizer(pad=None)).pad_id == 259
+
+
+LONG = "abcdefghijklmnopqr"  # 19 tokens with eos
+
+
+@pytest.mark.parametrize(
+    ("overlong", "pieces"),
+    [
+        ("truncate", ["a⟦bcdefgh⟧"]),
+        ("split", ["a⟦bcdefgh⟧", "i⟦jklmnop⟧", "q⟦r<E>⟧"]),
+        ("drop", []),
+    ],
+)
+def test_overlong(tmp_path, overlong, pieces):
+    packs = load(write(tmp_path / "x.jsonl", [LONG, "xy"]), seq_len=8, overlong=overlong)
+    assert sorted(documents(packs)) == sorted(golden(piece) for piece in [*pieces, "x⟦y<E>⟧"])
+    assert packs.stats["truncated"] == (overlong == "truncate")
+    assert packs.stats["split"] == (overlong == "split")
+    dropped = {"longer than seq_len": 1} if overlong == "drop" else {}
+    assert packs.stats["skipped"] == dropped
+
+
+def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
+    rows = [
+        {"prompt": p, "completion": c} for p, c in [("hi", "yo"), ("hi", " "), ("h" * 40, "yo")]
+    ]
+    path = tmp_path / "x.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = []
+    packs = load(str(path), log=lines.append)
+    assert documents(packs) == [golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")]
+    assert packs.stats["skipped"] == {"nothing to learn": 1, "nothing to learn within seq_len": 1}
+    assert any(f"skipped 1 rows: nothing to learn (first {path}:2)" in line for line in lines)
+    path.write_text(json.dumps(rows[1]) + "\n")
+    with pytest.raises(UserError, match="none of 1 rows can be learnt: 1 x nothing to learn"):
+        load(str(path))
+
+
+def test_best_fit_is_best_fit_decreasing():
+    def one_by_one(lengths, capacity):
+        free = []
+        for n in sorted(lengths, reverse=True):
+            fits = [(left, row) for row, left in enumerate(free) if left >= n]
+            if fits:
+                free[min(fits)[1]] -= n
+            else:
+                free.append(capacity - n)
+        return sorted(free)
+
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        capacity = int(random.integers(8, 60))
+        lengths = random.integers(1, capacity + 1, random.integers(1, 120))
+        used = np.bincount(best_fit(lengths, capacity), weights=lengths)
+        assert sorted(capacity - used) == one_by_one(lengths.tolist(), capacity)
+
+
+def test_a_step_is_the_same_rows_for_every_split():
+    whole = step_rows(50, 3, 7, 16)
+    for ranks, micro, accumulation in [(1, 16, 1), (2, 4, 2), (4, 1, 4), (8, 2, 1)]:
+        parts = whole.reshape(accumulation, ranks, micro)
+        assert (
+            parts.reshape(-1).tolist() == step_rows(50, 3, 7, ranks * micro * accumulation).tolist()
+        )
+    # The stream is one sequence, so halving the global batch halves the steps' rows, nothing else.
+    halves = np.concatenate([step_rows(50, 3, 14, 8), step_rows(50, 3, 15, 8)])
+    assert halves.tolist() == whole.tolist()
+
+
+def test_every_row_once_an_epoch_in_another_order():
+    stream = np.concatenate([step_rows(10, 0, step, 4) for step in range(10)])
+    epochs = stream.reshape(4, 10)
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 4
+    assert step_rows(10, 1, 0, 10).tolist() != step_rows(10, 0, 0, 10).tolist()
+    big = step_rows(10, 0, 0, 40)  # several epochs in one step
+    assert big.tolist() == stream.tolist()
+
+
+def test_the_stream_ends_in_empty_rows():
+    rows = np.concatenate([step_rows(10, 0, step, 4, n_total=10) for step in range(4)])
+    assert sorted(rows[:10].tolist()) == list(range(10)) and rows[10:].tolist() == [-1] * 6
+
+
+def test_the_rows_are_pinned():
+    # Resuming a run with a newer version must go on with the same rows.
+    assert step_rows(6, 0, 0, 12).tolist() == [3, 2, 5, 4, 0, 1, 1, 4, 3, 0, 2, 5]
+
+
+def test_collate(tmp_path):
+    packs = load(write(tmp_path / "x.jsonl", ["abc", "defgh", "ijklmnopqrs"]), seq_len=16)
+    assert [packs.row(i)[2] for i in range(2)] == [[4, 12], [6, 10]]
+    batch = collate(packs, np.array([1, -1, 0]), max_docs=3)
+    assert batch.cu_seqlens.tolist() == [0, 6, 16, 32, 36] + [48] * 5
+    assert batch.position_ids.tolist() == [
+        [*range(6), *range(10)],
+        [*range(16)],
+        [*range(4), *range(12)],
+    ]
+    for b, row in enumerate([1, -1, 0]):
+        ids, labels, _ = packs.row(row)
+        assert batch.input_ids[b].tolist() == ids.tolist()
+        assert batch.labels[b].tolist() == labels.tolist()
+    kinds = [str(tensor.dtype) for tensor in batch]
+    assert kinds == ["torch.int64", "torch.int64", "torch.int64", "torch.int32"]
+    with pytest.raises(ValueError, match="max_docs"):
+        collate(packs, [0], max_docs=1)
+
+
+def test_cache_is_keyed_by_content(tmp_path):
+    path = write(tmp_path / "x.jsonl")
+    first = load(path)
+    assert not first.stats["cache_hit"]
+    again = load(path)
+    assert again.stats == first.stats | {"cache_hit": True}
+    assert documents(again) == documents(first)
+    copy = write(tmp_path / "copy.jsonl")
+    hit = load(copy)
+    assert hit.stats["cache_hit"] and hit.stats["files"][0]["path"] == copy
+    changed = [
+        {"seq_len": 16},
+        {"pack": False},
+        {"train_on_prompt": True},
+        {"overlong": "drop"},
+        {"data_format": "text"},
+        {"tokenizer": make_tokenizer(CHATML + " ")},
+        {"tokenizer": make_tokenizer(pad="<E>")},
+        {"tokenizer": make_tokenizer(bos="<B>")},
+    ]
+    for change in changed:
+        assert not load(path, **change).stats["cache_hit"], change
+    write(tmp_path / "x.jsonl", [*TEXTS[:-1], "other"])
+    assert not load(path).stats["cache_hit"]
+
+
+def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "elsewhere"))
+    load(write(tmp_path / "x.jsonl"), cache_dir=None)
+    assert len(list((tmp_path / "elsewhere").glob("packs-*"))) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the cache .*LLM_DEMO_CACHE"):
+        load(str(tmp_path / "x.jsonl"), cache_dir=str(tmp_path / "file"))
+
+
+def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.jsonl")
+
+    def killed(folder, *rest):
+        Path(folder, "tokens.int32").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "build", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load(path)
+    assert os.listdir(tmp_path / "cache") == []
+    (tmp_path / "cache/building-dead").mkdir()  # what a killed process leaves
+    (tmp_path / "cache/building-dead/meta.json").write_text("{")
+    packs = load(path)
+    assert not packs.stats["cache_hit"] and len(documents(packs)) == len(TEXTS)
+
+
+def test_the_slower_of_two_builders_uses_the_other_ones_packs(tmp_path, monkeypatch):
+    path, build = write(tmp_path / "x.jsonl"), data.build
+
+    def overtaken(*arguments):
+        monkeypatch.setattr(data, "build", build)
+        load(path)
+        build(*arguments)
+
+    monkeypatch.setattr(data, "build", overtaken)
+    packs = load(path)
+    assert len(documents(packs)) == len(TEXTS)
+    assert len(os.listdir(tmp_path / "cache")) == 1
+
+
+def _stats(path):
+    return load(path).stats
+
+
+def test_another_process_hits_the_cache(tmp_path):
+    # The key must not depend on hash seeds, object ids or the order of a set.
+    path = write(tmp_path / "x.jsonl")
+    stats = load(path).stats
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_stats, [path]) == stats | {"cache_hit": True}
+
+
+def test_describe_example(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"prompt": "hi", "completion": "y\u00e9"}) + "\n")
+    packs = load(str(path))
+    text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
+    assert describe_example(packs, make_tokenizer()) == text
+    colored = text.replace("⟦", "\033[32m").replace("⟧", "\033[0m")
+    assert describe_example(packs, make_tokenizer(), color=True) == colored
+
+
+def test_heldout_beside(tmp_path):
+    path = write(tmp_path / "x.jsonl")
+    assert heldout_beside(path) is None
+    held_out = write(tmp_path / "x.heldout.jsonl")
+    assert heldout_beside(path) == held_out
+    assert heldout_beside(f"{path},{path}") is None
+    assert heldout_beside(f"{tmp_path}/*.jsonl") is None
+    assert heldout_beside(held_out) is None
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
+def test_gsm8k_fills_98_percent(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/qwen3-tokenizer")
+    packs = load_packs(
+        str(SHARED / "data/gsm8k/train.jsonl"),
+        tokenizer,
+        seq_len=1024,
+        input_key="question",
+        target_key="answer",
+        cache_dir=str(tmp_path),
+    )
+    assert packs.stats["documents"] == 7473 and packs.stats["skipped"] == {}
+    assert packs.stats["fill"] >= 0.98
+    assert Counter(packs.row_docs.tolist()) == Counter(range(7473))

@@ -1,0 +1,325 @@
+"""The launchers, with small stand-ins for the training scripts: settings, failures, signals."""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+KINDS = ["torchrun", "deepspeed"]
+SCRIPTS = {"torchrun": "fsdp/train_fsdp.py", "deepspeed": "pp/pp_train.py"}
+SHELLS = {"torchrun": "fsdp/launch_fsdp.sh", "deepspeed": "pp/launch_pp.sh"}
+
+SHOW = """
+import json, os, sys
+names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR OMP_NUM_THREADS CUDA_VISIBLE_DEVICES".split()
+shown = {"argv": sys.argv[1:], "cwd": os.getcwd(), **{n: os.environ.get(n) for n in names}}
+sys.stdout.write(json.dumps(shown) + "\\n")
+"""
+
+# Rank 1 ends as told once rank 0 is there. When it is killed, rank 0 is deaf to SIGTERM, as a rank
+# with a handler of its own is in a collective.
+FAIL = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1])
+if sys.argv[2] == "kill":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / os.environ["RANK"]).write_text(str(os.getpid()))
+while len(list(here.iterdir())) < 2:
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    if sys.argv[2] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    print("error: --seq_len 1: too small", file=sys.stderr)
+    sys.exit(int(sys.argv[2]))
+time.sleep(60)
+"""
+
+
+def environment(**extra):
+    """This process's environment without what a launcher reads, and with `extra`."""
+    ours = {"NPROC_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "MAX_STEPS"}
+    env = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("OMP_")}
+    return {**env, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, **extra}
+
+
+def launch(kind, script, *args, **extra):
+    command = [sys.executable, "-m", "llm_demo.launch", kind, str(script), *map(str, args)]
+    return subprocess.run(
+        command, env=environment(**extra), capture_output=True, text=True, timeout=60
+    )
+
+
+def shown(output):
+    """What each rank's SHOW printed, by rank."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return sorted(lines, key=lambda line: line["RANK"] or "")
+
+
+def flags(argv):
+    """--name value ... -> {name: the last value}"""
+    return {argv[i][2:]: argv[i + 1] for i in range(0, len(argv), 2)}
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text):
+        path = tmp_path / "stand_in.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """A copy of the launchers, where SHOW stands for both training scripts."""
+    repo = tmp_path / "a repo"
+    for folder in ("fsdp", "pp", "llm_demo"):
+        (repo / folder).mkdir(parents=True)
+    files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
+    for name in [*files, "llm_demo/__init__.py", "llm_demo/errors.py", "llm_demo/launch.py"]:
+        shutil.copy(ROOT / name, repo / name)
+    for name in SCRIPTS.values():
+        (repo / name).write_text(SHOW)
+    return repo
+
+
+def run_shell(repo, kind, *args, cwd=None, **extra):
+    result = subprocess.run(
+        ["bash", str(repo / SHELLS[kind]), *args],
+        cwd=cwd or repo,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, kind):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    environ = {"LR": "1e-4", "SEQ_LEN": "512", "PACK_SEQUENCES": "false", "EVAL_JSON": "held.jsonl"}
+    output = run_shell(
+        repo, kind, "--lr", "2e-5", "--train_json", "my.jsonl", cwd=elsewhere, **environ
+    )
+    ranks = shown(output)
+    assert [rank["RANK"] for rank in ranks] == ["0", "1"]
+    assert {rank["cwd"] for rank in ranks} == {str(elsewhere)}  # my.jsonl is the user's
+    assert flags(ranks[0]["argv"]) == {
+        "model_name_or_path": str(repo / "models/qwen3-tiny"),
+        "train_json": "my.jsonl",
+        "eval_json": "held.jsonl",
+        "seq_len": "512",
+        "micro_batch_size": "4",
+        "grad_accum_steps": "2" if kind == "torchrun" else "4",
+        "max_steps": "60",
+        "lr": "2e-5",
+        "pack_sequences": "false",
+    }
+    assert ranks[0]["argv"] == ranks[1]["argv"]
+    command = next(line for line in output.splitlines() if line.startswith("+ "))
+    assert f"llm_demo.launch {kind} " in command and command.rstrip().endswith(
+        "--train_json my.jsonl"
+    )
+
+
+@pytest.mark.parametrize(
+    "args, environ, steps, epochs",
+    [
+        (["--num_epochs", "3"], {}, None, "3"),
+        ([], {"NUM_EPOCHS": "2"}, None, "2"),
+        ([], {"NUM_EPOCHS": "2", "MAX_STEPS": "9"}, "9", "2"),
+        (["--num_epochs", "3", "--max_steps", "7"], {}, "7", "3"),
+    ],
+)
+def test_asking_for_epochs_drops_the_default_steps(repo, args, environ, steps, epochs):
+    one = {"NPROC_PER_NODE": "1", **environ}
+    given = flags(shown(run_shell(repo, "torchrun", *args, **one))[0]["argv"])
+    assert (given.get("max_steps"), given["num_epochs"]) == (steps, epochs)
+
+
+def test_the_pipeline_has_settings_of_its_own(repo):
+    output = run_shell(repo, "deepspeed", STAGES="1", PARTITION="2,2", NPROC_PER_NODE="1")
+    given = flags(shown(output)[0]["argv"])
+    assert (given["stages"], given["partition"]) == ("1", "2,2")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_help_starts_no_processes(repo, kind):
+    (line,) = shown(run_shell(repo, kind, "--lr", "1", "--help"))
+    assert line["RANK"] is None and line["argv"] == ["--help"]
+
+
+def test_a_python_without_torch_is_named(repo, tmp_path):
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
+    bare.chmod(0o755)
+    command = ["bash", str(repo / "fsdp/launch_fsdp.sh")]
+    result = subprocess.run(
+        command, env=environment(PYTHON=str(bare)), capture_output=True, text=True
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: PYTHON={bare} has no torch")
+
+
+def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, capsys):
+    launcher = flags(shown(run_shell(repo, "torchrun"))[0]["argv"])
+    monkeypatch.setattr(sys, "argv", ["launch_script.py", "--seed", "7"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "stale")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    runpy.run_path(str(repo / "fsdp/launch_script.py"), run_name="__main__")
+    (line,) = shown(capsys.readouterr().out)
+    assert (line["RANK"], line["WORLD_SIZE"], line["LOCAL_RANK"]) == ("0", "1", "0")
+    single = flags(line["argv"])
+    assert single.pop("seed") == "7"
+    # The same rows in a step: 1 process x 4 micro-batches instead of 2 x 2.
+    assert int(single.pop("grad_accum_steps")) == 2 * int(launcher.pop("grad_accum_steps"))
+    assert single == launcher
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_is_told_its_place(script, kind):
+    # The order of CUDA_VISIBLE_DEVICES is the user's, and stale variables of another run are not.
+    result = launch(
+        kind,
+        script(SHOW),
+        CUDA_VISIBLE_DEVICES="1,0",
+        NPROC_PER_NODE="2",
+        RANK="5",
+        MASTER_ADDR="nowhere.invalid",
+    )
+    ranks = shown(result.stdout)
+    cores = len(os.sched_getaffinity(0))
+    for i, rank in enumerate(ranks):
+        assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) == (str(i), str(i), "2")
+        assert rank["MASTER_ADDR"] == "127.0.0.1"
+        assert rank["CUDA_VISIBLE_DEVICES"] == "1,0"
+        assert rank["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert len(ranks) == 2 and result.stderr == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_nodes_make_one_world(script, kind):
+    path = script(SHOW)
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "llm_demo.launch", kind, str(path)],
+            env=environment(
+                NNODES="2",
+                NODE_RANK=str(rank),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                NPROC_PER_NODE="1",
+            ),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    for rank, output in enumerate(outputs):
+        (line,) = shown(output)
+        assert (line["RANK"], line["LOCAL_RANK"], line["WORLD_SIZE"]) == (str(rank), "0", "2")
+
+
+def test_a_busy_port_is_one_line_at_once(script, tmp_path):
+    (tmp_path / "torch.py").write_text(
+        "raise SystemExit('too late: torch takes a second to import')"
+    )
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        paths = f"{tmp_path}:{ROOT}"
+        result = launch("torchrun", script(SHOW), MASTER_PORT=str(port), PYTHONPATH=paths)
+    assert result.returncode == 2
+    expected = f"error: port {port} is busy on this machine: give another MASTER_PORT\n"
+    assert (result.stdout, result.stderr) == ("", expected)
+
+
+@pytest.mark.parametrize(
+    "environ, words",
+    [
+        ({"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE=two: must be a whole number, 1 or more"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: must be"),
+        ({"MASTER_PORT": "70000"}, "port 70000"),
+        ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
+        (
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+            "NODE_RANK=2: must be below NNODES=2",
+        ),
+    ],
+)
+def test_settings_that_cant_work_are_named(script, environ, words):
+    result = launch("torchrun", script(SHOW), **environ)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: {words}") and result.stderr.count("\n") == 1
+
+
+def test_a_missing_script_is_named(tmp_path):
+    result = launch("torchrun", tmp_path / "none.py")
+    assert (result.returncode, result.stderr) == (2, f"error: no script {tmp_path / 'none.py'}\n")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "how, code, last_line",
+    [
+        ("kill", 137, "error: rank 1 died of SIGKILL: out of memory, or killed by hand"),
+        ("2", 2, "error: --seq_len 1: too small"),  # the rank's own words, and no traceback below
+        ("7", 7, "error: rank 1 ended with exit code 7"),
+    ],
+)
+def test_one_dead_rank_ends_all_within_ten_seconds(script, tmp_path, kind, how, code, last_line):
+    (tmp_path / "pids").mkdir()
+    start = time.monotonic()
+    result = launch(kind, script(FAIL), tmp_path / "pids", how, NPROC_PER_NODE="2")
+    seconds = time.monotonic() - start
+    pids = [int(path.read_text()) for path in (tmp_path / "pids").iterdir()]
+    assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
+    assert seconds < 13  # 3 to start
+    assert result.returncode == code
+    lines = [line for line in result.stderr.splitlines() if line != "error: --seq_len 1: too small"]
+    assert lines == ([] if how == "2" else [last_line])
+    assert result.stderr.splitlines()[-1] == last_line
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sigterm_to_the_launcher_leaves_no_process(repo, tmp_path, kind):
+    (repo / SCRIPTS[kind]).write_text(
+        "import os, sys, time; sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        ["bash", str(repo / SHELLS[kind])],
+        env=environment(NPROC_PER_NODE="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    pids = []
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        pids += [int(line)] if line.strip().isdecimal() else []
+    process.send_signal(signal.SIGTERM)
+    _, stderr = process.communicate(timeout=10)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert (process.returncode, stderr) == (143, "error: stopped by SIGTERM\n")

@@ -1,0 +1,240 @@
+"""File formats: every shape of row becomes the same conversation, every bad row is named."""
+
+import json
+
+import pytest
+from tiny_tokenizer import golden, make_tokenizer
+
+from llm_demo import packing
+from llm_demo.data import load_packs
+from llm_demo.errors import UserError
+from llm_demo.records import FORMATS, find_files, read_rows
+
+PART = {"type": "text", "text": "hi"}
+SAME_ROW = {
+    "messages": {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    },
+    "conversations": {
+        "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
+    },
+    "prompt": {"prompt": "hi", "completion": "yo"},
+    "input": {"input": "hi", "target": "yo"},
+    "alpaca": {"instruction": "hi", "input": "", "output": "yo", "text": "flattened: hi yo"},
+}
+
+
+def write(path, *rows):
+    path.write_text(
+        "".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows)
+    )
+    return str(path)
+
+
+def load(path, tokenizer=None, seq_len=64, **options):
+    options = {"cache_dir": path + ".cache", "log": lambda line: None} | options
+    return load_packs(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
+
+
+def first_document(packs, row=0):
+    ids, labels, lengths = packs.row(row)
+    return ids[: lengths[0]].tolist(), labels[: lengths[0]].tolist()
+
+
+@pytest.mark.parametrize("name", SAME_ROW)
+@pytest.mark.parametrize("data_format", ["auto", "explicit"])
+def test_every_format_is_the_same_conversation(tmp_path, name, data_format):
+    path = write(tmp_path / "x.jsonl", SAME_ROW[name])
+    packs = load(path, data_format=name if data_format == "explicit" else "auto")
+    assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+    assert packs.stats["files"][0]["format"] == name
+
+
+def test_text_is_learnt_whole_and_ends_with_eos(tmp_path):
+    path = write(tmp_path / "x.jsonl", {"text": "abc"}, {"text": "ab<E>"})
+    packs = load(path, pack=False)
+    assert first_document(packs, 0) == golden("a⟦bc<E>⟧")
+    assert first_document(packs, 1) == golden("a⟦b<E>⟧")
+
+
+def test_golden_numbers(tmp_path):
+    # The one golden array in plain numbers, to hold the others' notation to account.
+    row = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "BC"}]}
+    ids, labels, lengths = load(write(tmp_path / "x.jsonl", row), seq_len=28).row(0)
+    user, assistant = (
+        [258, 117, 115, 101, 114, 10],
+        [258, 97, 115, 115, 105, 115, 116, 97, 110, 116],
+    )
+    assert ids.tolist() == [*user, 65, 259, 10, *assistant, 10, 66, 67, 259, 10, *[260] * 4]
+    assert labels.tolist() == [*[-100] * 19, 66, 67, 259, *[-100] * 6]
+    assert lengths == [24, 4]
+
+
+def test_own_names_by_keys(tmp_path):
+    path = write(tmp_path / "x.jsonl", {"question": "hi", "answer": "yo", "text": "no"})
+    packs = load(path, input_key="question", target_key="answer")
+    assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+
+
+def test_variants_of_a_turn(tmp_path):
+    turns = [
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be "}, PART | {"text": "brief"}],
+        },
+        {"role": "human", "content": "hi"},
+        {"from": "gpt", "value": "yo"},
+    ]
+    expected = golden("<S>system\nbe brief<E>\n<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+    assert (
+        first_document(load(write(tmp_path / "a.jsonl", {"messages": turns}), seq_len=96))
+        == expected
+    )
+    sharegpt = {"system": "be brief", **SAME_ROW["conversations"]}
+    assert first_document(load(write(tmp_path / "b.jsonl", sharegpt), seq_len=96)) == expected
+
+
+def test_alpaca_input_follows_the_instruction(tmp_path):
+    row = {"instruction": "add", "input": "1 2", "output": "3"}
+    packs = load(write(tmp_path / "x.jsonl", row))
+    assert first_document(packs) == golden("<S>user\nadd\n\n1 2<E>\n<S>assistant\n⟦3<E>⟧\n")
+
+
+def test_prompt_as_messages_is_context_only(tmp_path):
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    prompt = [{"role": role, "content": content} for role, content in turns]
+    row = {"prompt": prompt, "completion": [{"role": "assistant", "content": "d"}]}
+    packs = load(write(tmp_path / "x.jsonl", row), seq_len=128)
+    text = "<S>user\na<E>\n<S>assistant\nb<E>\n<S>user\nc<E>\n<S>assistant\n⟦d<E>⟧\n"
+    assert first_document(packs) == golden(text)
+
+
+def test_reading_tolerates_bom_blank_lines_and_crlf(tmp_path):
+    line = json.dumps({"text": "é"}, ensure_ascii=False).encode()
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\n   \n" + line)
+    rows = list(read_rows(str(path)))
+    assert rows == [(f"{path}:1", {"text": "é"}), (f"{path}:4", {"text": "é"})]
+
+
+def test_files_by_list_and_glob(tmp_path):
+    a, b = (
+        write(tmp_path / "a.jsonl", {"text": "aaa"}),
+        write(tmp_path / "b.jsonl", SAME_ROW["prompt"]),
+    )
+    held_out = write(tmp_path / "a.heldout.jsonl", {"text": "ccc"})
+    assert find_files(f"{b}, {a}") == [b, a]
+    assert find_files(f"{tmp_path}/*.jsonl") == [a, b]  # what is evaluated on is not trained on
+    assert find_files(f"{tmp_path}/*.heldout.jsonl") == [held_out]
+    lines = []
+    load(f"{a},{b}", log=lines.append, cache_dir=str(tmp_path / "cache"))
+    assert lines[0] == f"data: {a}: text (first row), 1 rows"
+    assert lines[1] == f"data: {b}: prompt/completion (first row), 1 rows"
+
+
+def messages(*turns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+GOOD = {"prompt": "hi", "completion": "yo"}
+BAD_ROWS = {
+    # what is in the file, what the message says beside the file's name
+    "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
+    "array": (["[\n"], [":1: broken JSON", "one whole JSON object"]),
+    "array in one line": (["[1]\n"], [":1: a line must be one JSON object, not a list"]),
+    "empty": (["\n"], ["is empty"]),
+    "unknown shape": (
+        [{"a": 1, "b": 2}],
+        [":1: unknown row shape, keys: a, b", "messages", "--input_key"],
+    ),
+    "other shape": (
+        [GOOD, {"text": "x"}],
+        [":2: no 'prompt' or 'completion'", "keys: text", "prompt"],
+    ),
+    "null": (
+        [GOOD, {"prompt": "x", "completion": None}],
+        [":2: completion must be text, not null"],
+    ),
+    "number": ([{"prompt": 1, "completion": "x"}], [":1: prompt must be text, not a number"]),
+    "null content": ([messages(("user", None))], [":1: messages[0] must be text, not null"]),
+    "image": ([messages(("user", [{"type": "image"}]))], [":1: messages[0] has a 'image' part"]),
+    "role": ([messages(("user", "x"), ("bot", "y"))], [":1: messages[1] has unknown role 'bot'"]),
+    "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
+    "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
+    "surrogate": ([{"text": "\ud83d"}], [":1: text holds half a surrogate pair"]),
+    "tool call": (
+        [{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
+        [":1: messages[0]: tool_calls must be a list of function calls"],
+    ),
+    "reasoning": (
+        [{"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]}],
+        [":1: messages[0]: reasoning_content must be text, not a number"],
+    ),
+    "tools": ([{**SAME_ROW["messages"], "tools": "{"}], [":1: 'tools' must be a list"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_bad_rows_are_named(tmp_path, case):
+    rows, expected = BAD_ROWS[case]
+    path = write(tmp_path / "x.jsonl", *rows)
+    with pytest.raises(UserError) as error:
+        load(path)
+    assert path in str(error.value) and "\n" not in str(error.value)
+    for text in expected:
+        assert text in str(error.value)
+    assert not list(tmp_path.glob("*.cache/*"))  # nothing half-built is left behind
+
+
+def test_the_first_row_decides_for_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(packing, "CHUNK", 2)
+    path = write(tmp_path / "x.jsonl", GOOD, GOOD, {"text": "x"})
+    with pytest.raises(UserError, match=r":3: no 'prompt' or 'completion'"):
+        load(path)
+
+
+def test_not_utf8_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(b'{"text": "ok"}\n{"text": "\xff"}\n')
+    with pytest.raises(UserError, match=r"x\.jsonl:2: not UTF-8"):
+        load(str(tmp_path / "x.jsonl"))
+
+
+BAD_FLAGS = {
+    "keys the file lacks": (
+        {"input_key": "q", "target_key": "a"},
+        r":1: no 'q' or 'a'.*prompt, compl",
+    ),
+    "format the file is not": (
+        {"data_format": "messages"},
+        r":1: no 'messages'.*keys: prompt, compl",
+    ),
+    "half a pair": ({"input_key": "prompt"}, "go together"),
+    "keys and format": ({"input_key": "a", "target_key": "b", "data_format": "text"}, "has no use"),
+    "unknown format": ({"data_format": "csv"}, "--data_format csv: choose from auto, messages"),
+    "unknown overlong": ({"overlong": "wrap"}, "--overlong wrap: choose from truncate"),
+    "seq_len": ({"seq_len": 7}, "--seq_len 7 is too small"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FLAGS)
+def test_flags_that_contradict(tmp_path, case):
+    options, message = BAD_FLAGS[case]
+    with pytest.raises(UserError, match=message):
+        load(write(tmp_path / "x.jsonl", GOOD), **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.jsonl", "no such data file: .*none.jsonl"),
+        ("none*.jsonl", r"no data file matches .*none\*"),
+        ("", "is a folder"),
+    ],
+)
+def test_missing_files(tmp_path, name, message):
+    with pytest.raises(UserError, match=message):
+        load(f"{tmp_path}/{name}", cache_dir=str(tmp_path / "cache"))
+
+
+def test_formats_are_the_flag_values():
+    assert set(SAME_ROW) | {"text"} == set(FORMATS)

@@ -1,0 +1,55 @@
+"""A tokenizer a test can predict: one id a byte, one merge (two newlines), four special tokens."""
+
+import re
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL = {"<B>": 257, "<S>": 258, "<E>": 259, "<P>": 260}  # bos, start of turn, end of turn, pad
+TWO_NEWLINES = 256
+
+CHATML = (
+    "{% for m in messages %}{{ '<S>' + m.role + '\n' + m.content + '<E>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<S>assistant\n' }}{% endif %}"
+)
+
+
+def make_tokenizer(template=CHATML, eos="<E>", bos=None, pad="<P>", post_processor=None):
+    # Byte-level BPE writes byte b as a printable character; its alphabet in the order of the bytes:
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    moved = [b for b in range(256) if b not in plain]
+    vocab = {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(moved)}
+    newline = next(text for text, b in vocab.items() if b == 10)
+    vocab[newline * 2] = TWO_NEWLINES
+    backend = Tokenizer(models.BPE(vocab, [(newline, newline)]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    parts = [post_processor] if post_processor else []
+    if bos:
+        single = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, SPECIAL[bos])]
+        )
+        parts.append(single)
+    if parts:
+        backend.post_processor = processors.Sequence(parts)
+    tokens = {"eos_token": eos, "bos_token": bos, "pad_token": pad}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, **{k: v for k, v in tokens.items() if v}
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def golden(marked: str) -> tuple[list[int], list[int]]:
+    """Text whose learnt part is between ⟦ and ⟧ -> (ids, labels), without the code under test."""
+    ids, learnt, on = [], [], False
+    for piece in re.findall(r"<[BSEP]>|\n\n|⟦|⟧|.", marked, re.DOTALL):
+        if piece in "⟦⟧":
+            on = piece == "⟦"
+            continue
+        new = [TWO_NEWLINES] if piece == "\n\n" else list(piece.encode())
+        new = [SPECIAL[piece]] if piece in SPECIAL else new
+        ids += new
+        learnt += [on] * len(new)
+    return ids, [i if on else -100 for i, on in zip(ids[1:], learnt[1:], strict=True)] + [-100]
