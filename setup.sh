@@ -129,8 +129,9 @@ choose_build() { # sets build, release and reason
             if [[ $ROCM_ARCHS == *" $arch "* ]]; then
                 rocm=$(cat "$PROBE_ROOT/opt/rocm/.info/version" 2>/dev/null || echo unknown)
                 reason="an AMD GPU was found ($arch, ROCm $rocm)"
+                rocm=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$rocm" || true)
                 case $rocm in # wheels bring their own ROCm; it must suit the driver of the one here
-                6.3* | 7.[012]*) build=rocm${rocm:0:3} ;;
+                6.3 | 7.[012]) build=rocm$rocm ;;
                 [7-9].* | [1-9][0-9].*) build=rocm7.2 ;;
                 *) build=rocm6.4 ;;
                 esac
@@ -190,7 +191,7 @@ if [[ -z $DRY_RUN ]]; then
     if compgen -G "$VENV/lib/python*/site-packages/inherited.pth" >/dev/null; then pinned='^(torch|numpy)=='; fi
     { grep -vE "$pinned" "$ROOT/constraints.txt" && echo "torch==$torch"; } >"$VENV/constraints.txt"
 fi
-run "${pip[@]}" 'setuptools>=77' wheel
+run "${pip[@]}" 'setuptools>=77'
 # DeepSpeed comes as source. In pip's isolated build it would look for torch in vain, or get another.
 run env DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation -c "$VENV/constraints.txt" \
     -e "$ROOT${extras:+[$extras]}"

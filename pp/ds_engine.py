@@ -35,6 +35,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns of its own discovery
 
 import deepspeed  # noqa: E402
+from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe import schedule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
@@ -117,6 +118,8 @@ def read_switches(path: str) -> dict:
 
 def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
     """The engine's configuration: the switches, and what the flags own."""
+    if dtype == torch.float16 and not get_accelerator().is_fp16_supported():
+        raise UserError("--dtype fp16: DeepSpeed has no fp16 on this device; take bf16 or fp32")
     config = {
         "steps_per_print": 10**9,
         **switches,
@@ -170,11 +173,8 @@ def _reduce_tied_grads(engine) -> None:
 @torch.no_grad()
 def set_masters(engine, module: Pipeline, weights) -> None:
     """Give the fp32 masters the file's own digits: DeepSpeed copies them from the bf16/fp16 weights."""
-    for layer in module.forward_funcs:
-        if not isinstance(layer, torch.nn.Module):
-            continue
-        for name, param in layer.named_parameters():
-            safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
+    for param in module.parameters():
+        safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
 
 
 def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:

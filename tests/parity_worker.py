@@ -42,9 +42,12 @@ def watch_fsdp():
 
 
 def watch_pp():
+    from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.pipe import schedule
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
+    # DeepSpeed goes by the CPU's fp16 instructions; PyTorch computes in fp16 without them too.
+    get_accelerator().is_fp16_supported = lambda: True
     import pp.ds_engine as ds_engine
     import pp.pp_train as script
 
@@ -53,8 +56,10 @@ def watch_pp():
         step = engine._INSTRUCTION_MAP[schedule.OptimizerStep]
 
         def watched(self):
-            get = (lambda p: safe_get_full_grad(p)) if len(record["steps"]) < 99 else None
-            grads = {p.hf_name: get(p).float().clone().cpu() for p in self.module.parameters()}
+            scale = getattr(self.optimizer, "loss_scale", 1.0)
+            grads = {}
+            for p in self.module.parameters():
+                grads[p.hf_name] = safe_get_full_grad(p).float().clone().cpu() / scale
             step(self)
             record["steps"].append({"norm": float(self.get_global_grad_norm()), "grads": grads})
 

