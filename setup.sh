@@ -58,6 +58,8 @@ suitable() {
 torch_of() { # the version of the PyTorch that this interpreter imports, in pip's spelling, or nothing
     "$1" -c 'import importlib.metadata as m, torch; print(m.version("torch"))' 2>/dev/null || true
 }
+PATH=${PATH//"$VENV/bin:"/} # an activated .venv is what is set up here, not what to build it on
+[[ ${VIRTUAL_ENV:-} != "$VENV" ]] || unset VIRTUAL_ENV
 if [[ -n ${PYTHON:-} ]]; then
     suitable "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.13"
     base=$PYTHON

@@ -1,8 +1,8 @@
 """Fine-tune a Hugging Face decoder with FSDP2 (parameters, gradients and optimizer states sharded).
 
-    bash fsdp/launch_fsdp.sh                                     all GPUs, or 2 processes on a CPU
-    bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
-    python fsdp/train_fsdp.py --no_fsdp                          the plain model in one process
+bash fsdp/launch_fsdp.sh                                     all GPUs, or 2 processes on a CPU
+bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
+python fsdp/train_fsdp.py --no_fsdp                          the plain model in one process
 """
 
 import dataclasses
@@ -17,7 +17,14 @@ from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
 from llm_demo.loss import learnt
 from llm_demo.model import DecoderLoss, materialise, param_count, skeleton
-from llm_demo.optim import LossScale, clipped_step, copy_masters, lr_at, make_adamw, with_fp32_masters
+from llm_demo.optim import (
+    LossScale,
+    clipped_step,
+    copy_masters,
+    lr_at,
+    make_adamw,
+    with_fp32_masters,
+)
 from llm_demo.plan import (
     Plan,
     heldout_rows,
@@ -130,7 +137,8 @@ def build_blocks(lm, plan: Plan, args, world: World, wrap):
     for i in range(plan.config.num_hidden_layers):
         wrap(materialise(lm, f"model.layers.{i}", plan.weights, args.seed, world.device))
     tied = plan.config.tie_word_embeddings
-    for name in ("model.embed_tokens", "model.norm", "model.rotary_emb", *([] if tied else ["lm_head"])):
+    names = ["model.embed_tokens", "model.norm", "model.rotary_emb", *([] if tied else ["lm_head"])]
+    for name in names:
         materialise(lm, name, plan.weights, args.seed, world.device)
     if tied:
         lm.lm_head.weight = lm.model.embed_tokens.weight
@@ -148,9 +156,7 @@ def build_sharded(lm, plan: Plan, args, world: World):
     """Each block a unit of its own, sharded before the next one is made."""
 
     def shard(block):
-        fully_shard(
-            block, mp_policy=policy(plan), reshard_after_forward=args.reshard_after_forward
-        )
+        fully_shard(block, mp_policy=policy(plan), reshard_after_forward=args.reshard_after_forward)
 
     return build_blocks(lm, plan, args, world, shard)
 
@@ -163,12 +169,13 @@ def shard_root(model: DecoderLoss, plan: Plan, args) -> None:
     for unit in model.modules():
         if isinstance(unit, FSDPModule):  # each unit: neither setting reaches those inside it
             unit.set_gradient_divide_factor(1.0)
-            if hasattr(unit, "set_force_sum_reduction_for_comms"):  # without it gloo has no such sum
+            if hasattr(unit, "set_force_sum_reduction_for_comms"):
+                # without it gloo has no such operation
                 unit.set_force_sum_reduction_for_comms(True)
 
 
 def accumulate(model: DecoderLoss, args, last: bool) -> None:
-    """Between micro-batches gradients stay unreduced, and weights gathered unless memory is short."""
+    """Between micro-batches gradients stay unreduced, weights gathered unless memory is short."""
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last or args.reshard_after_forward)

@@ -1,4 +1,4 @@
-"""The flags both training scripts share: one dataclass per concern, parsed into one flat namespace."""
+"""The flags both scripts share: one dataclass per concern, parsed into one flat namespace."""
 
 import argparse
 import dataclasses
@@ -44,7 +44,8 @@ class DataArgs:
         "auto", "held-out JSONL; auto: X.heldout.jsonl beside X.jsonl if it is there; none: no eval"
     )
     data_format: str = flag(
-        "auto", "auto | messages | conversations | prompt | input | alpaca | text (see data/README.md)"
+        "auto",
+        "auto | messages | conversations | prompt | input | alpaca | text: see data/README.md",
     )
     input_key: str | None = flag(None, "name of the prompt column, with --target_key")
     target_key: str | None = flag(None, "name of the answer column, with --input_key")
@@ -99,7 +100,8 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None) -> 
     groups = [ModelArgs, DataArgs, TrainArgs, RunArgs, *more]
     parser = Parser(groups, description=description, allow_abbrev=False)
     for field in (f for group in groups for f in dataclasses.fields(group)):
-        if field.type is bool and field.default is False:  # HfArgumentParser adds --no_x to the others
+        if field.type is bool and field.default is False:
+            # HfArgumentParser adds --no_x to the others itself
             parser.add_argument(f"--no_{field.name}", action="store_false", dest=field.name)
     for dtype in ("bf16", "fp16"):
         parser.add_argument(

@@ -46,7 +46,7 @@ class Buckets(NamedTuple):
 class Documents(NamedTuple):
     """Where the documents of a micro-batch [B, S] lie, in the form the chosen backend needs."""
 
-    cu_seqlens: torch.Tensor  # int32 [D+1]: boundaries in the flat B*S stream, B*S repeated at the end
+    cu_seqlens: torch.Tensor  # int32 [D+1]: boundaries in the flat B*S stream, the last repeated
     max_len: int  # no document is longer
     buckets: Buckets | None = None  # None also where every document is a whole row
     mask: torch.Tensor | None = None  # bool [B, 1, S, S]
@@ -261,7 +261,7 @@ def choose(asked: str, device: Device, dtype: torch.dtype, heads, probe=None) ->
     reasons = []
     for impl in IMPLS if asked == "auto" else (asked,):
         problem = why_not(impl, device, dtype)
-        if problem is None and device.type == "cuda" and impl in ("varlen", "flash_attn", "bucketed"):
+        if problem is None and device.type == "cuda" and not impl.endswith("math"):
             problem = probe(impl, dtype, heads)
         if problem is None:
             return impl, reasons

@@ -1,4 +1,4 @@
-"""What this machine computes with. Every question about vendor and architecture is answered here."""
+"""What this machine computes with: every question of vendor and architecture is answered here."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from llm_demo.errors import UserError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Dense matrix peaks in TFLOP/s by (part of the name or arch): fp32, bf16, fp16. fp32 is what
-# PyTorch uses by default (no TF32). Sources: vendors' data sheets; MI100 from AMD's CDNA white paper.
+# PyTorch uses by default, no TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper.
 PEAK_TFLOPS = {
     "gfx908": (46.1, 92.3, 184.6),  # MI100
     "gfx90a": (47.9, 191.5, 191.5),  # MI250X, one of its two dies; MI210 is 5 % lower
@@ -79,7 +79,7 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory this process has held, in GB of 2**30: allocated on the GPU, resident on a CPU."""
+    """Most memory this process has held, in 2**30 bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource

@@ -70,7 +70,7 @@ def once_per_node(world: World, build: Callable):
 
 
 def from_rank0(world: World, make: Callable):
-    """What `make()` returned on rank 0, on every rank; a UserError there is raised on every rank."""
+    """What `make()` returned on rank 0, on every rank; a UserError there, raised on every rank."""
     box = [None, None]
     if world.rank == 0:
         try:

@@ -27,12 +27,17 @@ def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], lis
 
 
 def generate(
-    ask: Callable, prompts: list[list[int]], shape: tuple[int, int], max_docs: int, tokens: int, stop
+    ask: Callable,
+    prompts: list[list[int]],
+    shape: tuple[int, int],
+    max_docs: int,
+    tokens: int,
+    stop,
 ) -> list[list[int]]:
     """Up to `tokens` further tokens for each prompt, greedily; ends at a token of `stop`.
 
-    ask(batch, index) -> int64 [B]: the likeliest next tokens at the flat positions `index`, the same
-    on every rank. shape (B, S) and max_docs are the training batch's: a pipeline's are fixed."""
+    ask(batch, index) -> int64 [B]: the likeliest next tokens at the flat positions `index`, the
+    same on every rank. shape (B, S) and max_docs are the training batch's: fixed in a pipeline."""
     B, S = shape
     answers = []
     for first in range(0, len(prompts), B):

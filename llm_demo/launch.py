@@ -186,10 +186,13 @@ def deepspeed(node: Node, command: list[str]) -> int:
         "--log_level=critical",
         *command,
     ]
+    heard, note = socket.socketpair()
+    note.setblocking(False)
+    signal.set_wakeup_fd(note.fileno())  # DeepSpeed's handlers don't tell which signal it was
     try:
         launch.main()
     except SystemExit:
-        return report(ranks.failed) if ranks.failed else stopped(signal.SIGTERM)
+        return report(ranks.failed) if ranks.failed else stopped(heard.recv(1)[0])
     return 0
 
 

@@ -25,7 +25,7 @@ def cross_entropy_sum(
     """Sum of -log p(target) over the learnt positions, an fp32 scalar.
 
     hidden: [B, S, d]; weight: the head's [V, d], tied to the embedding or not, whole (not a
-    shard), in hidden's dtype; index, targets: int64 [n] as of `learnt`. Softmax and sums are fp32."""
+    shard), in hidden's dtype; index, targets: int64 [n] as of `learnt`. Softmax and sums: fp32."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled())
 
@@ -43,9 +43,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # A sum over chunks in bf16 would round once a chunk.
         grad_w = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         grad_h = torch.empty_like(hidden) if needs_grad else None
-        for h, t, g in zip(
-            hidden.split(CHUNK), targets.split(CHUNK), (grad_h if needs_grad else hidden).split(CHUNK)
-        ):
+        for start in range(0, len(hidden), CHUNK):
+            part = slice(start, start + CHUNK)
+            h, t = hidden[part], targets[part]
             logits = (h @ weight.T).float()
             t = t.unsqueeze(1)
             norm = logits.logsumexp(-1, keepdim=True)
@@ -54,7 +54,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 p = logits.sub_(norm).exp_()
                 p.scatter_add_(1, t, torch.full_like(t, -1.0, dtype=p.dtype))
                 p = p.to(h.dtype)
-                torch.mm(p, weight, out=g)
+                torch.mm(p, weight, out=grad_h[part])
                 grad_w += p.T @ h
         if needs_grad:
             ctx.save_for_backward(grad_h, grad_w.to(weight.dtype))

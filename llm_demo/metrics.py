@@ -107,7 +107,7 @@ class Run:
         self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
 
     def count(self, tokens: int, label_tokens: int, slots: int) -> None:
-        """Count an optimizer step's tokens, over all ranks: known from the packs, not communicated."""
+        """Count an optimizer step's tokens over all ranks: known from the packs, not reduced."""
         self.tokens += tokens
         self.label_tokens += label_tokens
         self.interval.steps += 1
@@ -147,13 +147,15 @@ class Run:
         left = int((self.max_steps - step) * seconds)
         mfu = f"{record['perf/mfu']:.1%}" if self.peak else "n/a"
         line = (
-            f"step {step}/{self.max_steps} | loss {loss:.4f} | gnorm {grad_norm:.2f} | lr {lr:.1e} | "
-            f"{seconds * 1e3:.0f} ms | {_kilo(per_s)} tok/s ({_kilo(record['perf/label_toks_per_s'])} "
-            f"learnt) | mfu {mfu} | mem {max(memory):.1f} GB | "
-            f"eta {timedelta(seconds=left)}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
+            f"step {step}/{self.max_steps} | loss {loss:.4f} | gnorm {grad_norm:.2f} | lr {lr:.1e}"
+            f" | {seconds * 1e3:.0f} ms | {_kilo(per_s)} tok/s"
+            f" ({_kilo(record['perf/label_toks_per_s'])} learnt) | mfu {mfu}"
+            f" | mem {max(memory):.1f} GB | eta {timedelta(seconds=left)}".replace(
+                "eta 0:", "eta "
+            ).replace("eta 0", "eta ")
         )
         if record["train/skipped"]:
-            self.say(f"step {step}: the gradient norm is not finite, the step is skipped on all ranks")
+            self.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
         if self.bar is not None:
             self.bar.set_description_str(line)
             print(line, file=self.log_file, flush=True)
@@ -183,7 +185,8 @@ class Run:
 
         row = (
             a.micro_batch_size, a.grad_accum_steps, "T" if a.use_activation_checkpointing else "F",
-            a.dtype.upper(), f"{median('perf/step_ms'):.0f}", "n/a", f"{median('perf/slots_per_s'):.0f}",
+            a.dtype.upper(), f"{median('perf/step_ms'):.0f}", "n/a",
+            f"{median('perf/slots_per_s'):.0f}",
             " / ".join(f"{m:.1f}" for m in self.records[-1]["perf/peak_mem_gb"]),
         )  # fmt: skip
         summary = {
@@ -196,13 +199,16 @@ class Run:
             "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
             "eval_loss": dict(self.evals),
             "skipped_steps": sum(r["train/skipped"] for r in self.records),
-            **{f"median_{k}": median(f"perf/{k}") for k in ("step_ms", "toks_per_s", "slots_per_s")},
+            "median_step_ms": median("perf/step_ms"),
+            "median_toks_per_s": median("perf/toks_per_s"),
+            "median_slots_per_s": median("perf/slots_per_s"),
             "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],
             "row": dict(zip(COLUMNS, row, strict=True)),
         }
         _write_json(self.folder / "summary.json", summary)
         self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-        self.say(f"| {' | '.join(map(str, row))} |\n(toks/s counts every slot; peak memory per rank)")
+        self.say(f"| {' | '.join(map(str, row))} |")
+        self.say("(toks/s counts every slot; peak memory of each rank)")
         self.say(f"run: {self.folder}")
         self.log_file.close()
 
@@ -224,9 +230,9 @@ def gather_floats(world: World, value: float) -> list[float]:
 
 def environment(world: World) -> dict:
     """Versions, hardware and revision of this run."""
-    packages = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy", "flash_attn")
     versions = {"python": platform.python_version()}
-    for package in packages:
+    core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy")
+    for package in (*core, "flash_attn"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
@@ -245,7 +251,9 @@ def environment(world: World) -> dict:
         "platform": platform.platform(),
         "revision": revision or None,
         "environment": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith(("NCCL_", "RCCL_", "TORCH_", "OMP_"))
+            k: v
+            for k, v in sorted(os.environ.items())
+            if k.startswith(("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_"))
         },
     }
 

@@ -1,4 +1,4 @@
-"""A Hugging Face decoder, made or loaded block by block: nothing is held that this process won't keep."""
+"""A Hugging Face decoder, made or loaded block by block: no process holds what it won't keep."""
 
 import json
 import math
@@ -38,7 +38,9 @@ def find_model(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = str(e).strip().splitlines()[0]
-        raise UserError(f"no model at {name}: no such folder, and not from the hub: {reason}") from e
+        raise UserError(
+            f"no model at {name}: no such folder, and not from the hub: {reason}"
+        ) from e
 
 
 def load_config(folder: Path, max_len: int):
@@ -65,9 +67,7 @@ def load_tokenizer(name: str):
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (ValueError, OSError) as e:
-        raise UserError(
-            f"no tokenizer in {folder}: give one with --tokenizer_name_or_path"
-        ) from e
+        raise UserError(f"no tokenizer in {folder}: give one with --tokenizer_name_or_path") from e
 
 
 def open_weights(folder: Path) -> Weights:
@@ -192,5 +192,3 @@ def head_size(config) -> int:
 
 def param_count(model: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
-
-

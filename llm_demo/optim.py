@@ -70,7 +70,7 @@ def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float
 
 
 class LossScale:
-    """fp16's dynamic loss scale, on the device: halved by an overflow, doubled after 1000 good steps.
+    """fp16's dynamic loss scale, on the device: halved by an overflow, doubled by 1000 good steps.
 
     torch.amp.GradScaler looks for overflow rank by rank; here the global norm has the answer, the
     same on every rank, so all skip together. Scale 1 for ever in the other dtypes."""
@@ -91,7 +91,7 @@ class LossScale:
 def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
     """2-norm of all gradients together, shards of other ranks included: an fp32 scalar.
 
-    Summed in fp64: torch's own norm adds up a CPU tensor in fp32 and is off by 3e-5 for an embedding."""
+    Summed in fp64: in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
     local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     square = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float64)).square().sum()
     if isinstance(grads[0], DTensor):

@@ -13,7 +13,15 @@ import torch
 
 from llm_demo.args import command_line
 from llm_demo.attention import choose
-from llm_demo.data import Batch, Packs, collate, describe_example, heldout_beside, load_packs, step_rows
+from llm_demo.data import (
+    Batch,
+    Packs,
+    collate,
+    describe_example,
+    heldout_beside,
+    load_packs,
+    step_rows,
+)
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import World, from_rank0, once_per_node
 from llm_demo.errors import UserError
@@ -49,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan:
-    """Decide everything the flags leave open, and print it. Raises UserError on every rank alike."""
+    """Decide what the flags leave open, and print it. Raises UserError on every rank alike."""
     run = Run(args, world, script)
     run.say(f"command: {command_line()}")
 
@@ -62,13 +70,17 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
     config = load_config(folder, args.seq_len)
     weights = open_weights(folder)
-    origin = f"weights of {folder}" if weights else f"no weights in {folder}: random ones, seed {args.seed}"
+    origin = (
+        f"weights of {folder}"
+        if weights
+        else f"no weights in {folder}: random ones, seed {args.seed}"
+    )
     run.say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
 
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder))
     if len(tokenizer) > config.vocab_size:
         raise UserError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model {config.vocab_size}: they don't fit"
+            f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
     train, heldout = load_data(args, world, tokenizer, run.say)
 
@@ -89,7 +101,8 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     lr = args.lr or (2e-5 if weights else 1e-3)
     why = "" if args.lr else f" (the default for {'trained' if weights else 'random'} weights)"
     run.say(
-        f"steps: {max_steps} = {max_steps * global_batch / len(train):.2f} epochs of {len(train)} rows; "
+        f"steps: {max_steps} = {max_steps * global_batch / len(train):.2f} epochs of {len(train)} "
+        "rows; "
         f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
     )
     block, head = flops_per_token(config, args.seq_len)
@@ -115,7 +128,9 @@ def load_data(args: Namespace, world: World, tokenizer, say) -> tuple[Packs, Pac
         options = {name: getattr(args, name) for name in flags}
         packs = load_packs(path, tokenizer, pack=args.pack_sequences, log=say, **options)
         if not len(packs):
-            raise UserError(f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}")
+            raise UserError(
+                f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}"
+            )
         return packs
 
     train = once_per_node(world, functools.partial(load, args.train_json))
@@ -145,7 +160,7 @@ def micro_batches(
 
 
 def heldout_rows(plan: Plan, micro: int) -> np.ndarray:
-    """All held-out rows, filled up with empty ones so that every replica has as many micro-batches."""
+    """All held-out rows, and empty ones so that every replica has as many micro-batches."""
     n = len(plan.heldout)
     rows = np.full(-(-n // (plan.replicas * micro)) * plan.replicas * micro, -1)
     rows[:n] = np.arange(n)
@@ -153,7 +168,7 @@ def heldout_rows(plan: Plan, micro: int) -> np.ndarray:
 
 
 def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:
-    """Print the model's own answers to three prompts beside the ones in the data. ask: see generate."""
+    """Print the model's answers to three prompts beside those in the data. ask: see generate."""
     if not args.sample_tokens:
         return
     most = args.seq_len - min(args.sample_tokens, args.seq_len // 2)
@@ -163,5 +178,10 @@ def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:
     prompts = [prompt for prompt, _ in pairs]
     answers = generate(ask, prompts, shape, plan.max_docs, args.sample_tokens, stop)
     for (prompt, expected), answer in zip(pairs, answers, strict=True):
-        text = [plan.tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, answer, expected)]
-        plan.run.say("\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text)))
+        text = [
+            plan.tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (prompt, answer, expected)
+        ]
+        plan.run.say(
+            "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
+        )

@@ -1,4 +1,4 @@
-"""A data file -> records: JSONL in any of six formats, read so that an error names its line."""
+"""A data file -> records: rows in any of six formats, read so that an error names the line."""
 
 import glob
 import json
@@ -81,9 +81,13 @@ def find_files(train_json: str) -> list[str]:
 def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
     """Yields ("file:line", row). Blank lines are skipped and a UTF-8 BOM is tolerated.
 
-    Not datasets' JSON reader: it stops at a broken line without saying which one, and it forces one
-    schema on all rows. UserError for an empty file, broken JSON or encoding, a row of another kind.
+    Parquet and CSV go through datasets. JSONL does not: its reader stops at a broken line without
+    saying which one, and forces one schema on all rows. UserError for an empty file, broken JSON or
+    encoding, a row of another kind.
     """
+    if path.endswith((".parquet", ".csv")):
+        yield from _read_table(path)
+        return
     empty = True
     with open(path, "rb") as lines:
         for number, raw in enumerate(lines, 1):
@@ -109,6 +113,25 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
             empty = False
             yield where, row
     if empty:
+        raise UserError(f"{path} is empty: no row to learn from")
+
+
+def _read_table(path: str) -> Iterator[tuple[str, dict]]:
+    from datasets import load_dataset  # takes a second to import, and most files are JSONL
+
+    number = 0
+    try:
+        kind = os.path.splitext(path)[1][1:]
+        for number, row in enumerate(
+            load_dataset(kind, data_files=path, split="train", streaming=True), 1
+        ):
+            yield (
+                f"{path}:{number}",
+                {key: value for key, value in row.items() if value is not None},
+            )
+    except (ValueError, OSError) as error:  # pyarrow's and pandas' errors are ValueErrors
+        raise UserError(f"{path}: no {kind} file: {str(error).splitlines()[0]}") from None
+    if not number:
         raise UserError(f"{path} is empty: no row to learn from")
 
 

@@ -1,11 +1,10 @@
 """DeepSpeed's pipeline engine, made exact: every workaround this project needs, with its reason.
 
-Checked against DeepSpeed 0.19.8. Each workaround looks for what it patches and fails if it is gone."""
+Checked with DeepSpeed 0.19.8. Each workaround looks for what it patches, and fails without it."""
 
 import contextlib
 import io
 import json
-import logging
 import os
 import sys
 from importlib.metadata import version
@@ -25,8 +24,8 @@ def check_version(installed: str | None = None) -> None:
     installed = installed or version("deepspeed")
     if Version(installed) < Version(OLDEST):
         raise UserError(
-            f"DeepSpeed {installed}: its pipeline scales gradients wrongly with gradient accumulation "
-            f"(fixed in {OLDEST}); pip install 'deepspeed>={OLDEST}'"
+            f"DeepSpeed {installed}: its pipeline scales gradients wrongly when it accumulates "
+            f"them (fixed in {OLDEST}); pip install 'deepspeed>={OLDEST}'"
         )
 
 
@@ -44,7 +43,6 @@ from deepspeed.utils import safe_set_full_fp32_param  # noqa: E402
 
 def join(device: torch.device) -> None:
     """Let DeepSpeed use the process group that is there."""
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
         # On CPU DeepSpeed compiles an all-reduce for inference at this point: 30 s, ninja and a
         # compiler needed, 132 MiB left in /dev/shm. `import deepspeed.comm.torch as x` would give
@@ -55,11 +53,15 @@ def join(device: torch.device) -> None:
     deepspeed.init_distributed(verbose=False)
 
 
+def quiet():
+    return contextlib.redirect_stdout(io.StringIO())
+
+
 def _need(mapping, name):
     if name not in mapping:
         raise UserError(
-            f"DeepSpeed {version('deepspeed')} has no {name} any more: pp/ds_engine.py patches it to "
-            "keep the numbers right; install the tested deepspeed==0.19.8"
+            f"DeepSpeed {version('deepspeed')} has no {name} any more, which pp/ds_engine.py "
+            "patches to keep the numbers right; install the tested deepspeed==0.19.8"
         )
     return mapping[name]
 
@@ -70,7 +72,7 @@ class Pipeline(PipelineModule):
     def __init__(self, layers, bounds: list[int], **kwargs):
         object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
         _need(vars(PipelineModule), "_partition_layers")
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints its topology
+        with quiet():  # it prints its topology
             super().__init__(layers, num_stages=len(bounds) - 1, **kwargs)
 
     def _partition_layers(self, method=None):
@@ -105,7 +107,7 @@ def read_switches(path: str) -> dict:
         raise UserError(f"{path}: {key} is set by {owned[key]}; remove it from the file")
     stage = switches.get("zero_optimization", {}).get("stage", 1)
     if stage != 1:
-        # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't be pipelined.
+        # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't be piped.
         raise UserError(f"{path}: ZeRO stage {stage} trains wrongly in a pipeline; only 1 is exact")
     for switch, why in (
         ("wall_clock_breakdown", "crashes the pipeline's backward"),
@@ -126,7 +128,7 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accum,
         "gradient_clipping": clip,
-        # Gradients are summed in fp32 over micro-batches and ranks. Left alone, DeepSpeed reduces in
+        # Gradients are summed in fp32 over micro-batches and ranks. By itself DeepSpeed reduces in
         # the compute dtype even on a group of one: a rounding to bf16 a step.
         "communication_data_type": "fp32",
     }
@@ -142,7 +144,8 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
 
 def make_engine(module: Pipeline, optimizer: torch.optim.Optimizer, config: dict) -> PipelineEngine:
     """deepspeed.initialize, with the engine's instructions corrected."""
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    with quiet():  # it prints the memory in use at each step of its way
+        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     # Instructions are looked up in a map of the class: overriding a method would change nothing.
     instructions = dict(_need(vars(PipelineEngine), "_INSTRUCTION_MAP"))
     _need(instructions, schedule.ReduceTiedGrads)
@@ -172,7 +175,7 @@ def _reduce_tied_grads(engine) -> None:
 
 @torch.no_grad()
 def set_masters(engine, module: Pipeline, weights) -> None:
-    """Give the fp32 masters the file's own digits: DeepSpeed copies them from the bf16/fp16 weights."""
+    """Give the fp32 masters the file's own digits: DeepSpeed copies the bf16 or fp16 weights."""
     for param in module.parameters():
         safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
 
@@ -191,7 +194,7 @@ def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:
 
 
 def tied_copies_differ(engine) -> bool:
-    """Whether any bit of the tied weight differs between the stages that hold a copy; collective."""
+    """Whether the tied weight differs anywhere between the stages that hold a copy; collective."""
     differ = torch.zeros(1, device=engine.device)
     for weight, group in engine.module.get_tied_weights_and_groups():
         first = weight.detach().clone()

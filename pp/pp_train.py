@@ -1,8 +1,8 @@
-"""Fine-tune a Hugging Face decoder in a DeepSpeed pipeline (1F1B; ranks beyond --stages replicate it).
+"""Fine-tune a Hugging Face decoder in a DeepSpeed pipeline (1F1B, and replicas of it).
 
-    bash pp/launch_pp.sh                                         2 GPUs, or 2 processes on a CPU
-    bash pp/launch_pp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
-    NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replicas
+bash pp/launch_pp.sh                                         2 GPUs, or 2 processes on a CPU
+bash pp/launch_pp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
+NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replicas
 """
 
 import dataclasses
@@ -30,10 +30,12 @@ from llm_demo.plan import (
 class PipeArgs:
     stages: int = flag(2, "pipeline stages; processes beyond them form further replicas")
     partition: str = flag(
-        "balanced", 'balanced (by FLOPs, head counted) | uniform | parameters | blocks a stage: "18,10"'
+        "balanced", 'balanced (by FLOPs, with the head) | uniform | parameters | blocks: "18,10"'
     )
     deepspeed_config: str = flag(str(ROOT / "pp/ds_pp_2gpus.json"), "engine switches, no numbers")
-    check_tied_every: int = flag(0, "steps between checks that tied copies are equal; 0: step 1 only")
+    check_tied_every: int = flag(
+        0, "steps between two checks that tied copies are equal; 0: after step 1 only"
+    )
     local_rank: int = flag(0, "given by the deepspeed launcher; LOCAL_RANK decides")
 
 
@@ -61,7 +63,9 @@ def main() -> None:
 
     # optimizer and engine
     optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay)
-    config = ds_engine.engine_config(switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm)
+    config = ds_engine.engine_config(
+        switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm
+    )
     engine = ds_engine.make_engine(module, optimizer, config)
     if plan.weights and plan.dtype != torch.float32:
         ds_engine.set_masters(engine, module, plan.weights)

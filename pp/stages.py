@@ -135,7 +135,8 @@ def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool
         ) from None
     if len(counts) != stages or sum(counts) != n or min(counts) < 1:
         raise UserError(
-            f"--partition {partition}: wants {stages} counts of at least 1 that sum to the model's {n} blocks"
+            f"--partition {partition}: {stages} stages want as many counts, each at least 1, that "
+            f"sum to the model's {n} blocks"
         )
     return counts
 
@@ -153,7 +154,9 @@ def costs(config, seq_len: int, checkpointing: bool, by_parameters=False) -> tup
 
 def stage_costs(counts, first, block, last) -> list[float]:
     """Cost of each stage, dearest first: comparing two such lists finds the better split."""
-    each = [c * block + first * (s == 0) + last * (s == len(counts) - 1) for s, c in enumerate(counts)]
+    each = [c * block for c in counts]
+    each[0] += first
+    each[-1] += last
     return sorted(each, reverse=True)
 
 

@@ -10,7 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run(command, cwd=ROOT, timeout=240, **env):
     """Run a command to its end; returns the CompletedProcess, output as text."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(
         [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
     )

@@ -1,5 +1,5 @@
 """Runs main() of a training script for each case of a JSON file, in processes started by torchrun,
-and keeps what the engines don't tell: every gradient before clipping, every parameter at the end."""
+and keeps what engines don't tell: every gradient before clipping, every parameter at the end."""
 
 import json
 import os
@@ -23,7 +23,8 @@ def watch_fsdp():
 
     def clipped_step(optimizer, clip, loss_scale, step=script.clipped_step):
         model = record["model"]
-        grads = {n: whole(p.grad) / loss_scale.scale for n, p in named(model) if p.grad is not None}
+        found = ((n, p.grad) for n, p in named(model) if p.grad is not None)
+        grads = {n: whole(grad) / loss_scale.scale.item() for n, grad in found}
         norm = step(optimizer, clip, loss_scale)
         record["steps"].append({"norm": norm.item(), "grads": grads})
         return norm

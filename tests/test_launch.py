@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from llm_demo.launch import report
+
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
 SCRIPTS = {"torchrun": "fsdp/train_fsdp.py", "deepspeed": "pp/pp_train.py"}
@@ -239,7 +241,11 @@ def test_two_nodes_make_one_world(script, kind):
         )
         for rank in (0, 1)
     ]
-    outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    try:
+        outputs = [node.communicate(timeout=60)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
     assert [node.returncode for node in nodes] == [0, 0]
     for rank, output in enumerate(outputs):
         (line,) = shown(output)
@@ -308,8 +314,16 @@ def test_one_dead_rank_ends_all_within_ten_seconds(script, tmp_path, kind, how, 
     assert result.stderr.splitlines()[-1] == last_line
 
 
+def test_the_rank_that_was_killed_is_named_not_those_it_left_behind(capsys):
+    assert report({0: 1, 1: 1, 2: -signal.SIGSEGV}) == 139
+    assert capsys.readouterr().err == "error: rank 2 died of SIGSEGV\n"
+    assert report({3: 1, 5: 2}) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_sigterm_to_the_launcher_leaves_no_process(repo, tmp_path, kind):
+def test_a_signal_to_the_launcher_leaves_no_process(repo, kind, name):
     (repo / SCRIPTS[kind]).write_text(
         "import os, sys, time; sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(60)"
     )
@@ -325,7 +339,8 @@ def test_sigterm_to_the_launcher_leaves_no_process(repo, tmp_path, kind):
         line = process.stdout.readline()
         assert line, process.stderr.read()
         pids += [int(line)] if line.strip().isdecimal() else []
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.Signals[name])
     _, stderr = process.communicate(timeout=10)
     assert not any(psutil.pid_exists(pid) for pid in pids)
-    assert (process.returncode, stderr) == (143, "error: stopped by SIGTERM\n")
+    assert process.returncode == 128 + signal.Signals[name]
+    assert stderr.splitlines()[-1] == f"error: stopped by {name}"

@@ -2,13 +2,11 @@
 plain loop: one process, Hugging Face's own model and attention, one document at a time."""
 
 import json
-import math
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, run, torchrun
-from safetensors.torch import load_file
+from conftest import ROOT, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from llm_demo.data import load_packs, step_rows
@@ -19,8 +17,8 @@ TOLERANCE = 1e-5
 GPUS = torch.cuda.device_count()
 TINY = ROOT / "models/qwen3-tiny"
 SIZES = dict(
-    vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.05,
+    vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.05,
 )  # fmt: skip
 MODELS = {
     "tied": Qwen3Config(tie_word_embeddings=True, **SIZES),
@@ -97,12 +95,13 @@ def argv(folder, model, out, micro, accum, *more):
         "--eval_json", "none", "--seq_len", str(SEQ_LEN), "--micro_batch_size", str(micro),
         "--grad_accum_steps", str(accum), "--max_steps", str(STEPS), "--lr", str(LR),
         "--warmup_steps", "2", "--max_grad_norm", str(CLIP), "--weight_decay", str(DECAY),
-        "--seed", str(SEED), "--dtype", "fp32", "--sample_tokens", "0", "--output_dir", str(out), *more,
+        "--seed", str(SEED), "--dtype", "fp32", "--sample_tokens", "0", "--output_dir", str(out),
+        *more,
     ]  # fmt: skip
 
 
 def train(folder, kind, processes, cases):
-    """Run cases {name: argv} in one set of processes; returns {name: (losses, per-rank records)}."""
+    """Run cases {name: argv} in one set of processes: {name: (losses, records of each rank)}."""
     listed = [{"argv": a, "out": str(folder / f"{name}.out")} for name, a in cases.items()]
     (folder / f"{kind}{processes}.json").write_text(json.dumps(listed))
     torchrun(processes, ROOT / "tests/parity_worker.py", kind, folder / f"{kind}{processes}.json")
@@ -176,16 +175,8 @@ def test_low_precision_stays_close(dtype, work):
             continue
         name = f"{kind}{processes}-{dtype}"
         more = [*flags, "--dtype", dtype]
-        case = {
-            name: argv(
-                folder,
-                "tied",
-                folder / name,
-                2,
-                8 // 2 // (processes if kind == "fsdp" else 1),
-                *more,
-            )
-        }
+        accum = GLOBAL_BATCH // 2 // (processes if kind == "fsdp" else 1)
+        case = {name: argv(folder, "tied", folder / name, 2, accum, *more)}
         losses, ranks = train(folder, kind, processes, case)[name]
         expected = results["tied"]
         for step in range(STEPS):

@@ -238,3 +238,27 @@ def test_missing_files(tmp_path, name, message):
 
 def test_formats_are_the_flag_values():
     assert set(SAME_ROW) | {"text"} == set(FORMATS)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_tables_are_read_by_datasets(kind, tmp_path):
+    from datasets import Dataset
+
+    rows = {"question": ["1 + 1?", "Why?"], "answer": ["2", "Because."]}
+    getattr(Dataset.from_dict(rows), f"to_{kind}")(tmp_path / f"x.{kind}")
+    path = str(tmp_path / f"x.{kind}")
+    assert list(read_rows(path)) == [
+        (f"{path}:1", {"question": "1 + 1?", "answer": "2"}),
+        (f"{path}:2", {"question": "Why?", "answer": "Because."}),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "csv"])
+def test_a_broken_table_is_named(kind, tmp_path):
+    path = tmp_path / f"x.{kind}"
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match=f"x.{kind}"):
+        list(read_rows(str(path)))
+    path.write_bytes(b"PAR1 no table \xff\xfe" * 5)
+    with pytest.raises(UserError, match=f"x.{kind}"):
+        list(read_rows(str(path)))

