@@ -63,11 +63,17 @@ def load_config(folder: Path, max_len: int):
 
 def load_tokenizer(name: str):
     """The tokenizer of a folder or hub id."""
-    folder = find_model(name) if not Path(name, "tokenizer_config.json").is_file() else name
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = find_model(name)
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    # Without any of them transformers makes an empty tokenizer from config.json.
+    if not any((folder / file).is_file() for file in files):
+        raise UserError(f"no tokenizer in {folder}: name one by --tokenizer_name_or_path")
     try:
         return AutoTokenizer.from_pretrained(folder)
     except (ValueError, OSError) as e:
-        raise UserError(f"no tokenizer in {folder}: give one with --tokenizer_name_or_path") from e
+        raise UserError(f"{folder}: {str(e).strip().splitlines()[0]}") from e
 
 
 def open_weights(folder: Path) -> Weights:
@@ -80,8 +86,11 @@ def open_weights(folder: Path) -> Weights:
     if index.is_file():
         files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
     elif (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", "pt") as f:
-            files = dict.fromkeys(f.keys(), folder / "model.safetensors")
+        try:
+            with safe_open(folder / "model.safetensors", "pt") as f:
+                files = dict.fromkeys(f.keys(), folder / "model.safetensors")
+        except SafetensorError as e:
+            raise UserError(f"{folder}/model.safetensors: {e}") from e
     elif other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
         raise UserError(
             f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "

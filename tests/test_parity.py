@@ -18,7 +18,8 @@ GPUS = torch.cuda.device_count()
 TINY = ROOT / "models/qwen3-tiny"
 SIZES = dict(
     vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.05,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+    initializer_range=0.05,
 )  # fmt: skip
 MODELS = {
     "tied": Qwen3Config(tie_word_embeddings=True, **SIZES),

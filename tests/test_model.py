@@ -1,0 +1,162 @@
+"""Making and loading decoders: every name read, every value right, the same in every process."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from llm_demo.attention import make_documents, position_ids
+from llm_demo.errors import UserError
+from llm_demo.model import (
+    DecoderLoss,
+    find_model,
+    flops_per_token,
+    load_config,
+    load_tokenizer,
+    materialise,
+    open_weights,
+    param_count,
+    skeleton,
+)
+
+CPU = torch.device("cpu")
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+CONFIGS = {
+    "qwen3-tied": Qwen3Config(tie_word_embeddings=True, head_dim=8, **SIZES),
+    "qwen3": Qwen3Config(tie_word_embeddings=False, head_dim=16, **SIZES),
+    "qwen2": Qwen2Config(tie_word_embeddings=True, **SIZES),  # has biases
+    "llama": LlamaConfig(
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+        },
+        **SIZES,
+    ),  # fmt: skip
+    "mistral": MistralConfig(sliding_window=None, **SIZES),
+}
+
+
+def build(config, weights, seed=0):
+    lm = skeleton(config, "bucketed")
+    names = ["model.embed_tokens", "model.norm", "model.rotary_emb"]
+    names += [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
+    for name in reversed(names + ([] if config.tie_word_embeddings else ["lm_head"])):
+        materialise(lm, name, weights, seed, CPU)
+    if config.tie_word_embeddings:
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+    return lm
+
+
+@pytest.mark.parametrize("shards", ["1MB", "20KB"], ids=["one file", "sharded"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loaded_model_equals_hugging_faces(name, shards, tmp_path):
+    """Logits of the model loaded part by part equal from_pretrained's: rotary buffers included."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(CONFIGS[name]).save_pretrained(tmp_path, max_shard_size=shards)
+    true = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    lm = build(load_config(tmp_path, 64), open_weights(tmp_path))
+    ids = torch.randint(0, 97, (2, 64))
+    cu = torch.tensor([0, 64, 128], dtype=torch.int32)
+    documents = make_documents(cu, (2, 64), "bucketed", CPU)
+    hidden = lm.model(
+        input_ids=ids, position_ids=position_ids(cu, (2, 64)), documents=documents, use_cache=False
+    ).last_hidden_state
+    torch.testing.assert_close(lm.lm_head(hidden), true(ids).logits)
+    assert param_count(lm) == sum(p.numel() for p in true.parameters())
+    assert not any(t.is_meta for t in [*lm.parameters(), *lm.buffers()])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_random_weights_are_the_same_whoever_makes_them(name):
+    whole = dict(build(CONFIGS[name], None, seed=5).named_parameters())
+    part = materialise(skeleton(CONFIGS[name], "math"), "model.layers.1", None, 5, CPU)
+    for key, param in part.named_parameters():
+        assert torch.equal(param, whole[f"model.layers.1.{key}"])
+        assert torch.equal(param, param.bfloat16().float())
+    other = materialise(skeleton(CONFIGS[name], "math"), "model.layers.1", None, 6, CPU)
+    assert not torch.equal(other.mlp.up_proj.weight, part.mlp.up_proj.weight)
+    assert whole["model.layers.0.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+    different = whole["model.layers.0.mlp.up_proj.weight"], whole["model.layers.2.mlp.up_proj.weight"]
+    assert not torch.equal(*different)
+    assert (whole["model.norm.weight"] == 1).all()
+
+
+def test_random_weights_leave_the_generator_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    build(CONFIGS["qwen3"], None)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_published_flops():
+    """Qwen3-0.6B at S = 1024: 28 blocks of 119.5 MFLOP and a head of 933 MFLOP a token."""
+    config = load_config(ROOT / "models/qwen3-0.6b", 1024)
+    block, head = flops_per_token(config, 1024)
+    assert block == pytest.approx(119.5e6, rel=1e-3)
+    assert head == pytest.approx(933e6, rel=1e-3)
+
+
+def test_checkpointing_is_per_block_and_not_reentrant():
+    lm = skeleton(CONFIGS["qwen3"], "bucketed", checkpointing=True)
+    for block in lm.model.layers:
+        assert block.gradient_checkpointing
+        assert block._gradient_checkpointing_func.keywords["use_reentrant"] is False
+    assert not skeleton(CONFIGS["qwen3"], "bucketed").model.layers[0].gradient_checkpointing
+
+
+def test_next_tokens_without_targets():
+    model = DecoderLoss(build(CONFIGS["qwen3"], None))
+    cu = torch.tensor([0, 64], dtype=torch.int32)
+    documents = make_documents(cu, (1, 64), "bucketed", CPU)
+    ids, index = torch.randint(0, 97, (1, 64)), torch.tensor([3, 63])
+    assert model(ids, position_ids(cu, (1, 64)), documents, index).shape == (2,)
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ({}, "no model at"),
+        ({"config.json": "{"}, "config.json"),
+        ({"config.json": '{"model_type": "gpt2"}'}, "gpt2 is not one of qwen3, qwen2"),
+        ({"config.json": '{"model_type": "nonsense"}'}, "nonsense"),
+        ({"config.json": '{"model_type": "qwen3"}', "pytorch_model.bin": ""}, "save_pretrained"),
+        ({"config.json": '{"model_type": "qwen3"}', "model.safetensors": "x"}, "model.safetensors"),
+    ],
+)
+def test_bad_folders(files, message, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        folder = find_model(str(tmp_path))
+        load_config(folder, 64)
+        open_weights(folder)
+
+
+def test_weights_that_do_not_fit(tmp_path):
+    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        ({"num_hidden_layers": 4}, "lack model.layers.3"),
+        ({"intermediate_size": 50}, r"is \[48, 32\], the configuration says \[50, 32\]"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(UserError, match=message):
+            build(load_config(tmp_path, 64), open_weights(tmp_path))
+
+
+def test_sequences_longer_than_the_model_knows():
+    with pytest.raises(UserError, match="--seq_len 4096: .* positions up to 2048"):
+        load_config(ROOT / "models/qwen3-tiny", 4096)
+
+
+def test_a_folder_without_tokenizer(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(UserError, match="--tokenizer_name_or_path"):
+        load_tokenizer(str(tmp_path))
