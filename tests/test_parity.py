@@ -15,6 +15,7 @@ from llm_demo.optim import lr_at
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 2e-3, 0.5, 0.1
 TOLERANCE = 1e-5
 GPUS = torch.cuda.device_count()
+DEVICE = "cuda" if GPUS else "cpu"  # a CPU and a GPU differ by 1.3e-5 in the same plain loop
 TINY = ROOT / "models/qwen3-tiny"
 SIZES = dict(
     vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
@@ -47,7 +48,7 @@ def work(tmp_path_factory):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        results[name] = plain_loop(model, packs)
+        results[name] = plain_loop(model.to(DEVICE), packs)
     return folder, results
 
 
@@ -71,11 +72,12 @@ def plain_loop(model, packs):
         for ids, labels in documents:
             if (labels == -100).all():
                 continue
-            logits = model(input_ids=torch.tensor(ids)[None], use_cache=False).logits[0]
-            loss = F.cross_entropy(logits, torch.tensor(labels), reduction="sum") / count
+            ids, labels = (torch.tensor(x, device=DEVICE) for x in (ids, labels))
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            loss = F.cross_entropy(logits, labels, reduction="sum") / count
             loss.backward()
             total += loss.item()
-        grads.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        grads.append({n: p.grad.cpu().clone() for n, p in model.named_parameters()})
         norm = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt().item()
         for p in model.parameters():
             p.grad *= min(1.0, CLIP / (norm + 1e-6))
@@ -86,7 +88,7 @@ def plain_loop(model, packs):
         optimizer.zero_grad()
         losses.append(total)
     assert min(norms) > CLIP, "clipping must be active for its test to mean something"
-    params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    params = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
     return {"loss": losses, "norm": norms, "grads": grads, "params": params}
 
 
