@@ -82,7 +82,7 @@ class RunArgs:
     overwrite: bool = flag(False, "empty a non-empty output_dir first")
     log_every: int = flag(1, "optimizer steps between two logged ones (reading the loss waits)")
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
-    sample_tokens: int = flag(48, "length of the three answers generated at the end; 0: none")
+    sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
     dry_run: bool = flag(False, "do everything up to step 1, print the plan, exit")
 

@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import inspect
 import json
