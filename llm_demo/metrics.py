@@ -80,18 +80,20 @@ class Run:
         _write_json(self.folder / "env.json", environment(self.world))
         argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
         launcher = ROOT / {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}[self.script]
-        nodes = f"NNODES={os.environ['NNODES']} " if "NNODES" in os.environ else ""
-        local = os.environ.get("LOCAL_WORLD_SIZE") or self.world.size
+        given = os.environ
+        several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
+        nodes = [f"{name}={given[name]}" for name in several if name in given]
+        local = given.get("LOCAL_WORLD_SIZE") or self.world.size
         (self.folder / "cmd.sh").write_text(
             f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-            f"{nodes}NPROC_PER_NODE={local} bash {shlex.quote(str(launcher))} {shlex.join(argv)}\n"
+            f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} bash {shlex.quote(str(launcher))} "
+            f"{shlex.join(argv)}\n"
         )
 
     def begin(self, max_steps: int, flops_per_token: float, dtype: torch.dtype) -> None:
         """Start the clock before step 1."""
         self.max_steps, self.flops = max_steps, flops_per_token
-        peak = self.args.peak_tflops if hasattr(self.args, "peak_tflops") else None
-        self.peak = peak or peak_tflops(this_device(self.world.device.index or 0), dtype)
+        self.peak = peak_tflops(this_device(self.world.device.index or 0), dtype)
         self.started = time.perf_counter()
         if self.is_main and sys.stdout.isatty():
             from tqdm import tqdm
