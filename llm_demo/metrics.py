@@ -27,29 +27,25 @@ WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
 
 
-def open_folder(args: Namespace, world: World, script: str) -> Path:
-    """Make the run's folder on rank 0. Raises UserError if it holds something already."""
+def choose_folder(args: Namespace, world: World, script: str) -> Path:
+    """The run's folder; nothing is made or emptied yet. Raises UserError if it holds something."""
 
-    def make() -> Path:
+    def choose() -> Path:
         model = Path(args.model_name_or_path).name
         name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
         folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--output_dir {folder} is a file: choose another name")
+        if folder.exists() and any(folder.iterdir()):
             if not args.overwrite:
                 raise UserError(
                     f"--output_dir {folder} is not empty: choose another, or add --overwrite"
                 )
             if not (folder / "config.json").is_file() or not (folder / "cmd.sh").is_file():
                 raise UserError(f"--overwrite: {folder} is no run's folder, it stays as it is")
-            if not args.dry_run:
-                shutil.rmtree(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UserError(f"--output_dir {folder}: {e.strerror}") from e
         return folder
 
-    return from_rank0(world, make)
+    return from_rank0(world, choose)
 
 
 class Run:
@@ -58,25 +54,33 @@ class Run:
     def __init__(self, args: Namespace, world: World, script: str):
         self.args, self.world, self.script = args, world, script
         self.tracker = _open_tracker(args)
-        self.folder = open_folder(args, world, script)
+        self.folder = choose_folder(args, world, script)
         self.is_main = world.rank == 0
-        self.bar = None
+        self.bar = self.log_file = None
+        self.early = []  # said before the folder is there
+        self.resolved = {}
         self.records, self.evals = [], []
         self.tokens = self.label_tokens = self.slots = 0
-        self.log_file = open(self.folder / "train.log", "a") if self.is_main else None
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0, and keep it in train.log."""
+        """Print a line on rank 0, and keep it for train.log."""
         if not self.is_main:
             return
-        print(text, file=self.log_file, flush=True)
+        if self.log_file is None:
+            self.early.append(text)
+        else:
+            print(text, file=self.log_file, flush=True)
         self.bar.write(text, file=sys.stdout) if self.bar is not None else print(text, flush=True)
 
-    def save_config(self, resolved: dict) -> None:
-        """Write config.json, env.json and cmd.sh: what it takes to repeat the run."""
-        if not self.is_main:
-            return
-        _write_json(self.folder / "config.json", {**vars(self.args), **resolved})
+    def open_folder(self) -> None:
+        """Make the folder with config.json, env.json and cmd.sh: what it takes to repeat the run.
+
+        Not before everything else has gone well: a mistyped flag must neither empty an old run nor
+        leave a folder behind that stops the next try."""
+        if self.args.overwrite and self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        _write_json(self.folder / "config.json", {**vars(self.args), **self.resolved})
         _write_json(self.folder / "env.json", environment(self.world))
         argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
         launcher = ROOT / {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}[self.script]
@@ -89,9 +93,19 @@ class Run:
             f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} bash {shlex.quote(str(launcher))} "
             f"{shlex.join(argv)}\n"
         )
+        self.log_file = open(self.folder / "train.log", "a")
+        print(*self.early, sep="\n", file=self.log_file, flush=True)
 
     def begin(self, max_steps: int, flops_per_token: float, dtype: torch.dtype) -> None:
-        """Start the clock before step 1."""
+        """Make the run's folder and start the clock before step 1."""
+
+        def make():
+            try:
+                self.open_folder()
+            except OSError as e:
+                raise UserError(f"--output_dir {self.folder}: {e.strerror}") from e
+
+        from_rank0(self.world, make)
         self.max_steps, self.flops = max_steps, flops_per_token
         self.peak = peak_tflops(this_device(self.world.device.index or 0), dtype)
         self.started = time.perf_counter()

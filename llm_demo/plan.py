@@ -114,7 +114,7 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     first = int(rows_of(plan, args, 0)[0])
     run.say(f"example, learnt tokens in ⟦⟧:\n{describe_example(train, tokenizer, first)}")
     chosen = ("attn_impl", "global_batch", "max_steps", "lr", "replicas")
-    run.save_config({key: getattr(plan, key) for key in chosen})
+    run.resolved = {key: getattr(plan, key) for key in chosen}
     return plan
 
 

@@ -1,0 +1,274 @@
+"""Both launchers as a user starts them: real processes, another folder, the bundled model."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import ROOT, run
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
+FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
+STEP = re.compile(
+    r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms "
+    r"\| [\d.]+k? tok/s \([\d.]+k? learnt\) \| mfu (n/a|[\d.]+%) \| mem [\d.]+ GB \| eta \d+:\d\d"
+)
+SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2"}
+TWO_ACCUM = {"fsdp": "2", "pp": "4"}  # the same global batch of 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a user's folder")
+    rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
+    (folder / "my data.jsonl").write_text("\n".join(rows[:60]))
+    (folder / "my data.heldout.jsonl").write_text("\n".join(rows[60:69]))
+    return folder
+
+
+def launch(kind, folder, *flags, ok=True, **env):
+    env = {**SMALL, "GRAD_ACCUM_STEPS": TWO_ACCUM[kind], "PYTHON": sys.executable, **env}
+    done = run(["bash", LAUNCHERS[kind], *flags], cwd=folder, **env)
+    if ok:
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done
+
+
+def metrics(run_folder):
+    def no_constant(name):
+        raise ValueError(f"{name} is no JSON")
+
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=no_constant) for line in lines]
+
+
+def losses(run_folder, key="train/loss"):
+    return [r[key] for r in metrics(run_folder) if key in r]
+
+
+@pytest.fixture(scope="module")
+def first_runs(folder):
+    """One run of each launcher: 3 steps by environment, from a folder of the user's."""
+    found = {}
+    for kind in LAUNCHERS:
+        out = launch(kind, folder, "--train_json", "my data.jsonl", OUTPUT_DIR=f"first {kind}")
+        found[kind] = out.stdout, folder / f"first {kind}"
+    return found
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_what_a_run_says_and_leaves(kind, first_runs):
+    said, left = first_runs[kind]
+    for decision in (
+        "device: 2 x",
+        "dtype:",
+        "attention: ",
+        "batch: 2 rows x",
+        "random ones, seed",
+    ):
+        assert decision in said
+    if not torch.cuda.is_available():
+        assert "attention: not varlen: has no CPU kernel" in said
+    if kind == "pp":
+        assert "pipeline: stage 0: 4 blocks" in said
+    assert "⟦" in said[: said.index("step 1/3")]
+    assert STEP.search(said)
+    assert said.count("held-out loss") == 2
+    assert said.count("\nanswer ") == 3
+    assert re.search(
+        rf"\| 2 \| {TWO_ACCUM[kind]} \| F \| \w+ \| \d+ \| n/a \| \d+ \| [\d.]+ / ", said
+    )
+    assert {p.name for p in left.iterdir()} == FILES
+    assert (left / "train.log").read_text().count("step 2/3") == 1
+
+    steps = [r for r in metrics(left) if "train/loss" in r]
+    assert [r["step"] for r in steps] == [1, 2, 3]
+    assert steps[0].keys() == {
+        "step", "train/loss", "train/grad_norm", "train/lr", "train/skipped", "perf/step_ms",
+        "perf/toks_per_s", "perf/label_toks_per_s", "perf/slots_per_s", "perf/mfu",
+        "perf/peak_mem_gb", "data/tokens", "data/label_tokens", "data/fill",
+    }  # fmt: skip
+    assert len(steps[0]["perf/peak_mem_gb"]) == 2
+    if not torch.cuda.is_available():
+        assert steps[0]["perf/mfu"] is None
+    assert steps[2]["data/tokens"] > steps[2]["data/label_tokens"] > steps[0]["data/label_tokens"]
+    assert losses(left)[-1] < losses(left)[0]
+    before, after = losses(left, "eval/loss")
+    assert after < before
+    config = json.loads((left / "config.json").read_text())
+    assert config["global_batch"] == 8 and config["seq_len"] == 128 and config["lr"] == 1e-3
+    env = json.loads((left / "env.json").read_text())
+    assert env["versions"]["torch"] and env["world_size"] == 2
+
+
+def test_both_engines_train_alike(first_runs):
+    one, two = first_runs["fsdp"][1], first_runs["pp"][1]
+    bound = 1e-5 if not torch.cuda.is_available() else 2e-2  # bf16 on a GPU
+    assert losses(one) == pytest.approx(losses(two), rel=bound)
+    assert losses(one, "eval/loss") == pytest.approx(losses(two, "eval/loss"), rel=bound)
+
+
+def test_cmd_sh_repeats_the_run(first_runs, folder, kind="fsdp"):
+    _, left = first_runs[kind]
+    line = (left / "cmd.sh").read_text().replace(f"first {kind}", f"again {kind}")
+    (folder / "cmd.sh").write_text(line)
+    done = run(["bash", folder / "cmd.sh"], cwd=ROOT, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert losses(folder / f"again {kind}") == pytest.approx(losses(left), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, folder):
+    """Math kernels only, as on an MI100, and with recomputed blocks: the same losses."""
+    flags = ("--attn_impl", "bucketed_math", "--use_activation_checkpointing", "--max_steps", "2")
+    more = ("--train_json", "my data.jsonl", "--output_dir", f"math {kind}", "--sample_tokens", "0")
+    said = launch(kind, folder, *flags, *more, ATTN_IMPL="math", OUTPUT_DIR="not this").stdout
+    assert "attention: bucketed_math (as asked)" in said
+    assert not (folder / "not this").exists()
+    bound = 1e-5 if not torch.cuda.is_available() else 2e-2
+    first = losses(first_runs[kind][1])
+    # the schedule's length differs, so from the second update on the learning rate would too
+    assert losses(folder / f"math {kind}")[:2] == pytest.approx(first[:2], rel=bound)
+
+
+def test_dry_run_plans_and_trains_nothing(first_runs, folder, kind="pp"):
+    left = first_runs[kind][1]
+    before = {p.name: p.read_text() for p in left.iterdir()}
+    flags = ("--train_json", "my data.jsonl", "--dry_run", "--overwrite", "--attn_impl", "math")
+    said = launch(kind, folder, *flags, OUTPUT_DIR=left).stdout
+    assert "dry run: everything is ready for step 1" in said and "step 1/3" not in said
+    assert {p.name: p.read_text() for p in left.iterdir()} == before
+
+
+def test_trained_weights_epochs_and_evaluation(folder):
+    """A sharded Llama checkpoint, one epoch with a partial last step, an evaluation in between."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder / "llama", max_shard_size="200KB")
+    assert (folder / "llama/model.safetensors.index.json").exists()
+    AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny").save_pretrained(folder / "llama")
+    for kind in LAUNCHERS:
+        flags = (
+            "--model_name_or_path",
+            "llama",
+            "--train_json",
+            "my data.jsonl",
+            "--num_epochs",
+            "1",
+        )
+        more = ("--eval_every", "2", "--sample_tokens", "0", "--output_dir", f"llama {kind}")
+        said = launch(kind, folder, *flags, *more, "--log_every", "2", "--dtype", "fp32").stdout
+        assert "weights of llama" in said and "lr 2e-05" in said
+        steps = [r["step"] for r in metrics(folder / f"llama {kind}") if "train/loss" in r]
+        last = json.loads((folder / f"llama {kind}/config.json").read_text())["max_steps"]
+        assert steps == sorted({*range(2, last + 1, 2), last})
+    one, two = (folder / f"llama {kind}" for kind in LAUNCHERS)
+    for key in ("train/loss", "eval/loss"):
+        assert losses(one, key) == pytest.approx(losses(two, key), rel=1e-5)
+    assert losses(one, "data/tokens")[-1] == losses(two, "data/tokens")[-1]
+    assert len(losses(one, "eval/loss")) >= 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")
+def test_replicas_and_three_stages(first_runs, folder):
+    expected = losses(first_runs["pp"][1])
+    for stages, processes, accum in ((2, 4, 2), (3, 3, 4)):
+        flags = ("--train_json", "my data.jsonl", "--stages", str(stages), "--sample_tokens", "0")
+        name = f"pp {stages} {processes}"
+        numbers = {"NPROC_PER_NODE": str(processes), "GRAD_ACCUM_STEPS": str(accum)}
+        launch("pp", folder, *flags, OUTPUT_DIR=name, **numbers)
+        assert losses(folder / name) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="both nodes would take the first GPU")
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_two_nodes(kind, first_runs, folder):
+    """Two launchers, as on two machines: global ranks decide, not local ones."""
+    node = {
+        "NNODES": "2",
+        "NPROC_PER_NODE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29611",
+    }
+    flags = ("--train_json", "my data.jsonl", "--sample_tokens", "0")
+
+    def one(rank):
+        return launch(kind, folder, *flags, OUTPUT_DIR=f"nodes {kind}", NODE_RANK=str(rank), **node)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, range(2))
+    assert "step 3/3" in first.stdout and "step 3/3" not in second.stdout
+    assert losses(folder / f"nodes {kind}") == pytest.approx(losses(first_runs[kind][1]), rel=1e-5)
+
+
+def test_one_process_for_a_debugger(first_runs, folder):
+    script = ROOT / "fsdp/launch_script.py"
+    flags = ["--train_json", "my data.jsonl", "--seq_len", "128", "--micro_batch_size", "2"]
+    more = ["--max_steps", "3", "--output_dir", "one", "--sample_tokens", "0", "--no_fsdp"]
+    done = run([sys.executable, script, *flags, *more], cwd=folder)
+    assert done.returncode == 0, done.stderr
+    bound = 1e-5 if not torch.cuda.is_available() else 2e-2
+    assert losses(folder / "one") == pytest.approx(losses(first_runs["fsdp"][1]), rel=bound)
+
+
+def test_other_data_flags(folder):
+    flags = ("--no_pack_sequences", "--train_on_prompt", "--eval_json", "none")
+    more = ("--train_json", "my data.jsonl", "--sample_tokens", "0", "--max_steps", "1")
+    said = launch("fsdp", folder, *flags, *more, OUTPUT_DIR="unpacked").stdout
+    assert "60 documents" in said and "in 60 rows" in said
+    assert len(losses(folder / "unpacked")) == 1
+
+
+def test_tensorboard(folder):
+    pytest.importorskip("tensorboard")
+    flags = ("--train_json", "my data.jsonl", "--report_to", "tensorboard", "--sample_tokens", "0")
+    launch("fsdp", folder, *flags, "--max_steps", "1", OUTPUT_DIR="tb")
+    assert list((folder / "tb/tb").iterdir())
+
+
+GSM8K = ROOT.parent / "shared/data/gsm8k/train.jsonl"
+
+
+@pytest.mark.skipif(not GSM8K.exists(), reason="GSM8K is not here")
+def test_gsm8k(folder):
+    for kind in LAUNCHERS:
+        flags = ("--train_json", GSM8K, "--input_key", "question", "--target_key", "answer")
+        launch(
+            kind,
+            folder,
+            *flags,
+            "--dtype",
+            "fp32",
+            "--sample_tokens",
+            "0",
+            OUTPUT_DIR=f"gsm {kind}",
+        )
+    one, two = (losses(folder / f"gsm {kind}") for kind in LAUNCHERS)
+    assert one == pytest.approx(two, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_ctrl_c_ends_all_processes(kind, folder):
+    env = {**SMALL, "GRAD_ACCUM_STEPS": "2", "PYTHON": sys.executable, "MAX_STEPS": "5000"}
+    command = ["env", *(f"{k}={v}" for k, v in env.items()), "bash", str(LAUNCHERS[kind])]
+    flags = ["--train_json", "my data.jsonl", "--output_dir", f"stopped {kind}"]
+    process = subprocess.Popen(
+        [*command, *flags], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if line.startswith("step 2/"):
+            break
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert len(losses(folder / f"stopped {kind}")) >= 2

@@ -1,0 +1,188 @@
+"""Bad input to both launchers: one clear line, a non-zero exit within seconds, nothing lost."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, run
+
+from llm_demo.errors import UserError
+
+LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
+GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("errors")
+    (folder / "good.jsonl").write_text(GOOD * 40)
+    (folder / "empty.jsonl").write_text("")
+    (folder / "broken.jsonl").write_text(GOOD * 2 + '{"prompt": "Why?"\n')
+    (folder / "unknown.jsonl").write_text('{"frage": "Warum?", "antwort": "Darum."}\n')
+    (folder / "nothing.jsonl").write_text('{"prompt": "Why?", "completion": ""}\n')
+    (folder / "number.json").write_text('{"train_batch_size": 8}')
+    (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    (folder / "no model").mkdir()
+    (folder / "earlier run").mkdir()
+    (folder / "earlier run/metrics.jsonl").write_text("precious")
+    (folder / "gpt2").mkdir()
+    (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
+    return folder
+
+
+def launch(kind, folder, *flags, **env):
+    env = {"PYTHON": sys.executable, "MAX_STEPS": "2", "NPROC_PER_NODE": "2", **env}
+    started = time.monotonic()
+    done = run(["bash", LAUNCHERS[kind], *flags], cwd=folder, **env)
+    return done, time.monotonic() - started
+
+
+def assert_one_line(done, *parts):
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    for part in parts:
+        assert part in errors[0]
+    assert done.returncode not in (0, None)
+    assert "step 1/" not in done.stdout
+
+
+# Through the launchers: what each of them must turn into one line and an exit code.
+LAUNCHED = [
+    ("fsdp", ["--model_name_or_path", "./absent"], ["no model at ./absent"]),
+    ("pp", ["--model_name_or_path", "no model"], ["no model at no model"]),
+    ("fsdp", ["--train_json", "unknown.jsonl"], ["unknown.jsonl:1", "frage, antwort"]),
+    ("pp", ["--train_json", "broken.jsonl"], ["broken.jsonl:3", "broken JSON"]),
+    ("fsdp", ["--lr_rate", "1"], ["unknown argument --lr_rate", "--lr"]),
+    ("pp", ["--output_dir", "earlier run"], ["earlier run is not empty", "--overwrite"]),
+    ("fsdp", ["--no_fsdp"], ["--no_fsdp is for one process"]),
+    ("pp", ["--partition", "3,4"], ["--partition 3,4", "6 blocks"]),
+    ("pp", ["--stages", "3"], ["2 processes", "3 --stages"]),
+]
+
+
+@pytest.mark.parametrize("kind, flags, parts", LAUNCHED, ids=lambda x: str(x[0]) + str(x[-1]))
+def test_bad_input(kind, flags, parts, folder):
+    data = [] if "--train_json" in flags else ["--train_json", "good.jsonl"]
+    out = [] if "--output_dir" in flags else ["--output_dir", "new"]
+    done, seconds = launch(kind, folder, *data, *out, *flags)
+    assert_one_line(done, *parts)
+    assert seconds < 60  # start-up included, on a busy machine
+    assert not (folder / "new").exists()
+    assert (folder / "earlier run/metrics.jsonl").read_text() == "precious"
+    assert (folder / "good.jsonl").read_text() == GOOD * 40
+
+
+# The same scripts' main(), in this process: a launch takes 5 s.
+BOTH = [
+    (["--model_name_or_path", "gpt2"], "gpt2 is not one of qwen3"),
+    (["--model_name_or_path", "nobody/nothing"], "no model at nobody/nothing"),
+    (["--tokenizer_name_or_path", "gpt2"], "no tokenizer in gpt2"),
+    (["--train_json", "absent.jsonl"], "no such data file: absent.jsonl"),
+    (["--train_json", "*.txt"], "no data file matches"),
+    (["--train_json", "empty.jsonl"], "empty.jsonl is empty"),
+    (["--train_json", "nothing.jsonl"], "nothing"),
+    (["--eval_json", "absent.jsonl"], "no such data file: absent.jsonl"),
+    (["--data_format", "messages"], "good.jsonl:1.*messages"),
+    (["--input_key", "prompt"], "--input_key and --target_key"),
+    (["--seq_len", "4"], "--seq_len 4"),
+    (["--seq_len", "100000"], "--seq_len 100000.*positions up to 2048"),
+    (["--dtype", "fp8"], "--dtype.*fp8"),
+    (["--max_steps", "many"], "--max_steps.*many"),
+    (["--micro_batch_size", "0"], "--micro_batch_size 0"),
+    (["--lr", "-1"], "--lr -1"),
+    (["--warmup_steps", "-1"], "--warmup_steps -1"),
+    (["--max_steps", "0", "--num_epochs", "0"], "--num_epochs above 0"),
+    (["--attn_impl", "flash"], "--attn_impl flash: choose from auto, varlen"),
+    (["--output_dir", "earlier run", "--overwrite"], "earlier run is no run's folder"),
+    (["--output_dir", "good.jsonl"], "good.jsonl is a file"),
+    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: Not a directory"),
+]
+CASES = [("fsdp", *case) for case in BOTH] + [("pp", *case) for case in BOTH[::7]]
+CASES += [
+    ("pp", ["--partition", "even"], "--partition even: balanced"),
+    ("pp", ["--deepspeed_config", "number.json"], "train_batch_size is set by --micro_batch_size"),
+    ("pp", ["--deepspeed_config", "zero2.json"], "ZeRO stage 2"),
+    ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
+    ("pp", ["--stages", "0"], "--stages"),
+]
+
+
+@pytest.mark.parametrize("kind, flags, message", CASES)
+def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, capsys):
+    if kind == "pp":
+        import pp.pp_train as script
+    else:
+        import fsdp.train_fsdp as script
+    defaults = ["--train_json", "good.jsonl", "--output_dir", "new", "--max_steps", "1"]
+    one = ["--stages", "1"] if kind == "pp" else []
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "argv", [script.__file__, *defaults, *one, *flags])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        with pytest.raises(UserError, match=message) as raised:
+            script.main()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    assert "\n" not in str(raised.value)
+    assert not (folder / "new").exists()
+    assert (folder / "earlier run/metrics.jsonl").read_text() == "precious"
+    assert (folder / "good.jsonl").read_text() == GOOD * 40
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants 7 processes")
+def test_more_stages_than_blocks(folder):
+    flags = ("--train_json", "good.jsonl", "--stages", "7", "--output_dir", "new")
+    done, _ = launch("pp", folder, *flags, NPROC_PER_NODE="7")
+    assert_one_line(done, "--stages 7", "6 blocks")
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_dying_rank_takes_all_along(kind, folder):
+    env = {**os.environ, "PYTHON": sys.executable, "MAX_STEPS": "5000", "NPROC_PER_NODE": "2"}
+    command = [
+        "bash",
+        str(LAUNCHERS[kind]),
+        "--train_json",
+        "good.jsonl",
+        "--output_dir",
+        f"dies {kind}",
+    ]
+    launcher = subprocess.Popen(
+        command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    for line in launcher.stdout:
+        if line.startswith("step 3/"):
+            break
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    ranks = {c.environ()["RANK"]: c for c in children if "RANK" in c.environ()}
+    killed = time.monotonic()
+    ranks["1"].send_signal(signal.SIGKILL)
+    _, err = launcher.communicate(timeout=20)
+    assert time.monotonic() - killed < 10
+    assert launcher.returncode == 128 + signal.SIGKILL
+    assert err.strip().splitlines()[-1].startswith("error: rank 1 died of SIGKILL")
+    assert "Traceback" not in err
+    assert not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children)
+    lines = (folder / f"dies {kind}/metrics.jsonl").read_text().splitlines()
+    assert len([json.loads(line) for line in lines]) >= 3
+
+
+def test_an_old_deepspeed_is_refused():
+    from pp.ds_engine import check_version
+
+    for version in ("0.17.1", "0.19.2"):
+        with pytest.raises(UserError, match=f"DeepSpeed {version}.*gradients wrongly"):
+            check_version(version)
+    check_version("0.19.3")
+    check_version("0.20.0")
