@@ -11,7 +11,15 @@ import torch.distributed as dist
 from llm_demo.dist import start
 
 KIND, CASES = sys.argv[1:]
-record = {"steps": []}
+record = {"steps": [], "after_step": [], "case": {}}
+
+
+def poison(grads):
+    """Put a NaN into one rank's gradient, in the step that the case names."""
+    where = record["case"].get("poison")
+    if where and (where["rank"], where["step"]) == (dist.get_rank(), len(record["steps"])):
+        # not the first: on the last stage that is the tied copy, which the first stage's stands for
+        list(grads)[1].view(-1)[0] = torch.nan
 
 
 def watch_fsdp():
@@ -25,8 +33,11 @@ def watch_fsdp():
         model = record["model"]
         found = ((n, p.grad) for n, p in named(model) if p.grad is not None)
         grads = {n: whole(grad) / loss_scale.scale.item() for n, grad in found}
+        poison(p.grad.to_local() for p in model.parameters() if p.grad is not None)
         norm = step(optimizer, clip, loss_scale)
         record["steps"].append({"norm": norm.item(), "grads": grads})
+        if "poison" in record["case"]:
+            record["after_step"].append(params())
         return norm
 
     def params():
@@ -61,8 +72,16 @@ def watch_pp():
             grads = {}
             for p in self.module.parameters():
                 grads[p.hf_name] = safe_get_full_grad(p).float().clone().cpu() / scale
+            if self.using_bf16_optimizer:
+                poison(p._hp_grad for p in self.module.parameters())
+            else:
+                poison(g for g in self.optimizer.averaged_gradients[0])
             step(self)
             record["steps"].append({"norm": float(self.get_global_grad_norm()), "grads": grads})
+            if "poison" in record["case"]:
+                record["after_step"].append(params())
+            if record["case"].get("untie") and dist.get_rank() == 1:
+                self.module.get_tied_weights_and_groups()[0][0].data[0, 0] += 1
 
         engine._INSTRUCTION_MAP[schedule.OptimizerStep] = watched
         return engine
@@ -83,10 +102,11 @@ script, params = {"fsdp": watch_fsdp, "pp": watch_pp}[KIND]()
 world = start()
 script.start = lambda: world  # one process group for all cases
 for case in json.load(open(CASES)):
-    record["steps"].clear()
+    record.update(steps=[], after_step=[], case=case)
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
-    torch.save({"steps": record["steps"], "params": params()}, f"{case['out']}.{world.rank}.pt")
+    kept = {key: record[key] for key in ("steps", "after_step")}
+    torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)

@@ -1,0 +1,137 @@
+"""Where the pipeline is cut, and the workarounds that make DeepSpeed's engine exact."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from conftest import ROOT, torchrun
+
+from llm_demo.errors import UserError
+from llm_demo.model import load_config
+from pp import ds_engine
+from pp.stages import bounds, costs, describe_split, split
+
+QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
+TINY = load_config(ROOT / "models/qwen3-tiny", 1024)
+
+
+def test_balanced_split_counts_the_head():
+    """Qwen3-0.6B's head is worth 7.8 blocks; recomputation makes blocks dearer, not the head."""
+    assert split(QWEN, 2, "balanced", 1024, False) == [18, 10]
+    assert split(QWEN, 2, "balanced", 1024, True) == [17, 11]
+    assert split(QWEN, 2, "balanced", 8192, False) == [16, 12]
+    assert split(QWEN, 2, "uniform", 1024, False) == [14, 14]
+    assert split(QWEN, 3, "uniform", 1024, False) == [10, 9, 9]
+    assert split(QWEN, 2, "parameters", 1024, False) == [14, 14]
+    assert split(QWEN, 2, "20,8", 1024, False) == [20, 8]
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_balanced_split_is_the_best_there_is(stages, checkpointing):
+    _, block, head = costs(QWEN, 1024, checkpointing)
+
+    def dearest(counts):
+        return max(c * block + head * (s == stages - 1) for s, c in enumerate(counts))
+
+    every = (c for c in itertools.product(range(1, 29), repeat=stages) if sum(c) == 28)
+    chosen = split(QWEN, stages, "balanced", 1024, checkpointing)
+    assert dearest(chosen) == min(dearest(c) for c in every)
+
+
+def test_splits_that_do_not_fit():
+    for stages, partition, message in (
+        (7, "balanced", "--stages 7: the model has 6 blocks only"),
+        (2, "3,4", "sum to the model's 6 blocks"),
+        (2, "6,0", "each at least 1"),
+        (2, "2,2,2", "2 stages want as many counts"),
+        (2, "evenly", "--partition evenly: balanced, uniform"),
+    ):
+        with pytest.raises(UserError, match=message):
+            split(TINY, stages, partition, 1024, False)
+
+
+def test_bounds_and_their_description():
+    assert bounds([18, 10]) == [0, 19, 31]  # embedding + 18 blocks | 10 blocks + norm + head
+    assert bounds([28]) == [0, 31]
+    assert bounds([2, 2, 2]) == [0, 3, 5, 9]
+    said = describe_split([14, 14], QWEN, 1024, False)
+    assert "stage 0: 14 blocks 39% of the work" in said
+    assert "stage 1: 14 blocks + head 61% of the work; the dearest is 1.22 x the mean" in said
+
+
+def test_an_old_deepspeed_is_refused():
+    for version in ("0.17.1", "0.19.2"):
+        with pytest.raises(UserError, match=f"DeepSpeed {version}.*gradients wrongly"):
+            ds_engine.check_version(version)
+    ds_engine.check_version("0.19.3")
+    ds_engine.check_version("0.20.0")
+
+
+def test_a_patch_point_that_is_gone_is_an_error():
+    with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
+        ds_engine._need({}, "_exec_magic")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_engine_config(dtype, monkeypatch):
+    monkeypatch.setattr(ds_engine.get_accelerator(), "is_fp16_supported", lambda: True)
+    switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
+    config = ds_engine.engine_config(switches, dtype, 3, 5, 0.7)
+    assert config["zero_optimization"]["stage"] == 1
+    assert config["train_micro_batch_size_per_gpu"] == 3
+    assert config["gradient_accumulation_steps"] == 5
+    assert config["gradient_clipping"] == 0.7
+    assert config["communication_data_type"] == "fp32"
+    assert config.get("data_types") == (
+        None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
+    )
+    assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
+
+
+def test_fp16_where_deepspeed_has_none(monkeypatch):
+    monkeypatch.setattr(ds_engine.get_accelerator(), "is_fp16_supported", lambda: False)
+    with pytest.raises(UserError, match="--dtype fp16"):
+        ds_engine.engine_config({}, torch.float16, 1, 1, 1.0)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["fsdp", "pp"])
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tmp_path):
+    """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched."""
+    if torch.cuda.is_available() and torch.cuda.device_count() < 2:
+        pytest.skip("wants 2 GPUs")
+    case = {
+        "poison": {"rank": 1, "step": 1},
+        "out": str(tmp_path / "out"),
+        "argv": [
+            "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
+            "--micro_batch_size", "2", "--max_steps", "3", "--dtype", dtype, "--eval_json", "none",
+            "--sample_tokens", "0", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "0",
+        ],
+    }  # fmt: skip
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
+    assert "step 2: the gradient norm is not finite, all ranks skip the step" in done.stdout
+    lines = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
+    assert [line["train/skipped"] for line in lines] == [False, True, False]
+    assert lines[1]["train/grad_norm"] is None
+    for rank in range(2):
+        before, after, last = torch.load(tmp_path / f"out.{rank}.pt")["after_step"]
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert any(not torch.equal(after[name], last[name]) for name in before)
+
+
+def test_tied_copies_that_differ_are_noticed(tmp_path):
+    case = {
+        "untie": True,
+        "out": str(tmp_path / "out"),
+        "argv": [
+            "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
+            "--max_steps", "1", "--eval_json", "none", "--output_dir", str(tmp_path / "run"),
+        ],
+    }  # fmt: skip
+    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    with pytest.raises(AssertionError, match="copies of the tied weight differ"):
+        torchrun(2, ROOT / "tests/parity_worker.py", "pp", tmp_path / "cases.json")
