@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.errors import UserError
-
-IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,11 @@ def run(main: Callable[[], None]) -> None:
             dist.destroy_process_group()
     except UserError as e:
         code = 2
-        if IS_FIRST:
-            print(f"error: {e}", file=sys.stderr)
+        if os.environ.get("RANK", "0") != "0":
+            # Rank 0 has found the same, as a rule, and says it; the launcher then ends this one. If
+            # this one went first, rank 0 would be ended before it has spoken.
+            time.sleep(3)
+        print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
     except Exception as e:

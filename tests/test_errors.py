@@ -125,8 +125,15 @@ def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, cap
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "argv", [script.__file__, *defaults, *one, *flags])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+    alone = {
+        "RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": 0,
+    }
+    for name, value in alone.items():  # set here, so that they are gone afterwards
+        monkeypatch.setenv(name, str(value))
     try:
         with pytest.raises(UserError, match=message) as raised:
             script.main()
