@@ -1,6 +1,7 @@
 """Both launchers as a user starts them: real processes, another folder, the bundled model."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -210,7 +211,10 @@ def test_two_nodes(kind, first_runs, folder):
     assert losses(folder / f"nodes {kind}") == pytest.approx(losses(first_runs[kind][1]), rel=1e-5)
 
 
-def test_one_process_for_a_debugger(first_runs, folder):
+def test_one_process_for_a_debugger(first_runs, folder, tmp_path, monkeypatch):
+    """Also: the FSDP script does without DeepSpeed."""
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('no DeepSpeed here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     script = ROOT / "fsdp/launch_script.py"
     flags = ["--train_json", "my data.jsonl", "--seq_len", "128", "--micro_batch_size", "2"]
     more = ["--max_steps", "3", "--output_dir", "one", "--sample_tokens", "0", "--no_fsdp"]
