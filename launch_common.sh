@@ -15,25 +15,28 @@ launch() {
         bash "$ROOT/setup.sh"
         PYTHON=$ROOT/.venv/bin/python
     fi
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     for flag in "$@"; do
         case $flag in
         -h | --help) exec "$PYTHON" "$script" --help ;;
         --num_epochs*) NUM_EPOCHS=flag ;;
         esac
     done
-    # Who asks for epochs doesn't mean the default number of steps.
-    if [[ -n $NUM_EPOCHS ]] && ! printenv MAX_STEPS >/dev/null; then MAX_STEPS=; fi
+    # Who asks for epochs doesn't mean the default number of steps; nor, by a flag, the environment's.
+    if [[ $NUM_EPOCHS == flag ]] || { [[ -n $NUM_EPOCHS ]] && ! printenv MAX_STEPS >/dev/null; }; then
+        MAX_STEPS=
+    fi
     [[ $NUM_EPOCHS != flag ]] || NUM_EPOCHS=
 
     for name in MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE \
         GRAD_ACCUM_STEPS MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER \
         MAX_GRAD_NORM DTYPE PACK_SEQUENCES TRAIN_ON_PROMPT USE_ACTIVATION_CHECKPOINTING ATTN_IMPL \
-        SEED LOG_EVERY EVAL_EVERY OUTPUT_DIR REPORT_TO $settings; do
+        SEED LOG_EVERY EVAL_EVERY OUTPUT_DIR REPORT_TO TOKENIZER_NAME_OR_PATH DATA_FORMAT OVERLONG \
+        SAMPLE_TOKENS OVERWRITE DRY_RUN $settings; do
         [[ -n ${!name} ]] || continue
         flag=--$(tr '[:upper:]' '[:lower:]' <<<"$name")
         flags+=("${flag/#--model/--model_name_or_path}" "${!name}")
     done
-    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     set -- "$PYTHON" -m llm_demo.launch "$launcher" "$script" "${flags[@]}" "$@"
     echo "+ $(printf '%q ' "$@")"
     exec "$@"

@@ -41,6 +41,13 @@ LOG_EVERY=${LOG_EVERY-}
 EVAL_EVERY=${EVAL_EVERY-}
 OUTPUT_DIR=${OUTPUT_DIR-} # the run's folder
 REPORT_TO=${REPORT_TO-}   # tensorboard, wandb
+TOKENIZER_NAME_OR_PATH=${TOKENIZER_NAME_OR_PATH-} # where it is not the model's own
+DATA_FORMAT=${DATA_FORMAT-}
+OVERLONG=${OVERLONG-} # documents longer than SEQ_LEN: truncate, split, drop
+SAMPLE_TOKENS=${SAMPLE_TOKENS-}
+OVERWRITE=${OVERWRITE-}
+DRY_RUN=${DRY_RUN-}
+RESHARD_AFTER_FORWARD=${RESHARD_AFTER_FORWARD-} # less memory, more communication
 # --------------------------------------------------------------------------------------------------
 source "$ROOT/launch_common.sh"
-launch torchrun "$ROOT/fsdp/train_fsdp.py" "" "$@"
+launch torchrun "$ROOT/fsdp/train_fsdp.py" RESHARD_AFTER_FORWARD "$@"

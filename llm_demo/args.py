@@ -121,7 +121,8 @@ def check(args: argparse.Namespace) -> None:
     for name in ("micro_batch_size", "grad_accum_steps", "log_every"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
-    for name in ("max_steps", "warmup_steps", "eval_every", "weight_decay", "max_grad_norm"):
+    not_negative = ("max_steps", "warmup_steps", "eval_every", "weight_decay", "max_grad_norm")
+    for name in (*not_negative, "seed", "sample_tokens"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: must not be negative")
     if args.lr is not None and not args.lr > 0:

@@ -294,10 +294,11 @@ def probe_once(impl: str, dtype: torch.dtype, heads) -> str | None:
     problem = None
     if done.returncode:
         problem = ((done.stderr or done.stdout).strip().splitlines() or ["died silently"])[-1]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(problem or "")
-    part.replace(file)
+    with contextlib.suppress(OSError):  # a read-only cache: ask again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(problem or "")
+        part.replace(file)
     return problem
 
 

@@ -164,7 +164,10 @@ def deepspeed(node: Node, command: list[str]) -> int:
     # The half of DeepSpeed's launcher that starts a node's processes. Its front half is left out:
     # that drops CUDA_VISIBLE_DEVICES, obeys a /job/hostfile, and dies of SIGTERM alone, leaving
     # the processes behind.
-    from deepspeed.launcher import launch
+    try:
+        from deepspeed.launcher import launch
+    except ImportError as e:
+        raise UserError(f"the pipeline needs deepspeed ({e}): pip install deepspeed==0.19.8") from e
 
     if not hasattr(launch, "terminate_process_tree"):
         raise UserError(

@@ -34,6 +34,9 @@ def choose_folder(args: Namespace, world: World, script: str) -> Path:
         model = Path(args.model_name_or_path).name
         name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
         folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
+        above = next(p for p in folder.absolute().parents if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--output_dir {folder}: can't be made in {above}")
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--output_dir {folder} is a file: choose another name")
         if folder.exists() and any(folder.iterdir()):
@@ -56,7 +59,7 @@ class Run:
         self.tracker = _open_tracker(args)
         self.folder = choose_folder(args, world, script)
         self.is_main = world.rank == 0
-        self.bar = self.log_file = None
+        self.log_file = None
         self.early = []  # said before the folder is there
         self.resolved = {}
         self.records, self.evals = [], []
@@ -70,7 +73,7 @@ class Run:
             self.early.append(text)
         else:
             print(text, file=self.log_file, flush=True)
-        self.bar.write(text, file=sys.stdout) if self.bar is not None else print(text, flush=True)
+        print(text, flush=True)
 
     def open_folder(self) -> None:
         """Make the folder with config.json, env.json and cmd.sh: what it takes to repeat the run.
@@ -78,20 +81,30 @@ class Run:
         Not before everything else has gone well: a mistyped flag must neither empty an old run nor
         leave a folder behind that stops the next try."""
         if self.args.overwrite and self.folder.exists():
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self.folder.resolve())
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write_json(self.folder / "config.json", {**vars(self.args), **self.resolved})
+        try:
+            (self.folder / "config.json").touch(exist_ok=False)
+        except FileExistsError:
+            raise UserError(f"--output_dir {self.folder}: another run has just taken it") from None
+        resolved = {**self.resolved, "output_dir": str(self.folder)}
+        _write_json(self.folder / "config.json", {**vars(self.args), **resolved})
         _write_json(self.folder / "env.json", environment(self.world))
         argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-        launcher = ROOT / {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}[self.script]
+        kind, script = {
+            "fsdp": ("torchrun", "fsdp/train_fsdp.py"),
+            "pp": ("deepspeed", "pp/pp_train.py"),
+        }[self.script]
         given = os.environ
         several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
         nodes = [f"{name}={given[name]}" for name in several if name in given]
         local = given.get("LOCAL_WORLD_SIZE") or self.world.size
+        # Not through the launcher: its defaults would fill what this run left to the script.
         (self.folder / "cmd.sh").write_text(
             f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-            f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} bash {shlex.quote(str(launcher))} "
-            f"{shlex.join(argv)}\n"
+            f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} PYTHONPATH={shlex.quote(str(ROOT))} "
+            f"{shlex.quote(sys.executable)} -m llm_demo.launch {kind} "
+            f"{shlex.quote(str(ROOT / script))} {shlex.join(argv)}\n"
         )
         self.log_file = open(self.folder / "train.log", "a")
         print(*self.early, sep="\n", file=self.log_file, flush=True)
@@ -103,16 +116,12 @@ class Run:
             try:
                 self.open_folder()
             except OSError as e:
-                raise UserError(f"--output_dir {self.folder}: {e.strerror}") from e
+                raise UserError(f"--output_dir {self.folder}: {e.strerror or e}") from e
 
         from_rank0(self.world, make)
         self.max_steps, self.flops = max_steps, flops_per_token
         self.peak = peak_tflops(this_device(self.world.device.index or 0), dtype)
         self.started = time.perf_counter()
-        if self.is_main and sys.stdout.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=max_steps, bar_format="{percentage:3.0f}% {bar:16} {desc}")
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.restart_clock()
@@ -130,8 +139,6 @@ class Run:
         self.interval.tokens += tokens
         self.interval.label_tokens += label_tokens
         self.interval.slots += slots
-        if self.bar is not None:
-            self.bar.update()
 
     def log_step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
         """Record optimizer step `step` (from 1). Every rank calls: peak memory is gathered.
@@ -172,11 +179,7 @@ class Run:
         )
         if record["train/skipped"]:
             self.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
-        if self.bar is not None:
-            self.bar.set_description_str(line)
-            print(line, file=self.log_file, flush=True)
-        else:
-            self.say(line)
+        self.say(line)
         self.restart_clock()
 
     def log_eval(self, step: int, loss: float) -> None:
@@ -187,9 +190,6 @@ class Run:
 
     def finish(self) -> None:
         """Write summary.json, print the row of the README's table, close."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
         if not self.is_main:
             return
         steady = self.records[WARMUP:] or self.records
@@ -213,7 +213,7 @@ class Run:
             "first_loss": losses[0],
             "last_loss": losses[-1],
             "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
-            "eval_loss": dict(self.evals),
+            "eval_loss": _finite(dict(self.evals)),
             "skipped_steps": sum(r["train/skipped"] for r in self.records),
             "median_step_ms": median("perf/step_ms"),
             "median_toks_per_s": median("perf/toks_per_s"),
@@ -221,7 +221,7 @@ class Run:
             "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],
             "row": dict(zip(COLUMNS, row, strict=True)),
         }
-        _write_json(self.folder / "summary.json", summary)
+        _write_json(self.folder / "summary.json", _finite(summary))
         self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         self.say(f"| {' | '.join(map(str, row))} |")
         self.say("(toks/s counts every slot; peak memory of each rank)")
@@ -253,11 +253,11 @@ def environment(world: World) -> dict:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    revision = subprocess.run(
-        ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # no git here
+        revision = None
     return {
         "versions": versions,
         "cuda": torch.version.cuda,

@@ -47,7 +47,7 @@ def load_config(folder: Path, max_len: int):
     """The model's configuration, checked against what this project can train exactly."""
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, KeyError, OSError, json.JSONDecodeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         raise UserError(f"{folder}/config.json: {str(e).strip().splitlines()[0]}") from e
     if config.model_type not in FAMILIES:
         raise UserError(
@@ -55,6 +55,8 @@ def load_config(folder: Path, max_len: int):
         )
     if getattr(config, "attention_dropout", 0):
         config.attention_dropout = 0.0  # fine-tuning wants none; pretrained configurations have 0
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
     most = getattr(config, "max_position_embeddings", None)
     if most and max_len > most:
         raise UserError(f"--seq_len {max_len}: {folder} knows positions up to {most} only")
@@ -84,7 +86,10 @@ def open_weights(folder: Path) -> Weights:
 
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+        try:
+            files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{index} is no index of safetensors: {e!r}") from e
     elif (folder / "model.safetensors").is_file():
         try:
             with safe_open(folder / "model.safetensors", "pt") as f:

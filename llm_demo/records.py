@@ -108,6 +108,8 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
                 raise UserError(
                     f"{where}: {what}; every line must be one whole JSON object"
                 ) from None
+            except (ValueError, RecursionError) as error:  # a number or a nesting beyond reason
+                raise UserError(f"{where}: broken JSON: {error}") from None
             if not isinstance(row, dict):
                 raise UserError(f"{where}: a line must be one JSON object, not {_kind(row)}")
             empty = False

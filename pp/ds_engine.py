@@ -91,6 +91,9 @@ def read_switches(path: str) -> dict:
         switches = json.loads(Path(path).read_text())
     except (OSError, ValueError) as e:
         raise UserError(f"--deepspeed_config {path}: {e}") from None
+    zero = switches.get("zero_optimization", {}) if isinstance(switches, dict) else None
+    if not isinstance(zero, dict):
+        raise UserError(f"{path}: must be an object, and zero_optimization in it another")
     owned = {
         "train_batch_size": "--micro_batch_size and --grad_accum_steps",
         "train_micro_batch_size_per_gpu": "--micro_batch_size",
@@ -105,7 +108,7 @@ def read_switches(path: str) -> dict:
     }
     for key in owned.keys() & switches.keys():
         raise UserError(f"{path}: {key} is set by {owned[key]}; remove it from the file")
-    stage = switches.get("zero_optimization", {}).get("stage", 1)
+    stage = zero.get("stage", 1)
     if stage != 1:
         # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't be piped.
         raise UserError(f"{path}: ZeRO stage {stage} trains wrongly in a pipeline; only 1 is exact")

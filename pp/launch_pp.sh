@@ -43,9 +43,16 @@ LOG_EVERY=${LOG_EVERY-}
 EVAL_EVERY=${EVAL_EVERY-}
 OUTPUT_DIR=${OUTPUT_DIR-} # the run's folder
 REPORT_TO=${REPORT_TO-}   # tensorboard, wandb
+TOKENIZER_NAME_OR_PATH=${TOKENIZER_NAME_OR_PATH-} # where it is not the model's own
+DATA_FORMAT=${DATA_FORMAT-}
+OVERLONG=${OVERLONG-} # documents longer than SEQ_LEN: truncate, split, drop
+SAMPLE_TOKENS=${SAMPLE_TOKENS-}
+OVERWRITE=${OVERWRITE-}
+DRY_RUN=${DRY_RUN-}
 STAGES=${STAGES-}         # default 2
 PARTITION=${PARTITION-}   # balanced, uniform, parameters, or the blocks of each stage: "18,10"
 DEEPSPEED_CONFIG=${DEEPSPEED_CONFIG-} # the engine's switches; default pp/ds_pp_2gpus.json
+CHECK_TIED_EVERY=${CHECK_TIED_EVERY-} # steps between checks that tied copies are equal
 # --------------------------------------------------------------------------------------------------
 source "$ROOT/launch_common.sh"
-launch deepspeed "$ROOT/pp/pp_train.py" "STAGES PARTITION DEEPSPEED_CONFIG" "$@"
+launch deepspeed "$ROOT/pp/pp_train.py" "STAGES PARTITION DEEPSPEED_CONFIG CHECK_TIED_EVERY" "$@"

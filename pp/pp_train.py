@@ -53,6 +53,7 @@ def main() -> None:
     B, S = args.micro_batch_size, args.seq_len
     ac = args.use_activation_checkpointing
     counts = stages.split(plan.config, args.stages, args.partition, S, ac)
+    plan.run.resolved["partition"] = ",".join(map(str, counts))
     plan.run.say(f"pipeline: {stages.describe_split(counts, plan.config, S, ac)}")
 
     # model: each stage makes its own layers only

@@ -126,7 +126,7 @@ def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool
         return [n // stages + (s < n % stages) for s in range(stages)]
     if partition in ("balanced", "parameters"):
         first, block, last = costs(config, seq_len, checkpointing, partition == "parameters")
-        return min(_compositions(n, stages), key=lambda c: stage_costs(c, first, block, last))
+        return min(_candidates(n, stages), key=lambda c: stage_costs(c, first, block, last))
     try:
         counts = [int(x) for x in partition.split(",")]
     except ValueError:
@@ -170,12 +170,16 @@ def describe_split(counts: list[int], config, seq_len: int, checkpointing: bool)
     return f"{share}; the dearest is {max(each) * len(each) / sum(each):.2f} x the mean"
 
 
-def _compositions(n: int, parts: int) -> Iterator[list[int]]:
-    if parts == 1:
+def _candidates(n: int, stages: int) -> Iterator[list[int]]:
+    """Every way to fill the first and the last stage; between them blocks are alike, so evenly."""
+    if stages == 1:
         yield [n]
         return
-    for head in range(n - parts + 1, 0, -1):
-        yield from ([head, *rest] for rest in _compositions(n - head, parts - 1))
+    middle = stages - 2
+    for first in range(n - stages + 1, 0, -1):
+        for last in range(1, n - middle - first + 1) if middle else [n - first]:
+            rest = n - first - last
+            yield [first, *(rest // middle + (s < rest % middle) for s in range(middle)), last]
 
 
 def bounds(counts: list[int]) -> list[int]:

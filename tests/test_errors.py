@@ -102,7 +102,8 @@ BOTH = [
     (["--attn_impl", "flash"], "--attn_impl flash: choose from auto, varlen"),
     (["--output_dir", "earlier run", "--overwrite"], "earlier run is no run's folder"),
     (["--output_dir", "good.jsonl"], "good.jsonl is a file"),
-    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: Not a directory"),
+    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be made in"),
+    (["--seed", "-1"], "--seed -1: must not be negative"),
 ]
 CASES = [("fsdp", *case) for case in BOTH] + [("pp", *case) for case in BOTH[::7]]
 CASES += [
