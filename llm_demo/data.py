@@ -127,9 +127,9 @@ def load_packs(
         try:
             build(temporary, files, codec, reading, seq_len, pack, overlong)
             os.replace(temporary, folder)  # at once: nothing half-written is ever visible
-        except OSError:
+        except OSError as error:
             if not os.path.isdir(folder):  # otherwise another process was quicker, same content
-                raise
+                raise UserError(f"cannot build the packs in {root}: {error}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     packs = _open(folder, files, hit)
@@ -204,7 +204,11 @@ def _content_key(files: list[str], codec, flags: list) -> str:
     key = hashlib.sha256()
     for path in files:
         digest = hashlib.sha256()
-        with open(path, "rb") as file:
+        try:
+            file = open(path, "rb")
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        with file:
             while block := file.read(1 << 20):
                 digest.update(block)
         key.update(digest.digest())
