@@ -98,16 +98,19 @@ def set_defaults(node: Node) -> None:
 class Ranks:
     """The training processes of this node: every subprocess started from now on that has a RANK."""
 
-    def __init__(self):
+    def __init__(self, visible: str | None = None):
         self.started = {}
         self.failed = {}  # rank -> code of those that had failed when the others were stopped
         self.stopping = False
         init = subprocess.Popen.__init__
 
         def init_and_note(process, *args, **kwargs):
+            env = kwargs.get("env") or {}
+            if "RANK" in env and visible is not None:
+                env["CUDA_VISIBLE_DEVICES"] = visible
             init(process, *args, **kwargs)
-            if "RANK" in (kwargs.get("env") or ()):
-                self.started[int(kwargs["env"]["RANK"])] = process
+            if "RANK" in env:
+                self.started[int(env["RANK"])] = process
 
         subprocess.Popen.__init__ = init_and_note
 
@@ -159,7 +162,8 @@ def torchrun(node: Node, command: list[str]) -> int:
 
 
 def deepspeed(node: Node, command: list[str]) -> int:
-    if not count_gpus():
+    gpus = count_gpus()
+    if not gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # The half of DeepSpeed's launcher that starts a node's processes. Its front half is left out:
     # that drops CUDA_VISIBLE_DEVICES, obeys a /job/hostfile, and dies of SIGTERM alone, leaving
@@ -173,11 +177,13 @@ def deepspeed(node: Node, command: list[str]) -> int:
         raise UserError(
             "this deepspeed has another launcher than 0.19.8: install deepspeed==0.19.8"
         )
-    ranks = Ranks()
+    # DeepSpeed numbers devices even where CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
+    ranks = Ranks(visible=None if gpus else os.environ.get("CUDA_VISIBLE_DEVICES"))
     # DeepSpeed's own takes one process after another, and waits 30 s for each.
     launch.terminate_process_tree = lambda _pid: ranks.stop()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
-    devices = (visible.split(",") if visible else list(range(node.processes)))[: node.processes]
+    devices = (visible.split(",") if visible and gpus else range(node.processes))
+    devices = list(devices)[: node.processes]
     world = {f"node{i}": devices for i in range(node.nodes)}  # the names are only labels
     sys.argv = [
         "deepspeed",

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     (folder / "unknown.jsonl").write_text('{"frage": "Warum?", "antwort": "Darum."}\n')
     (folder / "nothing.jsonl").write_text('{"prompt": "Why?", "completion": ""}\n')
     (folder / "number.json").write_text('{"train_batch_size": 8}')
+    (folder / "alias.json").write_text('{"bfloat16": {"enabled": true}}')
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
     (folder / "no model").mkdir()
     (folder / "earlier run").mkdir()
@@ -110,6 +111,7 @@ CASES += [
     ("pp", ["--partition", "even"], "--partition even: balanced"),
     ("pp", ["--deepspeed_config", "number.json"], "train_batch_size is set by --micro_batch_size"),
     ("pp", ["--deepspeed_config", "zero2.json"], "ZeRO stage 2"),
+    ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
     ("pp", ["--stages", "0"], "--stages"),
 ]

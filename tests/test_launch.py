@@ -221,6 +221,13 @@ def test_each_rank_is_told_its_place(script, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", ["", "-1"])
+def test_hidden_gpus_stay_hidden(script, kind, value):
+    ranks = shown(launch(kind, script(SHOW), CUDA_VISIBLE_DEVICES=value).stdout)
+    assert [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks] == [value, value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_nodes_make_one_world(script, kind):
     path = script(SHOW)
     with socket.socket() as s:
