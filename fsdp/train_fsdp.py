@@ -13,12 +13,22 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llm_demo.args import flag, parse_args
 from llm_demo.attention import make_documents
+from llm_demo.compiling import compile_forward
+from llm_demo.data import to_device
 from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
 from llm_demo.loss import learnt
-from llm_demo.model import DecoderLoss, materialise, param_count, skeleton
+from llm_demo.model import (
+    Blocks,
+    DecoderLoss,
+    materialise,
+    param_count,
+    skeleton,
+    unit_sizes,
+)
 from llm_demo.optim import (
     LossScale,
+    Shards,
     clipped_step,
     copy_masters,
     lr_at,
@@ -56,17 +66,16 @@ def main() -> None:
     B, S = args.micro_batch_size, args.seq_len
 
     # model: block by block, so that no process ever holds more than its shards and one block
-    lm = skeleton(plan.config, plan.attn_impl, args.use_activation_checkpointing)
+    lm = skeleton(plan.config, plan.attn_impl)
     n_params = param_count(lm)
+    model = build(lm, plan, args, world, shard if args.fsdp else None)
     if args.fsdp:
-        model = DecoderLoss(build_sharded(lm, plan, args, world))
-        shard_root(model, plan, args)
-        params = list(model.parameters())
+        shards = Shards(model)
+        params, sharded_over = shards.local, dist.group.WORLD
     else:
-        model = DecoderLoss(build_blocks(lm, plan, args, world, lambda block: block))
-        params = with_fp32_masters(model, plan.dtype)
+        params, sharded_over = with_fp32_masters(model, plan.dtype), None
     how = f"FSDP2 over {world.size} processes" if args.fsdp else "one plain process"
-    plan.run.say(f"{how}: {n_params:,} parameters, {sum(local_numel(p) for p in params):,} here")
+    plan.run.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
 
     # optimizer
     optimizer = make_adamw(params, plan.lr, args.weight_decay)
@@ -76,12 +85,8 @@ def main() -> None:
 
     def forward(batch, index, targets=None):
         documents = make_documents(batch.cu_seqlens, (B, S), plan.attn_impl, world.device)
-        ids, positions, *rest = (
-            x.to(world.device, non_blocking=True)
-            for x in (batch.input_ids, batch.position_ids, index, targets)
-            if x is not None
-        )
-        return model(ids, positions, documents, *rest)
+        inputs = to_device(world.device, batch.input_ids, batch.position_ids)
+        return model(*inputs, documents, *to_device(world.device, index, targets))
 
     @torch.no_grad()
     def evaluate() -> float:
@@ -115,13 +120,12 @@ def main() -> None:
         lr = lr_at(step, plan.lr, args.warmup_steps, plan.max_steps, args.lr_scheduler)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale)
+        if args.fsdp:
+            shards.take_grads()
+        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale, sharded_over)
 
-        # log: only here does the host wait for the device
-        plan.run.count(n_tokens, n_labels, rows.size * S)
-        if (step + 1) % args.log_every == 0 or step + 1 == plan.max_steps:
-            dist.all_reduce(total)
-            plan.run.log_step(step + 1, total.item(), norm.item(), lr)
+        # log: the numbers are read a step later, so the host never waits for the device
+        plan.run.end_step(step + 1, n_tokens, n_labels, rows.size * S, total, norm, lr)
         if plan.heldout and (
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
@@ -132,17 +136,32 @@ def main() -> None:
     plan.run.finish()
 
 
-def build_blocks(lm, plan: Plan, args, world: World, wrap):
-    """Materialise a skeleton; `wrap(block)` is called as each block has its weights."""
-    for i in range(plan.config.num_hidden_layers):
-        wrap(materialise(lm, f"model.layers.{i}", plan.weights, args.seed, world.device))
-    tied = plan.config.tie_word_embeddings
-    names = ["model.embed_tokens", "model.norm", "model.rotary_emb", *([] if tied else ["lm_head"])]
-    for name in names:
-        materialise(lm, name, plan.weights, args.seed, world.device)
-    if tied:
+def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
+    """Materialise a skeleton unit by unit; `wrap(unit, plan, args)` is called as each has its
+    weights, so that no process ever holds more than its shards and one unit."""
+
+    def make(name):
+        return materialise(lm, name, plan.weights, args.seed, world.device)
+
+    units, i = [], 0
+    for size in unit_sizes(plan.config, plan.config.num_hidden_layers, args.blocks_per_unit):
+        blocks = [make(f"model.layers.{i + k}") for k in range(size)]
+        units.append(Blocks(blocks, args.use_activation_checkpointing))
+        i += size
+        if plan.compile:
+            compile_forward(units[-1])
+        if wrap:
+            wrap(units[-1], plan, args)
+    for name in ("model.embed_tokens", "model.norm", "model.rotary_emb"):
+        make(name)
+    if plan.config.tie_word_embeddings:
         lm.lm_head.weight = lm.model.embed_tokens.weight
-    return lm
+    else:
+        make("lm_head")
+    model = DecoderLoss(lm, units, plan.compile)
+    if wrap:
+        wrap_root(model, plan)
+    return model
 
 
 def policy(plan: Plan) -> MixedPrecisionPolicy:
@@ -152,16 +171,11 @@ def policy(plan: Plan) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=torch.float32)
 
 
-def build_sharded(lm, plan: Plan, args, world: World):
-    """Each block a unit of its own, sharded before the next one is made."""
-
-    def shard(block):
-        fully_shard(block, mp_policy=policy(plan), reshard_after_forward=args.reshard_after_forward)
-
-    return build_blocks(lm, plan, args, world, shard)
+def shard(unit: Blocks, plan: Plan, args) -> None:
+    fully_shard(unit, mp_policy=policy(plan), reshard_after_forward=args.reshard_after_forward)
 
 
-def shard_root(model: DecoderLoss, plan: Plan, args) -> None:
+def wrap_root(model: DecoderLoss, plan: Plan) -> None:
     """Embedding, last norm and head: one unit, for a tied weight can't be sharded by itself."""
     fully_shard(model, mp_policy=policy(plan), reshard_after_forward=False)
     # The loss is divided by the step's token count already, so gradients are summed over ranks.
@@ -179,10 +193,6 @@ def accumulate(model: DecoderLoss, args, last: bool) -> None:
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last or args.reshard_after_forward)
-
-
-def local_numel(param) -> int:
-    return (param.to_local() if hasattr(param, "to_local") else param).numel()
 
 
 if __name__ == "__main__":

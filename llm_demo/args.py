@@ -27,11 +27,17 @@ class ModelArgs:
     tokenizer_name_or_path: str | None = flag(None, "folder or hub id; default: the model's own")
     attn_impl: str = flag(
         "auto",
-        "auto | varlen | flash_attn | bucketed | bucketed_math (no fused kernel) | math: "
+        "auto | sdpa (one document a row) | varlen | flash_attn | bucketed | bucketed_math (no fused kernel) | math: "
         "attention over packed documents; auto takes the fastest that runs here and says why",
     )
     use_activation_checkpointing: bool = flag(
         False, "recompute each decoder block in the backward: less memory, about a third more work"
+    )
+    compile: bool | None = flag(
+        None, "torch.compile blocks and loss; default: where it pays and works, which is printed"
+    )
+    blocks_per_unit: int = flag(
+        0, "decoder blocks compiled and sharded as one unit; 0: about 64M parameters, 4 at most"
     )
 
 
@@ -84,6 +90,9 @@ class RunArgs:
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
+    peak_tflops: float | None = flag(
+        None, "of one GPU in the run's dtype, for MFU; default: llm_demo/device.py's table"
+    )
     dry_run: bool = flag(False, "do everything up to step 1, print the plan, exit")
 
 
@@ -100,7 +109,10 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None) -> 
     groups = [ModelArgs, DataArgs, TrainArgs, RunArgs, *more]
     parser = Parser(groups, description=description, allow_abbrev=False)
     for field in (f for group in groups for f in dataclasses.fields(group)):
-        if field.type is bool and field.default is False:
+        if field.type == bool | None:
+            parser._option_string_actions[f"--{field.name}"].nargs = "?"
+            parser._option_string_actions[f"--{field.name}"].const = True
+        if field.type in (bool, bool | None) and not field.default:
             # HfArgumentParser adds --no_x to the others itself
             parser.add_argument(f"--no_{field.name}", action="store_false", dest=field.name)
     for dtype in ("bf16", "fp16"):
@@ -121,7 +133,9 @@ def check(args: argparse.Namespace) -> None:
     for name in ("micro_batch_size", "grad_accum_steps", "log_every"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
-    not_negative = ("max_steps", "warmup_steps", "eval_every", "weight_decay", "max_grad_norm")
+    if args.peak_tflops is not None and not args.peak_tflops > 0:
+        raise UserError(f"--peak_tflops {args.peak_tflops}: must be positive")
+    not_negative = ("blocks_per_unit", "max_steps", "warmup_steps", "eval_every", "weight_decay", "max_grad_norm")
     for name in (*not_negative, "seed", "sample_tokens"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: must not be negative")

@@ -3,26 +3,22 @@
 A row of a batch holds several documents that must not see each other. `Documents` says where they
 lie; Hugging Face models hand it through to `attend` as a keyword argument, so no model is changed.
 
+    sdpa           plain causal SDPA, where no row holds more than one document: padding comes last
     varlen         torch's varlen_attn: one fused kernel over all documents
     flash_attn     the same, from the flash-attn package
     bucketed       gather documents of like length into padded buckets, plain causal SDPA, scatter
                    back: any backend, fused where there is a kernel
-    bucketed_math  the same with the fused kernels off: what an MI100 runs
+    bucketed_math  the same with the fused kernels off, as where a GPU has none
     math           SDPA with a block-diagonal mask: slow, simple, what the others are compared with
 """
 
 import argparse
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,10 +26,11 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from llm_demo.device import DTYPES, Device, is_sm80, this_device
+from llm_demo.device import DTYPES, Device, is_sm80
 from llm_demo.errors import UserError
+from llm_demo.probe import probe_once
 
-IMPLS = ("varlen", "flash_attn", "bucketed", "bucketed_math", "math")
+IMPLS = ("sdpa", "varlen", "flash_attn", "bucketed", "bucketed_math", "math")
 BUCKET = 64  # documents are padded to a multiple of this: 128 measured slower on an H200
 
 
@@ -126,6 +123,23 @@ class _Rearrange(torch.autograd.Function):
         return x.index_select(0, buckets.gather).masked_fill_(buckets.padding, 0)
 
 
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,  # 0.90 ms a layer where flash takes 1.36 (H200, 16 rows of 1,024)
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _sdpa(q, k, v, documents: Documents, scaling: float):
+    gqa = q.shape[1] != k.shape[1]
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa
+        )
+    return out.transpose(1, 2)
+
+
 def _bucketed(q, k, v, documents: Documents, scaling: float):
     sdpa = functools.partial(
         F.scaled_dot_product_attention,
@@ -199,7 +213,7 @@ def _flash_attn(q, k, v, documents, scaling):
     return out.unflatten(0, (B, S))
 
 
-BACKENDS = dict(zip(IMPLS, (_varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True))
+BACKENDS = dict(zip(IMPLS, (_sdpa, _varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True))
 
 
 def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
@@ -229,8 +243,12 @@ for _impl in IMPLS:
 # ---------------------------------------------------------------- which one
 
 
-def why_not(impl: str, device: Device, dtype: torch.dtype) -> str | None:
-    """Why `impl` can't run on this device, from facts alone; None if nothing speaks against it."""
+def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str | None:
+    """Why `impl` can't run on this device, from facts alone; None if nothing speaks against it.
+
+    single: no row holds more than one document."""
+    if impl == "sdpa":
+        return None if single else "rows hold several documents"
     if impl in ("bucketed", "bucketed_math", "math"):
         return None
     if impl == "varlen" and importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -251,17 +269,22 @@ def why_not(impl: str, device: Device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def choose(asked: str, device: Device, dtype: torch.dtype, heads, probe=None) -> tuple[str, list]:
+def choose(
+    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None
+) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each one rejected.
 
-    heads: (query heads, key-value heads, head size). probe(impl, dtype, heads) -> error or None is
+    heads: (query heads, key-value heads, head size); single: as in why_not. probe(impl, dtype, heads) -> error or None is
     asked for each candidate on a GPU. Raises UserError where a backend asked for can't run."""
     if asked != "auto" and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
-    probe = probe or probe_once
+    probe = probe or probe_backend
     reasons = []
     for impl in IMPLS if asked == "auto" else (asked,):
-        problem = why_not(impl, device, dtype)
+        problem = why_not(impl, device, dtype, single)
+        if (impl, asked) == ("sdpa", "auto") and why_not("varlen", device, dtype, single):
+            # without fused kernels the padding that a bucket saves is worth more
+            problem = problem or "bucketed is as fast here"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):
             problem = probe(impl, dtype, heads)
         if problem is None:
@@ -270,42 +293,17 @@ def choose(asked: str, device: Device, dtype: torch.dtype, heads, probe=None) ->
     raise UserError(f"--attn_impl {asked} can't run on {device}: {reasons[0].split(': ', 1)[1]}")
 
 
-def probe_once(impl: str, dtype: torch.dtype, heads) -> str | None:
-    """Run `impl` in a fresh process and compare it with math; the answer is cached on disk.
-
-    In a process of its own because a kernel that fails does so later, elsewhere, and for good:
-    checks can pass and the launch poison every GPU call after it."""
-    device, name = this_device(), {v: k for k, v in DTYPES.items()}[dtype]
-    packages = [torch.__version__]
-    if impl == "flash_attn":
-        packages.append(importlib.metadata.version("flash_attn"))
-    key = json.dumps([impl, name, heads, device.name, device.arch, packages])
-    folder = Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
-    file = folder / "probes" / hashlib.sha256(key.encode()).hexdigest()[:24]
-    if file.exists():
-        return file.read_text() or None
-    command = [sys.executable, "-m", "llm_demo.attention", impl, name, *map(str, heads)]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
-    try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
-    except subprocess.TimeoutExpired:
-        return "did not answer within 180 s"  # not cached: a busy machine is no verdict
-    problem = None
-    if done.returncode:
-        problem = ((done.stderr or done.stdout).strip().splitlines() or ["died silently"])[-1]
-    with contextlib.suppress(OSError):  # a read-only cache: ask again next time
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(problem or "")
-        part.replace(file)
-    return problem
+def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
+    """Why `impl` does not run here, or is wrong, in a process of its own; None if all is well."""
+    name = next(name for name, d in DTYPES.items() if d == dtype)
+    versions = (importlib.metadata.version("flash_attn"),) if impl == "flash_attn" else ()
+    return probe_once("llm_demo.attention", impl, name, *heads, versions=versions)
 
 
 def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:
     """Largest error of output and gradients against math in fp32, relative to the largest value."""
     H, KV, D = heads
-    B, S, lengths = 2, 256, [256, 100, 60, 96]
+    B, S, lengths = 2, 256, [256, 256] if impl == "sdpa" else [256, 100, 60, 96]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)
     torch.manual_seed(0)
     leaves = [torch.randn(B, n, S, D, device=device).to(dtype) for n in (H, KV, KV)]

@@ -23,6 +23,7 @@ from llm_demo.packing import OVERLONG, build
 from llm_demo.records import find_files
 
 IGNORE_INDEX = -100
+_NONE = np.empty(0, np.int64)
 CACHE_VERSION = 1  # raise it with every change of what records.py, labels.py or packing.py make
 
 
@@ -55,21 +56,35 @@ class Packs:
         learnt, else -100; so a document's last slot predicts nothing. The lengths sum to S: the
         padding tail is one more document, without labels.
         """
-        if not -1 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
         ids = np.full(self.seq_len, self.pad_id, np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
-        lengths, at = [], 0
-        docs = self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else ()
-        for doc in docs:
+        lengths = self.lengths(i)
+        at = 0
+        for doc in self._docs(i):
             span = slice(self.doc_start[doc], self.doc_start[doc + 1])
             tokens, learnt = self.tokens[span], self.learnt[span]
             end = at + len(tokens)
             ids[at:end] = tokens
             labels[at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE_INDEX)
-            lengths.append(len(tokens))
             at = end
-        return ids, labels, lengths + [self.seq_len - at] * (at < self.seq_len)
+        return ids, labels, lengths
+
+    def lengths(self, i: int) -> list[int]:
+        """Document lengths of row i, which sum to S: a padding tail is one more document."""
+        docs = self._docs(i)
+        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).tolist()
+        rest = self.seq_len - sum(lengths)
+        return lengths + [rest] * (rest > 0)
+
+    def _docs(self, i: int) -> np.ndarray:
+        if not -1 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else _NONE
+
+    @property
+    def single(self) -> bool:
+        """Whether no row holds more than one document."""
+        return int(np.diff(self.row_start).max(initial=0)) <= 1
 
 
 class Batch(NamedTuple):
@@ -167,28 +182,46 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     """
     shape = (len(rows), packs.seq_len)
     ids, labels, positions = (np.empty(shape, np.int64) for _ in range(3))
-    bounds = np.full(len(rows) * max_docs + 1, ids.size, np.int32)
-    n_docs = 0
     for b, row in enumerate(rows):
         ids[b], labels[b], lengths = packs.row(int(row))
         if len(lengths) > max_docs:
             raise ValueError(f"row {row} holds {len(lengths)} documents, max_docs is {max_docs}")
         starts = np.cumsum(lengths) - lengths
         positions[b] = np.arange(packs.seq_len) - np.repeat(starts, lengths)
-        bounds[n_docs : n_docs + len(lengths)] = b * packs.seq_len + starts
+    bounds = boundaries(packs, rows, max_docs)
+    return Batch(*map(torch.from_numpy, (ids, labels, positions)), bounds)
+
+
+def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
+    """cu_seqlens of these rows, as in Batch, without reading a token."""
+    S = packs.seq_len
+    bounds = np.full(len(rows) * max_docs + 1, len(rows) * S, np.int32)
+    n_docs = 0
+    for b, row in enumerate(rows):
+        lengths = packs.lengths(int(row))
+        starts = np.cumsum(lengths) - lengths
+        bounds[n_docs : n_docs + len(lengths)] = b * S + starts
         n_docs += len(lengths)
-    return Batch(*map(torch.from_numpy, (ids, labels, positions, bounds)))
+    return torch.from_numpy(bounds)
 
 
-def describe_example(packs: Packs, tokenizer, row: int = 0, color: bool = False) -> str:
-    """The first document of a row as text, learnt tokens in brackets (or green, in a terminal)."""
+def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """CPU tensors on the device, Nones left out. Through pinned memory: a copy from pageable
+    memory makes the host wait for all the work that the GPU was given before."""
+    found = [t for t in tensors if t is not None]
+    if device.type == "cuda":
+        found = [t.pin_memory().to(device, non_blocking=True) for t in found]
+    return found
+
+
+def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
+    """The first document of a row as text, learnt tokens in brackets."""
     ids, labels, lengths = packs.row(row)
     ids, learnt = ids[: lengths[0]], np.append(False, labels[: lengths[0] - 1] != IGNORE_INDEX)
-    before, after = ("\033[32m", "\033[0m") if color else ("⟦", "⟧")
     text = ""
     for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learnt)) + 1):
         piece = tokenizer.decode(ids[run].tolist(), clean_up_tokenization_spaces=False)
-        text += before + piece + after if learnt[run[0]] else piece
+        text += f"⟦{piece}⟧" if learnt[run[0]] else piece
     return text
 
 

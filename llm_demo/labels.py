@@ -100,6 +100,8 @@ def encode(codec: Codec, records: list[Record]) -> list[Sample | str]:
 def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
     """The text of the whole document, or why there is none."""
     eos = codec.tokenizer.eos_token or ""
+    if record.tokens:
+        return "", ""
     if record.messages is None:
         text = record.text if record.text.endswith(eos) else record.text + eos
         return text, "" if record.text.strip() else NOTHING
@@ -116,6 +118,12 @@ def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
 
 
 def _sample(codec: Codec, record: Record, text: str, encoding) -> Sample | str:
+    if record.tokens:
+        ids, learnt = np.array(record.tokens[0], np.int32), np.array(record.tokens[1], bool)
+        learnt[:1] = False
+        if codec.train_on_prompt:
+            learnt[1:] = True
+        return Sample(ids, learnt) if learnt.any() else NOTHING
     ids = np.array(encoding.ids, np.int32)
     learnt = np.zeros(len(ids), bool)
     if record.messages is None or codec.train_on_prompt:

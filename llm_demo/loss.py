@@ -3,6 +3,8 @@
 With a vocabulary of 152k the logits of a micro-batch are its largest tensor by far. Here they exist
 for one chunk of rows at a time: its loss and its gradients are formed while it is there."""
 
+import functools
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -20,14 +22,20 @@ def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def cross_entropy_sum(
-    hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    targets: torch.Tensor,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Sum of -log p(target) over the learnt positions, an fp32 scalar.
 
     hidden: [B, S, d]; weight: the head's [V, d], tied to the embedding or not, whole (not a
-    shard), in hidden's dtype; index, targets: int64 [n] as of `learnt`. Softmax and sums: fp32."""
+    shard), in hidden's dtype; index, targets: int64 [n] as of `learnt`. Softmax and sums: fp32.
+    compiled: by torch.compile, two passes over a chunk's logits instead of six."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled())
+    piece = _compiled_piece() if compiled else _piece
+    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), piece)
 
 
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -36,26 +44,64 @@ def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor)
     return (rows @ weight.T).argmax(-1)
 
 
+def _piece(h, weight, targets):
+    """(loss sum, its gradient by the logits in h's dtype) of one chunk of rows."""
+    logits = (h @ weight.T).float()
+    norm = logits.logsumexp(-1, keepdim=True)
+    loss = (norm - logits.gather(1, targets[:, None])).sum()
+    p = logits.sub_(norm).exp_()  # d/dlogits = softmax - one-hot
+    p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1.0, dtype=p.dtype))
+    return loss, p.to(h.dtype)
+
+
+@functools.cache
+def _compiled_piece():
+    def piece(h, weight, targets):
+        logits = (h @ weight.T).float()
+        norm = logits.logsumexp(-1, keepdim=True)
+        loss = (norm - logits.gather(1, targets[:, None])).sum()
+        p = (logits - norm).exp()
+        hit = torch.arange(p.shape[1], device=p.device) == targets[:, None]
+        return loss, torch.where(hit, p - 1, p).to(h.dtype)
+
+    return torch.compile(piece)
+
+
+@functools.cache
+def _fp32_products(device_type: str) -> bool:
+    """Whether a product of bf16 matrices can be added to an fp32 one without rounding between."""
+    a = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
+    try:
+        torch.addmm(a.float(), a, a, out_dtype=torch.float32)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _add_product(total, p, h) -> None:
+    """total [V, d] += p.T @ h, in place."""
+    if total.dtype != h.dtype and _fp32_products(h.device.type):
+        torch.addmm(total, p.T, h, out_dtype=total.dtype, out=total)
+    elif total.dtype == h.dtype:
+        total.addmm_(p.T, h)
+    else:
+        total += p.T @ h
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, needs_grad):
+    def forward(ctx, hidden, weight, targets, needs_grad, piece):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         # A sum over chunks in bf16 would round once a chunk.
         grad_w = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
         grad_h = torch.empty_like(hidden) if needs_grad else None
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
-            h, t = hidden[part], targets[part]
-            logits = (h @ weight.T).float()
-            t = t.unsqueeze(1)
-            norm = logits.logsumexp(-1, keepdim=True)
-            total += (norm - logits.gather(1, t)).sum()
-            if needs_grad:  # d/dlogits = softmax - one-hot
-                p = logits.sub_(norm).exp_()
-                p.scatter_add_(1, t, torch.full_like(t, -1.0, dtype=p.dtype))
-                p = p.to(h.dtype)
+            loss, p = piece(hidden[part], weight, targets[part])
+            total += loss
+            if needs_grad:
                 torch.mm(p, weight, out=grad_h[part])
-                grad_w += p.T @ h
+                _add_product(grad_w, p, hidden[part])
         if needs_grad:
             ctx.save_for_backward(grad_h, grad_w.to(weight.dtype))
         return total
@@ -64,4 +110,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grad.to(grad_h.dtype), grad_w * grad.to(grad_w.dtype), None, None
+        return grad_h * grad.to(grad_h.dtype), grad_w * grad.to(grad_w.dtype), None, None, None

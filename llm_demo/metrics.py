@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.args import ROOT
+from llm_demo.comm import CommTimer, waiting
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
@@ -62,8 +63,10 @@ class Run:
         self.log_file = None
         self.early = []  # said before the folder is there
         self.resolved = {}
-        self.records, self.evals = [], []
-        self.tokens = self.label_tokens = self.slots = 0
+        self.records, self.evals, self.pending = [], [], None
+        self.comm = CommTimer(world.device, world.rank, world.size)
+        self.gather = Gather(world)
+        self.tokens = self.label_tokens = 0
 
     def say(self, text: str) -> None:
         """Print a line on rank 0, and keep it for train.log."""
@@ -120,35 +123,68 @@ class Run:
 
         from_rank0(self.world, make)
         self.max_steps, self.flops = max_steps, flops_per_token
-        self.peak = peak_tflops(this_device(self.world.device.index or 0), dtype)
+        device = this_device(self.world.device.index or 0)
+        self.peak = self.args.peak_tflops or peak_tflops(device, dtype)
         self.started = time.perf_counter()
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        self.comm.install()
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leave what happened since the last logged step (an evaluation, say) out of step times."""
-        self.since = time.perf_counter()
+        self.comm.take()
+        self.data_seconds = 0.0
+        self.since = self.comm.event()
         self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
 
-    def count(self, tokens: int, label_tokens: int, slots: int) -> None:
-        """Count an optimizer step's tokens over all ranks: known from the packs, not reduced."""
+    def end_step(self, step, tokens, label_tokens, slots, loss, grad_norm, lr: float) -> None:
+        """Record optimizer step `step` (from 1) if it is one to log. Every rank calls, each step.
+
+        tokens, label_tokens, slots: of the step, over all ranks. loss: this rank's share of the
+        step's loss, grad_norm: the same on every rank; 0-dim tensors on the device. They are
+        written one logged step later, when they are there, for reading them now would make the
+        host wait, and then the device for the host."""
         self.tokens += tokens
         self.label_tokens += label_tokens
-        self.interval.steps += 1
-        self.interval.tokens += tokens
-        self.interval.label_tokens += label_tokens
-        self.interval.slots += slots
+        i = self.interval
+        i.steps, i.tokens = i.steps + 1, i.tokens + tokens
+        i.label_tokens, i.slots = i.label_tokens + label_tokens, i.slots + slots
+        if step % self.args.log_every and step != self.max_steps:
+            return
+        if isinstance(grad_norm, torch.Tensor):
+            grad_norm = grad_norm.float().to("cpu", non_blocking=True)
+        numbers = loss.detach().to("cpu", non_blocking=True), grad_norm
+        totals = (self.tokens, self.label_tokens)
+        ended = self.comm.event()
+        memory = peak_memory_gb(self.world.device)
+        here = (step, i, totals, numbers, lr, memory, self.comm.take(), self.data_seconds)
+        previous, self.pending = self.pending, (*here, self.since, ended)
+        self.since, self.data_seconds = ended, 0.0
+        self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
+        if previous:
+            self._log_step(*previous)
+        if step == self.max_steps:
+            self.flush()
 
-    def log_step(self, step: int, loss: float, grad_norm: float, lr: float) -> None:
-        """Record optimizer step `step` (from 1). Every rank calls: peak memory is gathered.
+    def flush(self) -> None:
+        """Write the step that is still to be written."""
+        if self.pending:
+            previous, self.pending = self.pending, None
+            self._log_step(*previous)
 
-        Call it once the loss is a number: then the device has finished and the time is true."""
-        now, i = time.perf_counter(), self.interval
-        seconds = (now - self.since) / i.steps
+    def _log_step(self, step, i, totals, numbers, lr, memory, comm, data_s, since, ended) -> None:
+        ended.synchronize()
+        seconds = since.elapsed_time(ended) / 1e3 / i.steps
+        busy, exposed, operations = self.comm.read(comm, since)
+        loss, grad_norm = map(float, numbers)
+        with self.comm.mute():
+            mine = [loss, memory, busy / i.steps, exposed / i.steps, data_s * 1e3 / i.steps]
+            ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
+        share, memory, busy, exposed, data_ms = ([row[k] for row in ranks] for k in range(5))
+        loss = math.fsum(share)
         per_s = i.tokens / i.steps / seconds
         flops = self.flops * i.slots / i.steps / seconds / self.world.size
-        memory = gather_floats(self.world, peak_memory_gb(self.world.device))
         record = {
             "step": step,
             "train/loss": loss,
@@ -156,13 +192,17 @@ class Run:
             "train/lr": lr,
             "train/skipped": not math.isfinite(grad_norm),
             "perf/step_ms": seconds * 1e3,
+            "perf/comm_ms": [round(x, 3) for x in busy],
+            "perf/comm_exposed_ms": [round(x, 3) for x in exposed],
+            "perf/comm_wait_ms": [round(x / i.steps, 3) for x in wait],
+            "perf/data_ms": round(max(data_ms), 3),
             "perf/toks_per_s": per_s,
             "perf/label_toks_per_s": i.label_tokens / i.steps / seconds,
             "perf/slots_per_s": i.slots / i.steps / seconds,
             "perf/mfu": flops / (self.peak * 1e12) if self.peak else None,
-            "perf/peak_mem_gb": memory,
-            "data/tokens": self.tokens,
-            "data/label_tokens": self.label_tokens,
+            "perf/peak_mem_gb": [round(x, 3) for x in memory],
+            "data/tokens": totals[0],
+            "data/label_tokens": totals[1],
             "data/fill": i.tokens / i.slots,
         }
         self.records.append(record)
@@ -171,7 +211,7 @@ class Run:
         mfu = f"{record['perf/mfu']:.1%}" if self.peak else "n/a"
         line = (
             f"step {step}/{self.max_steps} | loss {loss:.4f} | gnorm {grad_norm:.2f} | lr {lr:.1e}"
-            f" | {seconds * 1e3:.0f} ms | {_kilo(per_s)} tok/s"
+            f" | {seconds * 1e3:.0f} ms (comm {max(busy):.0f}) | {_kilo(per_s)} tok/s"
             f" ({_kilo(record['perf/label_toks_per_s'])} learnt) | mfu {mfu}"
             f" | mem {max(memory):.1f} GB | eta {timedelta(seconds=left)}".replace(
                 "eta 0:", "eta "
@@ -180,7 +220,6 @@ class Run:
         if record["train/skipped"]:
             self.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
         self.say(line)
-        self.restart_clock()
 
     def log_eval(self, step: int, loss: float) -> None:
         self.evals.append((step, loss))
@@ -190,6 +229,7 @@ class Run:
 
     def finish(self) -> None:
         """Write summary.json, print the row of the README's table, close."""
+        self.comm.remove()
         if not self.is_main:
             return
         steady = self.records[WARMUP:] or self.records
@@ -199,9 +239,13 @@ class Run:
         def median(key):
             return statistics.median(r[key] for r in steady)
 
+        def of_ranks(key):
+            return [round(statistics.median(x), 3) for x in zip(*(r[key] for r in steady))]
+
         row = (
             a.micro_batch_size, a.grad_accum_steps, "T" if a.use_activation_checkpointing else "F",
-            a.dtype.upper(), f"{median('perf/step_ms'):.0f}", "n/a",
+            a.dtype.upper(), f"{median('perf/step_ms'):.0f}",
+            f"{max(of_ranks('perf/comm_ms')):.0f}",
             f"{median('perf/slots_per_s'):.0f}",
             " / ".join(f"{m:.1f}" for m in self.records[-1]["perf/peak_mem_gb"]),
         )  # fmt: skip
@@ -216,6 +260,14 @@ class Run:
             "eval_loss": _finite(dict(self.evals)),
             "skipped_steps": sum(r["train/skipped"] for r in self.records),
             "median_step_ms": median("perf/step_ms"),
+            "spread_step_ms": [pick(r["perf/step_ms"] for r in steady) for pick in (min, max)],
+            "median_comm_ms": of_ranks("perf/comm_ms"),
+            "median_comm_exposed_ms": of_ranks("perf/comm_exposed_ms"),
+            "median_comm_wait_ms": of_ranks("perf/comm_wait_ms"),
+            "median_data_ms": median("perf/data_ms"),
+            "median_label_toks_per_s": median("perf/label_toks_per_s"),
+            "mfu": median("perf/mfu") if self.peak else None,
+            "peak_tflops": self.peak,
             "median_toks_per_s": median("perf/toks_per_s"),
             "median_slots_per_s": median("perf/slots_per_s"),
             "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],
@@ -224,7 +276,7 @@ class Run:
         _write_json(self.folder / "summary.json", _finite(summary))
         self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         self.say(f"| {' | '.join(map(str, row))} |")
-        self.say("(toks/s counts every slot; peak memory of each rank)")
+        self.say("(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)")
         self.say(f"run: {self.folder}")
         self.log_file.close()
 
@@ -237,11 +289,29 @@ class Run:
             self.tracker(self, record)
 
 
-def gather_floats(world: World, value: float) -> list[float]:
-    """`value` of every rank, on every rank, over the CPU group."""
-    mine, all_ = torch.tensor([value]), [torch.zeros(1) for _ in range(world.size)]
-    dist.all_gather(all_, mine)
-    return [round(x.item(), 3) for x in all_]
+class Gather:
+    """Numbers of all ranks, on all ranks, over the CPU's group: nothing waits for the device."""
+
+    def __init__(self, world: World):
+        self.world, self.keys = world, None
+
+    def floats(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's list; all of one length."""
+        send = torch.tensor(mine, dtype=torch.float64)
+        found = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(found, send)
+        return [x.tolist() for x in found]
+
+    def waits(self, operations: dict) -> list[float]:
+        """Of every rank's {operation: ms}: its time beyond the fastest rank's for the same."""
+        # Steps repeat the same operations: their names are exchanged when they change, only.
+        if any(row[0] for row in self.floats([self.keys is None or self.keys != list(operations)])):
+            self.keys, self.all_keys = list(operations), [None] * self.world.size
+            dist.all_gather_object(self.all_keys, self.keys)
+        longest = max(map(len, self.all_keys))
+        rows = self.floats([*operations.values(), *[0.0] * (longest - len(operations))])
+        ranks = [dict(zip(k, row)) for k, row in zip(self.all_keys, rows, strict=True)]
+        return [waiting(rank, ranks) for rank in ranks]
 
 
 def environment(world: World) -> dict:

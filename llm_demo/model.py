@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from llm_demo.errors import UserError
@@ -118,17 +119,14 @@ def open_weights(folder: Path) -> Weights:
     return read
 
 
-def skeleton(config, attn_impl: str, checkpointing: bool = False) -> PreTrainedModel:
+def skeleton(config, attn_impl: str) -> PreTrainedModel:
     """The decoder with its parameters on the meta device; buffers (rotary frequencies) are real.
 
-    `materialise` gives chosen parts their weights. `checkpointing` recomputes each block's
-    activations in the backward (non-reentrant)."""
+    `materialise` gives chosen parts their weights."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
-    if checkpointing:  # no dropout, so no RNG state to keep
-        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     if config.tie_word_embeddings:  # meta parameters are made apart
         model.lm_head.weight = model.model.embed_tokens.weight
     return model.train()
@@ -168,25 +166,78 @@ def materialise(
     return module
 
 
+class Blocks(nn.Module):
+    """Consecutive decoder blocks: what is compiled, sharded or sent to a stage as one unit.
+
+    Several of 16M parameters each make a better unit than one: at small batches the host, launching
+    kernels and running hooks, is slower than the GPU. checkpointing: recompute each block's
+    activations in the backward."""
+
+    def __init__(self, blocks: list[nn.Module], checkpointing: bool):
+        super().__init__()
+        self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
+
+    def forward(self, hidden, position_embeddings, position_ids, documents):
+        """hidden [B, S, d] -> the same; position_embeddings: rotary (cos, sin)."""
+        layout = {
+            "position_embeddings": position_embeddings,
+            "position_ids": position_ids,
+            "documents": documents,
+            "use_cache": False,
+        }
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                # no dropout, so no RNG state to keep
+                hidden = checkpoint(
+                    block, hidden, use_reentrant=False, preserve_rng_state=False, **layout
+                )
+            else:
+                hidden = block(hidden, **layout)
+        return hidden
+
+
+def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
+    """Blocks of each unit; 0 blocks_per_unit: as many as make about 64M parameters, 4 at most."""
+    block, _ = flops_per_token(config, 0)
+    size = blocks_per_unit or max(1, min(4, round(64e6 / (block / 6))))
+    units = -(-n_blocks // size)
+    return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
+
+
 class DecoderLoss(nn.Module):
-    """The whole decoder with the loss inside its forward.
+    """The whole decoder, its blocks in units, with the loss inside its forward.
 
     Inside, because the head's weight is whole only there once the model is sharded."""
 
-    def __init__(self, lm: PreTrainedModel):
+    def __init__(self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False):
         super().__init__()
-        self.lm = lm
+        self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
+        self.norm, self.lm_head = lm.model.norm, lm.lm_head
+        self.rotary, self.compiled = lm.model.rotary_emb, compiled
 
     def forward(self, input_ids, position_ids, documents, index, targets=None):
         """Loss sum over the flat positions `index` with `targets` [n], or without targets the
         likeliest next tokens there. input_ids, position_ids: int64 [B, S]."""
-        out = self.lm.model(
-            input_ids=input_ids, position_ids=position_ids, documents=documents, use_cache=False
-        )
-        hidden, weight = out.last_hidden_state, self.lm.lm_head.weight
+        hidden = self.embed_tokens(input_ids)
+        rotary = self.rotary(hidden, position_ids)
+        for unit in self.units:
+            hidden = unit(hidden, rotary, position_ids, documents)
+        hidden, weight = self.norm(hidden), self.lm_head.weight
         if targets is None:
             return next_tokens(hidden, weight, index)
-        return cross_entropy_sum(hidden, weight, index, targets)
+        return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
+
+
+def hf_names(model: DecoderLoss) -> dict[str, nn.Parameter]:
+    """The model's parameters by their Hugging Face names; a tied one once."""
+    named = {f"model.embed_tokens.{n}": p for n, p in model.embed_tokens.named_parameters()}
+    blocks = (block for unit in model.units for block in unit.blocks)
+    for i, block in enumerate(blocks):
+        named |= {f"model.layers.{i}.{n}": p for n, p in block.named_parameters()}
+    named["model.norm.weight"] = model.norm.weight
+    if model.lm_head.weight is not model.embed_tokens.weight:
+        named["lm_head.weight"] = model.lm_head.weight
+    return named
 
 
 def flops_per_token(config, seq_len: int) -> tuple[float, float]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -88,20 +87,20 @@ class LossScale:
             self.good_steps = torch.where(grow, 0, self.good_steps)
 
 
-def global_norm(grads: list[torch.Tensor]) -> torch.Tensor:
-    """2-norm of all gradients together, shards of other ranks included: an fp32 scalar.
+def global_norm(grads: list[torch.Tensor], sharded_over=None) -> torch.Tensor:
+    """2-norm of all gradients together: an fp32 scalar. sharded_over: the process group whose ranks
+    each hold a part of them.
 
     Summed in fp64: in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    square = torch.stack(torch._foreach_norm(local, 2, dtype=torch.float64)).square().sum()
-    if isinstance(grads[0], DTensor):
-        dist.all_reduce(square, group=grads[0].device_mesh.get_group())
+    square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+    if sharded_over is not None:
+        dist.all_reduce(square, group=sharded_over)
     return square.sqrt().float()
 
 
 @torch.no_grad()
 def clipped_step(
-    optimizer: torch.optim.AdamW, max_grad_norm: float, loss_scale: LossScale
+    optimizer: torch.optim.AdamW, max_grad_norm: float, loss_scale: LossScale, sharded_over=None
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip where that norm is not finite; returns the norm.
 
@@ -109,7 +108,7 @@ def clipped_step(
     ranks, sharded or not, a tied one counted once; so every rank takes or skips the step alike.
     Nothing waits for the device: scale, clip factor and skip reach the fused AdamW as tensors."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    norm = global_norm(grads) / loss_scale.scale
+    norm = global_norm(grads, sharded_over) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:
@@ -119,3 +118,19 @@ def clipped_step(
     loss_scale.update(skip)
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+class Shards:
+    """This rank's shards of an FSDP2 model as plain parameters of the same memory.
+
+    An optimizer of DTensors spends more time in their dispatch, on the host, than the GPU in the
+    step itself."""
+
+    def __init__(self, model: nn.Module):
+        self.sharded = [p for p in model.parameters() if p.requires_grad]
+        self.local = [nn.Parameter(p.detach().to_local()) for p in self.sharded]
+
+    def take_grads(self) -> None:
+        """Hand the gradients that the backward left over to the plain parameters."""
+        for whole, local in zip(self.sharded, self.local, strict=True):
+            local.grad, whole.grad = whole.grad.to_local(), None

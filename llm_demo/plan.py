@@ -4,6 +4,7 @@ Both scripts make the same plan from the same flags; each decision is printed wi
 
 import functools
 import math
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import torch
 
 from llm_demo.args import command_line
 from llm_demo.attention import choose
+from llm_demo.compiling import choose_compile
 from llm_demo.data import (
     Batch,
     Packs,
@@ -42,6 +44,7 @@ class Plan(NamedTuple):
     run: Run
     dtype: torch.dtype
     attn_impl: str
+    compile: bool
     config: object  # the model's, of transformers
     weights: Weights
     tokenizer: object
@@ -84,12 +87,24 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
         )
     train, heldout = load_data(args, world, tokenizer, run.say)
 
+    for packs in filter(None, (train, heldout)):
+        if any(f["format"] == "tokens" for f in packs.stats["files"]):
+            if (largest := int(packs.tokens.max())) >= config.vocab_size:
+                raise UserError(
+                    f"{packs.stats['files'][0]['path']}: token {largest}, but the model knows "
+                    f"{config.vocab_size} only"
+                )
+
     heads = (config.num_attention_heads, config.num_key_value_heads, head_size(config))
-    pick = functools.partial(choose, args.attn_impl, device, dtype, heads)
+    single = train.single and (heldout is None or heldout.single)
+    pick = functools.partial(choose, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:
         run.say(f"attention: not {reason}")
     run.say(f"attention: {attn_impl}" + (" (as asked)" if args.attn_impl != "auto" else ""))
+
+    compiled, why = from_rank0(world, lambda: choose_compile(args.compile, device, attn_impl))
+    run.say(f"compile: {'yes' if compiled else 'no'} ({why})")
 
     global_batch = args.micro_batch_size * args.grad_accum_steps * replicas
     run.say(
@@ -107,13 +122,13 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     )
     block, head = flops_per_token(config, args.seq_len)
     plan = Plan(
-        run, dtype, attn_impl, config, weights, tokenizer, train, heldout,
+        run, dtype, attn_impl, compiled, config, weights, tokenizer, train, heldout,
         max(2, train.max_docs, heldout.max_docs if heldout else 0),
         replicas, global_batch, max_steps, n_total, lr, config.num_hidden_layers * block + head,
     )  # fmt: skip
     first = int(rows_of(plan, args, 0)[0])
     run.say(f"example, learnt tokens in ⟦⟧:\n{describe_example(train, tokenizer, first)}")
-    chosen = ("attn_impl", "global_batch", "max_steps", "lr", "replicas")
+    chosen = ("attn_impl", "compile", "global_batch", "max_steps", "lr", "replicas")
     run.resolved = {key: getattr(plan, key) for key in chosen}
     return plan
 
@@ -156,13 +171,17 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
     for group in rows.reshape(-1, plan.replicas, micro)[:, replica]:
-        yield collate(packs, group, plan.max_docs)
+        started = time.perf_counter()
+        batch = collate(packs, group, plan.max_docs)
+        plan.run.data_seconds += time.perf_counter() - started
+        yield batch
 
 
-def heldout_rows(plan: Plan, micro: int) -> np.ndarray:
+def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:
     """All held-out rows, and empty ones so that every replica has as many micro-batches."""
     n = len(plan.heldout)
-    rows = np.full(-(-n // (plan.replicas * micro)) * plan.replicas * micro, -1)
+    count = max(at_least, -(-n // (plan.replicas * micro)))
+    rows = np.full(count * plan.replicas * micro, -1)
     rows[:n] = np.arange(n)
     return rows
 

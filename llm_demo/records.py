@@ -1,4 +1,4 @@
-"""A data file -> records: rows in any of six formats, read so that an error names the line."""
+"""A data file -> records: rows in any of seven formats, read so that an error names the line."""
 
 import glob
 import json
@@ -9,8 +9,9 @@ from typing import NamedTuple
 from llm_demo.errors import UserError
 
 # The keys a row must have, in the order they are tried on a file's first row. "text" is last and
-# "messages" first because published sets often carry a flattened copy beside the real columns.
+# "messages" early because published sets often carry a flattened copy beside the real columns.
 FORMATS = {
+    "tokens": ("input_ids",),
     "messages": ("messages",),
     "conversations": ("conversations",),
     "prompt": ("prompt", "completion"),
@@ -21,7 +22,7 @@ FORMATS = {
 DATA_FORMATS = ("auto", *FORMATS)
 ACCEPTED = (
     "messages, conversations, prompt + completion, instruction + output (+ input), input + target, "
-    "text, or your own two names by --input_key and --target_key"
+    "text, input_ids (+ labels), or your own two names by --input_key and --target_key"
 )
 ROLES = {
     "system": "system",
@@ -35,11 +36,12 @@ ROLES = {
 
 
 class Record(NamedTuple):
-    """One row, whatever its format: a conversation, or (messages is None) plain text."""
+    """One row, whatever its format: a conversation, or (messages is None) plain text or tokens."""
 
     messages: list[dict] | None  # role, content, and whatever else the chat template may want
     text: str = ""
     tools: list | None = None
+    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which of them are learnt
     learn_from: int = 0  # assistant turns before this index are context only
 
 
@@ -168,6 +170,8 @@ def to_record(row: dict, layout: Layout, where: str) -> Record:
     values = [row[key] for key in layout.keys]
     if layout.format == "text":
         return Record(None, text=_text(values[0], where, "text"))
+    if layout.format == "tokens":
+        return Record(None, tokens=_tokens(values[0], row.get("labels"), where))
     tools = _tools(row.get("tools"), where)
     if layout.format in ("messages", "conversations"):
         messages = _messages(values[0], where, layout.keys[0])
@@ -185,6 +189,25 @@ def to_record(row: dict, layout: Layout, where: str) -> Record:
         for value, key, role in zip(values, layout.keys, ("user", "assistant"), strict=True)
     )
     return Record(prompt + completion, tools=tools, learn_from=len(prompt))
+
+
+def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
+    """Ids of a document that is tokenised already; labels: the same ids, or -100 where not learnt."""
+    for name, value in (("input_ids", ids), ("labels", ids if labels is None else labels)):
+        if not (isinstance(value, list) and all(type(i) is int for i in value)):
+            raise UserError(f"{where}: {name!r} must be a list of whole numbers")
+    if any(not 0 <= i < 2**31 for i in ids):
+        raise UserError(f"{where}: 'input_ids' holds a number that is no token id")
+    if labels is None:
+        return ids, [True] * len(ids)
+    same = len(labels) == len(ids) and all(
+        label in (-100, i) for label, i in zip(labels, ids, strict=True)
+    )
+    if not same:
+        raise UserError(
+            f"{where}: 'labels' must repeat 'input_ids', not shifted, with -100 where not learnt"
+        )
+    return ids, [label != -100 for label in labels]
 
 
 def _messages(turns, where: str, key: str) -> list[dict]:

@@ -3,6 +3,7 @@
 Checked with DeepSpeed 0.19.8. Each workaround looks for what it patches, and fails without it."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -45,7 +46,7 @@ if not torch.cuda.is_available():
 
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
-from deepspeed.pipe import PipelineModule  # noqa: E402
+from deepspeed.pipe import DualPipeVModule, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe import schedule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 from deepspeed.utils import safe_set_full_fp32_param  # noqa: E402
@@ -76,14 +77,14 @@ def _need(mapping, name):
     return mapping[name]
 
 
-class Pipeline(PipelineModule):
-    """PipelineModule cut at given bounds (layer numbers, one more than stages)."""
+class _Cut(PipelineModule):
+    """PipelineModule cut at given bounds: layer numbers, one more than pieces."""
 
-    def __init__(self, layers, bounds: list[int], **kwargs):
+    def __init__(self, layers, bounds: list[int], stages: int, **kwargs):
         object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
         _need(vars(PipelineModule), "_partition_layers")
         with quiet():  # it prints its topology
-            super().__init__(layers, num_stages=len(bounds) - 1, **kwargs)
+            super().__init__(layers, num_stages=stages, **kwargs)
 
     def _partition_layers(self, method=None):
         self.parts = self._bounds
@@ -93,6 +94,14 @@ class Pipeline(PipelineModule):
     @torch.no_grad()  # broadcast has no autograd kernel, and warns of it
     def _synchronize_tied_weights(self):
         super()._synchronize_tied_weights()
+
+
+class Pipeline(_Cut):
+    """1F1B: one piece a stage."""
+
+
+class PipelineV(DualPipeVModule, _Cut):
+    """DualPipeV: two pieces a stage, out and back, so that the first stage has both ends."""
 
 
 def read_switches(path: str) -> dict:
@@ -162,7 +171,7 @@ def make_engine(module: Pipeline, optimizer: torch.optim.Optimizer, config: dict
     with quiet():  # it prints the memory in use at each step of its way
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     # Instructions are looked up in a map of the class: overriding a method would change nothing.
-    instructions = dict(_need(vars(PipelineEngine), "_INSTRUCTION_MAP"))
+    instructions = dict(_need(vars(type(engine)), "_INSTRUCTION_MAP"))
     _need(instructions, schedule.ReduceTiedGrads)
     instructions[schedule.ReduceTiedGrads] = _reduce_tied_grads
     engine._INSTRUCTION_MAP = instructions
@@ -170,7 +179,25 @@ def make_engine(module: Pipeline, optimizer: torch.optim.Optimizer, config: dict
         # Nobody to reduce with, yet DeepSpeed would flatten and copy all gradients. Not so for the
         # fp32 and fp16 optimizer: there this instruction fills the gradients that the step uses.
         engine.pipeline_enable_backward_allreduce = False
+    if engine.using_bf16_optimizer:
+        optimizer = engine.optimizer
+        _need(vars(type(optimizer)), "_update_hp_grad")
+        optimizer._update_hp_grad = functools.partial(_add_to_fp32_grad, optimizer)
     return engine
+
+
+@torch.no_grad()
+def _add_to_fp32_grad(optimizer, param, group: int, index: int, clear_lp_grads: bool) -> None:
+    """Add a bf16 gradient to its fp32 sum. DeepSpeed's own makes an fp32 copy of it first: almost
+    twice the memory traffic, for every parameter and micro-batch."""
+    if param.grad is None:
+        return
+    total = optimizer.fp32_groups_gradients[group][index]
+    total.add_(param.grad.view(total.shape))
+    param._hp_grad = total
+    optimizer.fp32_groups_has_gradients[group][index] = True
+    if clear_lp_grads:
+        param.grad.zero_()
 
 
 def _reduce_tied_grads(engine) -> None:
@@ -199,11 +226,13 @@ def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:
     """fn(outputs, labels) of `count` micro-batches, without gradients; None but on the last stage.
 
     eval_batch's own reduction is a mean of means. It adds up what fn returns, in a sum it never
-    empties: shapes must agree with the last call's unless we do."""
+    empties: shapes must agree with the last call's unless we do. And DualPipeV finds its buffers by
+    the number of micro-batches of training, not of this call."""
     module, engine.total_loss = engine.module, None
     loss_fn, module.loss_fn = module.loss_fn, fn
+    micro_batches, engine.micro_batches = engine.micro_batches, count
     out = engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
-    module.loss_fn = loss_fn
+    module.loss_fn, engine.micro_batches = loss_fn, micro_batches
     module.train()
     return out
 

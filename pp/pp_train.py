@@ -6,11 +6,15 @@ NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replic
 """
 
 import dataclasses
+import functools
+import itertools
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from llm_demo.args import ROOT, flag, parse_args
+from llm_demo.data import boundaries, to_device
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
 from llm_demo.loss import learnt
@@ -30,8 +34,13 @@ from llm_demo.plan import (
 class PipeArgs:
     stages: int = flag(2, "pipeline stages; processes beyond them form further replicas")
     partition: str = flag(
-        "balanced", 'balanced (by FLOPs, with the head) | uniform | parameters | blocks: "18,10"'
+        "balanced",
+        'balanced (by FLOPs, with the head) | uniform | parameters | blocks of each piece: "18,10"',
     )
+    schedule: Literal["1f1b", "dualpipev"] = flag(
+        "1f1b", "dualpipev: two pieces of the model a stage, half the bubble; wants "
+        "--grad_accum_steps of at least 2 x stages"
+    )  # fmt: skip
     deepspeed_config: str = flag(str(ROOT / "pp/ds_pp_2gpus.json"), "engine switches, no numbers")
     check_tied_every: int = flag(
         0, "steps between two checks that tied copies are equal; 0: after step 1 only"
@@ -48,19 +57,27 @@ def main() -> None:
         raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
     switches = ds_engine.read_switches(args.deepspeed_config)
 
+    pieces = args.stages * (2 if args.schedule == "dualpipev" else 1)
+    if args.schedule == "dualpipev" and args.grad_accum_steps < pieces:
+        raise UserError(
+            f"--schedule dualpipev: --grad_accum_steps must be at least {pieces}, 2 x --stages"
+        )
+
     # decisions and data
     plan = make_plan(args, world, "pp", replicas=world.size // args.stages)
     B, S = args.micro_batch_size, args.seq_len
     ac = args.use_activation_checkpointing
-    counts = stages.split(plan.config, args.stages, args.partition, S, ac)
+    counts = stages.split(plan.config, pieces, args.partition, S, ac)
     plan.run.resolved["partition"] = ",".join(map(str, counts))
     plan.run.say(f"pipeline: {stages.describe_split(counts, plan.config, S, ac)}")
 
     # model: each stage makes its own layers only
     ds_engine.join(world.device)
-    lm = skeleton(plan.config, plan.attn_impl, ac)
-    specs = stages.layer_specs(lm, plan.weights, args.seed, plan.attn_impl, world.device)
-    module = ds_engine.Pipeline(specs, stages.bounds(counts), loss_fn=stages.loss_fn)
+    lm = skeleton(plan.config, plan.attn_impl)
+    specs, bounds, layouts = stages.layer_specs(lm, plan, args, counts, world.device)
+    loss_fn = functools.partial(stages.loss_fn, compiled=plan.compile)
+    kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
+    module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
     optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay)
@@ -73,22 +90,32 @@ def main() -> None:
     replica = engine.grid.get_data_parallel_id()
 
     def feed(packs, rows, factor):
-        for batch in micro_batches(plan, packs, rows, replica, B):
-            yield (batch.input_ids, batch.cu_seqlens), (*learnt(batch.labels), torch.tensor(factor))
+        """(inputs, labels) of each micro-batch; the first stage takes one, the last the other."""
+        mine = rows.reshape(-1, plan.replicas, B)[:, replica]
+        for layout in layouts:
+            layout.follow(boundaries(packs, group, plan.max_docs) for group in mine)
+
+        def pairs():
+            for batch in micro_batches(plan, packs, rows, replica, B):
+                labels = (*learnt(batch.labels), torch.tensor(factor))
+                yield to_device(world.device, batch.input_ids)[0], to_device(world.device, *labels)
+
+        return pairs()
 
     def evaluate() -> float:
-        rows = heldout_rows(plan, B)
+        rows = heldout_rows(plan, B, at_least=pieces)
         count = rows.size // plan.replicas // B
-        losses = ds_engine.forward_only(
-            engine, feed(plan.heldout, rows, 1.0), count, stages.loss_fn
-        )
+        losses = ds_engine.forward_only(engine, feed(plan.heldout, rows, 1.0), count, loss_fn)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
         dist.all_reduce(total)
         return total.item() / token_counts(plan.heldout, rows)[1]
 
     def ask(batch, index):
-        batches = iter([((batch.input_ids, batch.cu_seqlens), (index,))])
-        out = ds_engine.forward_only(engine, batches, 1, stages.ask_fn)
+        for layout in layouts:
+            layout.follow(itertools.repeat(batch.cu_seqlens))
+        inputs = to_device(world.device, batch.input_ids)[0], to_device(world.device, index)
+        # a V wants several micro-batches: the same one
+        out = ds_engine.forward_only(engine, itertools.repeat(inputs), pieces, stages.ask_fn)
         tokens = out[0] if out else torch.zeros_like(index, device=world.device)
         group = engine.grid.get_pipe_parallel_group()
         dist.broadcast(tokens, src=engine._loss_stage_global_rank(), group=group)
@@ -118,11 +145,11 @@ def main() -> None:
             if ds_engine.tied_copies_differ(engine):
                 raise RuntimeError(f"step {step + 1}: the stages' copies of the tied weight differ")
 
-        # log: only here does the host wait for the device
-        plan.run.count(n_tokens, n_labels, rows.size * S)
-        if (step + 1) % args.log_every == 0 or step + 1 == plan.max_steps:
+        # log: the numbers are read a step later, so the host never waits for the device
+        if (step + 1) % args.log_every == 0:
             ds_engine.forget_timers(engine)
-            plan.run.log_step(step + 1, total.item(), float(norm), lr)
+        share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the whole
+        plan.run.end_step(step + 1, n_tokens, n_labels, rows.size * S, share, norm, lr)
         if plan.heldout and (
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):

@@ -8,57 +8,59 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
 from llm_demo.attention import make_documents, position_ids
+from llm_demo.compiling import compile_forward
 from llm_demo.errors import UserError
 from llm_demo.loss import cross_entropy_sum, next_tokens
-from llm_demo.model import flops_per_token, materialise
+from llm_demo.model import Blocks, flops_per_token, materialise, unit_sizes
 
 
 class Layout:
-    """What every block of a stage needs of a micro-batch, made once a stage from the boundaries.
+    """What the blocks of a stage need of a micro-batch besides hidden states, made once a stage.
 
-    Only hidden states and boundaries cross between stages: no float without a gradient can, and
-    positions and rotary tables are a function of the boundaries. Not an nn.Module, so that
-    DeepSpeed's cast to bf16 or fp16 spares the rotary frequencies."""
+    A stage knows the rows of a step without being told, so only hidden states cross: one message a
+    micro-batch and direction. Not an nn.Module, so that DeepSpeed's cast to bf16 or fp16 spares the
+    rotary frequencies."""
 
     def __init__(self, rotary: nn.Module, attn_impl: str, device: torch.device):
         self.rotary, self.attn_impl, self.device = rotary.to(device), attn_impl, device
-        self.cu_seqlens = self.made = None
 
-    def __call__(self, hidden: torch.Tensor, cu_seqlens: torch.Tensor) -> dict:
-        if cu_seqlens is not self.cu_seqlens:  # the first block of this stage, for this micro-batch
-            shape = tuple(hidden.shape[:2])
-            positions = position_ids(cu_seqlens, shape)
-            self.made = {
-                "documents": make_documents(cu_seqlens, shape, self.attn_impl, self.device),
-                "position_ids": positions,
-                "position_embeddings": self.rotary(hidden, positions),
-            }
-            self.cu_seqlens = cu_seqlens
+    def follow(self, boundaries: Iterator[torch.Tensor]) -> None:
+        """Take the coming micro-batches' cu_seqlens from here, in the order of their forwards."""
+        self.boundaries = boundaries
+
+    def advance(self, hidden: torch.Tensor) -> tuple:
+        """(rotary tables, positions, documents) of the next micro-batch, for all blocks here."""
+        cu_seqlens, shape = next(self.boundaries), tuple(hidden.shape[:2])
+        documents = make_documents(cu_seqlens, shape, self.attn_impl, self.device)
+        positions = position_ids(documents.cu_seqlens, shape)
+        self.made = self.rotary(hidden, positions), positions, documents
         return self.made
 
 
 class Embedding(nn.Module):
-    """(input_ids [B, S], boundaries) -> (hidden [B, S, d], boundaries)."""
+    """input_ids [B, S] -> hidden [B, S, d]."""
 
     def __init__(self, make):
         super().__init__()
         self.embed_tokens = make("model.embed_tokens")
 
-    def forward(self, x):
-        ids, cu_seqlens = x
-        return self.embed_tokens(ids), cu_seqlens
+    def forward(self, ids):
+        return self.embed_tokens(ids)
 
 
-class Block(nn.Module):
-    """One decoder block: (hidden, boundaries) -> the same."""
+class Unit(nn.Module):
+    """`size` decoder blocks from block `at` on. leads: no other of this stage comes before it."""
 
-    def __init__(self, make, i: int, layout: Layout):
+    def __init__(self, make, at, size, layout, leads, checkpointing, compiled):
         super().__init__()
-        self.block, self.layout = make(f"model.layers.{i}"), layout
+        self.layout, self.leads = layout, leads
+        self.blocks = Blocks([make(f"model.layers.{at + k}") for k in range(size)], checkpointing)
+        if compiled:
+            compile_forward(self.blocks)
 
-    def forward(self, x):
-        hidden, cu_seqlens = x
-        return self.block(hidden, use_cache=False, **self.layout(hidden, cu_seqlens)), cu_seqlens
+    def forward(self, hidden):
+        layout = self.layout.advance(hidden) if self.leads else self.layout.made
+        return self.blocks(hidden, *layout)
 
 
 class Norm(nn.Module):
@@ -66,8 +68,8 @@ class Norm(nn.Module):
         super().__init__()
         self.norm = make("model.norm")
 
-    def forward(self, x):
-        return self.norm(x[0])
+    def forward(self, hidden):
+        return self.norm(hidden)
 
 
 class Head(nn.Module):
@@ -85,27 +87,39 @@ def tied_head(embedding: Embedding, hidden: torch.Tensor):
     return hidden, embedding.embed_tokens.weight
 
 
-def layer_specs(lm, weights, seed: int, attn_impl: str, device: torch.device) -> list[LayerSpec]:
-    """Embedding, blocks, norm, head of a skeleton; each is materialised only on its own stage.
+def layer_specs(lm, plan, args, counts: list[int], device: torch.device):
+    """(layers, their bounds, layouts): embedding, units of blocks, norm, head of a skeleton, cut
+    into stages of so many blocks; a layer is materialised only where its stage is.
 
     Tied embeddings are one TiedLayerSpec at both ends: both stages keep a copy, whose gradients
     DeepSpeed sums before the step."""
-    make = functools.partial(materialise, lm, weights=weights, seed=seed, device=device)
-    layout = Layout(lm.model.rotary_emb, attn_impl, device)
-    n = lm.config.num_hidden_layers
-    middle = [*(LayerSpec(Block, make, i, layout) for i in range(n)), LayerSpec(Norm, make)]
-    if not lm.config.tie_word_embeddings:
-        return [LayerSpec(Embedding, make), *middle, LayerSpec(Head, make)]
+    make = functools.partial(
+        materialise, lm, weights=plan.weights, seed=args.seed, device=device
+    )
+    rotary, config = lm.model.rotary_emb, lm.config
+    layouts = [Layout(rotary, plan.attn_impl, device) for _ in counts]
+    layers, bounds, at = [], [0], 0
+    for layout, count in zip(layouts, counts, strict=True):
+        sizes = unit_sizes(config, count, args.blocks_per_unit)
+        for k, size in enumerate(sizes):
+            how = (layout, k == 0, args.use_activation_checkpointing, plan.compile)
+            layers.append(LayerSpec(Unit, make, at, size, *how))
+            at += size
+        bounds.append(1 + len(layers))
+    bounds[-1] += 2
+    layers.append(LayerSpec(Norm, make))
+    if not config.tie_word_embeddings:
+        return [LayerSpec(Embedding, make), *layers, LayerSpec(Head, make)], bounds, layouts
     tied = functools.partial(
         TiedLayerSpec, "embedding", Embedding, make, tied_weight_attr="embed_tokens.weight"
     )
-    return [tied(), *middle, tied(forward_fn=tied_head)]
+    return [tied(), *layers, tied(forward_fn=tied_head)], bounds, layouts
 
 
-def loss_fn(outputs, labels):
+def loss_fn(outputs, labels, compiled: bool = False):
     """(hidden, weight), (index, targets, factor) -> the micro-batch's share of the step's loss."""
     index, targets, factor = labels
-    return cross_entropy_sum(*outputs, index, targets) * factor
+    return cross_entropy_sum(*outputs, index, targets, compiled) * factor
 
 
 def ask_fn(outputs, labels):
@@ -180,12 +194,3 @@ def _candidates(n: int, stages: int) -> Iterator[list[int]]:
         for last in range(1, n - middle - first + 1) if middle else [n - first]:
             rest = n - first - last
             yield [first, *(rest // middle + (s < rest % middle) for s in range(middle)), last]
-
-
-def bounds(counts: list[int]) -> list[int]:
-    """Layer numbers where stages begin, and the end: the embedding is layer 0, norm and head the
-    last two."""
-    edges = [0]
-    for count in counts:
-        edges.append(edges[-1] + count)
-    return [0, *(edge + 1 for edge in edges[1:-1]), edges[-1] + 3]

@@ -24,32 +24,38 @@ def poison(grads):
 
 def watch_fsdp():
     import fsdp.train_fsdp as script
+    from llm_demo.model import hf_names
 
-    def decoder_loss(lm, make=script.DecoderLoss):
-        record["model"] = make(lm)
+    def build(*args, make=script.build):
+        record["model"] = make(*args)
         return record["model"]
 
-    def clipped_step(optimizer, clip, loss_scale, step=script.clipped_step):
-        model = record["model"]
-        found = ((n, p.grad) for n, p in named(model) if p.grad is not None)
-        grads = {n: whole(grad) / loss_scale.scale.item() for n, grad in found}
-        poison(p.grad.to_local() for p in model.parameters() if p.grad is not None)
-        norm = step(optimizer, clip, loss_scale)
-        record["steps"].append({"norm": norm.item(), "grads": grads})
+    class Shards(script.Shards):
+        def take_grads(self):
+            record["grads"] = grads()
+            poison(p.grad.to_local() for p in record["model"].parameters())
+            super().take_grads()
+
+    def grads():
+        found = hf_names(record["model"]).items()
+        return {n: whole(p.grad) for n, p in found if p.grad is not None}
+
+    def clipped_step(optimizer, clip, loss_scale, *rest, step=script.clipped_step):
+        kept = record.pop("grads", None) or grads()
+        kept = {n: grad / loss_scale.scale.item() for n, grad in kept.items()}
+        norm = step(optimizer, clip, loss_scale, *rest)
+        record["steps"].append({"norm": norm.item(), "grads": kept})
         if "poison" in record["case"]:
             record["after_step"].append(params())
         return norm
 
     def params():
-        return {n: whole(p.detach()) for n, p in named(record["model"])}
-
-    def named(model):
-        return ((n.removeprefix("lm."), p) for n, p in model.named_parameters())
+        return {n: whole(p.detach()) for n, p in hf_names(record["model"]).items()}
 
     def whole(t):
         return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().cpu()
 
-    script.DecoderLoss, script.clipped_step = decoder_loss, clipped_step
+    script.build, script.Shards, script.clipped_step = build, Shards, clipped_step
     return script, params
 
 

@@ -283,8 +283,6 @@ def test_describe_example(tmp_path):
     packs = load(str(path))
     text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
     assert describe_example(packs, make_tokenizer()) == text
-    colored = text.replace("⟦", "\033[32m").replace("⟧", "\033[0m")
-    assert describe_example(packs, make_tokenizer(), color=True) == colored
 
 
 def test_heldout_beside(tmp_path):

@@ -1,0 +1,202 @@
+"""How long communication took: busy, exposed, waiting; a light way that stays on for the whole run.
+
+The Python entry points of torch.distributed are wrapped, and a pair of events is recorded on the
+stream that communicates: FSDP2's side streams, from autograd's threads too, or the compute stream,
+where a pipeline sends and receives. On a CPU the clock is read instead.
+
+    busy     union of the times in which an operation was under way, waiting for a peer included
+    exposed  the part of it in which the compute stream stood still: operations on that stream, and
+             its waits for other streams
+    wait     busy that was no transfer: each operation's time beyond the shortest of the same
+             operation over its ranks; a send and its receive are one operation, matched by order
+
+profiling.py measures the same from a profiler's trace.
+"""
+
+import contextlib
+import functools
+import time
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+COLLECTIVES = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
+    "reduce_scatter_tensor", "reduce_scatter_single", "send", "recv",
+)  # fmt: skip
+
+
+def union(intervals) -> float:
+    """Length covered by (start, end) pairs, overlaps counted once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class _Clock:
+    """An event for devices without streams."""
+
+    def record(self, _stream=None):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later) -> float:
+        return (later.at - self.at) * 1e3
+
+    def synchronize(self):
+        pass
+
+
+class CommTimer:
+    """Times of the operations since the last `take`; each step's are read when it has ended."""
+
+    def __init__(self, device: torch.device, rank: int, size: int):
+        self.device, self.rank, self.size = device, rank, size
+        self.cuda = device.type == "cuda"
+        self.spare, self.ops, self.waits, self.muted = [], [], [], size == 1
+        self.counts = Counter()
+        self.originals = {}
+
+    def event(self):
+        """A timing event (on a CPU: a clock), recorded now on the current stream."""
+        event = self.spare.pop() if self.spare else self._new()
+        event.record()
+        return event
+
+    def _new(self):
+        return torch.cuda.Event(enable_timing=True) if self.cuda else _Clock()
+
+    def install(self) -> None:
+        """Wrap torch.distributed from here on."""
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                self._patch(dist, name, functools.partial(self._timed, name))
+        self._patch(dist, "batch_isend_irecv", self._timed_batch)
+        if self.cuda:
+            self.compute = torch.cuda.current_stream().cuda_stream
+            self._patch(torch.cuda.Stream, "wait_event", self._timed_wait)
+
+    def remove(self) -> None:
+        for (where, name), original in self.originals.items():
+            setattr(where, name, original)
+        self.originals.clear()
+
+    @contextlib.contextmanager
+    def mute(self):
+        """Leave out what happens inside: the reading of the numbers themselves."""
+        muted, self.muted = self.muted, True
+        try:
+            yield
+        finally:
+            self.muted = muted
+
+    def _patch(self, where, name, wrapper):
+        original = self.originals[where, name] = getattr(where, name)
+
+        @functools.wraps(original)
+        def patched(*args, **kwargs):
+            return wrapper(original, args, kwargs)
+
+        setattr(where, name, patched)
+
+    def _timed(self, name, call, args, kwargs):
+        tensors = []
+        for value in (*args, *kwargs.values()):
+            tensors += value if isinstance(value, (list, tuple)) else [value]
+        tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+        other_device = any(t.device.type != self.device.type for t in tensors)
+        if self.muted or other_device or kwargs.get("async_op"):
+            return call(*args, **kwargs)
+        group = kwargs.get("group")
+        if name in ("send", "recv"):
+            peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
+            ends = (self.rank, peer) if name == "send" else (peer, self.rank)
+        else:
+            ends = (name, group.group_name if group is not None else "")
+        # the larger of what goes in and what comes out
+        size = max((t.numel() * t.element_size() for t in tensors), default=0)
+        start = self.event()
+        result = call(*args, **kwargs)
+        self._note(ends, name, size, start)
+        return result
+
+    def _timed_batch(self, call, args, kwargs):
+        ops = args[0]
+        if self.muted or any(op.tensor.device.type != self.device.type for op in ops):
+            return call(*args, **kwargs)
+        size = sum(op.tensor.numel() * op.tensor.element_size() for op in ops)
+        start = self.event()
+        works = call(*args, **kwargs)
+        return [_Waited(works, lambda: self._note(("batch", ""), "send+recv", size, start))]
+
+    def _timed_wait(self, call, args, kwargs):
+        stream = args[0]
+        if self.muted or stream.cuda_stream != self.compute:
+            return call(*args, **kwargs)
+        start, end = self.spare.pop() if self.spare else self._new(), self._new()
+        start.record(stream)
+        result = call(*args, **kwargs)
+        end.record(stream)
+        self.waits.append((start, end))
+        return result
+
+    def _note(self, ends, name, size, start):
+        on_compute = not self.cuda or torch.cuda.current_stream().cuda_stream == self.compute
+        key = (*ends, self.counts[ends])
+        self.counts[ends] += 1
+        self.ops.append((key, name, size, start, self.event(), on_compute))
+
+    def take(self):
+        """What was recorded since the last call, to be given to `read` when the step has ended."""
+        taken = self.ops, self.waits
+        self.ops, self.waits, self.counts = [], [], Counter()
+        return taken
+
+    def read(self, taken, origin) -> tuple[float, float, dict]:
+        """(busy ms, exposed ms, {operation: ms}) of what `take` gave. origin: an earlier event."""
+        ops, waits = taken
+
+        def interval(start, end):
+            at = origin.elapsed_time(start)
+            # AMD's drivers have given small negative times
+            return at, at + max(0.0, start.elapsed_time(end))
+
+        spans = [(key, on_compute, interval(s, e)) for key, _, _, s, e, on_compute in ops]
+        stalls = [interval(s, e) for s, e in waits]
+        stalls += [span for _, on_compute, span in spans if on_compute]
+        busy = union(span for _, _, span in spans)
+        durations = {key: end - start for key, _, (start, end) in spans}
+        self.spare += [event for op in ops for event in op[3:5]] if self.cuda else []
+        self.spare += [event for pair in waits for event in pair]
+        return busy, union(stalls), durations
+
+    def bytes_by_kind(self, taken) -> dict[str, tuple[int, int]]:
+        """{kind: (operations, bytes)} of what `take` gave."""
+        found = {}
+        for _, name, size, *_ in taken[0]:
+            n, total = found.get(name, (0, 0))
+            found[name] = n + 1, total + size
+        return found
+
+
+class _Waited:
+    """The works of a batch as one, whose wait is the end of the operation."""
+
+    def __init__(self, works, done):
+        self.works, self.done = works, done
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.done()
+
+
+def waiting(durations: dict, of_all_ranks: list[dict]) -> float:
+    """Of one rank's {operation: ms}: how much went beyond the fastest rank's time for the same."""
+    total = 0.0
+    for key, mine in durations.items():
+        same = [other[key] for other in of_all_ranks if key in other]
+        total += mine - min(same)
+    return total

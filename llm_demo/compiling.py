@@ -1,0 +1,55 @@
+"""torch.compile for units of blocks and for the loss: whether it works and pays here."""
+
+import sys
+
+import torch
+from torch import nn
+
+from llm_demo.device import Device, is_sm80
+from llm_demo.probe import probe_once
+
+
+def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=None):
+    """(whether to compile, the reason). asked: None leaves the choice to this.
+
+    probe() -> error or None is asked on a GPU before anything is compiled in earnest: without a C
+    compiler, say, Triton fails only in the first step."""
+    probe = probe or (lambda: probe_once("llm_demo.compiling"))
+    if asked is False:
+        return False, "as asked"
+    if asked is None:
+        if device.type == "cpu":
+            return False, "compiling takes longer than it saves on a CPU"
+        if not is_sm80(device):
+            return False, f"not measured on {device.arch}; --compile tries it"
+        if attn_impl.startswith("bucketed") or attn_impl == "math":
+            return False, f"attention {attn_impl} changes its shapes with the data"
+    if device.type == "cuda" and (problem := probe()):
+        return False, f"torch.compile does not work here: {problem}"
+    return True, "as asked" if asked else "fewer and larger kernels"
+
+
+def compile_forward(module: nn.Module) -> None:
+    """Compile a module's forward, not its hooks: those of FSDP stay outside, in their order.
+
+    Modules of the same structure share the compiled code, so 28 blocks cost one compilation."""
+    # one entry for each size of unit, with and without gradients, in train and eval mode
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    module.forward = torch.compile(module.forward)
+
+
+def _selftest() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("no GPU")
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)).cuda()
+    x = torch.randn(128, 64, device="cuda")
+    expected = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
+    found = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
+    for a, b in zip(found, expected, strict=True):
+        if not (a - b).norm() < 1e-3 * b.norm():
+            sys.exit("compiled and plain gradients differ")
+
+
+if __name__ == "__main__":
+    _selftest()

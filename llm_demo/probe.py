@@ -1,0 +1,45 @@
+"""Ask once, in a fresh process, whether something works on this machine; the answer is kept on disk.
+
+In a process of its own because a GPU kernel that fails does so later, elsewhere, and for good: all
+checks can pass and the launch still poison every call after it."""
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from llm_demo.device import this_device
+
+
+def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
+    """What `python -m module args` said last when it failed; None if it ended well.
+
+    Cached by module, arguments, device, PyTorch and `versions`, in $LLM_DEMO_CACHE or
+    ~/.cache/llm_demo."""
+    device = this_device()
+    key = json.dumps([module, args, device.name, device.arch, torch.__version__, versions])
+    folder = Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
+    file = folder / "probes" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    if file.exists():
+        return file.read_text() or None
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
+    command = [sys.executable, "-m", module, *map(str, args)]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+    except subprocess.TimeoutExpired:
+        return "did not answer within 180 s"  # not cached: a busy machine is no verdict
+    problem = None
+    if done.returncode:
+        problem = ((done.stderr or done.stdout).strip().splitlines() or ["died silently"])[-1]
+    with contextlib.suppress(OSError):  # a read-only cache: ask again next time
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(f".{os.getpid()}")
+        part.write_text(problem or "")
+        part.replace(file)
+    return problem
