@@ -90,6 +90,9 @@ class RunArgs:
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
+    profile_steps: str = flag(
+        "", '"a:b": profile these steps (from 1): a Chrome trace per rank and profile.txt'
+    )
     peak_tflops: float | None = flag(
         None, "of one GPU in the run's dtype, for MFU; default: llm_demo/device.py's table"
     )

@@ -23,6 +23,7 @@ from llm_demo.comm import CommTimer, waiting
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
+from llm_demo.profiling import StepProfiler, parse_steps
 
 WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels and caches warm up
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
@@ -66,6 +67,7 @@ class Run:
         self.records, self.evals, self.pending = [], [], None
         self.comm = CommTimer(world.device, world.rank, world.size)
         self.gather = Gather(world)
+        self.profiler = self.profile = None
         self.tokens = self.label_tokens = 0
 
     def say(self, text: str) -> None:
@@ -129,7 +131,25 @@ class Run:
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         self.comm.install()
+        if steps := parse_steps(self.args.profile_steps):
+            self.profiler = StepProfiler(steps, self.world)
+        self.profile_from(1)
         self.restart_clock()
+
+    def profile_from(self, step: int) -> None:
+        """Start or stop the profiler where `step` is the next; the clock starts anew after it."""
+        if not self.profiler:
+            return
+        if step == self.profiler.first:
+            self.flush()
+            self.profiler.start()
+            self.restart_clock()
+        if step == self.profiler.last + 1:
+            self.flush()
+            with self.comm.mute():
+                self.profile = self.profiler.stop(self.folder)
+            self.say(f"profile: {self.folder}/profile.txt")
+            self.restart_clock()
 
     def restart_clock(self) -> None:
         """Leave what happened since the last logged step (an evaluation, say) out of step times."""
@@ -150,7 +170,10 @@ class Run:
         i = self.interval
         i.steps, i.tokens = i.steps + 1, i.tokens + tokens
         i.label_tokens, i.slots = i.label_tokens + label_tokens, i.slots + slots
-        if step % self.args.log_every and step != self.max_steps:
+        logged = step % self.args.log_every == 0 or step == self.max_steps
+        if self.profiler:
+            logged |= step + 1 == self.profiler.first or step == self.profiler.last
+        if not logged:
             return
         if isinstance(grad_norm, torch.Tensor):
             grad_norm = grad_norm.float().to("cpu", non_blocking=True)
@@ -166,6 +189,7 @@ class Run:
             self._log_step(*previous)
         if step == self.max_steps:
             self.flush()
+        self.profile_from(step + 1)
 
     def flush(self) -> None:
         """Write the step that is still to be written."""
@@ -268,6 +292,7 @@ class Run:
             "median_label_toks_per_s": median("perf/label_toks_per_s"),
             "mfu": median("perf/mfu") if self.peak else None,
             "peak_tflops": self.peak,
+            "profile": self.profile,
             "median_toks_per_s": median("perf/toks_per_s"),
             "median_slots_per_s": median("perf/slots_per_s"),
             "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],

@@ -1,0 +1,159 @@
+"""A profiler's trace of a few steps: the ground truth for communication, and a page to read.
+
+Communication is known by its kernels' names, not by streams: on AMD their numbers have been wrong.
+On a CPU gloo's operations take the kernels' place."""
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.comm import union, waiting
+from llm_demo.dist import World
+from llm_demo.errors import UserError
+
+COMMUNICATES = re.compile(r"nccl|rccl|^gloo:", re.I)
+# one RCCL kernel serves all collectives: which one it was stands in the event's arguments
+KIND = re.compile(
+    r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all)",
+    re.I,
+)
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
+
+
+def parse_steps(text: str) -> tuple[int, int] | None:
+    """"a:b" -> (a, b), steps from 1, both included; "" -> None. UserError for anything else."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f'--profile_steps {text}: two steps such as "5:7", the first from 1')
+    return int(found[1]), int(found[2])
+
+
+class StepProfiler:
+    """Profiles steps a to b of a run; every rank calls."""
+
+    def __init__(self, steps: tuple[int, int], world: World):
+        self.first, self.last, self.world = *steps, world
+        self.profile = None
+
+    def wait_for_device(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def start(self) -> None:
+        self.wait_for_device()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.profile = torch.profiler.profile(activities=activities, acc_events=True)
+        self.profile.start()
+
+    def stop(self, folder: Path) -> dict:
+        """Leave trace_rank*.json.gz and profile.txt in `folder`; returns the figures, all ranks'."""
+        self.wait_for_device()
+        self.profile.stop()
+        path = folder / f"trace_rank{self.world.rank}.json"
+        self.profile.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+        with gzip.open(f"{path}.gz", "wt", compresslevel=3) as f:
+            json.dump(trace, f)
+        path.unlink()
+        self.profile = None
+        n = self.last - self.first + 1
+        ranks = [None] * self.world.size
+        dist.all_gather_object(ranks, analyse(trace, n))
+        figures = together(ranks)
+        if self.world.rank == 0:
+            title = f"steps {self.first} to {self.last}, figures of one step"
+            (folder / "profile.txt").write_text(page(title, figures))
+        return figures
+
+
+def analyse(trace: dict, steps: int) -> dict:
+    """One rank's trace of so many steps -> ms of one step: total, compute, comm, exposed, idle; the
+    operations {key: ms} of all steps; kernels {name: (ms, count)}; kinds {kind: (count, bytes)}."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    work = [e for e in events if e.get("cat") in DEVICE_WORK]
+    on_cpu = not work
+    if on_cpu:
+        work = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+        work = [e for e in work if not e["name"].startswith(("record_param_comms", "c10d::"))]
+    comm = [e for e in work if COMMUNICATES.search(e["name"])]
+    rest = [e for e in work if not COMMUNICATES.search(e["name"])]
+    begin = min((e["ts"] for e in work), default=0)
+    end = max((e["ts"] + e["dur"] for e in work), default=0)
+
+    def covered(chosen):
+        return union((e["ts"], e["ts"] + e["dur"]) for e in chosen)
+
+    both, busy = covered(work), covered(comm)
+    if on_cpu:  # an operation blocks: nothing else goes on
+        compute = both - busy
+    else:
+        compute = covered(rest)
+    kernels, kinds, operations, counts = {}, {}, {}, defaultdict(int)
+    for e in rest:
+        ms, n = kernels.get(e["name"], (0.0, 0))
+        kernels[e["name"]] = ms + e["dur"] / 1e3 / steps, n + 1
+    for e in sorted(comm, key=lambda e: e["ts"]):
+        args = e.get("args", {})
+        found = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
+        kind = found[0].lower().replace("_", "") if found else "other"
+        kind = "sendrecv" if kind in ("send", "recv") else kind
+        size = SIZES.get(args.get("dtype"), 0)
+        size *= max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
+        ms, n, total = kinds.get(kind, (0.0, 0, 0))
+        kinds[kind] = ms + e["dur"] / 1e3 / steps, n + 1, total + size
+        group = str(args.get("Process Group Name", ""))
+        operations[kind, group, counts[kind, group]] = e["dur"] / 1e3
+        counts[kind, group] += 1
+    per_step = 1e3 * steps
+    return {
+        "total": (end - begin) / per_step,
+        "compute": compute / per_step,
+        "comm": busy / per_step,
+        "exposed": (both - compute) / per_step,
+        "idle": (end - begin - both) / per_step,
+        "operations": operations,
+        "kernels": kernels,
+        "kinds": {k: (ms, n / steps, size / steps) for k, (ms, n, size) in kinds.items()},
+        "steps": steps,
+    }
+
+
+def together(ranks: list[dict]) -> dict:
+    """The ranks' figures side by side, with what each waited for the others (ms of one step)."""
+    operations = [rank.pop("operations") for rank in ranks]
+    for rank, mine in zip(ranks, operations, strict=True):
+        rank["wait"] = waiting(mine, operations) / rank["steps"]
+    return {"ranks": ranks}
+
+
+def page(title: str, figures: dict, top: int = 25) -> str:
+    """One page of text: where the time of a step goes."""
+    lines = [title, "", "rank      total    compute  exposed comm   idle |  comm busy  waiting (ms)"]
+    for r, rank in enumerate(figures["ranks"]):
+        total = rank["total"]
+        cells = " ".join(
+            f"{rank[k]:8.2f} ({rank[k] / total:4.0%})" for k in ("compute", "exposed", "idle")
+        )
+        lines.append(
+            f"{r:4d} {total:10.2f} {cells} | {rank['comm']:9.2f} {rank['wait']:8.2f}"
+        )
+    lines += ["", "communication of rank 0: ms and number of operations a step, MB, GB/s"]
+    for kind, (ms, n, size) in sorted(figures["ranks"][0]["kinds"].items()):
+        rate = f"{size / ms / 1e6:8.1f}" if size else "     n/a"
+        lines.append(f"  {kind:14s} {ms:8.2f} {n:6.1f} {size / 1e6:9.1f} {rate}")
+    lines += ["", "(GB/s: bytes over the operations' time, waiting for the peer included)", ""]
+    kernels = figures["ranks"][0]["kernels"]
+    lines.append(f"rank 0's largest of {len(kernels)} kernels: ms and calls a step")
+    for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:top]:
+        lines.append(f"  {ms:8.3f} {n / figures['ranks'][0]['steps']:7.1f}  {name[:110]}")
+    return "\n".join(lines) + "\n"
