@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from llm_demo.data import IGNORE_INDEX
 
-CHUNK = 4096  # rows. Small chunks starve the matrix units: 64 rows cost a multiple of the time
+import os
+CHUNK = int(os.environ.get("X_CHUNK","4096"))  # rows. Small chunks starve the matrix units: 64 rows cost a multiple of the time
 
 
 def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

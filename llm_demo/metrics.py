@@ -198,14 +198,17 @@ class Run:
             self._log_step(*previous)
 
     def _log_step(self, step, i, totals, numbers, lr, memory, comm, data_s, since, ended) -> None:
+        host_idle = time.perf_counter()
         ended.synchronize()
+        host_idle = (time.perf_counter() - host_idle) * 1e3
         seconds = since.elapsed_time(ended) / 1e3 / i.steps
         busy, exposed, operations = self.comm.read(comm, since)
         loss, grad_norm = map(float, numbers)
         with self.comm.mute():
             mine = [loss, memory, busy / i.steps, exposed / i.steps, data_s * 1e3 / i.steps]
+            mine.append(host_idle)
             ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
-        share, memory, busy, exposed, data_ms = ([row[k] for row in ranks] for k in range(5))
+        share, memory, busy, exposed, data_ms, idle = map(list, zip(*ranks, strict=True))
         loss = math.fsum(share)
         per_s = i.tokens / i.steps / seconds
         flops = self.flops * i.slots / i.steps / seconds / self.world.size
@@ -220,6 +223,7 @@ class Run:
             "perf/comm_exposed_ms": [round(x, 3) for x in exposed],
             "perf/comm_wait_ms": [round(x / i.steps, 3) for x in wait],
             "perf/data_ms": round(max(data_ms), 3),
+            "perf/host_idle_ms": [round(x, 3) for x in idle],
             "perf/toks_per_s": per_s,
             "perf/label_toks_per_s": i.label_tokens / i.steps / seconds,
             "perf/slots_per_s": i.slots / i.steps / seconds,

@@ -100,15 +100,21 @@ def global_norm(grads: list[torch.Tensor], sharded_over=None) -> torch.Tensor:
 
 @torch.no_grad()
 def clipped_step(
-    optimizer: torch.optim.AdamW, max_grad_norm: float, loss_scale: LossScale, sharded_over=None
+    optimizer: torch.optim.AdamW,
+    max_grad_norm: float,
+    loss_scale: LossScale,
+    sharded_over=None,
+    norm_of: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip where that norm is not finite; returns the norm.
+
+    sharded_over: as in global_norm. norm_of: gradients to take it of, if not of all of them.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) is over all parameters of all
     ranks, sharded or not, a tied one counted once; so every rank takes or skips the step alike.
     Nothing waits for the device: scale, clip factor and skip reach the fused AdamW as tensors."""
     grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    norm = global_norm(grads, sharded_over) / loss_scale.scale
+    norm = global_norm(norm_of or grads, sharded_over) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from llm_demo.errors import UserError
+from llm_demo.optim import LossScale, clipped_step
 
 OLDEST = "0.19.3"
 
@@ -183,7 +184,29 @@ def make_engine(module: Pipeline, optimizer: torch.optim.Optimizer, config: dict
         optimizer = engine.optimizer
         _need(vars(type(optimizer)), "_update_hp_grad")
         optimizer._update_hp_grad = functools.partial(_add_to_fp32_grad, optimizer)
+        one = LossScale(torch.bfloat16, engine.device)
+        stages = engine.grid.get_pipe_parallel_group()
+        optimizer.step = functools.partial(_bf16_step, optimizer, one, stages)
     return engine
+
+
+@torch.no_grad()
+def _bf16_step(optimizer, loss_scale: LossScale, stages) -> None:
+    """Clip and step without a wait for the device: DeepSpeed's own reads the norm on the host, and
+    then launches a kernel for each parameter while the device has nothing else to do."""
+    pairs = zip(
+        optimizer.fp32_groups_flat_partition,
+        optimizer.fp32_groups_gradient_flat_partition,
+        strict=True,
+    )
+    for master, grad in pairs:
+        master.grad = grad
+    norm_of, _ = optimizer.get_grads_for_norm()  # a tied weight's on its first stage only
+    optimizer._global_grad_norm = clipped_step(
+        optimizer.optimizer, optimizer.clip_grad, loss_scale, stages, norm_of
+    )
+    optimizer._lazy_init_hp_params_optimizer_state()
+    optimizer.update_lp_params()  # the engine empties the gradients
 
 
 @torch.no_grad()
