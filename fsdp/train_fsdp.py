@@ -149,7 +149,7 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
         units.append(Blocks(blocks, args.use_activation_checkpointing))
         i += size
         if plan.compile:
-            compile_forward(units[-1])
+            compile_forward(units[-1], args.activation_memory_budget)
         if wrap:
             wrap(units[-1], plan, args)
     for name in ("model.embed_tokens", "model.norm", "model.rotary_emb"):

@@ -27,7 +27,8 @@ class ModelArgs:
     tokenizer_name_or_path: str | None = flag(None, "folder or hub id; default: the model's own")
     attn_impl: str = flag(
         "auto",
-        "auto | sdpa (one document a row) | varlen | flash_attn | bucketed | bucketed_math (no fused kernel) | math: "
+        "auto | sdpa (one document a row) | varlen | flash_attn | bucketed | bucketed_math (no "
+        "fused kernel) | math: "
         "attention over packed documents; auto takes the fastest that runs here and says why",
     )
     use_activation_checkpointing: bool = flag(
@@ -36,6 +37,10 @@ class ModelArgs:
     compile: bool | None = flag(
         None, "torch.compile blocks and loss; default: where it pays and works, which is printed"
     )
+    activation_memory_budget: float = flag(
+        1.0, "where blocks are compiled: the share of activations to keep, 0 to 1; the cheapest of "
+        "the rest are computed again in the backward"
+    )  # fmt: skip
     blocks_per_unit: int = flag(
         0, "decoder blocks compiled and sharded as one unit; 0: about 64M parameters, 4 at most"
     )
@@ -90,6 +95,7 @@ class RunArgs:
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
+    comm_timer: bool = flag(True, "time communication in every step; off: comm columns are 0")
     profile_steps: str = flag(
         "", '"a:b": profile these steps (from 1): a Chrome trace per rank and profile.txt'
     )
@@ -129,16 +135,46 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None) -> 
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     check(args)
+    parsed.clear()
+    parsed.update(vars(args))
     return args
+
+
+parsed = {}  # the flags of this run, for the one who ends it
+
+
+def less_memory() -> str:
+    """What to change after running out of GPU memory, with the present values, best first."""
+    now = parsed.get
+    ways = [
+        ("micro_batch_size", now("micro_batch_size", 1) > 1, "halve it, double grad_accum_steps"),
+        ("use_activation_checkpointing", not now("use_activation_checkpointing"), "true"),
+        ("reshard_after_forward", now("reshard_after_forward") is False, "true"),
+        ("seq_len", True, "shorter rows"),
+        ("dtype", now("dtype") == "fp32", "bf16"),
+    ]
+    lines = [f"--{name} (now {now(name)}): {how}" for name, applies, how in ways if applies]
+    return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 
 def check(args: argparse.Namespace) -> None:
     for name in ("micro_batch_size", "grad_accum_steps", "log_every"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
+    if not 0 <= args.activation_memory_budget <= 1:
+        raise UserError(
+            f"--activation_memory_budget {args.activation_memory_budget}: a share, from 0 to 1"
+        )
     if args.peak_tflops is not None and not args.peak_tflops > 0:
         raise UserError(f"--peak_tflops {args.peak_tflops}: must be positive")
-    not_negative = ("blocks_per_unit", "max_steps", "warmup_steps", "eval_every", "weight_decay", "max_grad_norm")
+    not_negative = (
+        "blocks_per_unit",
+        "max_steps",
+        "warmup_steps",
+        "eval_every",
+        "weight_decay",
+        "max_grad_norm",
+    )
     for name in (*not_negative, "seed", "sample_tokens"):
         if getattr(args, name) < 0:
             raise UserError(f"--{name} {getattr(args, name)}: must not be negative")

@@ -134,9 +134,7 @@ FASTEST_FIRST = [
 def _sdpa(q, k, v, documents: Documents, scaling: float):
     gqa = q.shape[1] != k.shape[1]
     with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa
-        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
@@ -213,7 +211,9 @@ def _flash_attn(q, k, v, documents, scaling):
     return out.unflatten(0, (B, S))
 
 
-BACKENDS = dict(zip(IMPLS, (_sdpa, _varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True))
+BACKENDS = dict(
+    zip(IMPLS, (_sdpa, _varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True)
+)
 
 
 def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
@@ -274,8 +274,8 @@ def choose(
 ) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each one rejected.
 
-    heads: (query heads, key-value heads, head size); single: as in why_not. probe(impl, dtype, heads) -> error or None is
-    asked for each candidate on a GPU. Raises UserError where a backend asked for can't run."""
+    heads: (query heads, key-value heads, head size); single: as in why_not.
+    probe(impl, dtype, heads) -> error or None is asked for each candidate on a GPU. Raises UserError where a backend asked for can't run."""
     if asked != "auto" and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
     probe = probe or probe_backend

@@ -117,9 +117,11 @@ class CommTimer:
             ends = (name, group.group_name if group is not None else "")
         # the larger of what goes in and what comes out
         size = max((t.numel() * t.element_size() for t in tensors), default=0)
-        start = self.event()
+        start, called = self.event(), time.perf_counter()
         result = call(*args, **kwargs)
-        self._note(ends, name, size, start)
+        # Where the stream was idle it has passed the event long before the operation is launched.
+        late = (time.perf_counter() - called) * 1e3 if self.cuda and start.query() else 0.0
+        self._note(ends, name, size, start, late)
         return result
 
     def _timed_batch(self, call, args, kwargs):
@@ -142,11 +144,11 @@ class CommTimer:
         self.waits.append((start, end))
         return result
 
-    def _note(self, ends, name, size, start):
+    def _note(self, ends, name, size, start, late=0.0):
         on_compute = not self.cuda or torch.cuda.current_stream().cuda_stream == self.compute
         key = (*ends, self.counts[ends])
         self.counts[ends] += 1
-        self.ops.append((key, name, size, start, self.event(), on_compute))
+        self.ops.append((key, name, size, start, self.event(), on_compute, late))
 
     def take(self):
         """What was recorded since the last call, to be given to `read` when the step has ended."""
@@ -158,12 +160,12 @@ class CommTimer:
         """(busy ms, exposed ms, {operation: ms}) of what `take` gave. origin: an earlier event."""
         ops, waits = taken
 
-        def interval(start, end):
-            at = origin.elapsed_time(start)
+        def interval(start, end, late=0.0):
+            at = origin.elapsed_time(start) + late
             # AMD's drivers have given small negative times
-            return at, at + max(0.0, start.elapsed_time(end))
+            return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        spans = [(key, on_compute, interval(s, e)) for key, _, _, s, e, on_compute in ops]
+        spans = [(key, here, interval(s, e, late)) for key, _, _, s, e, here, late in ops]
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in spans if on_compute]
         busy = union(span for _, _, span in spans)

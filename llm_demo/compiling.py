@@ -1,10 +1,8 @@
 """torch.compile for units of blocks and for the loss: whether it works and pays here."""
 
-import operator
 import sys
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from llm_demo.device import Device, is_sm80
@@ -31,40 +29,15 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
     return True, "as asked" if asked else "fewer and larger kernels"
 
 
-def compile_forward(module: nn.Module) -> None:
+def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     """Compile a module's forward, not its hooks: those of FSDP stay outside, in their order.
 
-    Modules of the same structure share the compiled code, so 28 blocks cost one compilation."""
+    Modules of the same structure share the compiled code, so 28 blocks cost one compilation.
+    memory_budget: see --activation_memory_budget."""
     # one entry for each size of unit, with and without gradients, in train and eval mode
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
-    import os
-    torch._functorch.config.activation_memory_budget = float(os.environ.get("X_BUDGET", "1"))
-    options = {"pre_grad_custom_pass": merge_linears} if os.environ.get("X_MERGE") else None
-    module.forward = torch.compile(module.forward, options=options)
-
-
-def merge_linears(graph: torch.fx.Graph) -> None:
-    """One product for the linear layers of one input (q, k, v; gate, up): larger matrices, and in
-    the backward one product over a longer sum instead of several and their addition."""
-    of_input = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in (F.linear, torch._C._nn.linear):
-            args = [*node.args, *node.kwargs.values()]
-            if len(args) == 2 or args[2] is None:
-                of_input.setdefault(args[0], []).append((node, args[1]))
-    for x, linears in of_input.items():
-        if len(linears) < 2:
-            continue
-        first = linears[0][0]
-        sizes = [weight.meta["example_value"].shape[0] for _, weight in linears]
-        with graph.inserting_before(first):
-            weight = graph.call_function(torch.cat, ([weight for _, weight in linears],))
-            out = graph.call_function(F.linear, (x, weight))
-            parts = graph.call_function(torch.split, (out, sizes, -1))
-            for i, (node, _) in enumerate(linears):
-                node.replace_all_uses_with(graph.call_function(operator.getitem, (parts, i)))
-        for node, _ in linears:
-            graph.erase_node(node)
+    torch._functorch.config.activation_memory_budget = memory_budget
+    module.forward = torch.compile(module.forward)
 
 
 def _selftest() -> None:

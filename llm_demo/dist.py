@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llm_demo.args import less_memory
 from llm_demo.errors import UserError
 
 
@@ -101,6 +102,14 @@ def run(main: Callable[[], None]) -> None:
         print(f"error: {e}", file=sys.stderr)
     except KeyboardInterrupt:
         code = 130
+    except torch.OutOfMemoryError as e:
+        code = 1
+        rank = os.environ.get("RANK", "0")
+        print(
+            f"error: rank {rank} is out of GPU memory ({str(e).split('. ')[0]}); what helps, in "
+            f"this order: {less_memory()}",
+            file=sys.stderr,
+        )
     except Exception as e:
         code = 1
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):

@@ -182,7 +182,7 @@ def deepspeed(node: Node, command: list[str]) -> int:
     # DeepSpeed's own takes one process after another, and waits 30 s for each.
     launch.terminate_process_tree = lambda _pid: ranks.stop()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
-    devices = (visible.split(",") if visible and gpus else range(node.processes))
+    devices = visible.split(",") if visible and gpus else range(node.processes)
     devices = list(devices)[: node.processes]
     world = {f"node{i}": devices for i in range(node.nodes)}  # the names are only labels
     sys.argv = [

@@ -10,8 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from llm_demo.data import IGNORE_INDEX
 
-import os
-CHUNK = int(os.environ.get("X_CHUNK","4096"))  # rows. Small chunks starve the matrix units: 64 rows cost a multiple of the time
+CHUNK = 4096  # rows. Small ones starve the matrix units: 64 rows cost a multiple of the time
 
 
 def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,36 +78,42 @@ def _fp32_products(device_type: str) -> bool:
     return True
 
 
-def _add_product(total, p, h) -> None:
-    """total [V, d] += p.T @ h, in place."""
-    if total.dtype != h.dtype and _fp32_products(h.device.type):
-        torch.addmm(total, p.T, h, out_dtype=total.dtype, out=total)
-    elif total.dtype == h.dtype:
-        total.addmm_(p.T, h)
-    else:
-        total += p.T @ h
+def _add_product(total, p, h):
+    """total [V, d] + p.T @ h in fp32, in place; total is None at first."""
+    if h.dtype == torch.float32:
+        return p.T @ h if total is None else total.addmm_(p.T, h)
+    if not _fp32_products(h.device.type):
+        product = p.T @ h
+        return product.float() if total is None else total.add_(product)
+    if total is None:
+        return torch.mm(p.T, h, out_dtype=torch.float32)
+    return torch.addmm(total, p.T, h, out_dtype=torch.float32, out=total)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, needs_grad, piece):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        # A sum over chunks in bf16 would round once a chunk.
-        grad_w = torch.zeros_like(weight, dtype=torch.float32) if needs_grad else None
+        grad_w = None  # a sum over chunks in bf16 would round once a chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
-        for start in range(0, len(hidden), CHUNK):
-            part = slice(start, start + CHUNK)
+        chunks = -(-len(hidden) // CHUNK)
+        size = -(-len(hidden) // max(1, chunks))  # of like size: a short rest is slow
+        for start in range(0, len(hidden), max(1, size)):
+            part = slice(start, start + size)
             loss, p = piece(hidden[part], weight, targets[part])
             total += loss
             if needs_grad:
                 torch.mm(p, weight, out=grad_h[part])
-                _add_product(grad_w, p, hidden[part])
+                grad_w = _add_product(grad_w, p, hidden[part])
         if needs_grad:
-            ctx.save_for_backward(grad_h, grad_w.to(weight.dtype))
+            if grad_w is None:  # nothing to learn in this micro-batch
+                grad_w = torch.zeros_like(weight, dtype=torch.float32)
+            ctx.save_for_backward(grad_h, grad_w)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w = ctx.saved_tensors
-        return grad_h * grad.to(grad_h.dtype), grad_w * grad.to(grad_w.dtype), None, None, None
+        weight = torch.mul(grad_w, grad, out=torch.empty_like(grad_w, dtype=grad_h.dtype))
+        return grad_h * grad.to(grad_h.dtype), weight, None, None, None

@@ -130,7 +130,8 @@ class Run:
         self.started = time.perf_counter()
         if self.world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self.comm.install()
+        if self.args.comm_timer:
+            self.comm.install()
         if steps := parse_steps(self.args.profile_steps):
             self.profiler = StepProfiler(steps, self.world)
         self.profile_from(1)
@@ -198,17 +199,14 @@ class Run:
             self._log_step(*previous)
 
     def _log_step(self, step, i, totals, numbers, lr, memory, comm, data_s, since, ended) -> None:
-        host_idle = time.perf_counter()
         ended.synchronize()
-        host_idle = (time.perf_counter() - host_idle) * 1e3
         seconds = since.elapsed_time(ended) / 1e3 / i.steps
         busy, exposed, operations = self.comm.read(comm, since)
         loss, grad_norm = map(float, numbers)
         with self.comm.mute():
             mine = [loss, memory, busy / i.steps, exposed / i.steps, data_s * 1e3 / i.steps]
-            mine.append(host_idle)
             ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
-        share, memory, busy, exposed, data_ms, idle = map(list, zip(*ranks, strict=True))
+        share, memory, busy, exposed, data_ms = map(list, zip(*ranks, strict=True))
         loss = math.fsum(share)
         per_s = i.tokens / i.steps / seconds
         flops = self.flops * i.slots / i.steps / seconds / self.world.size
@@ -223,7 +221,6 @@ class Run:
             "perf/comm_exposed_ms": [round(x, 3) for x in exposed],
             "perf/comm_wait_ms": [round(x / i.steps, 3) for x in wait],
             "perf/data_ms": round(max(data_ms), 3),
-            "perf/host_idle_ms": [round(x, 3) for x in idle],
             "perf/toks_per_s": per_s,
             "perf/label_toks_per_s": i.label_tokens / i.steps / seconds,
             "perf/slots_per_s": i.slots / i.steps / seconds,
@@ -268,7 +265,9 @@ class Run:
             return statistics.median(r[key] for r in steady)
 
         def of_ranks(key):
-            return [round(statistics.median(x), 3) for x in zip(*(r[key] for r in steady))]
+            return [
+                round(statistics.median(x), 3) for x in zip(*(r[key] for r in steady), strict=True)
+            ]
 
         row = (
             a.micro_batch_size, a.grad_accum_steps, "T" if a.use_activation_checkpointing else "F",
@@ -305,7 +304,9 @@ class Run:
         _write_json(self.folder / "summary.json", _finite(summary))
         self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         self.say(f"| {' | '.join(map(str, row))} |")
-        self.say("(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)")
+        self.say(
+            "(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)"
+        )
         self.say(f"run: {self.folder}")
         self.log_file.close()
 
@@ -339,7 +340,9 @@ class Gather:
             dist.all_gather_object(self.all_keys, self.keys)
         longest = max(map(len, self.all_keys))
         rows = self.floats([*operations.values(), *[0.0] * (longest - len(operations))])
-        ranks = [dict(zip(k, row)) for k, row in zip(self.all_keys, rows, strict=True)]
+        ranks = [
+            dict(zip(k, row, strict=False)) for k, row in zip(self.all_keys, rows, strict=True)
+        ]
         return [waiting(rank, ranks) for rank in ranks]
 
 

@@ -105,6 +105,8 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
 
     compiled, why = from_rank0(world, lambda: choose_compile(args.compile, device, attn_impl))
     run.say(f"compile: {'yes' if compiled else 'no'} ({why})")
+    if args.activation_memory_budget < 1 and not compiled:
+        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
 
     global_batch = args.micro_batch_size * args.grad_accum_steps * replicas
     run.say(

@@ -1,4 +1,4 @@
-"""Ask once, in a fresh process, whether something works on this machine; the answer is kept on disk.
+"""Ask once, in a fresh process, whether something works here; the answer is kept on disk.
 
 In a process of its own because a GPU kernel that fails does so later, elsewhere, and for good: all
 checks can pass and the launch still poison every call after it."""

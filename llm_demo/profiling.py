@@ -27,7 +27,7 @@ SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4,
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:
-    """"a:b" -> (a, b), steps from 1, both included; "" -> None. UserError for anything else."""
+    """ "a:b" -> (a, b), steps from 1, both included; "" -> None. UserError for anything else."""
     if not text:
         return None
     found = re.fullmatch(r"(\d+):(\d+)", text)
@@ -56,7 +56,7 @@ class StepProfiler:
         self.profile.start()
 
     def stop(self, folder: Path) -> dict:
-        """Leave trace_rank*.json.gz and profile.txt in `folder`; returns the figures, all ranks'."""
+        """Leave trace_rank*.json.gz and profile.txt in `folder`; returns all ranks' figures."""
         self.wait_for_device()
         self.profile.stop()
         path = folder / f"trace_rank{self.world.rank}.json"
@@ -138,15 +138,17 @@ def together(ranks: list[dict]) -> dict:
 
 def page(title: str, figures: dict, top: int = 25) -> str:
     """One page of text: where the time of a step goes."""
-    lines = [title, "", "rank      total    compute  exposed comm   idle |  comm busy  waiting (ms)"]
+    lines = [
+        title,
+        "",
+        "rank      total    compute  exposed comm   idle |  comm busy  waiting (ms)",
+    ]
     for r, rank in enumerate(figures["ranks"]):
         total = rank["total"]
         cells = " ".join(
             f"{rank[k]:8.2f} ({rank[k] / total:4.0%})" for k in ("compute", "exposed", "idle")
         )
-        lines.append(
-            f"{r:4d} {total:10.2f} {cells} | {rank['comm']:9.2f} {rank['wait']:8.2f}"
-        )
+        lines.append(f"{r:4d} {total:10.2f} {cells} | {rank['comm']:9.2f} {rank['wait']:8.2f}")
     lines += ["", "communication of rank 0: ms and number of operations a step, MB, GB/s"]
     for kind, (ms, n, size) in sorted(figures["ranks"][0]["kinds"].items()):
         rate = f"{size / ms / 1e6:8.1f}" if size else "     n/a"

@@ -192,7 +192,7 @@ def to_record(row: dict, layout: Layout, where: str) -> Record:
 
 
 def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
-    """Ids of a document that is tokenised already; labels: the same ids, or -100 where not learnt."""
+    """Ids of a tokenised document; labels: the same ids, or -100 where not learnt."""
     for name, value in (("input_ids", ids), ("labels", ids if labels is None else labels)):
         if not (isinstance(value, list) and all(type(i) is int for i in value)):
             raise UserError(f"{where}: {name!r} must be a list of whole numbers")

@@ -49,14 +49,15 @@ class Embedding(nn.Module):
 
 
 class Unit(nn.Module):
-    """`size` decoder blocks from block `at` on. leads: no other of this stage comes before it."""
+    """`size` decoder blocks from block `at` on. leads: no other of this stage comes before it;
+    budget: of activation memory, where they are compiled."""
 
-    def __init__(self, make, at, size, layout, leads, checkpointing, compiled):
+    def __init__(self, make, at, size, layout, leads, checkpointing, budget):
         super().__init__()
         self.layout, self.leads = layout, leads
         self.blocks = Blocks([make(f"model.layers.{at + k}") for k in range(size)], checkpointing)
-        if compiled:
-            compile_forward(self.blocks)
+        if budget is not None:
+            compile_forward(self.blocks, budget)
 
     def forward(self, hidden):
         layout = self.layout.advance(hidden) if self.leads else self.layout.made
@@ -93,16 +94,15 @@ def layer_specs(lm, plan, args, counts: list[int], device: torch.device):
 
     Tied embeddings are one TiedLayerSpec at both ends: both stages keep a copy, whose gradients
     DeepSpeed sums before the step."""
-    make = functools.partial(
-        materialise, lm, weights=plan.weights, seed=args.seed, device=device
-    )
+    make = functools.partial(materialise, lm, weights=plan.weights, seed=args.seed, device=device)
     rotary, config = lm.model.rotary_emb, lm.config
     layouts = [Layout(rotary, plan.attn_impl, device) for _ in counts]
     layers, bounds, at = [], [0], 0
     for layout, count in zip(layouts, counts, strict=True):
         sizes = unit_sizes(config, count, args.blocks_per_unit)
         for k, size in enumerate(sizes):
-            how = (layout, k == 0, args.use_activation_checkpointing, plan.compile)
+            budget = args.activation_memory_budget if plan.compile else None
+            how = (layout, k == 0, args.use_activation_checkpointing, budget)
             layers.append(LayerSpec(Unit, make, at, size, *how))
             at += size
         bounds.append(1 + len(layers))

@@ -1,0 +1,312 @@
+"""Measure rows of (engine, micro-batch, accumulation, checkpointing, dtype, ...) one after another.
+
+Each row is a run of the real launcher, as a user would start it; what it left in summary.json and
+env.json becomes one JSON under bench/results/. A row that fails, or runs out of memory, is a row
+that says so. Ctrl-C keeps what is done; --resume goes on."""
+
+import argparse
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from bench.peers.torchtitan import measure as measure_torchtitan
+from llm_demo.args import ROOT
+from llm_demo.errors import UserError
+
+RESULTS = ROOT / "bench/results"
+SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
+DEFAULTS = {
+    "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
+    "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
+}  # fmt: skip
+LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+# What the first version of this project did: half of the parameters a stage, plain attention.
+SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
+
+_SEED = [(1, 1, False, "fp32"), (1, 1, True, "bf16"), (4, 8, True, "bf16"), (4, 8, True, "fp32"),
+         (4, 8, False, "fp32"), (8, 1, True, "bf16"), (8, 4, True, "bf16"), (8, 8, True, "bf16"),
+         (8, 8, True, "fp32")]  # fmt: skip
+
+
+def _both(**settings):
+    return [{"engine": engine, **settings} for engine in ("pp", "fsdp")]
+
+
+# pp and fsdp of a pair work on the same rows a step: FSDP's two replicas take half the GA each
+PRESETS = {
+    "smoke": [
+        {**row, "model": "models/qwen3-tiny", "micro": 2, "ga": 2, "seq_len": 128, "steps": 5,
+         "dtype": "fp32", "data": data}
+        for row, data in (({"engine": "fsdp"}, "full"), ({"engine": "pp"}, "packed"))
+    ],
+    "seed": [
+        {"engine": engine, "micro": m, "ga": ga, "ckpt": ckpt, "dtype": dtype}
+        for m, ga, ckpt, dtype in _SEED for engine in ("pp", "fsdp")
+    ],
+    "teff": [
+        row for ga in (1, 2, 4, 8, 12)
+        for row in ({"engine": "pp", "micro": 8, "ga": ga},
+                    {"engine": "fsdp", "micro": 8 if ga > 1 else 4, "ga": max(1, ga // 2)})
+    ],
+    "8b": [
+        {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
+        {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
+        {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
+    ],
+    "speed": [
+        {"engine": "fsdp", "micro": 8},
+        {"engine": "fsdp", "micro": 8, "flags": "--activation_memory_budget 0.6"},
+        {"engine": "torchtitan", "micro": 8},
+        {"engine": "fsdp", "micro": 16},
+        {"engine": "torchtitan", "micro": 16},
+        {"engine": "fsdp", "micro": 8, "ckpt": True},
+        {"engine": "torchtitan", "micro": 8, "ckpt": True},
+        {"engine": "fsdp", "micro": 8, "ga": 8, "steps": 12},
+        {"engine": "pp", "micro": 8, "ga": 8, "steps": 16},
+        {"engine": "pp", "micro": 8, "ga": 8, "steps": 16, "flags": "--schedule dualpipev"},
+        {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12},
+        {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
+        {"engine": "fsdp", "micro": 16, "data": "packed"},
+    ],
+    "no_p2p": [
+        {**row, "env": "NCCL_P2P_DISABLE=1"}
+        for ga in (2, 4, 8, 16)
+        for row in ({"engine": "pp", "micro": 8, "ga": ga, "steps": 10},
+                    {"engine": "fsdp", "micro": 8, "ga": ga // 2, "steps": 10})
+    ],
+}  # fmt: skip
+
+
+def main() -> int:
+    args = parse()
+    rows = grid(args)
+    folder = RESULTS / (args.out or args.preset or "grid")
+    names = [name_of(row) for row in rows]
+    if len(set(names)) < len(names):
+        raise UserError("two rows of the grid are the same")
+    done = {n for n in names if (folder / f"{n}.json").exists()}
+    if done and not (args.resume or args.overwrite):
+        raise UserError(f"{folder} holds {len(done)} of these rows: --resume or --overwrite")
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = 0
+    for i, (name, row) in enumerate(zip(names, rows, strict=True), 1):
+        file = folder / f"{name}.json"
+        if args.resume and name in done and json.loads(file.read_text())["status"] == "ok":
+            print(f"[{i}/{len(rows)}] {name}: done before", flush=True)
+            continue
+        print(f"[{i}/{len(rows)}] {name} ...", end=" ", flush=True)
+        started = time.time()
+        result = measure(row, args)
+        result |= {"row": row, "wall_s": round(time.time() - started, 1)}
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(result, indent=1) + "\n")
+        part.replace(file)  # whole or not at all
+        failed += result["status"] != "ok"
+        print(describe(result), flush=True)
+    print(f"results: {folder}")
+    return 1 if failed else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--preset", choices=PRESETS, help="a set of rows; below: rows of your own")
+    for name, kind, text in (
+        ("engines", str, "fsdp, pp, torchtitan"),
+        ("micro", int, "rows of a micro-batch"),
+        ("ga", int, "micro-batches a step"),
+        ("ckpt", str, "true, false: activation checkpointing"),
+        ("dtype", str, "fp32, bf16, fp16"),
+        ("seq_len", int, "token slots of a row"),
+        ("model", str, "folder or hub id"),
+        ("gpus", int, "processes; 0: all GPUs"),
+        ("data", str, "full: rows of random tokens; packed: documents; or a data file"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=lambda s, k=kind: [k(x) for x in s.split(",")],
+            help=f"{text}; several with commas", metavar="A,B",
+        )  # fmt: skip
+    parser.add_argument("--steps", type=int, help="optimizer steps of a row (default 32)")
+    parser.add_argument("--flags", default=None, help="further flags for the script, quoted")
+    parser.add_argument("--env", default=None, help='further environment, "NAME=value ..."')
+    parser.add_argument("--only", help="rows whose name this regular expression finds")
+    parser.add_argument("--out", help="folder below bench/results/; default: the preset's name")
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds a row may take")
+    parser.add_argument("--resume", action="store_true", help="measure what is missing or failed")
+    parser.add_argument("--overwrite", action="store_true", help="measure all again")
+    return parser.parse_args()
+
+
+def grid(args) -> list[dict]:
+    """The rows asked for: a preset's, with the flags given here instead; or all combinations."""
+    given = {"engine": args.engines, "ckpt": args.ckpt and [c == "true" for c in args.ckpt]}
+    for name in ("micro", "ga", "dtype", "seq_len", "model", "gpus", "data"):
+        given[name] = getattr(args, name)
+    for name in ("steps", "flags", "env"):
+        value = getattr(args, name)
+        given[name] = None if value is None else [value]
+    given = {k: v for k, v in given.items() if v is not None}
+    if not (args.preset or given):
+        raise UserError("nothing to measure: give a --preset, or --engines, --micro, ... (--help)")
+    combinations = [dict(zip(given, x, strict=True)) for x in itertools.product(*given.values())]
+    bases = PRESETS[args.preset] if args.preset else [{}]
+    rows = {}
+    for base, chosen in itertools.product(bases, combinations):
+        row = {**DEFAULTS, **base, **chosen}
+        rows[name_of(row)] = row
+    if bad := {row["engine"] for row in rows.values()} - {*LAUNCHERS, "torchtitan"}:
+        raise UserError(f"--engines {bad.pop()}: choose from {', '.join(LAUNCHERS)}, torchtitan")
+    rows = [row for name, row in rows.items() if re.search(args.only or "", name)]
+    if not rows:
+        raise UserError(f"--only {args.only}: no such row")
+    return rows
+
+
+def name_of(row: dict) -> str:
+    """A file name that holds every setting that differs from its usual value."""
+    parts = [row["engine"], Path(row["model"]).name, f"s{row['seq_len']}", f"m{row['micro']}"]
+    parts += [f"ga{row['ga']}", row["dtype"]] + ["ckpt"] * row["ckpt"]
+    parts += [f"{row['gpus']}gpus"] * bool(row["gpus"])
+    parts += [] if row["data"] == "full" else [Path(row["data"]).stem]
+    extra = f"{row['flags']} {row['env']}".replace("--", "").replace("=", " ").replace(",", ".")
+    return "-".join([*parts, *extra.split()]).replace("/", "_")
+
+
+def measure(row: dict, args) -> dict:
+    """Run a row; {"status": "ok" | "out of memory" | "failed", ...}."""
+    if row["engine"] == "torchtitan":
+        return measure_torchtitan(row, args.timeout)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) / "run"
+        command = command_of(row, out)
+        code, text = run_command(command, environment_of(row), args.timeout)
+        result = {"command": " ".join(command).replace(str(out), "OUT").replace(f"{ROOT}/", "")}
+        if code == 0:
+            for file in ("summary", "env", "config"):
+                result[file] = json.loads((out / f"{file}.json").read_text())
+            return {"status": "ok", **result}
+    return {**failure(code, text), **result}
+
+
+def command_of(row: dict, out: Path) -> list[str]:
+    model = str(ROOT / row["model"]) if (ROOT / row["model"]).is_dir() else row["model"]
+    flags = {
+        "model_name_or_path": model,
+        "train_json": data_of(row, model),
+        "eval_json": "none",
+        "sample_tokens": 0,
+        "seq_len": row["seq_len"],
+        "micro_batch_size": row["micro"],
+        "grad_accum_steps": row["ga"],
+        "use_activation_checkpointing": str(row["ckpt"]).lower(),
+        "dtype": row["dtype"],
+        "max_steps": row["steps"],
+        "lr": 1e-4,
+        "warmup_steps": 2,
+        "output_dir": out,
+    }
+    if not (Path(model) / "tokenizer.json").is_file() and Path(model).is_dir():
+        flags["tokenizer_name_or_path"] = ROOT / "models/qwen3-tiny"
+    command = ["bash", str(ROOT / LAUNCHERS[row["engine"]])]
+    for name, value in flags.items():
+        command += [f"--{name}", str(value)]
+    return command + row["flags"].split()
+
+
+def environment_of(row: dict) -> dict:
+    env = {**os.environ, "PYTHON": sys.executable, "LLM_DEMO_BENCH": "1"}
+    env |= dict(pair.split("=", 1) for pair in row["env"].split())
+    if row["gpus"]:
+        env["NPROC_PER_NODE"] = str(row["gpus"])
+    return env
+
+
+def data_of(row: dict, model: str) -> str:
+    """A file of random tokens: rows that are full, or documents as long as GSM8K's.
+
+    Random, because only the step is timed; the same for everybody, because the seed is."""
+    if row["data"] not in ("full", "packed"):
+        return row["data"]
+    vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
+    root = Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
+    file = root / f"bench-{row['data']}-{vocab}-{S}.jsonl"
+    if file.exists():
+        return str(file)
+    rng = np.random.default_rng(0)
+    lines = []
+    for _ in range(512 if row["data"] == "full" else max(512, 256 * S // 160)):
+        if row["data"] == "full":
+            document = {"input_ids": rng.integers(0, vocab, S).tolist()}
+        else:  # 160 tokens in the mean, the last two thirds of them learnt
+            n = int(np.clip(rng.lognormal(5.0, 0.35), 16, S))
+            ids = rng.integers(0, vocab, n).tolist()
+            document = {"input_ids": ids, "labels": [-100] * (n // 3) + ids[n // 3 :]}
+        lines.append(json.dumps(document))
+    root.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text("\n".join(lines) + "\n")
+    part.replace(file)
+    return str(file)
+
+
+def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str]:
+    """(exit code, output) of a command; Ctrl-C and the limit end it and its children."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            command, env=env, stdout=output, stderr=output, start_new_session=True
+        )
+        try:
+            code = child.wait(timeout)
+        except (KeyboardInterrupt, subprocess.TimeoutExpired) as e:
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.wait(15)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            if isinstance(e, KeyboardInterrupt):
+                raise
+            code = -1
+            output.write(f"\nerror: took longer than {timeout:.0f} s\n")
+        output.seek(0)
+        return code, output.read()
+
+
+def failure(code: int, text: str) -> dict:
+    """What a row that failed leaves: its status, its own words, the end of its output."""
+    lines = [line for line in text.splitlines() if line.startswith("error:")]
+    oom = "out of GPU memory" in text or "OutOfMemoryError" in text
+    return {
+        "status": "out of memory" if oom else "failed",
+        "exit_code": code,
+        "error": lines[0] if lines else (text.strip().splitlines() or ["no output"])[-1],
+        "output": text[-4000:],
+    }
+
+
+def describe(result: dict) -> str:
+    if result["status"] != "ok":
+        return f"{result['status']}: {result['error'][:160]}"
+    s = result["summary"]
+    return f"{s['median_step_ms']:.1f} ms, {s['median_slots_per_s']:,.0f} slots/s, " + " / ".join(
+        f"{m:.1f}" for m in s["peak_mem_gb"]
+    )
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\nstopped; what is done is kept, --resume goes on", file=sys.stderr)
+        sys.exit(130)
