@@ -275,7 +275,8 @@ def choose(
     """(backend, reasons): the fastest backend that runs here, and a line for each one rejected.
 
     heads: (query heads, key-value heads, head size); single: as in why_not.
-    probe(impl, dtype, heads) -> error or None is asked for each candidate on a GPU. Raises UserError where a backend asked for can't run."""
+    probe(impl, dtype, heads) -> error or None is asked for each candidate on a GPU.
+    Raises UserError where a backend asked for can't run."""
     if asked != "auto" and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
     probe = probe or probe_backend

@@ -367,7 +367,7 @@ def environment(world: World) -> dict:
         "device": str(this_device(world.device.index or 0)),
         "world_size": world.size,
         "platform": platform.platform(),
-        "revision": revision or None,
+        "revision": revision or os.environ.get("LLM_DEMO_REVISION"),  # for copies without .git
         "environment": {
             k: v
             for k, v in sorted(os.environ.items())
