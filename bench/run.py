@@ -135,7 +135,7 @@ def parse() -> argparse.Namespace:
             help=f"{text}; several with commas", metavar="A,B",
         )  # fmt: skip
     parser.add_argument("--steps", type=int, help="optimizer steps of a row (default 32)")
-    parser.add_argument("--flags", default=None, help="further flags for the script, quoted")
+    parser.add_argument("--flags", default=None, help='further flags: --flags="--a 1"')
     parser.add_argument("--env", default=None, help='further environment, "NAME=value ..."')
     parser.add_argument("--only", help="rows whose name this regular expression finds")
     parser.add_argument("--out", help="folder below bench/results/; default: the preset's name")

@@ -80,6 +80,7 @@ def analyse(trace: dict, steps: int) -> dict:
     """One rank's trace of so many steps -> ms of one step: total, compute, comm, exposed, idle; the
     operations {key: ms} of all steps; kernels {name: (ms, count)}; kinds {kind: (count, bytes)}."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
     on_cpu = not work
     if on_cpu:
@@ -106,12 +107,15 @@ def analyse(trace: dict, steps: int) -> dict:
         args = e.get("args", {})
         found = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
         kind = found[0].lower().replace("_", "") if found else "other"
-        kind = "sendrecv" if kind in ("send", "recv") else kind
+        group = str(args.get("Process Group Name", ""))
+        if kind in ("send", "recv"):
+            me, peer = rank, args.get("Dst Rank", args.get("Src Rank"))
+            group = f"{me}>{peer}" if kind == "send" else f"{peer}>{me}"
+            kind = "sendrecv"
         size = SIZES.get(args.get("dtype"), 0)
         size *= max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
         ms, n, total = kinds.get(kind, (0.0, 0, 0))
         kinds[kind] = ms + e["dur"] / 1e3 / steps, n + 1, total + size
-        group = str(args.get("Process Group Name", ""))
         operations[kind, group, counts[kind, group]] = e["dur"] / 1e3
         counts[kind, group] += 1
     per_step = 1e3 * steps

@@ -8,13 +8,30 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from llm_demo import attention
+from llm_demo import attention, probe
 from llm_demo.attention import BACKENDS, choose, compare_with_math, make_documents, position_ids
 from llm_demo.device import Device, peak_tflops, pick_dtype, this_device
 from llm_demo.errors import UserError
-from llm_demo.model import DecoderLoss, skeleton
+from llm_demo.model import Blocks, DecoderLoss, skeleton
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]
+# Fused kernels want a GPU and bf16; the same assertions hold there to the bit, too.
+ON_GPU = [
+    pytest.param(impl, marks=pytest.mark.gpu) for impl in ("varlen", "flash_attn", "bucketed")
+]
+
+
+def place(impl, request):
+    """(device, dtype) for a backend of ON_CPU or ON_GPU; skips where it can't run."""
+    if request.node.get_closest_marker("gpu") is None:
+        return torch.device("cpu"), torch.float32
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if problem := attention.why_not(impl, this_device(), torch.bfloat16, False):
+        pytest.skip(problem)
+    return torch.device("cuda"), torch.bfloat16
+
+
 LENGTHS = [[40, 70, 10, 8], [128], [1, 127], [64, 64]]  # rows of 128 slots
 B, S, HEADS = len(LENGTHS), 128, (4, 2, 16)
 
@@ -51,27 +68,30 @@ def test_equals_attention_over_each_document_alone(impl):
 
 
 @pytest.mark.parametrize("poison", [False, True], ids=["change", "nan"])
-@pytest.mark.parametrize("impl", ON_CPU)
+@pytest.mark.parametrize("impl", [*ON_CPU, *ON_GPU])
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-def test_documents_do_not_see_each_other(impl, model_type, poison):
+def test_documents_do_not_see_each_other(impl, model_type, poison, request):
     """Another content of document i leaves document j's outputs and gradients equal to the bit."""
     if poison and impl == "math":
         pytest.skip("a mask can't keep NaN out: 0 x NaN is NaN")
+    device, dtype = place(impl, request)
     torch.manual_seed(0)
     config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type](
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2,
+        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.2,
     )  # fmt: skip
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{impl}")
+    name = f"packed_{impl}"
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=name).to(device, dtype)
     cu = boundaries()
-    documents = make_documents(cu, (B, S), impl, torch.device("cpu"))
-    embedded = torch.randn(B, S, 32)
+    documents = make_documents(cu, (B, S), impl, device)
+    positions = position_ids(cu.to(device), (B, S))
+    embedded = torch.randn(B, S, 64).to(device, dtype)
 
     def run(x):
         x = x.clone().requires_grad_()
         out = lm.model(
             inputs_embeds=x,
-            position_ids=position_ids(cu, (B, S)),
+            position_ids=positions,
             documents=documents,
             use_cache=False,
         ).last_hidden_state
@@ -79,7 +99,7 @@ def test_documents_do_not_see_each_other(impl, model_type, poison):
         return out, grad
 
     changed = embedded.clone()
-    changed[0, 40:110] = torch.nan if poison else torch.randn(70, 32)  # row 0's second
+    changed[0, 40:110] = torch.nan if poison else torch.randn(70, 64)  # row 0's second
     (out, grad), (out2, grad2) = run(embedded), run(changed)
     same = torch.ones(B, S, dtype=torch.bool)
     same[0, 40:110] = False
@@ -88,39 +108,56 @@ def test_documents_do_not_see_each_other(impl, model_type, poison):
     assert not torch.equal(out[~same], out2[~same])
 
 
-@pytest.mark.parametrize("impl", ON_CPU)
-def test_packed_loss_equals_unpacked_loss(impl):
+@pytest.mark.parametrize("impl", [*ON_CPU, *ON_GPU])
+def test_packed_loss_equals_unpacked_loss(impl, request):
+    device, dtype = place(impl, request)
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.2,
+        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.2,
     )  # fmt: skip
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{impl}")
-    model = DecoderLoss(lm)
-    ids = torch.randint(0, 64, (B, S))
+    name = f"packed_{impl}"
+    lm = AutoModelForCausalLM.from_config(config, attn_implementation=name).to(device, dtype)
+    model = DecoderLoss(lm, [Blocks(list(lm.model.layers), False)])
+    ids = torch.randint(0, 64, (B, S)).to(device)
 
     def loss(ids, lengths):
         cu = boundaries(lengths)
         shape = (len(lengths), S)
-        documents = make_documents(cu, shape, impl, torch.device("cpu"))
-        positions = position_ids(cu, shape)
+        documents = make_documents(cu, shape, impl, device)
+        positions = position_ids(cu.to(device), shape)
         index = torch.cat(
             [torch.arange(b * S, b * S + sum(row[:-1]) if row[-1] < 0 else b * S + S)
              for b, row in enumerate(lengths)]
-        )  # fmt: skip
+        ).to(device)  # fmt: skip
         return model(ids, positions, documents, index, (ids.flatten()[index] + 1) % 64)
 
     alone = []
     for b, row in enumerate(LENGTHS):
         for start, n in zip(torch.tensor([0, *row]).cumsum(0).tolist(), row, strict=False):
-            padded = torch.zeros(1, S, dtype=torch.int64)
+            padded = torch.zeros(1, S, dtype=torch.int64, device=device)
             padded[0, :n] = ids[b, start : start + n]
             cu = boundaries([[n, S - n] if n < S else [S]])
-            documents = make_documents(cu, (1, S), impl, torch.device("cpu"))
-            index = torch.arange(n)
+            documents = make_documents(cu, (1, S), impl, device)
+            index = torch.arange(n, device=device)
             targets = (padded[0, :n] + 1) % 64
-            alone.append(model(padded, position_ids(cu, (1, S)), documents, index, targets))
-    torch.testing.assert_close(loss(ids, LENGTHS), torch.stack(alone).sum(), rtol=1e-6, atol=0)
+            positions = position_ids(cu.to(device), (1, S))
+            alone.append(model(padded, positions, documents, index, targets))
+    bound = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(loss(ids, LENGTHS), torch.stack(alone).sum(), rtol=bound, atol=0)
+
+
+def test_sdpa_where_a_row_is_one_document_and_padding():
+    """Nothing tells it where the document ends: what comes later can't be seen anyway."""
+    torch.manual_seed(0)
+    lengths = [[100, 28], [128], [7, 121], [64, 64]]
+    q, k, v = (torch.randn(B, n, S, 16, dtype=torch.float64) for n in (4, 2, 2))
+    outs = []
+    for impl in ("sdpa", "math"):
+        documents = make_documents(boundaries(lengths), (B, S), impl, torch.device("cpu"))
+        outs.append(BACKENDS[impl](q, k, v, documents, 0.3))
+    for b, (n, *_) in enumerate(lengths):
+        torch.testing.assert_close(outs[0][b, :n], outs[1][b, :n], rtol=1e-9, atol=1e-12)
 
 
 def test_position_ids_restart():
@@ -159,11 +196,13 @@ def works(impl, dtype, heads):
     return None
 
 
-def pick(device, dtype=torch.bfloat16, asked="auto", probe=works, flash=False, varlen=True):
+def pick(
+    device, dtype=torch.bfloat16, asked="auto", ask=works, flash=False, varlen=True, single=False
+):
     packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention.importlib.util, "find_spec", lambda n: packages[n] or None)
-        return choose(asked, device, dtype, HEADS, probe)
+        return choose(asked, device, dtype, HEADS, single, ask)
 
 
 @pytest.mark.parametrize(
@@ -171,15 +210,17 @@ def pick(device, dtype=torch.bfloat16, asked="auto", probe=works, flash=False, v
     [
         (MI100, {}, "bucketed", "varlen: PyTorch's ROCm build has no kernel for gfx908"),
         (MI100, {"flash": True}, "bucketed", "flash_attn: flash-attn has no kernel for gfx908"),
-        (MI300, {}, "varlen", None),
+        (MI300, {}, "varlen", "sdpa: rows hold several documents"),
+        (H100, {"single": True}, "sdpa", None),
+        (MI100, {"single": True}, "bucketed", "sdpa: bucketed is as fast here"),
         (MI300, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
-        (H100, {}, "varlen", None),
+        (H100, {}, "varlen", "sdpa: rows hold several documents"),
         (H100, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
         (H100, {"varlen": False}, "bucketed", "the flash-attn package is not installed"),
         (H100, {"dtype": torch.float32}, "bucketed", "varlen: needs bf16 or fp16"),
         (V100, {"dtype": torch.float16, "flash": True}, "bucketed", "has no kernel for sm_70"),
         (CPU, {"dtype": torch.float32}, "bucketed", "varlen: has no CPU kernel"),
-        (H100, {"probe": lambda impl, *_: None if "math" in impl else "crashed"}, "bucketed_math",
+        (H100, {"ask": lambda impl, *_: None if "math" in impl else "crashed"}, "bucketed_math",
          "bucketed: crashed"),
     ],
 )  # fmt: skip
@@ -195,8 +236,10 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
     with pytest.raises(UserError, match="the flash-attn package is not installed"):
         pick(H100, asked="flash_attn")
     with pytest.raises(UserError, match="crashed"):
-        pick(H100, asked="varlen", probe=lambda *_: "crashed")
-    with pytest.raises(UserError, match="choose from auto, varlen"):
+        pick(H100, asked="varlen", ask=lambda *_: "crashed")
+    with pytest.raises(UserError, match="--attn_impl sdpa can't run .* several documents"):
+        pick(H100, asked="sdpa")
+    with pytest.raises(UserError, match="choose from auto, sdpa, varlen"):
         pick(H100, asked="flash")
     assert pick(MI100, asked="math")[0] == "math"
 
@@ -234,10 +277,10 @@ def test_dtype_of_old_gpus():
 def test_probe_runs_in_its_own_process_and_is_cached(monkeypatch, tmp_path):
     """Without a GPU the probe's process fails: its last line is the reason, and is kept."""
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
-    reason = attention.probe_once("bucketed", torch.float32, HEADS)
+    reason = attention.probe_backend("bucketed", torch.float32, HEADS)
     assert reason
-    monkeypatch.setattr(attention.subprocess, "run", None)  # would fail if it were called again
-    assert attention.probe_once("bucketed", torch.float32, HEADS) == reason
+    monkeypatch.setattr(probe.subprocess, "run", None)  # would fail if it were called again
+    assert attention.probe_backend("bucketed", torch.float32, HEADS) == reason
 
 
 def test_what_backends_cannot_compute_is_refused():
@@ -262,9 +305,9 @@ def test_what_backends_cannot_compute_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_backends_on_this_gpu(impl, dtype):
     device = this_device()
-    if problem := attention.why_not(impl, device, dtype):
+    if problem := attention.why_not(impl, device, dtype, single=True):
         pytest.skip(problem)
-    assert attention.probe_once(impl, dtype, (16, 8, 128)) is None
+    assert attention.probe_backend(impl, dtype, (16, 8, 128)) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     assert compare_with_math(impl, dtype, (16, 8, 128), "cuda") < bound
 

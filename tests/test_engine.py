@@ -2,15 +2,16 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, torchrun
 
 from llm_demo.errors import UserError
-from llm_demo.model import load_config
+from llm_demo.model import load_config, skeleton
 from pp import ds_engine
-from pp.stages import bounds, costs, describe_split, split
+from pp.stages import costs, describe_split, layer_specs, split
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
 TINY = load_config(ROOT / "models/qwen3-tiny", 1024)
@@ -53,9 +54,17 @@ def test_splits_that_do_not_fit():
 
 
 def test_bounds_and_their_description():
-    assert bounds([18, 10]) == [0, 19, 31]  # embedding + 18 blocks | 10 blocks + norm + head
-    assert bounds([28]) == [0, 31]
-    assert bounds([2, 2, 2]) == [0, 3, 5, 9]
+    lm = skeleton(QWEN, "math")
+    for counts, unit, bounds in (
+        ([18, 10], 1, [0, 19, 31]),  # embedding + 18 blocks | 10 blocks + norm + head
+        ([18, 10], 0, [0, 6, 11]),  # in units of 4, 4, 4, 3, 3 | 4, 3, 3
+        ([28], 1, [0, 31]),
+        ([10, 9, 9], 3, [0, 5, 8, 13]),
+    ):
+        plan = SimpleNamespace(weights=None, attn_impl="math", compile=False)
+        args = SimpleNamespace(seed=0, blocks_per_unit=unit, use_activation_checkpointing=False)
+        layers, found, layouts = layer_specs(lm, plan, args, counts, torch.device("cpu"))
+        assert found == bounds and len(layers) == bounds[-1] and len(layouts) == len(counts)
     said = describe_split([14, 14], QWEN, 1024, False)
     assert "stage 0: 14 blocks 39% of the work" in said
     assert "stage 1: 14 blocks + head 61% of the work; the dearest is 1.22 x the mean" in said

@@ -10,15 +10,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from llm_demo.attention import make_documents, position_ids
 from llm_demo.errors import UserError
 from llm_demo.model import (
+    Blocks,
     DecoderLoss,
     find_model,
     flops_per_token,
+    hf_names,
     load_config,
     load_tokenizer,
     materialise,
     open_weights,
     param_count,
     skeleton,
+    unit_sizes,
 )
 
 CPU = torch.device("cpu")
@@ -107,16 +110,46 @@ def test_published_flops():
     assert head == pytest.approx(933e6, rel=1e-3)
 
 
-def test_checkpointing_is_per_block_and_not_reentrant():
-    lm = skeleton(CONFIGS["qwen3"], "bucketed", checkpointing=True)
-    for block in lm.model.layers:
-        assert block.gradient_checkpointing
-        assert block._gradient_checkpointing_func.keywords["use_reentrant"] is False
-    assert not skeleton(CONFIGS["qwen3"], "bucketed").model.layers[0].gradient_checkpointing
+def test_checkpointing_keeps_one_tensor_a_block_and_the_numbers():
+    lm = build(CONFIGS["qwen3"], None)
+    cu = torch.tensor([0, 40, 64], dtype=torch.int32)
+    documents, positions = make_documents(cu, (1, 64), "bucketed", CPU), position_ids(cu, (1, 64))
+    hidden = torch.randn(1, 64, 32, requires_grad=True)
+    rotary = lm.model.rotary_emb(hidden, positions)
+    found = []
+    for checkpointing in (False, True):
+        kept = []
+        unit = Blocks(list(lm.model.layers), checkpointing)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: (k.append(t), t)[1], id):
+            unit(hidden, rotary, positions, documents)
+        out = unit(hidden, rotary, positions, documents)
+        grads = torch.autograd.grad(out.square().sum(), [hidden, *lm.model.layers.parameters()])
+        found.append((len(kept), out, grads))
+    (many, out, grads), (few, out2, grads2) = found
+    assert few <= 2 * len(lm.model.layers) < many
+    assert torch.equal(out, out2) and all(map(torch.equal, grads, grads2))
+
+
+def test_sizes_of_units():
+    small, large = (load_config(ROOT / f"models/qwen3-{n}", 1024) for n in ("0.6b", "8b"))
+    assert unit_sizes(small, 28, 0) == [4] * 7  # 16M parameters a block
+    assert unit_sizes(small, 18, 0) == [4, 4, 4, 3, 3]
+    assert unit_sizes(large, 36, 0) == [1] * 36  # 193M
+    assert unit_sizes(large, 5, 2) == [2, 2, 1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_names_of_a_model_in_units_are_hugging_faces(name):
+    lm = build(CONFIGS[name], None)
+    expected = {n: id(p) for n, p in lm.named_parameters()}
+    blocks = list(lm.model.layers)
+    model = DecoderLoss(lm, [Blocks(blocks[:2], False), Blocks(blocks[2:], False)])
+    assert {n: id(p) for n, p in hf_names(model).items()} == expected
 
 
 def test_next_tokens_without_targets():
-    model = DecoderLoss(build(CONFIGS["qwen3"], None))
+    lm = build(CONFIGS["qwen3"], None)
+    model = DecoderLoss(lm, [Blocks(list(lm.model.layers), False)])
     cu = torch.tensor([0, 64], dtype=torch.int32)
     documents = make_documents(cu, (1, 64), "bucketed", CPU)
     ids, index = torch.randint(0, 97, (1, 64)), torch.tensor([3, 63])

@@ -57,6 +57,27 @@ def test_text_is_learnt_whole_and_ends_with_eos(tmp_path):
     assert first_document(packs, 1) == golden("a⟦b<E>⟧")
 
 
+def test_tokens_are_taken_as_they_are(tmp_path):
+    path = write(
+        tmp_path / "x.jsonl",
+        {"input_ids": [5, 6, 7]},
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, -100, 7, 8]},
+        {"input_ids": [5, 6], "labels": [-100, -100]},
+    )
+    packs = load(path, pack=False)
+    assert first_document(packs, 0) == ([5, 6, 7], [6, 7, -100])
+    assert first_document(packs, 1) == ([5, 6, 7, 8], [-100, 7, 8, -100])
+    assert packs.stats["skipped"] == {"nothing to learn": 1}
+    for row, message in (
+        ({"input_ids": "abc"}, "'input_ids' must be a list of whole numbers"),
+        ({"input_ids": [1, -2]}, "no token id"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "not shifted"),
+        ({"input_ids": [1, 2], "labels": [1]}, "not shifted"),
+    ):
+        with pytest.raises(UserError, match=f":1: .*{message}"):
+            load(write(tmp_path / "y.jsonl", row))
+
+
 def test_golden_numbers(tmp_path):
     # The one golden array in plain numbers, to hold the others' notation to account.
     row = {"messages": [{"role": "user", "content": "A"}, {"role": "assistant", "content": "BC"}]}
@@ -210,7 +231,10 @@ BAD_FLAGS = {
     ),
     "half a pair": ({"input_key": "prompt"}, "go together"),
     "keys and format": ({"input_key": "a", "target_key": "b", "data_format": "text"}, "has no use"),
-    "unknown format": ({"data_format": "csv"}, "--data_format csv: choose from auto, messages"),
+    "unknown format": (
+        {"data_format": "csv"},
+        "--data_format csv: choose from auto, tokens, messages",
+    ),
     "unknown overlong": ({"overlong": "wrap"}, "--overlong wrap: choose from truncate"),
     "seq_len": ({"seq_len": 7}, "--seq_len 7 is too small"),
 }
@@ -237,7 +261,7 @@ def test_missing_files(tmp_path, name, message):
 
 
 def test_formats_are_the_flag_values():
-    assert set(SAME_ROW) | {"text"} == set(FORMATS)
+    assert set(SAME_ROW) | {"text", "tokens"} == set(FORMATS)
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])

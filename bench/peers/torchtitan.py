@@ -35,16 +35,13 @@ def measure(row: dict, timeout: float) -> dict:
         "training.seq_len": row["seq_len"],
         "training.steps": steps,
         "activation_checkpoint.mode": "full" if row["ckpt"] else "none",
-        "compile.components": "model,loss",
         "experimental.custom_import": "bench.peers.torchtitan",
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={gpus}", "--local-ranks-filter=0", "--tee=3"]
     command += ["-m", "torchtitan.train", "--compile.enable", "--metrics.disable_color_printing"]
     for name, value in options.items():
-        command += [f"--{name}", *str(value).split(",")] if "," in str(value) else [
-            f"--{name}", str(value)
-        ]  # fmt: skip
+        command += [f"--{name}", str(value)]
     code, text = run_command(command, environment_of(row), timeout)
     found = [(float(m), int(t.replace(",", ""))) for _, m, t in LINE.findall(text)]
     result = {"command": " ".join(command[1:])}

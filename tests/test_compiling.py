@@ -1,0 +1,72 @@
+"""When blocks are compiled, and that the numbers stay."""
+
+import functools
+
+import pytest
+import torch
+from conftest import ROOT
+from test_attention import CPU, H100, MI100, V100
+
+from llm_demo import compiling
+from llm_demo.attention import make_documents, position_ids
+from llm_demo.compiling import choose_compile
+from llm_demo.model import Blocks, load_config, materialise, skeleton
+
+
+@pytest.mark.parametrize(
+    "asked, device, attention, problem, chosen, reason",
+    [
+        (None, H100, "varlen", None, True, "fewer and larger kernels"),
+        (None, H100, "sdpa", "no C compiler", False, "does not work here: no C compiler"),
+        (True, H100, "varlen", "no C compiler", False, "does not work here: no C compiler"),
+        (None, H100, "bucketed", None, False, "changes its shapes"),
+        (True, H100, "bucketed", None, True, "as asked"),
+        (None, MI100, "bucketed", None, False, "not measured on gfx908"),
+        (None, V100, "bucketed", None, False, "not measured on sm_70"),
+        (True, MI100, "bucketed", None, True, "as asked"),
+        (None, CPU, "bucketed", None, False, "on a CPU"),
+        (True, CPU, "bucketed", None, True, "as asked"),
+        (False, H100, "varlen", None, False, "as asked"),
+    ],
+)
+def test_the_choice_and_its_reason(asked, device, attention, problem, chosen, reason):
+    compiled, why = choose_compile(asked, device, attention, lambda: problem)
+    assert compiled == chosen and reason in why
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_blocks_give_the_same_numbers(checkpointing):
+    """One graph for all units of a size; aot_eager: the same graphs, without minutes of C++."""
+    config = load_config(ROOT / "models/qwen3-tiny", 64)
+    lm = skeleton(config, "sdpa")
+    blocks = [materialise(lm, f"model.layers.{i}", None, 1, torch.device("cpu")) for i in range(4)]
+    cu = torch.tensor([0, 64, 128], dtype=torch.int32)
+    documents = make_documents(cu, (2, 64), "sdpa", torch.device("cpu"))
+    positions = position_ids(cu, (2, 64))
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 64, config.hidden_size, requires_grad=True)
+    rotary = lm.model.rotary_emb(hidden, positions)
+    graphs, compile_plainly = [], torch.compile
+
+    def count(graph, example):
+        graphs.append(graph)
+        return torch._dynamo.backends.debugging.aot_eager(graph, example)
+
+    found = []
+    torch._dynamo.reset()
+    for compiled in (False, True):
+        units = [Blocks(blocks[i : i + 2], checkpointing) for i in (0, 2)]
+        if compiled:
+            with pytest.MonkeyPatch.context() as patch:
+                eagerly = functools.partial(compile_plainly, backend=count)
+                patch.setattr(compiling.torch, "compile", eagerly)
+                for unit in units:
+                    compiling.compile_forward(unit)
+        out = hidden
+        for unit in units:
+            out = unit(out, rotary, positions, documents)
+        parameters = [p for block in blocks for p in block.parameters()]
+        found.append([out, *torch.autograd.grad(out.square().sum(), [hidden, *parameters])])
+    assert len(graphs) == 1
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

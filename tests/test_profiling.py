@@ -1,0 +1,91 @@
+"""Where the time of a step goes, from recorded traces: an H200's, and the same in RCCL's names."""
+
+import copy
+import gzip
+import json
+
+import pytest
+from conftest import ROOT
+
+from llm_demo.errors import UserError
+from llm_demo.profiling import analyse, page, parse_steps, together
+
+
+def recorded(name):
+    with gzip.open(ROOT / f"tests/traces/{name}.json.gz") as f:
+        return json.load(f)
+
+
+def renamed(trace):
+    """As RCCL has it: one kernel for all collectives, told apart by its arguments alone."""
+    trace = copy.deepcopy(trace)
+    for event in trace["traceEvents"]:
+        if "nccl" in event["name"]:
+            event["name"] = "ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)"
+    return trace
+
+
+@pytest.mark.parametrize("change", [lambda t: t, renamed], ids=["nccl", "rccl"])
+def test_a_step_of_fsdp(change):
+    """Two steps of Qwen3-0.6B on 2 H200, 8 units: 8 all-gathers, 8 reduce-scatters, 1 norm."""
+    found = analyse(change(recorded("h200_fsdp_rank0")), steps=2)
+    kinds = {k: (n, size) for k, (_, n, size) in found["kinds"].items()}
+    assert kinds.keys() == {"allgather", "reducescatter", "allreduce"}
+    assert kinds["allgather"][0] == kinds["reducescatter"][0] == 8 and kinds["allreduce"][0] == 1
+    params = 596_049_920
+    assert kinds["allgather"][1] == pytest.approx(params * 2, rel=1e-3)  # gathered in bf16
+    assert kinds["reducescatter"][1] == pytest.approx(params * 4, rel=1e-3)  # reduced in fp32
+    assert found["total"] == pytest.approx(96.21, abs=0.1)
+    assert found["compute"] == pytest.approx(76.21, abs=0.1)
+    assert found["comm"] == pytest.approx(14.28, abs=0.05)
+    assert found["exposed"] == pytest.approx(7.55, abs=0.05)
+    assert found["total"] == pytest.approx(found["compute"] + found["exposed"] + found["idle"])
+
+
+@pytest.mark.parametrize("change", [lambda t: t, renamed], ids=["nccl", "rccl"])
+def test_a_pipeline_sends_and_receives_on_the_compute_stream(change):
+    found = analyse(change(recorded("h200_pipeline_rank0")), steps=1)
+    assert found["kinds"]["sendrecv"][1] == 3
+    assert found["exposed"] == pytest.approx(found["comm"])
+    groups = {group for kind, group, _ in found["operations"] if kind == "sendrecv"}
+    assert groups == {"0>1", "1>0"}
+
+
+def kernel(name, start, end, **args):
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": args}
+
+
+def test_overlap_waiting_and_idle_of_two_ranks():
+    send = {"Collective name": "send", "Dst Rank": 1}
+    recv = {"Collective name": "recv", "Src Rank": 0}
+    first = [kernel("gemm", 0, 40_000), kernel("ncclDevKernel_SendRecv", 30_000, 50_000, **send)]
+    second = [kernel("ncclDevKernel_SendRecv", 0, 50_000, **recv), kernel("gemm", 60_000, 90_000)]
+    traces = [
+        {"distributedInfo": {"rank": rank}, "traceEvents": events}
+        for rank, events in enumerate((first, second))
+    ]
+    figures = together([analyse(trace, steps=2) for trace in traces])
+    keys = ("total", "compute", "comm", "exposed", "idle", "wait")
+    rows = [[rank[key] for key in keys] for rank in figures["ranks"]]
+    assert rows[0] == pytest.approx([25, 20, 10, 5, 0, 0])
+    assert rows[1] == pytest.approx([45, 15, 25, 25, 5, 15])  # the receiver came 15 ms early
+    text = page("two ranks", figures)
+    assert "sendrecv" in text and "gemm" in text and len(text.splitlines()) < 40
+
+
+def test_gloo_takes_the_kernels_place_on_a_cpu():
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10_000},
+        {"ph": "X", "cat": "cpu_op", "name": "c10d::allreduce_", "ts": 10_000, "dur": 5_000},
+        {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "ts": 10_000, "dur": 4000},
+    ]
+    found = analyse({"traceEvents": events}, steps=1)
+    assert (found["compute"], found["comm"], found["exposed"]) == (10, 4, 4)
+    assert "allreduce" in found["kinds"]
+
+
+def test_steps_to_profile():
+    assert parse_steps("") is None and parse_steps("3:5") == (3, 5)
+    for text in ("5:3", "0:2", "3", "a:b"):
+        with pytest.raises(UserError, match=f"--profile_steps {text}"):
+            parse_steps(text)
