@@ -87,7 +87,7 @@ PRESETS = {
 
 
 def main() -> int:
-    args = parse()
+    args = make_parser().parse_args()
     rows = grid(args)
     folder = RESULTS / (args.out or args.preset or "grid")
     names = [name_of(row) for row in rows]
@@ -116,7 +116,7 @@ def main() -> int:
     return 1 if failed else 0
 
 
-def parse() -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=PRESETS, help="a set of rows; below: rows of your own")
     for name, kind, text in (
@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--timeout", type=int, default=1800, help="seconds a row may take")
     parser.add_argument("--resume", action="store_true", help="measure what is missing or failed")
     parser.add_argument("--overwrite", action="store_true", help="measure all again")
-    return parser.parse_args()
+    return parser
 
 
 def grid(args) -> list[dict]:
@@ -188,12 +188,18 @@ def measure(row: dict, args) -> dict:
         out = Path(scratch) / "run"
         command = command_of(row, out)
         code, text = run_command(command, environment_of(row), args.timeout)
-        result = {"command": " ".join(command).replace(str(out), "OUT").replace(f"{ROOT}/", "")}
+        result = {"command": " ".join(command)}
         if code == 0:
             for file in ("summary", "env", "config"):
                 result[file] = json.loads((out / f"{file}.json").read_text())
-            return {"status": "ok", **result}
-    return {**failure(code, text), **result}
+            result = {"status": "ok", **result}
+        else:
+            result = {**failure(code, text), **result}
+    # a result is read elsewhere, where these folders are others
+    told = json.dumps(result)
+    for folder, name in ((scratch, "OUT"), (cache(), "CACHE"), (ROOT, "")):
+        told = told.replace(f"{folder}/", f"{name}/" if name else "")
+    return json.loads(told)
 
 
 def command_of(row: dict, out: Path) -> list[str]:
@@ -236,7 +242,7 @@ def data_of(row: dict, model: str) -> str:
     if row["data"] not in ("full", "packed"):
         return row["data"]
     vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
-    root = Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
+    root = cache()
     file = root / f"bench-{row['data']}-{vocab}-{S}.jsonl"
     if file.exists():
         return str(file)
@@ -255,6 +261,10 @@ def data_of(row: dict, model: str) -> str:
     part.write_text("\n".join(lines) + "\n")
     part.replace(file)
     return str(file)
+
+
+def cache() -> Path:
+    return Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
 
 
 def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str]:

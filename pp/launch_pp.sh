@@ -38,6 +38,7 @@ PACK_SEQUENCES=${PACK_SEQUENCES-}
 TRAIN_ON_PROMPT=${TRAIN_ON_PROMPT-}
 USE_ACTIVATION_CHECKPOINTING=${USE_ACTIVATION_CHECKPOINTING-}
 ATTN_IMPL=${ATTN_IMPL-}
+COMPILE=${COMPILE-} # true, false
 SEED=${SEED-}
 LOG_EVERY=${LOG_EVERY-}
 EVAL_EVERY=${EVAL_EVERY-}
@@ -50,9 +51,10 @@ SAMPLE_TOKENS=${SAMPLE_TOKENS-}
 OVERWRITE=${OVERWRITE-}
 DRY_RUN=${DRY_RUN-}
 STAGES=${STAGES-}         # default 2
+SCHEDULE=${SCHEDULE-} # 1f1b, dualpipev
 PARTITION=${PARTITION-}   # balanced, uniform, parameters, or the blocks of each stage: "18,10"
 DEEPSPEED_CONFIG=${DEEPSPEED_CONFIG-} # the engine's switches; default pp/ds_pp_2gpus.json
 CHECK_TIED_EVERY=${CHECK_TIED_EVERY-} # steps between checks that tied copies are equal
 # --------------------------------------------------------------------------------------------------
 source "$ROOT/launch_common.sh"
-launch deepspeed "$ROOT/pp/pp_train.py" "STAGES PARTITION DEEPSPEED_CONFIG CHECK_TIED_EVERY" "$@"
+launch deepspeed "$ROOT/pp/pp_train.py" "STAGES SCHEDULE PARTITION DEEPSPEED_CONFIG CHECK_TIED_EVERY" "$@"

@@ -59,7 +59,10 @@ def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
     flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--steps", "100000"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     script = command(tmp_path, *flags, "--seq_len", "64")
-    bench_run = subprocess.Popen(script, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    bench_run = subprocess.Popen(
+        script, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells' & ignores it
+    )  # fmt: skip
     time.sleep(8)
     children = subprocess.run(["pgrep", "-f", "train_fsdp.py.*100000"], capture_output=True).stdout
     bench_run.send_signal(signal.SIGINT)

@@ -8,6 +8,7 @@ import re
 
 from conftest import ROOT
 
+from bench.run import make_parser
 from fsdp.train_fsdp import FsdpArgs
 from llm_demo import args, attention, metrics, records
 from pp.pp_train import PipeArgs
@@ -20,6 +21,7 @@ METRICS = (ROOT / "llm_demo/metrics.py").read_text()
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
+PROFILED = {"profile.txt"}
 A_USERS_OWN = {"my.jsonl", "x.jsonl", "x.heldout.jsonl", "gsm8k/train.jsonl"}
 
 
@@ -82,7 +84,8 @@ def test_every_flag_is_named_and_every_flag_named_exists():
     flags = flags_of_help()
     named = set(re.findall(r"--\w[\w-]*", README)) - {"--no_"}
     assert len(named) > 30
-    assert named <= flags, named - flags
+    of_bench = set(re.findall(r"--\w+", make_parser().format_help()))
+    assert named <= flags | of_bench, named - flags - of_bench
     # --no_x is said of all booleans at once; the deepspeed launcher adds --local_rank
     untold = {f for f in flags if not f.startswith("--no_")} - {"--fsdp", "--local_rank"}
     assert untold <= named, untold - named
@@ -100,13 +103,16 @@ def test_every_variable_named_is_read_somewhere():
 
 def test_every_path_named_exists_and_every_script_is_named():
     words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", README)}
-    folders = ("fsdp/", "pp/", "llm_demo/", "data/", "models/", "tests/", ".ci/")
+    folders = ("fsdp/", "pp/", "llm_demo/", "data/", "models/", "tests/", "bench/", ".ci/")
     paths = {w for w in words if re.search(r"\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
     paths |= {w for w in words if w.startswith(folders) and not re.match(r"data/\w+$", w)}
     assert len(paths) > 40
-    missing = {p for p in paths - FILES_OF_A_RUN - A_USERS_OWN if not (ROOT / p).exists()}
+    missing = {
+        p for p in paths - FILES_OF_A_RUN - PROFILED - A_USERS_OWN if not (ROOT / p).exists()
+    }
     assert not missing
-    rooms = [p for room in ("fsdp", "pp", "llm_demo") for p in (ROOT / room).glob("*.[psj]*")]
+    rooms = ("fsdp", "pp", "llm_demo", "bench", "bench/peers")
+    rooms = [p for room in rooms for p in (ROOT / room).glob("*.[psj]*")]
     ours = {str(p.relative_to(ROOT)) for p in rooms if p.name != "__init__.py"}
     assert ours <= paths, ours - paths
 
