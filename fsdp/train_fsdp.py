@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from llm_demo import estimate
 from llm_demo.args import flag, parse_args
 from llm_demo.attention import make_documents
 from llm_demo.compiling import compile_forward
@@ -64,6 +65,9 @@ def main() -> None:
     # decisions and data
     plan = make_plan(args, world, "fsdp", replicas=world.size)
     B, S = args.micro_batch_size, args.seq_len
+    if args.estimate:
+        plan.run.say(estimate.describe(estimate.of_fsdp(plan, args, world.size), plan.memory_gb))
+        return
 
     # model: block by block, so that no process ever holds more than its shards and one block
     lm = skeleton(plan.config, plan.attn_impl)

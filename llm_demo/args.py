@@ -102,6 +102,9 @@ class RunArgs:
     peak_tflops: float | None = flag(
         None, "of one GPU in the run's dtype, for MFU; default: llm_demo/device.py's table"
     )
+    estimate: bool = flag(
+        False, "print the memory each rank is expected to need, by part, and exit; allocates none"
+    )
     dry_run: bool = flag(False, "do everything up to step 1, print the plan, exit")
 
 
@@ -149,6 +152,7 @@ def less_memory() -> str:
     ways = [
         ("micro_batch_size", now("micro_batch_size", 1) > 1, "halve it, double grad_accum_steps"),
         ("use_activation_checkpointing", not now("use_activation_checkpointing"), "true"),
+        ("activation_memory_budget", now("activation_memory_budget") == 1, "0.6, where compiled"),
         ("reshard_after_forward", now("reshard_after_forward") is False, "true"),
         ("seq_len", True, "shorter rows"),
         ("dtype", now("dtype") == "fp32", "bf16"),

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
+from llm_demo.data import to_device
 from llm_demo.device import DTYPES, Device, is_sm80
 from llm_demo.errors import UserError
 from llm_demo.probe import probe_once
@@ -73,7 +74,7 @@ def make_documents(
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
             buckets = _make_buckets(lengths, S, device)
-    cu_seqlens = cu_seqlens.to(device, non_blocking=True)
+    (cu_seqlens,) = to_device(device, cu_seqlens)
     if impl == "math":
         doc = _document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
         causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
@@ -98,8 +99,7 @@ def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
     gather, padding = torch.cat(gather), torch.cat(padding)
     scatter = torch.empty(start, dtype=torch.int64)
     scatter[gather[~padding]] = (~padding).nonzero().squeeze(1)
-    to = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
-    return Buckets(shapes, to(gather), to(padding[:, None, None]), to(scatter))
+    return Buckets(shapes, *to_device(device, gather, padding[:, None, None], scatter))
 
 
 class _Rearrange(torch.autograd.Function):

@@ -206,12 +206,12 @@ def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
 
 
 def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """CPU tensors on the device, Nones left out. Through pinned memory: a copy from pageable
-    memory makes the host wait for all the work that the GPU was given before."""
+    """Tensors on the device, Nones left out. From the CPU through pinned memory: a copy from
+    pageable memory makes the host wait for all the work that the GPU was given before."""
     found = [t for t in tensors if t is not None]
     if device.type == "cuda":
-        found = [t.pin_memory().to(device, non_blocking=True) for t in found]
-    return found
+        found = [t if t.is_cuda else t.pin_memory() for t in found]
+    return [t.to(device, non_blocking=True) for t in found]
 
 
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:

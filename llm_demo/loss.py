@@ -105,6 +105,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 torch.mm(p, weight, out=grad_h[part])
                 grad_w = _add_product(grad_w, p, hidden[part])
+            del p  # else it is there beside the next chunk's logits and their gradient: 1.2 GB
         if needs_grad:
             if grad_w is None:  # nothing to learn in this micro-batch
                 grad_w = torch.zeros_like(weight, dtype=torch.float32)

@@ -67,7 +67,8 @@ class Run:
         self.records, self.evals, self.pending = [], [], None
         self.comm = CommTimer(world.device, world.rank, world.size)
         self.gather = Gather(world)
-        self.profiler = self.profile = None
+        steps = parse_steps(args.profile_steps)
+        self.profiler, self.profile = steps and StepProfiler(steps, world), None
         self.tokens = self.label_tokens = 0
 
     def say(self, text: str) -> None:
@@ -132,8 +133,6 @@ class Run:
             torch.cuda.reset_peak_memory_stats()
         if self.args.comm_timer:
             self.comm.install()
-        if steps := parse_steps(self.args.profile_steps):
-            self.profiler = StepProfiler(steps, self.world)
         self.profile_from(1)
         self.restart_clock()
 
@@ -367,7 +366,7 @@ def environment(world: World) -> dict:
         "device": str(this_device(world.device.index or 0)),
         "world_size": world.size,
         "platform": platform.platform(),
-        "revision": revision or os.environ.get("LLM_DEMO_REVISION"),  # for copies without .git
+        "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
         "environment": {
             k: v
             for k, v in sorted(os.environ.items())

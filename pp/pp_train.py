@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from llm_demo import estimate
 from llm_demo.args import ROOT, flag, parse_args
 from llm_demo.data import boundaries, to_device
 from llm_demo.dist import run, start
@@ -58,9 +59,10 @@ def main() -> None:
     switches = ds_engine.read_switches(args.deepspeed_config)
 
     pieces = args.stages * (2 if args.schedule == "dualpipev" else 1)
-    if args.schedule == "dualpipev" and args.grad_accum_steps < pieces:
+    if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < pieces):
         raise UserError(
-            f"--schedule dualpipev: --grad_accum_steps must be at least {pieces}, 2 x --stages"
+            "--schedule dualpipev wants 2 --stages or more, and --grad_accum_steps of at least "
+            f"2 x stages: {max(4, pieces)}"
         )
 
     # decisions and data
@@ -70,6 +72,10 @@ def main() -> None:
     counts = stages.split(plan.config, pieces, args.partition, S, ac)
     plan.run.resolved["partition"] = ",".join(map(str, counts))
     plan.run.say(f"pipeline: {stages.describe_split(counts, plan.config, S, ac)}")
+    if args.estimate:
+        held = ds_engine.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
+        plan.run.say(estimate.describe(estimate.of_pipeline(plan, args, held), plan.memory_gb))
+        return
 
     # model: each stage makes its own layers only
     ds_engine.join(world.device)

@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
     (folder / "unknown.jsonl").write_text('{"frage": "Warum?", "antwort": "Darum."}\n')
     (folder / "nothing.jsonl").write_text('{"prompt": "Why?", "completion": ""}\n')
     (folder / "number.json").write_text('{"train_batch_size": 8}')
+    (folder / "tokens.jsonl").write_text('{"input_ids": [1, 2, 999999]}')
     (folder / "alias.json").write_text('{"bfloat16": {"enabled": true}}')
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
     (folder / "no model").mkdir()
@@ -114,6 +115,12 @@ CASES += [
     ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
     ("pp", ["--stages", "0"], "--stages"),
+    ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev wants 2 --stages"),
+    ("fsdp", ["--activation_memory_budget", "2"], "--activation_memory_budget 2.0: a share"),
+    ("fsdp", ["--activation_memory_budget", "0.5", "--no_compile"], "add --compile"),
+    ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: two steps"),
+    ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
+    ("fsdp", ["--train_json", "tokens.jsonl"], "token 999999, but the model knows"),
 ]
 
 

@@ -1,0 +1,158 @@
+"""How much memory a rank will need at its peak, by part, before anything is allocated.
+
+Two moments compete for the peak: the loss, when all activations are there and the logits of a
+chunk; and the end of the backward, when all gradients are."""
+
+import torch
+from transformers import AttentionInterface
+
+from llm_demo.attention import why_not
+from llm_demo.device import this_device
+from llm_demo.loss import CHUNK
+from llm_demo.model import Blocks, head_size, skeleton, unit_sizes
+
+GB = 2**30
+
+
+def saved_bytes(plan, args) -> float:
+    """Bytes that one block keeps for the backward, for one token."""
+    config, size = plan.config, torch.finfo(plan.dtype).bits // 8
+    d, inner = config.hidden_size, config.intermediate_size
+    q = config.num_attention_heads * head_size(config)
+    kv = config.num_key_value_heads * head_size(config)
+    if args.use_activation_checkpointing:
+        return d * size
+    if plan.compile:
+        # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention's
+        # output; gate, up and their product. What is cheap the compiler computes again.
+        return (4 * d + 3 * q + 3 * kv + 3 * inner) * size * args.activation_memory_budget
+    return _saved_uncompiled(plan)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what a fused kernel keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q.transpose(1, 2))
+
+
+def _count_attention(module, q, k, v, *args, **kwargs):
+    return _Attention.apply(q, k, v), None
+
+
+AttentionInterface.register("packed_counted", _count_attention)
+
+
+def _saved_uncompiled(plan, tokens: int = 256) -> float:
+    """The same for plain PyTorch, counted in a forward on the meta device, which allocates none."""
+    block = skeleton(plan.config, "counted").model.layers[0].to(plan.dtype)
+    like = {"dtype": plan.dtype, "device": "meta"}
+    hidden = torch.empty(1, tokens, plan.config.hidden_size, requires_grad=True, **like)
+    table = torch.empty(1, tokens, head_size(plan.config), **like)
+    kept = {}
+
+    def keep(t):  # several tensors may be views of one storage
+        kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = Blocks([block], False)(hidden, (table, table), None, None)
+    del out
+    for p in block.parameters():
+        kept.pop(p.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in kept.values()) / tokens + _saved_by_kernel(plan)
+
+
+def _saved_by_kernel(plan) -> float:
+    """What an attention that is not one fused kernel keeps besides q, k, v and its output."""
+    heads, D = plan.config.num_attention_heads, head_size(plan.config)
+    device, size = this_device(), torch.finfo(plan.dtype).bits // 8
+    plain = device.vendor == "amd" and why_not("varlen", device, plan.dtype, single=False)
+    if plan.attn_impl in ("math", "bucketed_math") or plan.attn_impl == "bucketed" and plain:
+        # the kernel works in fp32, on repeated k and v, and keeps the probabilities
+        longest = plan.train.seq_len if plan.attn_impl == "math" else plan.train.max_doc_len
+        return 3 * heads * D * 4 + heads * longest * 4
+    if plan.attn_impl == "bucketed" and not plan.train.single:  # copies in the buckets
+        return (2 * heads + 2 * plan.config.num_key_value_heads) * D * size
+    return 0
+
+
+def loss_bytes(plan, args) -> float:
+    """Bytes of a chunk's logits, of their gradient and of the head's gradient."""
+    rows = min(CHUNK, args.micro_batch_size * args.seq_len)
+    size = torch.finfo(plan.dtype).bits // 8
+    # compiled: logits and their gradient; plain: an fp32 copy of the logits beside one of them
+    logits = rows * plan.config.vocab_size * (2 * size if plan.compile else 4 + size)
+    return logits + plan.config.vocab_size * plan.config.hidden_size * 4
+
+
+def parameters(config) -> tuple[int, int]:
+    """(of a block, of the embedding and of a head that is not tied to it: each this many)."""
+    d, inner = config.hidden_size, config.intermediate_size
+    q = config.num_attention_heads * head_size(config)
+    kv = config.num_key_value_heads * head_size(config)
+    return d * (2 * q + 2 * kv + 3 * inner), config.vocab_size * d
+
+
+def of_fsdp(plan, args, ranks: int) -> list[dict[str, float]]:
+    """GB (2**30 bytes) by part, one entry for each rank."""
+    block, embedding = parameters(plan.config)
+    n = plan.config.num_hidden_layers
+    ends = embedding * (1 if plan.config.tie_word_embeddings else 2)
+    total, size = n * block + ends, torch.finfo(plan.dtype).bits // 8
+    unit = unit_sizes(plan.config, n, args.blocks_per_unit)[0] * block
+    tokens = args.micro_batch_size * args.seq_len
+    gathered = ends + 2 * unit if args.reshard_after_forward else total
+    weights = 0 if not args.fsdp and size == 4 else gathered * size
+    # between micro-batches gradients stay whole and in fp32
+    whole = total * 4 if args.fsdp and args.grad_accum_steps > 1 else 0
+    # at the end: the shards, and what the last unit, embedding and head, is reduced from and to
+    late = (total / ranks + max(ends, unit) * (1 + 1 / ranks)) * 4 + max(ends, unit) * size
+    early = tokens * n * saved_bytes(plan, args) + loss_bytes(plan, args)
+    parts = {
+        "weights": total / ranks * 4 + weights,
+        "optimizer": total / ranks * 8,
+        "gradients": whole if early > late else whole + late,
+        "activations": tokens * n * saved_bytes(plan, args) if early > late else 0,
+        "loss": loss_bytes(plan, args) if early > late else 0,
+    }
+    return [{k: v / GB for k, v in parts.items()}] * ranks
+
+
+def of_pipeline(plan, args, pieces: list[list[tuple[int, int, bool, bool]]]) -> list[dict]:
+    """GB (2**30 bytes) by part, one entry for each stage. pieces: for each stage its pieces of the
+    model, (blocks, micro-batches in flight, has the embedding, has the head)."""
+    block, embedding = parameters(plan.config)
+    size = torch.finfo(plan.dtype).bits // 8
+    tokens, found = args.micro_batch_size * args.seq_len, []
+    for stage in pieces:
+        ends = sum(first + last for _, _, first, last in stage)
+        if plan.config.tie_word_embeddings:
+            ends = min(ends, 1)
+        count = sum(blocks for blocks, *_ in stage) * block + ends * embedding
+        flight = sum(blocks * in_flight for blocks, in_flight, *_ in stage)
+        parts = {
+            # ZeRO-1 shards masters and optimizer over replicas
+            "weights": count * (size + 4 / plan.replicas),
+            "optimizer": count * 8 / plan.replicas,
+            "gradients": count * 4,
+            "activations": tokens * flight * saved_bytes(plan, args),
+            "loss": loss_bytes(plan, args) if any(last for *_, last in stage) else 0,
+        }
+        found.append({k: v / GB for k, v in parts.items()})
+    return found
+
+
+def describe(ranks: list[dict[str, float]], capacity_gb: float) -> str:
+    """A table of the parts, and whether it fits a device of capacity_gb (0: not known)."""
+    totals = [sum(parts.values()) for parts in ranks]
+    width = max(len(name) for name in ranks[0])
+    lines = ["memory expected at the peak, GB (2**30 bytes) of each rank:"]
+    for name in ranks[0]:
+        lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
+    lines.append(f"  {'together':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
+    if capacity_gb and max(totals) > 0.95 * capacity_gb:
+        lines.append(f"this will hardly fit: the device has {capacity_gb:.0f}")
+    return "\n".join(lines)
