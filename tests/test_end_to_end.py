@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
 STEP = re.compile(
-    r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms "
+    r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms \(comm \d+\) "
     r"\| [\d.]+k? tok/s \([\d.]+k? learnt\) \| mfu (n/a|[\d.]+%) \| mem [\d.]+ GB \| eta \d+:\d\d"
 )
 SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2"}
@@ -82,7 +82,7 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
     assert said.count("held-out loss") == 2
     assert said.count("\nanswer ") == 3
     assert re.search(
-        rf"\| 2 \| {TWO_ACCUM[kind]} \| F \| \w+ \| \d+ \| n/a \| \d+ \| [\d.]+ / ", said
+        rf"\| 2 \| {TWO_ACCUM[kind]} \| F \| \w+ \| \d+ \| \d+ \| \d+ \| [\d.]+ / ", said
     )
     assert {p.name for p in left.iterdir()} == FILES
     assert (left / "train.log").read_text().count("step 2/3") == 1
@@ -91,10 +91,16 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
     assert [r["step"] for r in steps] == [1, 2, 3]
     assert steps[0].keys() == {
         "step", "train/loss", "train/grad_norm", "train/lr", "train/skipped", "perf/step_ms",
+        "perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms", "perf/data_ms",
         "perf/toks_per_s", "perf/label_toks_per_s", "perf/slots_per_s", "perf/mfu",
         "perf/peak_mem_gb", "data/tokens", "data/label_tokens", "data/fill",
     }  # fmt: skip
-    assert len(steps[0]["perf/peak_mem_gb"]) == 2
+    for key in ("perf/peak_mem_gb", "perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms"):
+        assert len(steps[0][key]) == 2
+    for step in steps:
+        busy, waiting = step["perf/comm_ms"], step["perf/comm_wait_ms"]
+        assert all(0 <= w <= b < step["perf/step_ms"] for w, b in zip(waiting, busy, strict=True))
+        assert max(busy) > 0
     if not torch.cuda.is_available():
         assert steps[0]["perf/mfu"] is None
     assert steps[2]["data/tokens"] > steps[2]["data/label_tokens"] > steps[0]["data/label_tokens"]

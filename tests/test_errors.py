@@ -101,7 +101,7 @@ BOTH = [
     (["--lr", "-1"], "--lr -1"),
     (["--warmup_steps", "-1"], "--warmup_steps -1"),
     (["--max_steps", "0", "--num_epochs", "0"], "--num_epochs above 0"),
-    (["--attn_impl", "flash"], "--attn_impl flash: choose from auto, varlen"),
+    (["--attn_impl", "flash"], "--attn_impl flash: choose from auto, sdpa, varlen"),
     (["--output_dir", "earlier run", "--overwrite"], "earlier run is no run's folder"),
     (["--output_dir", "good.jsonl"], "good.jsonl is a file"),
     (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be made in"),
