@@ -8,26 +8,32 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT
 
 from bench import run as bench
 from bench import table
 from llm_demo.args import less_memory, parse_args
 from llm_demo.dist import run as run_main
+from llm_demo.errors import UserError
 
 
-def command(results, *flags):
-    script = (
-        "import sys, pathlib; from bench import run; "
-        f"run.RESULTS = pathlib.Path({str(results)!r}); sys.exit(run.main())"
-    )
-    return [sys.executable, "-c", script, *flags]
+@pytest.fixture
+def measure(tmp_path, monkeypatch, capsys):
+    """bench.run with flags, its launchers being real processes; -> (exit code, what it printed)."""
+
+    def call(*flags):
+        monkeypatch.setattr(bench, "RESULTS", tmp_path)
+        monkeypatch.setattr(sys, "argv", ["bench.run", *flags])
+        code = bench.main()
+        return code, capsys.readouterr().out
+
+    return call
 
 
-def test_smoke_then_resume(tmp_path):
+def test_smoke_then_resume(measure, tmp_path):
     """Both launchers, full rows and packed documents; a row that is there is not run again."""
-    done = run(command(tmp_path, "--preset", "smoke"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = measure("--preset", "smoke")
+    assert code == 0, said
     files = sorted((tmp_path / "smoke").glob("*.json"))
     assert len(files) == 2
     for file in files:
@@ -37,18 +43,16 @@ def test_smoke_then_resume(tmp_path):
         assert str(tmp_path) not in result["command"] and str(ROOT) not in result["command"]
         fill = result["summary"]["median_toks_per_s"] / result["summary"]["median_slots_per_s"]
         assert fill == 1 if result["row"]["data"] == "full" else 0.9 < fill < 1
-    again = run(command(tmp_path, "--preset", "smoke", "--resume"))
-    assert again.stdout.count("done before") == 2
-    refused = run([*command(tmp_path, "--preset", "smoke")])
-    assert refused.returncode != 0 and "--resume or --overwrite" in refused.stderr
-    cells = table.line_of(json.loads(files[0].read_text()))
-    assert len(cells) == len(table.HEAD)
+        assert len(table.line_of(result)) == len(table.HEAD)
+    assert measure("--preset", "smoke", "--resume")[1].count("done before") == 2
+    with pytest.raises(UserError, match="--resume or --overwrite"):
+        measure("--preset", "smoke")
 
 
-def test_a_row_that_fails_is_a_row_that_says_so(tmp_path):
+def test_a_row_that_fails_is_a_row_that_says_so(measure, tmp_path):
     flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--flags=--oops"]
-    done = run(command(tmp_path, *flags, "--out", "x"))
-    assert done.returncode == 1 and "unknown argument --oops" in done.stdout
+    code, said = measure(*flags, "--out", "x")
+    assert code == 1 and "unknown argument --oops" in said
     (file,) = (tmp_path / "x").glob("*.json")
     result = json.loads(file.read_text())
     assert result["status"] == "failed" and result["error"].startswith("error: unknown")
@@ -56,21 +60,30 @@ def test_a_row_that_fails_is_a_row_that_says_so(tmp_path):
 
 
 def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
-    flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--steps", "100000"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    script = command(tmp_path, *flags, "--seq_len", "64")
+    flags = "--engines fsdp --model models/qwen3-tiny --seq_len 64 --steps 123457".split()
     bench_run = subprocess.Popen(
-        script, env=env, cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "bench.run", *flags, "--out", str(tmp_path / "x")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells' & ignores it
     )  # fmt: skip
-    time.sleep(8)
-    children = subprocess.run(["pgrep", "-f", "train_fsdp.py.*100000"], capture_output=True).stdout
+
+    def running():
+        return subprocess.run(["pgrep", "-f", "fsdp.py.*123457"], capture_output=True).stdout
+
+    for _ in range(60):
+        if len(running().split()) >= 3:  # the launcher and two ranks
+            break
+        time.sleep(0.5)
+    time.sleep(2)
     bench_run.send_signal(signal.SIGINT)
-    bench_run.communicate(timeout=40)
-    assert bench_run.returncode != 0 and children.split()
-    time.sleep(1)
-    assert not subprocess.run(["pgrep", "-f", "train_fsdp.py.*100000"], capture_output=True).stdout
-    assert not list(tmp_path.glob("*/*.json"))
+    _, said = bench_run.communicate(timeout=40)
+    assert bench_run.returncode == 130 and "what is done is kept" in said, said
+    for _ in range(20):  # a rank that was being started may take a moment to notice
+        if not running():
+            break
+        time.sleep(0.5)
+    assert not running()
+    assert not list(tmp_path.glob("x/*.json"))
 
 
 def test_grids_and_names():
