@@ -19,9 +19,8 @@ HEAD = (
 
 
 def rows_of(folder: Path) -> list[dict]:
-    """A folder's results, in the order they were measured in."""
-    files = sorted(folder.glob("*.json"), key=lambda file: file.name)
-    rows = [json.loads(file.read_text()) for file in files]
+    """A folder's results, ordered by their settings."""
+    rows = [json.loads(file.read_text()) for file in folder.glob("*.json")]
     order = ("model", "engine", "ckpt", "micro", "ga", "dtype", "data", "flags", "env")
     return sorted(rows, key=lambda r: [str(r["row"][k]).rjust(8) for k in order])
 

@@ -66,10 +66,10 @@ def main() -> None:
     plan = make_plan(args, world, "fsdp", replicas=world.size)
     B, S = args.micro_batch_size, args.seq_len
     if args.estimate:
-        plan.run.say(estimate.describe(estimate.of_fsdp(plan, args, world.size), plan.memory_gb))
+        plan.run.say(estimate.describe(estimate.of_fsdp(plan, args, world.size)))
         return
 
-    # model: block by block, so that no process ever holds more than its shards and one block
+    # model: unit by unit, so that no process ever holds more than its shards and one unit
     lm = skeleton(plan.config, plan.attn_impl)
     n_params = param_count(lm)
     model = build(lm, plan, args, world, shard if args.fsdp else None)

@@ -39,7 +39,7 @@ def union(intervals) -> float:
 class _Clock:
     """An event for devices without streams."""
 
-    def record(self, _stream=None):
+    def record(self):
         self.at = time.perf_counter()
 
     def elapsed_time(self, later) -> float:
@@ -53,7 +53,7 @@ class CommTimer:
     """Times of the operations since the last `take`; each step's are read when it has ended."""
 
     def __init__(self, device: torch.device, rank: int, size: int):
-        self.device, self.rank, self.size = device, rank, size
+        self.device, self.rank = device, rank
         self.cuda = device.type == "cuda"
         self.spare, self.ops, self.waits, self.muted = [], [], [], size == 1
         self.counts = Counter()
@@ -115,23 +115,20 @@ class CommTimer:
             ends = (self.rank, peer) if name == "send" else (peer, self.rank)
         else:
             ends = (name, group.group_name if group is not None else "")
-        # the larger of what goes in and what comes out
-        size = max((t.numel() * t.element_size() for t in tensors), default=0)
         start, called = self.event(), time.perf_counter()
         result = call(*args, **kwargs)
         # Where the stream was idle it has passed the event long before the operation is launched.
         late = (time.perf_counter() - called) * 1e3 if self.cuda and start.query() else 0.0
-        self._note(ends, name, size, start, late)
+        self._note(ends, start, late)
         return result
 
     def _timed_batch(self, call, args, kwargs):
         ops = args[0]
         if self.muted or any(op.tensor.device.type != self.device.type for op in ops):
             return call(*args, **kwargs)
-        size = sum(op.tensor.numel() * op.tensor.element_size() for op in ops)
         start = self.event()
         works = call(*args, **kwargs)
-        return [_Waited(works, lambda: self._note(("batch", ""), "send+recv", size, start))]
+        return [_Waited(works, lambda: self._note(("batch", ""), start))]
 
     def _timed_wait(self, call, args, kwargs):
         stream = args[0]
@@ -144,11 +141,11 @@ class CommTimer:
         self.waits.append((start, end))
         return result
 
-    def _note(self, ends, name, size, start, late=0.0):
+    def _note(self, ends, start, late=0.0):
         on_compute = not self.cuda or torch.cuda.current_stream().cuda_stream == self.compute
         key = (*ends, self.counts[ends])
         self.counts[ends] += 1
-        self.ops.append((key, name, size, start, self.event(), on_compute, late))
+        self.ops.append((key, start, self.event(), on_compute, late))
 
     def take(self):
         """What was recorded since the last call, to be given to `read` when the step has ended."""
@@ -165,22 +162,14 @@ class CommTimer:
             # AMD's drivers have given small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        spans = [(key, here, interval(s, e, late)) for key, _, _, s, e, here, late in ops]
+        spans = [(key, here, interval(s, e, late)) for key, s, e, here, late in ops]
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in spans if on_compute]
         busy = union(span for _, _, span in spans)
         durations = {key: end - start for key, _, (start, end) in spans}
-        self.spare += [event for op in ops for event in op[3:5]] if self.cuda else []
+        self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
         self.spare += [event for pair in waits for event in pair]
         return busy, union(stalls), durations
-
-    def bytes_by_kind(self, taken) -> dict[str, tuple[int, int]]:
-        """{kind: (operations, bytes)} of what `take` gave."""
-        found = {}
-        for _, name, size, *_ in taken[0]:
-            n, total = found.get(name, (0, 0))
-            found[name] = n + 1, total + size
-        return found
 
 
 class _Waited:

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from llm_demo.attention import why_not
 from llm_demo.device import this_device
 from llm_demo.loss import CHUNK
-from llm_demo.model import Blocks, head_size, skeleton, unit_sizes
+from llm_demo.model import Blocks, flops_per_token, head_size, skeleton, unit_sizes
 
 GB = 2**30
 
@@ -88,12 +88,9 @@ def loss_bytes(plan, args) -> float:
     return logits + plan.config.vocab_size * plan.config.hidden_size * 4
 
 
-def parameters(config) -> tuple[int, int]:
-    """(of a block, of the embedding and of a head that is not tied to it: each this many)."""
-    d, inner = config.hidden_size, config.intermediate_size
-    q = config.num_attention_heads * head_size(config)
-    kv = config.num_key_value_heads * head_size(config)
-    return d * (2 * q + 2 * kv + 3 * inner), config.vocab_size * d
+def parameters(config) -> list[float]:
+    """[of a block, of the embedding and of a head that is not tied to it: each this many]."""
+    return [flops / 6 for flops in flops_per_token(config, 0)]
 
 
 def of_fsdp(plan, args, ranks: int) -> list[dict[str, float]]:
@@ -145,14 +142,15 @@ def of_pipeline(plan, args, pieces: list[list[tuple[int, int, bool, bool]]]) -> 
     return found
 
 
-def describe(ranks: list[dict[str, float]], capacity_gb: float) -> str:
-    """A table of the parts, and whether it fits a device of capacity_gb (0: not known)."""
+def describe(ranks: list[dict[str, float]]) -> str:
+    """A table of the parts, and a word where they hardly fit this device."""
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
     lines = ["memory expected at the peak, GB (2**30 bytes) of each rank:"]
     for name in ranks[0]:
         lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
     lines.append(f"  {'together':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
+    capacity_gb = this_device().memory_gb
     if capacity_gb and max(totals) > 0.95 * capacity_gb:
         lines.append(f"this will hardly fit: the device has {capacity_gb:.0f}")
     return "\n".join(lines)

@@ -366,6 +366,7 @@ def environment(world: World) -> dict:
         "device": str(this_device(world.device.index or 0)),
         "world_size": world.size,
         "platform": platform.platform(),
+        # by hand where the files were copied without their .git
         "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
         "environment": {
             k: v

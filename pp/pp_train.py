@@ -39,8 +39,8 @@ class PipeArgs:
         'balanced (by FLOPs, with the head) | uniform | parameters | blocks of each piece: "18,10"',
     )
     schedule: Literal["1f1b", "dualpipev"] = flag(
-        "1f1b", "dualpipev: two pieces of the model a stage, half the bubble; wants "
-        "--grad_accum_steps of at least 2 x stages"
+        "1f1b", "dualpipev: two pieces of the model a stage, the first holding both ends; "
+        "wants --grad_accum_steps of at least 2 x stages"
     )  # fmt: skip
     deepspeed_config: str = flag(str(ROOT / "pp/ds_pp_2gpus.json"), "engine switches, no numbers")
     check_tied_every: int = flag(
@@ -74,7 +74,7 @@ def main() -> None:
     plan.run.say(f"pipeline: {stages.describe_split(counts, plan.config, S, ac)}")
     if args.estimate:
         held = ds_engine.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
-        plan.run.say(estimate.describe(estimate.of_pipeline(plan, args, held), plan.memory_gb))
+        plan.run.say(estimate.describe(estimate.of_pipeline(plan, args, held)))
         return
 
     # model: each stage makes its own layers only

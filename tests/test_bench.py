@@ -41,8 +41,10 @@ def test_smoke_then_resume(measure, tmp_path):
         assert result["status"] == "ok" and result["env"]["versions"]["torch"]
         assert result["summary"]["median_step_ms"] > 0
         assert str(tmp_path) not in result["command"] and str(ROOT) not in result["command"]
-        fill = result["summary"]["median_toks_per_s"] / result["summary"]["median_slots_per_s"]
-        assert fill == 1 if result["row"]["data"] == "full" else 0.9 < fill < 1
+        slots = result["config"]["global_batch"] * result["config"]["seq_len"]
+        fill = result["summary"]["tokens"] / (result["summary"]["steps"] * slots)
+        # counted, not timed; rows of 128 hold one or two documents and some padding: 0.88
+        assert fill == 1 if result["row"]["data"] == "full" else 0.85 < fill < 1
         assert len(table.line_of(result)) == len(table.HEAD)
     assert measure("--preset", "smoke", "--resume")[1].count("done before") == 2
     with pytest.raises(UserError, match="--resume or --overwrite"):
