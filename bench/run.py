@@ -32,12 +32,28 @@ LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
 # What the first version of this project did: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
 
-_SEED = [(1, 1, False, "fp32"), (1, 1, True, "bf16"), (4, 8, True, "bf16"), (4, 8, True, "fp32"),
-         (4, 8, False, "fp32"), (8, 1, True, "bf16"), (8, 4, True, "bf16"), (8, 8, True, "bf16"),
-         (8, 8, True, "fp32")]  # fmt: skip
+# (micro, GA, ckpt, dtype, steps): fewer steps where one takes seconds
+_SEED = [(1, 1, False, "fp32", 32), (1, 1, True, "bf16", 32), (4, 8, True, "bf16", 16),
+         (4, 8, True, "fp32", 8), (4, 8, False, "fp32", 8), (8, 1, True, "bf16", 32),
+         (8, 4, True, "bf16", 16), (8, 8, True, "bf16", 16), (8, 8, True, "fp32", 6)]  # fmt: skip
 
 
-# pp and fsdp of a pair work on the same rows a step: FSDP's two replicas take half the GA each
+def _pairs(sweep, **more):
+    """pp and FSDP on the same rows a step: FSDP's two replicas take half the GA each."""
+    return [
+        row for ga in sweep
+        for row in ({"engine": "pp", "micro": 8, "ga": ga, **more},
+                    {"engine": "fsdp", "micro": 8 if ga > 1 else 4, "ga": max(1, ga // 2), **more})
+    ]  # fmt: skip
+
+
+_8B = [
+    {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
+    {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
+    {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
+]
+_NO_P2P = {"env": "NCCL_P2P_DISABLE=1", "steps": 10}
+_PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
 PRESETS = {
     "smoke": [
         {**row, "model": "models/qwen3-tiny", "micro": 2, "ga": 2, "seq_len": 128, "steps": 5,
@@ -45,39 +61,42 @@ PRESETS = {
         for row, data in (({"engine": "fsdp"}, "full"), ({"engine": "pp"}, "packed"))
     ],
     "seed": [
-        {"engine": engine, "micro": m, "ga": ga, "ckpt": ckpt, "dtype": dtype}
-        for m, ga, ckpt, dtype in _SEED for engine in ("pp", "fsdp")
+        {"engine": engine, "micro": m, "ga": ga, "ckpt": ckpt, "dtype": dtype, "steps": steps}
+        for m, ga, ckpt, dtype, steps in _SEED for engine in ("pp", "fsdp")
     ],
-    "teff": [
-        row for ga in (1, 2, 4, 8, 12)
-        for row in ({"engine": "pp", "micro": 8, "ga": ga},
-                    {"engine": "fsdp", "micro": 8 if ga > 1 else 4, "ga": max(1, ga // 2)})
-    ],
-    "8b": [
-        {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
-        {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
-        {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
-    ],
+    "teff": _pairs((1, 2, 4)) + _pairs((8, 12), steps=16),
+    "8b": _8B,
+    # each beside its peer
     "speed": [
         {"engine": "fsdp", "micro": 8},
-        {"engine": "fsdp", "micro": 8, "flags": "--activation_memory_budget 0.6"},
         {"engine": "torchtitan", "micro": 8},
         {"engine": "fsdp", "micro": 16},
         {"engine": "torchtitan", "micro": 16},
         {"engine": "fsdp", "micro": 8, "ckpt": True},
         {"engine": "torchtitan", "micro": 8, "ckpt": True},
-        {"engine": "fsdp", "micro": 8, "ga": 8, "steps": 12},
+        {"engine": "fsdp", "micro": 8, "ga": 8, "steps": 16},
+        {"engine": "fsdp", "micro": 8, "flags": "--activation_memory_budget 0.6"},
+        {"engine": "fsdp", "micro": 16, "data": "packed"},
         {"engine": "pp", "micro": 8, "ga": 8, "steps": 16},
         {"engine": "pp", "micro": 8, "ga": 8, "steps": 16, "flags": "--schedule dualpipev"},
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12},
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
-        {"engine": "fsdp", "micro": 16, "data": "packed"},
+        *_8B,
     ],
     "no_p2p": [
-        {**row, "env": "NCCL_P2P_DISABLE=1"}
-        for ga in (2, 4, 8, 16)
-        for row in ({"engine": "pp", "micro": 8, "ga": ga, "steps": 10},
-                    {"engine": "fsdp", "micro": 8, "ga": ga // 2, "steps": 10})
+        *_pairs((2, 4, 8, 16), **_NO_P2P),
+        {"engine": "pp", "micro": 8, "ga": 8, "flags": "--schedule dualpipev", **_NO_P2P},
+    ],
+    # events against the profiler, and without either
+    "timer": [
+        {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}
+        for engine, ga, steps, profiled in _PROFILED
+        for flags in (f"--profile_steps {profiled}", "--no_comm_timer")
+    ],
+    # what a card without fused attention runs, forced: attention in math, whole rows or buckets
+    "math": [
+        {"engine": "fsdp", "micro": 8, "data": data, "flags": f"--attn_impl {impl}", "steps": 16}
+        for data in ("packed", "full") for impl in ("math", "bucketed_math")
     ],
 }  # fmt: skip
 

@@ -13,9 +13,10 @@ from llm_demo.args import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = (
-    "engine", "model", "micro", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "exposed", "waiting",
-    "toks/s", "MFU", "peak_mem(G)",
+    "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
+    "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)",
 )  # fmt: skip
+OPTIONAL = {"model": 1, "real/s": 0, "learnt/s": 0}  # left out with no more than so many values
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -26,35 +27,41 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def line_of(result: dict) -> list[str]:
+    """A row of the table: medians, and of step_ms the least and the most."""
     row, summary = result["row"], result.get("summary", {})
     notes = [row["data"]] * (row["data"] != "full") + row["flags"].split() + row["env"].split()
     engine = row["engine"] + (f" ({' '.join(notes)})" if notes else "")
     head = [
-        engine,
-        Path(row["model"]).name,
-        row["micro"],
-        row["ga"],
-        "FT"[row["ckpt"]],
-        row["dtype"],
-    ]
+        engine, Path(row["model"]).name, row["micro"], row["ga"], "FT"[row["ckpt"]], row["dtype"],
+    ]  # fmt: skip
     if result["status"] != "ok":
-        return [*head, result["status"], *[""] * (len(HEAD) - len(head) - 1)]
+        return [*head, "", result["status"], *[""] * (len(HEAD) - len(head) - 2)]
 
     def worst(key):
-        return f"{max(summary[key]):.1f}" if key in summary else "n/a"
+        return f"{max(summary[key]):.1f}" if any(summary.get(key, ())) else "n/a"
 
+    def rate(key):
+        return f"{summary[key]:,.0f}" if row["data"] != "full" and key in summary else ""
+
+    low, high = summary["spread_step_ms"]
     mfu = f"{summary['mfu']:.1%}" if summary.get("mfu") else "n/a"
     return [
-        *head, f"{summary['median_step_ms']:.1f}", worst("median_comm_ms"),
+        *head, f"{result['config']['global_batch'] * row['seq_len']:,}",
+        f"{summary['median_step_ms']:.1f} ({low:.0f}–{high:.0f})", worst("median_comm_ms"),
         worst("median_comm_exposed_ms"), worst("median_comm_wait_ms"),
-        f"{summary['median_slots_per_s']:,.0f}", mfu,
+        f"{summary['median_slots_per_s']:,.0f}", rate("median_toks_per_s"),
+        rate("median_label_toks_per_s"), mfu,
         " / ".join(f"{m:.1f}" for m in summary["peak_mem_gb"]),
     ]  # fmt: skip
 
 
 def table(folder: Path) -> str:
-    rows = [HEAD, ["---"] * len(HEAD), *map(line_of, rows_of(folder))]
-    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
+    lines = [[str(cell) for cell in line_of(result)] for result in rows_of(folder)]
+    kept = []
+    for name, column in zip(HEAD, zip(*lines, strict=True), strict=True):
+        if len(set(column) - {""}) > OPTIONAL.get(name, -1):
+            kept.append((name, "---", *column))
+    return "".join(f"| {' | '.join(row)} |\n" for row in zip(*kept, strict=True))
 
 
 def render(text: str) -> str:

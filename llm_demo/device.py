@@ -1,6 +1,7 @@
 """What this machine computes with: every question of vendor and architecture is answered here."""
 
 import os
+import subprocess
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,20 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     column = list(DTYPES.values()).index(dtype)
     keys = (device.arch, *(key for key in PEAK_TFLOPS if key in device.name))
     return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
+
+
+def link() -> str | None:
+    """How the first two GPUs reach each other, as the vendor's tool says: "NV18", "PIX", "XGMI"."""
+    for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
+        try:
+            said = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        lines = [line.split() for line in said.splitlines() if line.startswith("GPU")]
+        rows = {words[0]: words for words in lines if not words[1].startswith("GPU")}
+        if "GPU1" in rows:  # "GPU0   X   NV18 ..."
+            return rows["GPU0"][2]
+    return None
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from llm_demo.args import ROOT
 from llm_demo.comm import CommTimer, waiting
-from llm_demo.device import peak_memory_gb, peak_tflops, this_device
+from llm_demo.device import link, peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
 from llm_demo.profiling import StepProfiler, parse_steps
@@ -294,7 +294,7 @@ class Run:
             "median_label_toks_per_s": median("perf/label_toks_per_s"),
             "mfu": median("perf/mfu") if self.peak else None,
             "peak_tflops": self.peak,
-            "profile": self.profile,
+            "profile": self.profile and {**self.profile, "timer": self._timed_while_profiled()},
             "median_toks_per_s": median("perf/toks_per_s"),
             "median_slots_per_s": median("perf/slots_per_s"),
             "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],
@@ -308,6 +308,14 @@ class Run:
         )
         self.say(f"run: {self.folder}")
         self.log_file.close()
+
+    def _timed_while_profiled(self) -> dict:
+        """What the events said of the steps that the profiler saw: the mean of each rank."""
+        a, b = self.profiler.first, self.profiler.last
+        same = [r for r in self.records if a <= r["step"] <= b]
+        keys = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
+        ranks = {k: zip(*(r[k] for r in same), strict=True) for k in keys}
+        return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}
 
     def _write(self, record: dict) -> None:
         if not self.is_main:
@@ -364,6 +372,7 @@ def environment(world: World) -> dict:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "device": str(this_device(world.device.index or 0)),
+        "link": link() if world.device.type == "cuda" else None,
         "world_size": world.size,
         "platform": platform.platform(),
         # by hand where the files were copied without their .git

@@ -90,7 +90,7 @@ def main() -> None:
     config = ds_engine.engine_config(
         switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm
     )
-    engine = ds_engine.make_engine(module, optimizer, config)
+    engine = ds_engine.make_engine(module, optimizer, config, plan.compile)
     if plan.weights and plan.dtype != torch.float32:
         ds_engine.set_masters(engine, module, plan.weights)
     replica = engine.grid.get_data_parallel_id()

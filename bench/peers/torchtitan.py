@@ -56,7 +56,8 @@ def measure(row: dict, timeout: float) -> dict:
         "median_slots_per_s": statistics.median(per_gpu) * gpus,
         "peak_mem_gb": [max(memory for memory, _ in found)],
     }
-    return {"status": "ok", **result, "summary": summary}
+    config = {"global_batch": row["micro"] * row["ga"] * gpus, "seq_len": row["seq_len"]}
+    return {"status": "ok", **result, "summary": summary, "config": config}
 
 
 def _register() -> None:
