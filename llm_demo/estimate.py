@@ -16,12 +16,24 @@ GB = 2**30
 
 def saved_bytes(plan, args) -> float:
     """Bytes that one block keeps for the backward, for one token."""
+    if args.use_activation_checkpointing:
+        return plan.config.hidden_size * torch.finfo(plan.dtype).bits // 8
+    return _saved_by_block(plan, args)
+
+
+def passing_bytes(plan, args) -> float:
+    """Bytes for one token that are there only while one block's backward runs: what it computes
+    again, and the gradients of the probabilities where attention is no fused kernel."""
+    again = _saved_by_block(plan, args) if args.use_activation_checkpointing else 0
+    return again + 2 * plan.config.num_attention_heads * _keys_kept(plan) * 4
+
+
+def _saved_by_block(plan, args) -> float:
+    """Bytes for one token without checkpointing."""
     config, size = plan.config, torch.finfo(plan.dtype).bits // 8
     d, inner = config.hidden_size, config.intermediate_size
     q = config.num_attention_heads * head_size(config)
     kv = config.num_key_value_heads * head_size(config)
-    if args.use_activation_checkpointing:
-        return d * size
     if plan.compile:
         # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention's
         # output; gate, up and their product. What is cheap the compiler computes again.
@@ -65,16 +77,25 @@ def _saved_uncompiled(plan, tokens: int = 256) -> float:
     return sum(storage.nbytes() for storage in kept.values()) / tokens + _saved_by_kernel(plan)
 
 
+def _keys_kept(plan) -> int:
+    """How many keys a token's probabilities are kept for: none by a fused kernel."""
+    device = this_device()
+    plain = device.vendor == "amd" and why_not("varlen", device, plan.dtype, single=False)
+    if plan.attn_impl == "math":
+        return plan.train.seq_len
+    if plan.attn_impl == "bucketed_math" or plan.attn_impl == "bucketed" and plain:
+        return plan.train.max_doc_len
+    return 0
+
+
 def _saved_by_kernel(plan) -> float:
     """What an attention that is not one fused kernel keeps besides q, k, v and its output."""
     heads, D = plan.config.num_attention_heads, head_size(plan.config)
-    device, size = this_device(), torch.finfo(plan.dtype).bits // 8
-    plain = device.vendor == "amd" and why_not("varlen", device, plan.dtype, single=False)
-    if plan.attn_impl in ("math", "bucketed_math") or plan.attn_impl == "bucketed" and plain:
+    if keys := _keys_kept(plan):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
-        longest = plan.train.seq_len if plan.attn_impl == "math" else plan.train.max_doc_len
-        return 3 * heads * D * 4 + heads * longest * 4
+        return 3 * heads * D * 4 + heads * keys * 4
     if plan.attn_impl == "bucketed" and not plan.train.single:  # copies in the buckets
+        size = torch.finfo(plan.dtype).bits // 8
         return (2 * heads + 2 * plan.config.num_key_value_heads) * D * size
     return 0
 
@@ -102,20 +123,38 @@ def of_fsdp(plan, args, ranks: int) -> list[dict[str, float]]:
     unit = unit_sizes(plan.config, n, args.blocks_per_unit)[0] * block
     tokens = args.micro_batch_size * args.seq_len
     gathered = ends + 2 * unit if args.reshard_after_forward else total
-    weights = 0 if not args.fsdp and size == 4 else gathered * size
-    # between micro-batches gradients stay whole and in fp32
-    whole = total * 4 if args.fsdp and args.grad_accum_steps > 1 else 0
-    # at the end: the shards, and what the last unit, embedding and head, is reduced from and to
-    late = (total / ranks + max(ends, unit) * (1 + 1 / ranks)) * 4 + max(ends, unit) * size
-    early = tokens * n * saved_bytes(plan, args) + loss_bytes(plan, args)
-    parts = {
-        "weights": total / ranks * 4 + weights,
-        "optimizer": total / ranks * 8,
-        "gradients": whole if early > late else whole + late,
-        "activations": tokens * n * saved_bytes(plan, args) if early > late else 0,
-        "loss": loss_bytes(plan, args) if early > late else 0,
+    left = embedding + unit  # of gathered weights, at the end of the backward
+    if not args.fsdp:
+        gathered, left = (0, 0) if size == 4 else (total, total)
+    activations, loss = at_the_loss(plan, args, tokens * n, head=True)
+    shards = {"weights": total / ranks * 4, "optimizer": total / ranks * 8}
+    early = {
+        **shards,
+        "weights": shards["weights"] + gathered * size,
+        # between micro-batches gradients stay whole and in fp32
+        "gradients": total * 4 if args.fsdp and args.grad_accum_steps > 1 else 0,
+        "activations": activations,
+        "loss": loss,
     }
+    late = {
+        **shards,
+        "weights": shards["weights"] + left * size,
+        # the shards, and what the embedding's is reduced from and to
+        "gradients": (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size,
+        "activations": 0,
+        "loss": 0,
+    }
+    parts = max(early, late, key=lambda parts: sum(parts.values()))
     return [{k: v / GB for k, v in parts.items()}] * ranks
+
+
+def at_the_loss(plan, args, block_tokens: float, head: bool) -> tuple[float, float]:
+    """(bytes of activations, of the loss) when both together are most. block_tokens: tokens that
+    are kept, times the blocks that keep them; head: whether the loss is formed here at all."""
+    kept = block_tokens * saved_bytes(plan, args)
+    passing = args.micro_batch_size * args.seq_len * passing_bytes(plan, args)
+    loss = loss_bytes(plan, args) if head else 0
+    return (kept, loss) if loss >= passing else (kept + passing, 0)
 
 
 def of_pipeline(plan, args, pieces: list[list[tuple[int, int, bool, bool]]]) -> list[dict]:
@@ -130,13 +169,15 @@ def of_pipeline(plan, args, pieces: list[list[tuple[int, int, bool, bool]]]) -> 
             ends = min(ends, 1)
         count = sum(blocks for blocks, *_ in stage) * block + ends * embedding
         flight = sum(blocks * in_flight for blocks, in_flight, *_ in stage)
+        head = any(last for *_, last in stage)
+        activations, loss = at_the_loss(plan, args, tokens * flight, head)
         parts = {
             # ZeRO-1 shards masters and optimizer over replicas
             "weights": count * (size + 4 / plan.replicas),
             "optimizer": count * 8 / plan.replicas,
             "gradients": count * 4,
-            "activations": tokens * flight * saved_bytes(plan, args),
-            "loss": loss_bytes(plan, args) if any(last for *_, last in stage) else 0,
+            "activations": activations,
+            "loss": loss,
         }
         found.append({k: v / GB for k, v in parts.items()})
     return found

@@ -34,8 +34,8 @@ def cross_entropy_sum(
     shard), in hidden's dtype; index, targets: int64 [n] as of `learnt`. Softmax and sums: fp32.
     compiled: by torch.compile, two passes over a chunk's logits instead of six."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    piece = _compiled_piece() if compiled else _piece
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), piece)
+    pieces = (_compiled_piece(), _compiled_scaled()) if compiled else (_piece, _scaled)
+    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), pieces)
 
 
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -45,11 +45,16 @@ def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor)
 
 
 def _piece(h, weight, targets):
-    """(loss sum, its gradient by the logits in h's dtype) of one chunk of rows."""
+    """(loss sum, its gradient by the logits in h's dtype) of one chunk of rows.
+
+    In place: logsumexp would make another fp32 tensor of the logits' size."""
     logits = (h @ weight.T).float()
-    norm = logits.logsumexp(-1, keepdim=True)
-    loss = (norm - logits.gather(1, targets[:, None])).sum()
-    p = logits.sub_(norm).exp_()  # d/dlogits = softmax - one-hot
+    logits -= logits.amax(-1, keepdim=True)
+    hit = logits.gather(1, targets[:, None])
+    p = logits.exp_()
+    total = p.sum(-1, keepdim=True)
+    loss = (total.log() - hit).sum()
+    p /= total  # d/dlogits = softmax - one-hot
     p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1.0, dtype=p.dtype))
     return loss, p.to(h.dtype)
 
@@ -65,6 +70,22 @@ def _compiled_piece():
         return loss, torch.where(hit, p - 1, p).to(h.dtype)
 
     return torch.compile(piece)
+
+
+def _scaled(grad_h, grad_w, factor):
+    """Both gradients times a 0-dim factor, in grad_h's dtype."""
+    weight = torch.mul(grad_w, factor, out=torch.empty_like(grad_w, dtype=grad_h.dtype))
+    return grad_h * factor.to(grad_h.dtype), weight
+
+
+@functools.cache
+def _compiled_scaled():
+    return torch.compile(
+        lambda grad_h, grad_w, factor: (
+            grad_h * factor.to(grad_h.dtype),
+            (grad_w * factor).to(grad_h.dtype),
+        )
+    )
 
 
 @functools.cache
@@ -92,7 +113,8 @@ def _add_product(total, p, h):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, needs_grad, piece):
+    def forward(ctx, hidden, weight, targets, needs_grad, pieces):
+        piece, ctx.scaled = pieces
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = None  # a sum over chunks in bf16 would round once a chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
@@ -116,5 +138,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w = ctx.saved_tensors
-        weight = torch.mul(grad_w, grad, out=torch.empty_like(grad_w, dtype=grad_h.dtype))
-        return grad_h * grad.to(grad_h.dtype), weight, None, None, None
+        return *ctx.scaled(grad_h, grad_w, grad), None, None, None

@@ -204,16 +204,28 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
     return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
 
 
-class DecoderLoss(nn.Module):
-    """The whole decoder, its blocks in units, with the loss inside its forward.
+class Tail(nn.Module):
+    """Last norm, head and loss. One module, because the head's weight is whole only in the forward
+    of the module that it is sharded with."""
 
-    Inside, because the head's weight is whole only there once the model is sharded."""
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool):
+        super().__init__()
+        self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
+
+    def forward(self, hidden, index, targets=None):
+        hidden, weight = self.norm(hidden), self.lm_head.weight
+        if targets is None:
+            return next_tokens(hidden, weight, index)
+        return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
+
+
+class DecoderLoss(nn.Module):
+    """The whole decoder, its blocks in units, with the loss inside its forward."""
 
     def __init__(self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False):
         super().__init__()
         self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
-        self.norm, self.lm_head = lm.model.norm, lm.lm_head
-        self.rotary, self.compiled = lm.model.rotary_emb, compiled
+        self.tail, self.rotary = Tail(lm.model.norm, lm.lm_head, compiled), lm.model.rotary_emb
 
     def forward(self, input_ids, position_ids, documents, index, targets=None):
         """Loss sum over the flat positions `index` with `targets` [n], or without targets the
@@ -222,10 +234,7 @@ class DecoderLoss(nn.Module):
         rotary = self.rotary(hidden, position_ids)
         for unit in self.units:
             hidden = unit(hidden, rotary, position_ids, documents)
-        hidden, weight = self.norm(hidden), self.lm_head.weight
-        if targets is None:
-            return next_tokens(hidden, weight, index)
-        return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
+        return self.tail(hidden, index, targets)
 
 
 def hf_names(model: DecoderLoss) -> dict[str, nn.Parameter]:
@@ -234,9 +243,9 @@ def hf_names(model: DecoderLoss) -> dict[str, nn.Parameter]:
     blocks = (block for unit in model.units for block in unit.blocks)
     for i, block in enumerate(blocks):
         named |= {f"model.layers.{i}.{n}": p for n, p in block.named_parameters()}
-    named["model.norm.weight"] = model.norm.weight
-    if model.lm_head.weight is not model.embed_tokens.weight:
-        named["lm_head.weight"] = model.lm_head.weight
+    named["model.norm.weight"] = model.tail.norm.weight
+    if model.tail.lm_head.weight is not model.embed_tokens.weight:
+        named["lm_head.weight"] = model.tail.lm_head.weight
     return named
 
 

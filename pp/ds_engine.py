@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from llm_demo.compiling import compiled_add
 from llm_demo.errors import UserError
 from llm_demo.model import Blocks
 from llm_demo.optim import LossScale, clipped_step
@@ -196,9 +197,8 @@ def make_engine(
 class _Fp32Sums:
     """Adds bf16 gradients to their fp32 sums, those of a unit together when the last one is there.
 
-    PyTorch's kernel for mixed dtypes runs at half the memory's speed, and once for each parameter;
-    compiled it is one kernel at full speed. DeepSpeed's own makes an fp32 copy of each gradient
-    first: almost twice the memory traffic, for every parameter and micro-batch."""
+    DeepSpeed's own makes an fp32 copy of each gradient first: almost twice the memory traffic, for
+    every parameter and micro-batch."""
 
     def __init__(self, optimizer, module: Pipeline, compiled: bool):
         self.optimizer, self.pending = optimizer, {}
@@ -206,7 +206,7 @@ class _Fp32Sums:
         for unit in module.modules():
             if isinstance(unit, Blocks):
                 self.together |= dict.fromkeys(unit.parameters(), tuple(unit.parameters()))
-        self.add = _compiled_add() if compiled else torch._foreach_add_
+        self.add = compiled_add() if compiled else torch._foreach_add_
 
     @torch.no_grad()
     def __call__(self, param, group: int, index: int, clear_lp_grads: bool) -> None:
@@ -223,15 +223,6 @@ class _Fp32Sums:
             totals, grads = zip(*(pending[p] for p in members), strict=True)
             del self.pending[members]
             self.add(totals, grads)
-
-
-@functools.cache
-def _compiled_add():
-    def add(totals, grads):
-        torch._foreach_add_(totals, grads)
-
-    # the shapes of a unit are few and stay: nothing to generalise
-    return torch.compile(add, dynamic=False)
 
 
 @torch.no_grad()
