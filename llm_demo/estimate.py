@@ -104,8 +104,9 @@ def loss_bytes(plan, args) -> float:
     """Bytes of a chunk's logits, of their gradient and of the head's gradient."""
     rows = min(CHUNK, args.micro_batch_size * args.seq_len)
     size = torch.finfo(plan.dtype).bits // 8
-    # compiled: logits and their gradient; plain: an fp32 copy of the logits beside one of them
-    logits = rows * plan.config.vocab_size * (2 * size if plan.compile else 4 + size)
+    # compiled: logits and their gradient; plain: in fp32, in place, beside them in less
+    plain = 4 if size == 4 else 4 + size
+    logits = rows * plan.config.vocab_size * (2 * size if plan.compile else plain)
     return logits + plan.config.vocab_size * plan.config.hidden_size * 4
 
 
@@ -175,7 +176,8 @@ def of_pipeline(plan, args, pieces: list[list[tuple[int, int, bool, bool]]]) -> 
             # ZeRO-1 shards masters and optimizer over replicas
             "weights": count * (size + 4 / plan.replicas),
             "optimizer": count * 8 / plan.replicas,
-            "gradients": count * 4,
+            # fp32's engine accumulates them beside those of the micro-batch
+            "gradients": count * (8 if size == 4 and args.grad_accum_steps > 1 else 4),
             "activations": activations,
             "loss": loss,
         }

@@ -9,13 +9,12 @@ from conftest import ROOT, run
 
 from llm_demo import estimate
 from llm_demo.device import DTYPES
-from llm_demo.loss import CHUNK
 from llm_demo.model import load_config
 from pp import ds_engine
 
 FILES = sorted(ROOT.glob("bench/results/*/*/*.json"))
-# Until then the loss kept a chunk's gradient beside the next chunk's logits.
-ONE_CHUNK_MORE = {"c50e8fdaf673"}
+# Until then PyTorch's math kernel did fp32's attention where heads are grouped.
+FP32_IN_MATH = {"65506a0067a8"}
 
 
 def expected(row, config):
@@ -38,13 +37,12 @@ def test_within_a_tenth_of_what_was_measured(file):
     if result["status"] != "ok" or result["row"]["engine"] == "torchtitan":
         pytest.skip("no run of ours")
     measured, config = result["summary"]["peak_mem_gb"], result["config"]
+    if config["dtype"] == "fp32" and result["env"]["revision"] in FP32_IN_MATH:
+        config["attn_impl"] = "math"
     ranks = expected(result["row"], config)
     assert len(ranks) == len(measured)
     for parts, peak in zip(ranks, measured, strict=True):
-        more = 0
-        if result["env"]["revision"] in ONE_CHUNK_MORE and parts["loss"]:
-            more = CHUNK * 151_936 * 2 / 2**30
-        assert sum(parts.values()) + more == pytest.approx(peak, rel=0.1)
+        assert sum(parts.values()) == pytest.approx(peak, rel=0.1)
 
 
 def test_there_are_measured_peaks():
