@@ -38,21 +38,26 @@ _SEED = [(1, 1, False, "fp32", 32), (1, 1, True, "bf16", 32), (4, 8, True, "bf16
          (8, 4, True, "bf16", 16), (8, 8, True, "bf16", 16), (8, 8, True, "fp32", 6)]  # fmt: skip
 
 
-def _pairs(sweep, **more):
+def _pairs(sweep, *schedules, **more):
     """pp and FSDP on the same rows a step: FSDP's two replicas take half the GA each."""
-    return [
-        row for ga in sweep
-        for row in ({"engine": "pp", "micro": 8, "ga": ga, **more},
-                    {"engine": "fsdp", "micro": 8 if ga > 1 else 4, "ga": max(1, ga // 2), **more})
-    ]  # fmt: skip
+    rows = []
+    for ga in sweep:
+        rows.append({"engine": "pp", "micro": 8, "ga": ga, **more})
+        for name in schedules:
+            rows.append({**rows[-1], "flags": f"--schedule {name}"})
+        micro = 8 if ga > 1 else 4
+        rows.append({"engine": "fsdp", "micro": micro, "ga": max(1, ga // 2), **more})
+    return rows
 
 
 _8B = [
     {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
     {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
+    # the pipeline's tokens a step
+    {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
-_NO_P2P = {"env": "NCCL_P2P_DISABLE=1", "steps": 10}
+_NO_P2P = "NCCL_P2P_DISABLE=1"
 _PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
 PRESETS = {
     "smoke": [
@@ -64,7 +69,7 @@ PRESETS = {
         {"engine": engine, "micro": m, "ga": ga, "ckpt": ckpt, "dtype": dtype, "steps": steps}
         for m, ga, ckpt, dtype, steps in _SEED for engine in ("pp", "fsdp")
     ],
-    "teff": _pairs((1, 2, 4)) + _pairs((8, 12), steps=16),
+    "teff": _pairs((1, 2)) + _pairs((4, 8, 12), "dualpipev", steps=16),
     "8b": _8B,
     # each beside its peer
     "speed": [
@@ -83,10 +88,10 @@ PRESETS = {
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
         *_8B,
     ],
-    "no_p2p": [
-        *_pairs((2, 4, 8, 16), **_NO_P2P),
-        {"engine": "pp", "micro": 8, "ga": 8, "flags": "--schedule dualpipev", **_NO_P2P},
-    ],
+    # through the host's memory; and through sockets, as slow as a network
+    "no_p2p": _pairs((2,), env=_NO_P2P, steps=10)
+    + _pairs((4, 8, 16), "dualpipev", env=_NO_P2P, steps=10),
+    "slow_link": _pairs((4, 8, 16), "dualpipev", env=f"{_NO_P2P} NCCL_SHM_DISABLE=1", steps=8),
     # events against the profiler, and without either
     "timer": [
         {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}

@@ -131,30 +131,33 @@ FASTEST_FIRST = [
 ]
 
 
-def _sdpa(q, k, v, documents: Documents, scaling: float):
-    gqa = q.shape[1] != k.shape[1]
-    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+def _causal(q, k, v, scaling: float):
+    """SDPA over whole rows: [B, H, S, D] -> [B, S, H, D]."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.dtype == torch.float32 and q.is_cuda:
+        # the one fused kernel for fp32 knows no groups: without this math would hold all scores
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    gqa = groups > 1
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
+def _sdpa(q, k, v, documents: Documents, scaling: float):
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        return _causal(q, k, v, scaling)
+
+
 def _bucketed(q, k, v, documents: Documents, scaling: float):
-    sdpa = functools.partial(
-        F.scaled_dot_product_attention,
-        is_causal=True,
-        scale=scaling,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
     buckets = documents.buckets
     if buckets is None:
-        return sdpa(q, k, v).transpose(1, 2)
+        return _causal(q, k, v, scaling)
     B, _, S, _ = q.shape
     q, k, v = (_Rearrange.apply(x.transpose(1, 2).flatten(0, 1), buckets, True) for x in (q, k, v))
     out, at = [], 0
     for docs, padded in buckets.shapes:
         end = at + docs * padded
         bucket = (x[at:end].unflatten(0, (docs, padded)).transpose(1, 2) for x in (q, k, v))
-        out.append(sdpa(*bucket).transpose(1, 2).flatten(0, 1))
+        out.append(_causal(*bucket, scaling).flatten(0, 1))
         at = end
     return _Rearrange.apply(torch.cat(out), buckets, False).unflatten(0, (B, S))
 
@@ -259,14 +262,15 @@ def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str 
         return "has no CPU kernel"
     if dtype == torch.float32:
         return "needs bf16 or fp16"
-    if device.vendor == "nvidia" and not is_sm80(device):
-        return f"has no kernel for {device.arch}"
-    if device.vendor == "amd" and not device.arch.startswith(
-        ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-    ):
-        built = "PyTorch's ROCm build" if impl == "varlen" else "flash-attn"
-        return f"{built} has no kernel for {device.arch}"
+    if not has_fused_kernels(device):
+        built = "PyTorch's ROCm build " if impl == "varlen" else "flash-attn "
+        return f"{built * (device.vendor == 'amd')}has no kernel for {device.arch}"
     return None
+
+
+def has_fused_kernels(device: Device) -> bool:
+    amd = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+    return is_sm80(device) or device.vendor == "amd" and device.arch.startswith(amd)
 
 
 def choose(
@@ -283,7 +287,7 @@ def choose(
     reasons = []
     for impl in IMPLS if asked == "auto" else (asked,):
         problem = why_not(impl, device, dtype, single)
-        if (impl, asked) == ("sdpa", "auto") and why_not("varlen", device, dtype, single):
+        if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
             # without fused kernels the padding that a bucket saves is worth more
             problem = problem or "bucketed is as fast here"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):

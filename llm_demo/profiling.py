@@ -22,6 +22,7 @@ KIND = re.compile(
     r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all)",
     re.I,
 )
+LAUNCH_GAP = 10  # microseconds
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
 
@@ -94,11 +95,14 @@ def analyse(trace: dict, steps: int) -> dict:
     def covered(chosen):
         return union((e["ts"], e["ts"] + e["dur"]) for e in chosen)
 
-    both, busy = covered(work), covered(comm)
+    busy = covered(comm)
     if on_cpu:  # an operation blocks: nothing else goes on
-        compute = both - busy
+        compute, exposed = covered(work) - busy, busy
     else:
         compute = covered(rest)
+        running = bridged(sorted((e["ts"], e["ts"] + e["dur"]) for e in rest))
+        both = union([*running, *((e["ts"], e["ts"] + e["dur"]) for e in comm)])
+        exposed = both - union(running)
     kernels, kinds, operations, counts = {}, {}, {}, defaultdict(int)
     for e in rest:
         ms, n = kernels.get(e["name"], (0.0, 0))
@@ -123,13 +127,25 @@ def analyse(trace: dict, steps: int) -> dict:
         "total": (end - begin) / per_step,
         "compute": compute / per_step,
         "comm": busy / per_step,
-        "exposed": (both - compute) / per_step,
-        "idle": (end - begin - both) / per_step,
+        "exposed": exposed / per_step,
+        "idle": (end - begin - compute - exposed) / per_step,
         "operations": operations,
         "kernels": kernels,
         "kinds": {k: (ms, n / steps, size / steps) for k, (ms, n, size) in kinds.items()},
         "steps": steps,
     }
+
+
+def bridged(intervals: list[tuple]) -> list[tuple]:
+    """Sorted intervals with the gaps closed that any kernel leaves before the next one starts:
+    communication goes on in them, but nobody waits for it."""
+    closed = []
+    for start, end in intervals:
+        if closed and start - closed[-1][1] <= LAUNCH_GAP:
+            closed[-1] = closed[-1][0], max(closed[-1][1], end)
+        else:
+            closed.append((start, end))
+    return closed
 
 
 def together(ranks: list[dict]) -> dict:

@@ -212,6 +212,8 @@ def pick(
         (MI100, {"flash": True}, "bucketed", "flash_attn: flash-attn has no kernel for gfx908"),
         (MI300, {}, "varlen", "sdpa: rows hold several documents"),
         (H100, {"single": True}, "sdpa", None),
+        (H100, {"single": True, "dtype": torch.float32}, "sdpa", None),
+        (H100, {"single": True, "varlen": False}, "sdpa", None),
         (MI100, {"single": True}, "bucketed", "sdpa: bucketed is as fast here"),
         (MI300, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
         (H100, {}, "varlen", "sdpa: rows hold several documents"),

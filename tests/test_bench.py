@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +11,8 @@ import time
 import pytest
 from conftest import ROOT
 
+from bench import plots, table
 from bench import run as bench
-from bench import table
 from llm_demo import device
 from llm_demo.args import less_memory, parse_args
 from llm_demo.dist import run as run_main
@@ -100,7 +101,7 @@ def test_grids_and_names():
     name = bench.name_of({**base, "engine": "pp", "ckpt": True})
     assert name == "pp-qwen3-0.6b-s1024-m1-ga1-bf16-ckpt-schedule-dualpipev-NCCL_P2P_DISABLE-1"
     # what the pipeline and FSDP are compared on: the same tokens a step on two GPUs
-    for preset in ("teff", "no_p2p"):
+    for preset in ("teff", "no_p2p", "slow_link"):
         work = {"pp": set(), "fsdp": set()}
         for row in bench.PRESETS[preset]:
             replicas = 2 if row["engine"] == "fsdp" else 1
@@ -167,3 +168,30 @@ def test_torchtitans_log_is_read(text, expected):
     from bench.peers.torchtitan import LINE
 
     assert LINE.findall(text) == [expected]
+
+
+def test_the_readmes_pictures_are_of_the_results():
+    named = re.findall(r"\]\(bench/plots/(\S+)\.png\)", (ROOT / "README.md").read_text())
+    assert len(named) >= 2
+    for name in named:
+        picture = (plots.PLOTS / f"{name}.png").read_bytes()
+        assert plots.digest(bench.RESULTS / name).encode() in picture, "python -m bench.plots"
+
+
+def test_where_two_lines_cross():
+    fsdp = [(10, 100), (20, 110), (40, 120)]
+    assert plots.crossover(fsdp, [(10, 50), (40, 110)]) is None
+    assert plots.crossover(fsdp, [(10, 80), (20, 130)]) == (15, 105)
+    assert plots.crossover(fsdp, [(20, 120), (40, 140)]) == (20, 120)  # from its first point on
+    assert plots.crossover(fsdp, [(50, 200), (60, 300)]) is None  # never at the same tokens
+
+
+def test_what_is_drawn_is_a_share_of_the_step():
+    summary = {
+        "median_step_ms": 100.0,
+        "median_comm_exposed_ms": [5.0, 30.0],
+        "median_comm_wait_ms": [1.0, 20.0],
+    }
+    assert plots.shares(summary) == pytest.approx(
+        {"compute and idle": 0.7, "exposed transfer": 0.1, "waiting": 0.2}
+    )

@@ -38,7 +38,7 @@ def test_a_step_of_fsdp(change):
     assert found["total"] == pytest.approx(96.21, abs=0.1)
     assert found["compute"] == pytest.approx(76.21, abs=0.1)
     assert found["comm"] == pytest.approx(14.28, abs=0.05)
-    assert found["exposed"] == pytest.approx(7.55, abs=0.05)
+    assert found["exposed"] == pytest.approx(7.33, abs=0.01)  # 7.55 with gaps of a launch
     assert found["total"] == pytest.approx(found["compute"] + found["exposed"] + found["idle"])
 
 
