@@ -227,6 +227,7 @@ def command_of(row: dict, out: Path) -> list[str]:
         "train_json": data_of(row, model),
         "eval_json": "none",
         "sample_tokens": 0,
+        "save": "false",
         "seq_len": row["seq_len"],
         "micro_batch_size": row["micro"],
         "grad_accum_steps": row["ga"],

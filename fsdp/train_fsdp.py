@@ -6,14 +6,17 @@ python fsdp/train_fsdp.py --no_fsdp                          the plain model in 
 """
 
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from llm_demo import estimate
 from llm_demo.args import flag, parse_args
 from llm_demo.attention import make_documents
+from llm_demo.checkpoint import Checkpoints
 from llm_demo.compiling import compile_forward, compiled_add
 from llm_demo.data import to_device
 from llm_demo.dist import World, run, start
@@ -22,16 +25,20 @@ from llm_demo.loss import learnt
 from llm_demo.model import (
     Blocks,
     DecoderLoss,
+    hf_names,
     materialise,
     param_count,
     skeleton,
     unit_sizes,
 )
 from llm_demo.optim import (
+    MOMENTS,
     LossScale,
     Shards,
+    adam_steps,
     clipped_step,
     copy_masters,
+    fill_adam_state,
     lr_at,
     make_adamw,
     with_fp32_masters,
@@ -69,6 +76,11 @@ def main() -> None:
         plan.run.say(estimate.describe(estimate.of_fsdp(plan, args, world.size)))
         return
 
+    checkpoints = Checkpoints(plan, args, world)
+    if checkpoints.first_step >= plan.max_steps:
+        plan.run.say(f"nothing left to train: {checkpoints.path} is of the last step")
+        return
+
     # model: unit by unit, so that no process ever holds more than its shards and one unit
     lm = skeleton(plan.config, plan.attn_impl)
     n_params = param_count(lm)
@@ -83,9 +95,19 @@ def main() -> None:
 
     # optimizer
     optimizer = make_adamw(params, plan.lr, args.weight_decay)
-    if not args.fsdp:
-        copy_masters(optimizer, model, params)
+    update_model = None if args.fsdp else copy_masters(optimizer, model, params)
     loss_scale = LossScale(plan.dtype, world.device)
+    # taken now: after an evaluation the model has its gathered weights for parameters
+    master_of = dict(zip(model.parameters(), params, strict=True))
+    masters = {name: (p, master_of[p]) for name, p in hf_names(model).items()}
+    tensors = functools.partial(training_state, masters, optimizer)
+    if checkpoints.path:
+        fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
+        checkpoints.load(tensors())
+        loss_scale.load(checkpoints.facts["loss_scale"])
+        if update_model:
+            update_model()
+        plan.run.resume(checkpoints.facts)
 
     def forward(batch, index, targets=None):
         documents = make_documents(batch.cu_seqlens, (B, S), plan.attn_impl, world.device)
@@ -101,14 +123,18 @@ def main() -> None:
         dist.all_reduce(total)
         return total.item() / token_counts(plan.heldout, rows)[1]
 
+    def facts() -> dict:
+        return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
+
     if args.dry_run:
         plan.run.say("dry run: everything is ready for step 1")
         return
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
-    if plan.heldout:
+    checkpoints.begin()
+    if plan.heldout and not checkpoints.path:
         plan.run.log_eval(0, evaluate())
 
-    for step in range(plan.max_steps):
+    for step in range(checkpoints.first_step, plan.max_steps):
         # rows and label count of the whole step, over all ranks: known without communication
         rows = rows_of(plan, args, step)
         n_tokens, n_labels = token_counts(plan.train, rows)
@@ -134,10 +160,26 @@ def main() -> None:
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
             plan.run.log_eval(step + 1, evaluate())
+        checkpoints.after_step(step + 1, tensors, facts)
 
+    checkpoints.finish()
     with torch.no_grad():
         show_answers(plan, args, forward)
     plan.run.finish()
+
+
+def training_state(masters: dict[str, tuple], optimizer) -> dict[str, torch.Tensor]:
+    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place; sharded
+    as the parameters are. masters: {name: (parameter, what is optimized for it)}."""
+    found = {}
+    for name, (p, master) in masters.items():
+        state = optimizer.state[master]
+        for key, t in {"": master.detach(), **{f".{k}": state[k] for k in MOMENTS}}.items():
+            if isinstance(p, DTensor):
+                how = {"shape": p.shape, "stride": p.stride()}
+                t = DTensor.from_local(t, p.device_mesh, p.placements, **how)
+            found[name + key] = t
+    return found
 
 
 def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:

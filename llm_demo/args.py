@@ -91,6 +91,18 @@ class TrainArgs:
 class RunArgs:
     output_dir: str | None = flag(None, "the run's folder; default: runs/<script>-<model>-<time>")
     overwrite: bool = flag(False, "empty a non-empty output_dir first")
+    save: bool = flag(
+        True, "checkpoints at the end, and when SIGTERM or Ctrl-C ends the run after a step"
+    )
+    save_every: int = flag(0, "optimizer steps between checkpoints besides those; 0: none")
+    save_async: bool = flag(True, "write those in the background, from copies in the host's memory")
+    keep_last: int = flag(2, "checkpoints to keep, older ones are removed; 0: all")
+    keep_best: bool = flag(False, "keep the one with the lowest held-out loss, too")
+    resume: str | None = flag(
+        None, "auto: go on from the newest whole checkpoint of output_dir, if there is one; or a "
+        "checkpoint's folder, or a run's"
+    )  # fmt: skip
+    resume_anyway: bool = flag(False, "go on even if data, seed or rows of a step are others")
     log_every: int = flag(1, "optimizer steps between two logged ones (reading the loss waits)")
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
@@ -176,6 +188,8 @@ def check(args: argparse.Namespace) -> None:
         "max_steps",
         "warmup_steps",
         "eval_every",
+        "save_every",
+        "keep_last",
         "weight_decay",
         "max_grad_norm",
     )
@@ -186,6 +200,10 @@ def check(args: argparse.Namespace) -> None:
         raise UserError(f"--lr {args.lr}: must be positive")
     if args.max_steps == 0 and not args.num_epochs > 0:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
+    if args.resume == "auto" and not args.output_dir:
+        raise UserError("--resume auto needs --output_dir: whose checkpoints?")
+    if args.resume and args.overwrite:
+        raise UserError("--resume and --overwrite: one keeps a run's folder, the other empties it")
     if bool(args.input_key) != bool(args.target_key):
         raise UserError("--input_key and --target_key name a pair of columns: give both")
 

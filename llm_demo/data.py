@@ -24,6 +24,11 @@ from llm_demo.records import find_files
 
 IGNORE_INDEX = -100
 _NONE = np.empty(0, np.int64)
+# what the packs depend on besides files and tokenizer, in the order of load_packs' own list
+FLAGS = (
+    "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
+    "overlong",
+)  # fmt: skip
 CACHE_VERSION = 1  # raise it with every change of what records.py, labels.py or packing.py make
 
 
@@ -129,7 +134,7 @@ def load_packs(
     codec = make_codec(tokenizer, train_on_prompt)
     reading = (data_format, input_key, target_key)
     flags = [seq_len, pack, train_on_prompt, *reading, overlong]
-    key = _content_key(files, codec, flags)
+    key, identity = _content_key(files, codec, flags)
     root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
     folder = os.path.join(root, f"packs-{key}")
     hit = os.path.isdir(folder)
@@ -148,6 +153,7 @@ def load_packs(
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     packs = _open(folder, files, hit)
+    packs.stats["identity"] = identity
     _report(packs.stats, seq_len, folder, log)
     return packs
 
@@ -232,9 +238,10 @@ def heldout_beside(train_json: str) -> str | None:
     return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
-def _content_key(files: list[str], codec, flags: list) -> str:
-    """All that the packs depend on, as 24 hex digits. Bytes, not names and dates: a copy hits."""
-    key = hashlib.sha256()
+def _content_key(files: list[str], codec, flags: list) -> tuple[str, dict]:
+    """All that the packs depend on, as 24 hex digits, and by part. Bytes, not names and dates: a
+    copy hits."""
+    key, identity = hashlib.sha256(), {}
     for path in files:
         digest = hashlib.sha256()
         try:
@@ -245,12 +252,19 @@ def _content_key(files: list[str], codec, flags: list) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
         key.update(digest.digest())
+        identity[f"content of data file {len(identity) + 1}"] = digest.hexdigest()[:16]
     tokenizer = codec.tokenizer
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
     key.update(codec.backend.to_str().encode())
     rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template, flags]
     key.update(json.dumps(rest, default=str).encode())
-    return key.hexdigest()[:24]
+    specials = json.dumps(rest[1:3], default=str)
+    for name, text in (
+        ("tokenizer", codec.backend.to_str() + specials),
+        ("chat template", str(tokenizer.chat_template)),
+    ):
+        identity[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return key.hexdigest()[:24], identity | dict(zip(FLAGS, flags, strict=True))
 
 
 def _open(folder: str, files: list[str], hit: bool) -> Packs:

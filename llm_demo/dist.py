@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.args import less_memory
-from llm_demo.errors import UserError
+from llm_demo.errors import STOPPED, Stopped, UserError
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,11 @@ def run(main: Callable[[], None]) -> None:
             # this one went first, rank 0 would be ended before it has spoken.
             time.sleep(3)
         print(f"error: {e}", file=sys.stderr)
+    except Stopped as e:
+        code = STOPPED
+        if dist.get_rank() == 0:
+            print(e, file=sys.stderr)
+        dist.barrier()
     except KeyboardInterrupt:
         code = 130
     except torch.OutOfMemoryError as e:

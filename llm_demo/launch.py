@@ -3,9 +3,12 @@
 NPROC_PER_NODE   processes on this node (default: one a GPU, 2 without a GPU)
 NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same line on each of them, with
                  NODE_RANK 0 on the one at MASTER_ADDR (port: 29500, or any free one for 1 node)
+STOP_MINUTES     how long ranks may take to save when SIGTERM or Ctrl-C stops them (default: 10); a
+                 second signal ends them at once
 LOGLEVEL=INFO    what the launcher below has to tell (silent by default)
 
-The exit code is that of the process that failed first, 128 + n for one that signal n killed.
+The exit code is that of the process that failed first, 128 + n for one that signal n killed, 75 for
+a run that a signal stopped and that has saved.
 """
 
 import base64
@@ -16,10 +19,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_demo.errors import UserError
+from llm_demo.errors import STOPPED, UserError
 
 GRACE = 3  # seconds between SIGTERM and SIGKILL for the processes that are left when one has failed
 
@@ -115,17 +119,34 @@ class Ranks:
         subprocess.Popen.__init__ = init_and_note
 
     def stop(self):
-        """SIGTERM for all that this process has started, SIGKILL for what is left after GRACE."""
+        """SIGTERM for all that this process has started, SIGKILL for what is left after GRACE.
+
+        If none has failed it is a signal that stops them: then they may save first."""
         import psutil
 
-        if not self.stopping:
+        first, self.stopping = not self.stopping, True
+        if first:
             self.failed = {rank: p.returncode for rank, p in self.started.items() if p.poll()}
-            self.stopping = True
-        children = psutil.Process().children(recursive=True)
-        for child in children:
-            child.terminate()
-        for child in psutil.wait_procs(children, timeout=GRACE)[1]:
-            child.kill()
+        try:
+            if first and not self.failed:
+                for process in self.started.values():
+                    process.terminate()
+                deadline = time.monotonic() + 60 * number("STOP_MINUTES", 10)
+                while any(p.poll() is None for p in self.started.values()):
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.05)
+        finally:  # a second signal is an exception in there
+            children = psutil.Process().children(recursive=True)
+            for child in children:
+                child.terminate()
+            for child in psutil.wait_procs(children, timeout=GRACE)[1]:
+                child.kill()
+
+    def code(self, signum: int) -> int:
+        """The exit code after a signal."""
+        codes = {process.poll() for process in self.started.values()}
+        return STOPPED if codes == {STOPPED} else stopped(signum)
 
 
 def torchrun(node: Node, command: list[str]) -> int:
@@ -155,7 +176,7 @@ def torchrun(node: Node, command: list[str]) -> int:
     except ChildFailedError:
         return report(ranks.failed)
     except SignalException as e:
-        return stopped(e.sigval)
+        return ranks.code(e.sigval)
     except RuntimeError as e:  # the nodes did not find each other
         raise UserError(f"torchrun on node {node.rank}: {str(e).splitlines()[0]}") from e
     return 0
@@ -201,7 +222,7 @@ def deepspeed(node: Node, command: list[str]) -> int:
     try:
         launch.main()
     except SystemExit:
-        return report(ranks.failed) if ranks.failed else stopped(heard.recv(1)[0])
+        return report(ranks.failed) if ranks.failed else ranks.code(heard.recv(1)[0])
     return 0
 
 
@@ -214,7 +235,7 @@ def report(codes: dict[int, int]) -> int:
         hint = ": out of memory, or killed by hand" if name == "SIGKILL" else ""
         print(f"error: rank {rank} died of {name}{hint}", file=sys.stderr)
         return 128 - code
-    if code not in (1, 2, 130):  # those come with the script's own words
+    if code not in (1, 2, 130, STOPPED):  # those come with the script's own words
         print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr)
     return code
 

@@ -42,12 +42,13 @@ def choose_folder(args: Namespace, world: World, script: str) -> Path:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--output_dir {folder} is a file: choose another name")
         if folder.exists() and any(folder.iterdir()):
-            if not args.overwrite:
+            if not (args.overwrite or args.resume == "auto"):
                 raise UserError(
-                    f"--output_dir {folder} is not empty: choose another, or add --overwrite"
+                    f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
+                    "--resume auto to go on"
                 )
             if not (folder / "config.json").is_file() or not (folder / "cmd.sh").is_file():
-                raise UserError(f"--overwrite: {folder} is no run's folder, it stays as it is")
+                raise UserError(f"{folder} is no run's folder, it stays as it is")
         return folder
 
     return from_rank0(world, choose)
@@ -69,7 +70,39 @@ class Run:
         self.gather = Gather(world)
         steps = parse_steps(args.profile_steps)
         self.profiler, self.profile = steps and StepProfiler(steps, world), None
-        self.tokens = self.label_tokens = 0
+        self.tokens = self.label_tokens = self.first_step = 0
+
+    def resume(self, facts: dict) -> None:
+        """Count on from a checkpoint's facts."""
+        self.first_step = facts["step"]
+        self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
+        self.evals = [tuple(pair) for pair in facts["evals"]]
+
+    def facts(self) -> dict:
+        """What a checkpoint keeps for `resume`."""
+        evals = dict(self.evals)
+        return {
+            "tokens": self.tokens,
+            "label_tokens": self.label_tokens,
+            "evals": self.evals,
+            "eval_loss": evals.get(max(evals)) if evals else None,
+        }
+
+    def _forget_steps_after(self, step: int) -> None:
+        """Drop from metrics.jsonl what a run that was killed did after the step it goes on from."""
+        file = self.folder / "metrics.jsonl"
+        kept = []
+        for line in file.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # half a line: killed while writing it
+                continue
+            if 0 < record["step"] <= step or record["step"] == 0 < step:
+                kept.append(line + "\n")
+                self.records += [record] if "train/loss" in record else []
+        part = file.with_suffix(".part")
+        part.write_text("".join(kept))
+        part.replace(file)
 
     def say(self, text: str) -> None:
         """Print a line on rank 0, and keep it for train.log."""
@@ -90,9 +123,11 @@ class Run:
             shutil.rmtree(self.folder.resolve())
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            (self.folder / "config.json").touch(exist_ok=False)
+            (self.folder / "config.json").touch(exist_ok=self.args.resume == "auto")
         except FileExistsError:
             raise UserError(f"--output_dir {self.folder}: another run has just taken it") from None
+        if (self.folder / "metrics.jsonl").exists():
+            self._forget_steps_after(self.first_step)
         resolved = {**self.resolved, "output_dir": str(self.folder)}
         _write_json(self.folder / "config.json", {**vars(self.args), **resolved})
         _write_json(self.folder / "env.json", environment(self.world))

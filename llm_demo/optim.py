@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 BETAS, EPS = (0.9, 0.95), 1e-8
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
 
 def make_adamw(params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
@@ -43,8 +44,9 @@ def with_fp32_masters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter
     return masters
 
 
-def copy_masters(optimizer: torch.optim.Optimizer, model: nn.Module, masters: list) -> None:
-    """After each step of the optimizer, bring the model's parameters up to their masters."""
+def copy_masters(optimizer: torch.optim.Optimizer, model: nn.Module, masters: list):
+    """After each step of the optimizer, bring the model's parameters up to their masters. Returns
+    the function that does it."""
 
     def copy(*_):
         with torch.no_grad():
@@ -52,6 +54,22 @@ def copy_masters(optimizer: torch.optim.Optimizer, model: nn.Module, masters: li
 
     if masters and masters[0].dtype != next(model.parameters()).dtype:
         optimizer.register_step_post_hook(copy)
+    return copy
+
+
+def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
+    """Give each parameter the state that AdamW makes in its first step, zeros to be loaded into, as
+    if it had taken so many steps."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            step = torch.tensor(float(steps), device=p.device)
+            moments = {name: torch.zeros_like(p) for name in MOMENTS}
+            optimizer.state[p] = {"step": step, **moments}
+
+
+def adam_steps(optimizer: torch.optim.AdamW) -> int:
+    """Steps that AdamW has taken; a skipped one is none."""
+    return int(next(iter(optimizer.state.values()))["step"])
 
 
 def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
@@ -78,6 +96,15 @@ class LossScale:
         self.dynamic = dtype == torch.float16
         self.scale = torch.tensor(2.0**16 if self.dynamic else 1.0, device=device)
         self.good_steps = torch.zeros((), device=device)
+
+    def facts(self) -> dict:
+        """What a checkpoint keeps; waits for the device."""
+        return {"scale": self.scale.item(), "good_steps": self.good_steps.item()}
+
+    def load(self, facts: dict) -> None:
+        if self.dynamic:
+            self.scale.fill_(facts["scale"])
+            self.good_steps.fill_(facts["good_steps"])
 
     def update(self, overflow: torch.Tensor) -> None:
         if self.dynamic:

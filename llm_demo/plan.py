@@ -57,6 +57,7 @@ class Plan(NamedTuple):
     n_total: int | None  # rows of the whole run, where num_epochs sets its length
     lr: float
     flops_per_token: float
+    identity: dict  # what the rows of a step depend on, by name
 
 
 def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan:
@@ -127,6 +128,7 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
         run, dtype, attn_impl, compiled, config, weights, tokenizer, train, heldout,
         max(2, train.max_docs, heldout.max_docs if heldout else 0),
         replicas, global_batch, max_steps, n_total, lr, config.num_hidden_layers * block + head,
+        {**train.stats["identity"], "seed": args.seed, "rows of a step": global_batch},
     )  # fmt: skip
     first = int(rows_of(plan, args, 0)[0])
     run.say(f"example, learnt tokens in ⟦⟧:\n{describe_example(train, tokenizer, first)}")

@@ -18,7 +18,7 @@ from packaging.version import Version
 from llm_demo.compiling import compiled_add
 from llm_demo.errors import UserError
 from llm_demo.model import Blocks
-from llm_demo.optim import LossScale, clipped_step
+from llm_demo.optim import MOMENTS, LossScale, adam_steps, clipped_step, fill_adam_state
 
 OLDEST = "0.19.3"
 
@@ -52,7 +52,12 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import DualPipeVModule, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe import schedule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
-from deepspeed.utils import safe_set_full_fp32_param  # noqa: E402
+from deepspeed.utils import (  # noqa: E402
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 
 def join(device: torch.device) -> None:
@@ -266,6 +271,65 @@ def set_masters(engine, module: Pipeline, weights) -> None:
     """Give the fp32 masters the file's own digits: DeepSpeed copies the bf16 or fp16 weights."""
     for param in module.parameters():
         safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
+
+
+def _link_moments(optimizer) -> None:
+    """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer does so after the
+    first step of the first group, when the others have none yet, and never again."""
+    _need(vars(type(optimizer)), "_lazy_init_hp_params_optimizer_state")
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+@torch.no_grad()
+def training_state(engine) -> dict[str, torch.Tensor]:
+    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this stage, on
+    its first replica; empty on the others, who hold parts of them and must call. A tied weight
+    comes from the first stage that has it."""
+    _link_moments(engine.optimizer)
+    tied = engine.module.get_tied_weights_and_groups()
+    later = {id(w) for w, group in tied if dist.get_rank(group) > 0}
+    found = {}
+    for param in engine.module.parameters():
+        whole = {"": safe_get_full_fp32_param(param)}
+        whole |= {f".{key}": safe_get_full_optimizer_state(param, key) for key in MOMENTS}
+        if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
+            found |= {param.hf_name + key: t for key, t in whole.items()}
+    return found
+
+
+@torch.no_grad()
+def load_state(engine, load, facts: dict) -> None:
+    """Fill masters, moments and weights. load: fills {name: tensor} from a checkpoint."""
+    optimizer = engine.optimizer
+    fill_adam_state(optimizer.optimizer, facts["adam_steps"])
+    _link_moments(optimizer)
+    params, keys = list(engine.module.parameters()), ("", *(f".{key}" for key in MOMENTS))
+    whole = {p.hf_name + key: torch.empty(p.shape) for p in params for key in keys}
+    load(whole)
+    for param in params:
+        found = {key: whole[param.hf_name + key].to(param.device) for key in keys}
+        safe_set_full_fp32_param(param, found[""])
+        param.copy_(found[""])
+        for key in MOMENTS:
+            safe_set_full_optimizer_state(param, found[f".{key}"], key)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scale = facts["loss_scale"]
+        scaler.cur_scale = scale["scale"]
+        # counted from the last overflow on: as if that had been just before the first step
+        scaler.cur_iter, scaler.last_overflow_iter = int(scale["good_steps"]), -1
+        scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
+
+
+def facts_of(engine) -> dict:
+    """What a checkpoint keeps besides tensors."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scale = {"scale": 1.0, "good_steps": 0}
+    if getattr(scaler, "dynamic", False):
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
+    return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}
 
 
 def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:

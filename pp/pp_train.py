@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from llm_demo import estimate
 from llm_demo.args import ROOT, flag, parse_args
+from llm_demo.checkpoint import Checkpoints
 from llm_demo.data import boundaries, to_device
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
@@ -77,6 +78,11 @@ def main() -> None:
         plan.run.say(estimate.describe(estimate.of_pipeline(plan, args, held)))
         return
 
+    checkpoints = Checkpoints(plan, args, world)
+    if checkpoints.first_step >= plan.max_steps:
+        plan.run.say(f"nothing left to train: {checkpoints.path} is of the last step")
+        return
+
     # model: each stage makes its own layers only
     ds_engine.join(world.device)
     lm = skeleton(plan.config, plan.attn_impl)
@@ -93,6 +99,9 @@ def main() -> None:
     engine = ds_engine.make_engine(module, optimizer, config, plan.compile)
     if plan.weights and plan.dtype != torch.float32:
         ds_engine.set_masters(engine, module, plan.weights)
+    if checkpoints.path:
+        ds_engine.load_state(engine, checkpoints.load, checkpoints.facts)
+        plan.run.resume(checkpoints.facts)
     replica = engine.grid.get_data_parallel_id()
 
     def feed(packs, rows, factor):
@@ -131,10 +140,13 @@ def main() -> None:
         plan.run.say("dry run: everything is ready for step 1")
         return
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
-    if plan.heldout:
+    checkpoints.begin()
+    if plan.heldout and not checkpoints.path:
         plan.run.log_eval(0, evaluate())
 
-    for step in range(plan.max_steps):
+    state = functools.partial(ds_engine.training_state, engine)
+    facts = functools.partial(ds_engine.facts_of, engine)
+    for step in range(checkpoints.first_step, plan.max_steps):
         # rows and label count of the whole step, over all ranks: known without communication
         rows = rows_of(plan, args, step)
         n_tokens, n_labels = token_counts(plan.train, rows)
@@ -160,7 +172,9 @@ def main() -> None:
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
             plan.run.log_eval(step + 1, evaluate())
+        checkpoints.after_step(step + 1, state, facts)
 
+    checkpoints.finish()
     show_answers(plan, args, ask)
     plan.run.finish()
 

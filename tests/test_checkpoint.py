@@ -1,0 +1,376 @@
+"""Runs that stop and go on: to the bit, on other shapes, past damage, after any kill."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT, torchrun
+
+from llm_demo import checkpoint
+from llm_demo.dist import World
+from llm_demo.errors import UserError
+
+TINY = ROOT / "models/qwen3-tiny"
+KEPT = ("train/loss", "train/grad_norm", "train/lr", "data/tokens", "data/label_tokens")
+STEPS, AT = 6, 3  # the whole run, and where it is taken up again
+
+
+# ---------------------------------------------------------------- going on, to the bit
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Trains cases {name: flags} of one script in one set of processes; -> the folder of all."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
+    (folder / "data.jsonl").write_text("\n".join(lines[:60]))  # 30 rows: an epoch ends on the way
+
+    def train(kind, processes, cases):
+        listed = []
+        for name, flags in cases.items():
+            argv = [
+                "--model_name_or_path", str(TINY), "--train_json", str(folder / "data.jsonl"),
+                "--eval_json", "none", "--seq_len", "64", "--sample_tokens", "0",
+                "--max_steps", str(STEPS), "--lr", "1e-3", "--warmup_steps", "2", "--seed", "3",
+                "--save_every", str(AT), "--keep_last", "0", "--output_dir", str(folder / name),
+                *(f.format(folder=folder) for f in flags),
+            ]  # fmt: skip
+            listed.append({"argv": argv, "out": str(folder / f"{name}.out"), "quiet": True})
+        file = folder / f"{kind}{processes}-{len(list(folder.iterdir()))}.json"
+        file.write_text(json.dumps(listed))
+        return torchrun(processes, ROOT / "tests/parity_worker.py", kind, file)
+
+    train.folder = folder
+    return train
+
+
+def steps_of(run):
+    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    return {line["step"]: [line[k] for k in KEPT] for line in lines if "train/loss" in line}
+
+
+def tensors_of(path):
+    """All tensors of a checkpoint, whole."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {n: torch.empty(t.size) for n, t in metadata.items() if not n.startswith("rng.")}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return found
+
+
+def assert_same(folder, one, other, tolerance=0.0):
+    """From step AT on both runs log the same numbers, and end with the same tensors."""
+    a, b = steps_of(folder / one), steps_of(folder / other)
+    assert min(b) == AT + 1, "it began at the beginning"
+    for step in range(AT + 1, STEPS + 1):
+        assert b[step] == (pytest.approx(a[step], rel=tolerance) if tolerance else a[step]), step
+    last = f"checkpoints/step_{STEPS:08d}"
+    a, b = tensors_of(folder / one / last), tensors_of(folder / other / last)
+    assert a.keys() == b.keys() and len(a) == 3 * 68
+    for name, t in a.items():
+        if tolerance:
+            assert (t - b[name]).norm() <= 100 * tolerance * t.norm(), name
+        else:
+            assert torch.equal(t, b[name]), name
+        assert t.any(), name
+
+
+def resumed(name, *flags):
+    return [*flags, "--resume", f"{{folder}}/{name}/checkpoints/step_{AT:08d}"]
+
+
+def test_goes_on_to_the_bit_and_on_other_shapes(runs):
+    """12 rows a step of 30: step 3 ends in the second epoch, step 6 in the third."""
+    fp32 = ["--dtype", "fp32", "--use_activation_checkpointing", "--micro_batch_size", "2"]
+    fp16 = ["--dtype", "fp16", "--micro_batch_size", "2"]
+    pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
+    heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
+    runs("fsdp", 2, {
+        "fsdp": [*fp32, *fsdp, *heldout],
+        "fsdp-again": resumed("fsdp", *fp32, *fsdp, "--no_save_async"),
+        "fsdp16": [*fp16, *fsdp], "fsdp16-again": resumed("fsdp16", *fp16, *fsdp),
+    })  # fmt: skip
+    one = ["--dtype", "fp32", "--micro_batch_size", "1"]
+    runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
+        "pp": [*fp32, *fsdp], "pp-again": resumed("pp", *fp32, *fsdp, "--no_save_async"),
+        "pp16": [*fp16, *fsdp], "pp16-again": resumed("pp16", *fp16, *fsdp),
+        "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
+        "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
+    })  # fmt: skip
+    runs("fsdp", 1, {
+        "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
+        "fsdp-from-pp": resumed("pp", *fp32, *pp),
+    })  # fmt: skip
+    for name in ("fsdp", "fsdp16", "pp", "pp16"):
+        assert_same(runs.folder, name, f"{name}-again")
+    for name in ("4-stages-from-fsdp", "v-from-fsdp", "plain-from-fsdp", "fsdp-from-pp"):
+        assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
+
+
+# ---------------------------------------------------------------- files
+
+
+class Voice:
+    """What Checkpoints needs of a run."""
+
+    def __init__(self, folder):
+        self.folder, self.said, self.comm = folder, [], SimpleNamespace(mute=lambda: None)
+
+    def say(self, text):
+        self.said.append(text)
+
+    def facts(self):
+        return {"eval_loss": self.eval_loss}
+
+    eval_loss = None
+    flush = restart_clock = lambda self: None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    """A world of one for the tests of files."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+WORLD = World(0, 1, 0, torch.device("cpu"))
+
+
+def make(folder, **more):
+    flags = {"save": False, "save_async": False, "keep_last": 0, "keep_best": False,
+             "resume": "auto", "resume_anyway": False, **more}  # fmt: skip
+    plan = SimpleNamespace(run=Voice(folder), max_steps=99, identity={"seed": 1})
+    return checkpoint.Checkpoints(plan, SimpleNamespace(**flags), WORLD)
+
+
+def state(step):
+    return {"a.weight": torch.full((50, 7), float(step)), "a.weight.exp_avg": torch.arange(9.0)}
+
+
+def save(checkpoints, *steps):
+    for step in steps:
+        checkpoints.save(step, state(step), {}, wait=False)
+    checkpoints.finish()
+
+
+def found(folder, **more):
+    """(step that --resume auto goes on from, what it says)."""
+    checkpoints = make(folder, **more)
+    if checkpoints.path:
+        t = {name: torch.zeros_like(x) for name, x in state(0).items()}
+        checkpoints.load(t)
+        assert all(torch.equal(t[n], x) for n, x in state(checkpoints.first_step).items())
+    return checkpoints.first_step, " ".join(checkpoints.run.said)
+
+
+def flip(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": (lambda f: os.truncate(f, 100), "__0_0.distcp has 100 bytes, not"),
+    "bit flipped": (flip, "__0_0.distcp is not what was written: its SHA-256 differs"),
+    "removed": (os.remove, "__0_0.distcp: No such file"),
+    "no manifest": (lambda f: os.remove(f.parent / "manifest.json"), "manifest.json: No such file"),
+    "half a manifest": (lambda f: os.truncate(f.parent / "manifest.json", 20), "manifest.json: "),
+    "facts changed": (lambda f: flip(f.parent / "trainer.json"), "trainer.json is not what"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_said(damage, tmp_path):
+    save(make(tmp_path), 1, 2, 3)
+    spoil, reason = DAMAGE[damage]
+    for step in (2, 3):
+        spoil(tmp_path / f"checkpoints/step_{step:08d}/__0_0.distcp")
+    step, said = found(tmp_path)
+    assert step == 1 and "step_00000003 is passed over: " + reason in said, said
+    assert "step_00000002 is passed over" in said
+    named = tmp_path / "checkpoints/step_00000003"
+    message = "no whole checkpoint" if damage == "no manifest" else "step_00000003: "
+    with pytest.raises(UserError, match=message):
+        make(tmp_path, resume=str(named))
+
+
+def test_keeps_the_last_and_the_best(tmp_path):
+    kept = lambda: sorted(p.name[-1] for p in checkpoint.published(tmp_path / "checkpoints"))  # noqa: E731
+    checkpoints = make(tmp_path, keep_last=2, keep_best=True, save_async=True)
+    for step, loss in enumerate((5.0, 3.0, 4.0, 4.5, 6.0), 1):
+        checkpoints.run.eval_loss = loss
+        save(checkpoints, step)
+    assert kept() == ["2", "4", "5"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000005\n"
+    assert not list((tmp_path / "checkpoints").glob(".part-*"))
+
+
+def test_other_data_is_refused_with_the_difference_named(tmp_path):
+    save(make(tmp_path), 1)
+    plan = SimpleNamespace(run=Voice(tmp_path), max_steps=99, identity={"seed": 2, "b": 4})
+    flags = {"save": False, "resume": "auto", "resume_anyway": False}
+    with pytest.raises(
+        UserError, match="other rows: seed was 1, is 2; b was None, is 4; --resume_"
+    ):
+        checkpoint.Checkpoints(plan, SimpleNamespace(**flags), WORLD)
+    flags["resume_anyway"] = True
+    assert checkpoint.Checkpoints(plan, SimpleNamespace(**flags), WORLD).first_step == 1
+
+
+def test_another_model_is_refused(tmp_path):
+    save(make(tmp_path), 1)
+    checkpoints = make(tmp_path)
+    for t, message in (
+        ({"a.weight": torch.zeros(50, 8), "a.weight.exp_avg": torch.zeros(9)}, r"\(50, 7\) there"),
+        ({"a.weight": torch.zeros(50, 7)}, "exp_avg is .* there, missing here"),
+        ({**state(0), "b": torch.zeros(1)}, "b is missing there"),
+    ):
+        with pytest.raises(UserError, match="another model: .*" + message):
+            checkpoints.load(t)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(in_background, tmp_path):
+    checkpoints = make(tmp_path, save_async=in_background)
+    save(checkpoints, 1)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def full(*_args, **_kwargs):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(checkpoint.dcp, "save", full)
+        with pytest.raises(UserError, match="step_00000002 can't be written: .*No space left"):
+            save(checkpoints, 2)
+    assert found(tmp_path)[0] == 1
+
+
+# ---------------------------------------------------------------- killed
+
+KILLED = """
+import os, signal, sys, torch
+sys.path[:0] = [{tests!r}, {root!r}]
+import torch.distributed as dist
+import test_checkpoint as t
+
+def trial(folder, at):
+    "A run that saves step after step, killed at the `at`-th event of opening, making, renaming ..."
+    count = 0
+    def hook(event, args):
+        nonlocal count
+        if event in EVENTS and "checkpoints" in str(args[0]):
+            count += 1
+            if count == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    checkpoints = t.make(folder, keep_last=2)
+    first = checkpoints.first_step
+    checkpoints.args.save = True
+    checkpoints.begin()
+    sys.addaudithook(hook)
+    t.save(checkpoints, *range(first + 1, first + 4))
+    os._exit(0)
+
+EVENTS = {{"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"}}
+from pathlib import Path
+for line in sys.stdin:  # folder and number of the event, or of the microsecond, to be killed at
+    folder, at, kind = line.split()
+    child = os.fork()
+    if child == 0:
+        if kind == "time":
+            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.setitimer(signal.ITIMER_REAL, int(at) / 1e6)
+            at = 0
+        trial(Path(folder), int(at))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def kill_and_resume(tmp_path, points):
+    """Saves, killed at each of `points`, one after another in one folder; -> how many were."""
+    script = KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    save(make(tmp_path), 1)
+    killed, newest = 0, 1
+    for kind, at in points:
+        print(tmp_path, at, kind, file=worker.stdin, flush=True)
+        code = int(worker.stdout.readline())
+        assert code in (0, -signal.SIGKILL)
+        killed += code != 0
+        step, said = found(tmp_path)  # loads it and compares every number
+        assert newest <= step <= newest + 3 and "passed over" not in said, said
+        assert step == newest + 3 if code == 0 else True
+        newest = step
+        if newest > 50:  # begin anew, so that files stay few
+            shutil.rmtree(tmp_path / "checkpoints")
+            save(make(tmp_path), 1)
+            newest = 1
+    worker.stdin.close()
+    worker.wait(20)
+    return killed
+
+
+def test_killed_at_some_file_operations(tmp_path):
+    rng = random.Random(1)
+    points = [("event", rng.randrange(1, 70)) for _ in range(12)]
+    assert kill_and_resume(tmp_path, points) >= 8
+
+
+@pytest.mark.slow
+def test_killed_at_every_file_operation_and_at_random_times(tmp_path):
+    rng = random.Random(2)
+    points = [("event", at) for at in range(1, 80)]
+    points += [("time", rng.randrange(1, 120_000)) for _ in range(240)]
+    killed = kill_and_resume(tmp_path, points)
+    print(f"killed {killed} times in {len(points)} runs")
+    assert killed >= 200
+
+
+def wait_for(text, file, seconds=120):
+    for _ in range(seconds * 10):
+        if text in file.read_text():
+            return
+        time.sleep(0.1)
+    raise AssertionError(file.read_text()[-2000:])
+
+
+@pytest.mark.parametrize("kind, number", [("fsdp", signal.SIGTERM), ("pp", signal.SIGKILL)])
+def test_a_launched_run_stopped_and_killed_goes_on_by_the_same_command(kind, number, tmp_path):
+    """By the launcher: SIGTERM after a few steps saves and ends with 75; kill -9 of all loses only
+    what came after the last checkpoint."""
+    command = [
+        "bash", ROOT / kind / f"launch_{kind}.sh", "--seq_len", "64", "--micro_batch_size", "2",
+        "--max_steps", "24", "--sample_tokens", "0", "--save_every", "4", "--dtype", "fp32",
+        "--output_dir", tmp_path / "run", "--resume", "auto",
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHON": sys.executable}
+    log = tmp_path / "log"
+    with open(log, "w") as out:
+        run = subprocess.Popen(command, env=env, stdout=out, stderr=out, start_new_session=True)
+        wait_for("step 6/24", log)
+        if number == signal.SIGKILL:
+            os.killpg(run.pid, number)
+        else:
+            run.send_signal(number)
+        assert run.wait(60) == (75 if number == signal.SIGTERM else -number)
+    again = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert "after step" in again.stdout and "step 2/24 " not in again.stdout
+    assert sorted(steps_of(tmp_path / "run")) == list(range(1, 25))
+    if number == signal.SIGKILL:
+        return
+    assert "which is saved" in log.read_text()
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "nothing left to train" in done.stdout
