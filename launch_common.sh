@@ -32,7 +32,7 @@ launch() {
         GRAD_ACCUM_STEPS MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER \
         MAX_GRAD_NORM DTYPE PACK_SEQUENCES TRAIN_ON_PROMPT USE_ACTIVATION_CHECKPOINTING ATTN_IMPL \
         COMPILE SEED LOG_EVERY EVAL_EVERY OUTPUT_DIR REPORT_TO TOKENIZER_NAME_OR_PATH DATA_FORMAT OVERLONG \
-        SAMPLE_TOKENS OVERWRITE DRY_RUN $settings; do
+        SAMPLE_TOKENS OVERWRITE DRY_RUN SAVE_EVERY KEEP_LAST RESUME $settings; do
         [[ -n ${!name} ]] || continue
         flag=--$(tr '[:upper:]' '[:lower:]' <<<"$name")
         flags+=("${flag/#--model/--model_name_or_path}" "${!name}")

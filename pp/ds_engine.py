@@ -18,7 +18,7 @@ from packaging.version import Version
 from llm_demo.compiling import compiled_add
 from llm_demo.errors import UserError
 from llm_demo.model import Blocks
-from llm_demo.optim import MOMENTS, LossScale, adam_steps, clipped_step, fill_adam_state
+from llm_demo.optim import LossScale, clipped_step
 
 OLDEST = "0.19.3"
 
@@ -52,12 +52,6 @@ from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.pipe import DualPipeVModule, PipelineModule  # noqa: E402
 from deepspeed.runtime.pipe import schedule  # noqa: E402
 from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
-from deepspeed.utils import (  # noqa: E402
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 
 
 def join(device: torch.device) -> None:
@@ -66,8 +60,8 @@ def join(device: torch.device) -> None:
         # On CPU DeepSpeed compiles an all-reduce for inference at this point: 30 s, ninja and a
         # compiler needed, 132 MiB left in /dev/shm. `import deepspeed.comm.torch as x` would give
         # PyTorch itself, so the module is looked up by name.
-        comm = _need(sys.modules, "deepspeed.comm.torch")
-        _need(vars(comm), "build_shm_op")
+        comm = need(sys.modules, "deepspeed.comm.torch")
+        need(vars(comm), "build_shm_op")
         comm.build_shm_op = lambda: None
     deepspeed.init_distributed(verbose=False)
 
@@ -76,7 +70,7 @@ def quiet():
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def _need(mapping, name):
+def need(mapping, name):
     if name not in mapping:
         raise UserError(
             f"DeepSpeed {version('deepspeed')} has no {name} any more, which pp/ds_engine.py "
@@ -90,7 +84,7 @@ class _Cut(PipelineModule):
 
     def __init__(self, layers, bounds: list[int], stages: int, **kwargs):
         object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
-        _need(vars(PipelineModule), "_partition_layers")
+        need(vars(PipelineModule), "_partition_layers")
         with quiet():  # it prints its topology
             super().__init__(layers, num_stages=stages, **kwargs)
 
@@ -181,8 +175,8 @@ def make_engine(
     with quiet():  # it prints the memory in use at each step of its way
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     # Instructions are looked up in a map of the class: overriding a method would change nothing.
-    instructions = dict(_need(vars(type(engine)), "_INSTRUCTION_MAP"))
-    _need(instructions, schedule.ReduceTiedGrads)
+    instructions = dict(need(vars(type(engine)), "_INSTRUCTION_MAP"))
+    need(instructions, schedule.ReduceTiedGrads)
     instructions[schedule.ReduceTiedGrads] = _reduce_tied_grads
     engine._INSTRUCTION_MAP = instructions
     if engine.using_bf16_optimizer and engine.dp_world_size == 1:
@@ -191,7 +185,7 @@ def make_engine(
         engine.pipeline_enable_backward_allreduce = False
     if engine.using_bf16_optimizer:
         optimizer = engine.optimizer
-        _need(vars(type(optimizer)), "_update_hp_grad")
+        need(vars(type(optimizer)), "_update_hp_grad")
         optimizer._update_hp_grad = sums = _Fp32Sums(optimizer, module, compiled)
         one = LossScale(torch.bfloat16, engine.device)
         stages = engine.grid.get_pipe_parallel_group()
@@ -264,72 +258,6 @@ def _reduce_tied_grads(engine) -> None:
         if grad is None:
             raise RuntimeError("a tied weight has no gradient to reduce")
         dist.all_reduce(grad, group=group)
-
-
-@torch.no_grad()
-def set_masters(engine, module: Pipeline, weights) -> None:
-    """Give the fp32 masters the file's own digits: DeepSpeed copies the bf16 or fp16 weights."""
-    for param in module.parameters():
-        safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
-
-
-def _link_moments(optimizer) -> None:
-    """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer does so after the
-    first step of the first group, when the others have none yet, and never again."""
-    _need(vars(type(optimizer)), "_lazy_init_hp_params_optimizer_state")
-    optimizer._hp_optimizer_states_linked = False
-    optimizer._lazy_init_hp_params_optimizer_state()
-
-
-@torch.no_grad()
-def training_state(engine) -> dict[str, torch.Tensor]:
-    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this stage, on
-    its first replica; empty on the others, who hold parts of them and must call. A tied weight
-    comes from the first stage that has it."""
-    _link_moments(engine.optimizer)
-    tied = engine.module.get_tied_weights_and_groups()
-    later = {id(w) for w, group in tied if dist.get_rank(group) > 0}
-    found = {}
-    for param in engine.module.parameters():
-        whole = {"": safe_get_full_fp32_param(param)}
-        whole |= {f".{key}": safe_get_full_optimizer_state(param, key) for key in MOMENTS}
-        if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
-            found |= {param.hf_name + key: t for key, t in whole.items()}
-    return found
-
-
-@torch.no_grad()
-def load_state(engine, load, facts: dict) -> None:
-    """Fill masters, moments and weights. load: fills {name: tensor} from a checkpoint."""
-    optimizer = engine.optimizer
-    fill_adam_state(optimizer.optimizer, facts["adam_steps"])
-    _link_moments(optimizer)
-    params, keys = list(engine.module.parameters()), ("", *(f".{key}" for key in MOMENTS))
-    whole = {p.hf_name + key: torch.empty(p.shape) for p in params for key in keys}
-    load(whole)
-    for param in params:
-        found = {key: whole[param.hf_name + key].to(param.device) for key in keys}
-        safe_set_full_fp32_param(param, found[""])
-        param.copy_(found[""])
-        for key in MOMENTS:
-            safe_set_full_optimizer_state(param, found[f".{key}"], key)
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
-        scale = facts["loss_scale"]
-        scaler.cur_scale = scale["scale"]
-        # counted from the last overflow on: as if that had been just before the first step
-        scaler.cur_iter, scaler.last_overflow_iter = int(scale["good_steps"]), -1
-        scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
-
-
-def facts_of(engine) -> dict:
-    """What a checkpoint keeps besides tensors."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    scale = {"scale": 1.0, "good_steps": 0}
-    if getattr(scaler, "dynamic", False):
-        good = scaler.cur_iter - scaler.last_overflow_iter - 1
-        scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
-    return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}
 
 
 def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:

@@ -52,7 +52,7 @@ class PipeArgs:
 
 def main() -> None:
     args = parse_args(__doc__, PipeArgs)
-    from pp import ds_engine, stages  # after the flags: importing DeepSpeed takes seconds
+    from pp import ds_engine, ds_state, stages  # after the flags: importing DeepSpeed takes seconds
 
     world = start()
     if args.stages < 1 or world.size % args.stages:
@@ -98,9 +98,9 @@ def main() -> None:
     )
     engine = ds_engine.make_engine(module, optimizer, config, plan.compile)
     if plan.weights and plan.dtype != torch.float32:
-        ds_engine.set_masters(engine, module, plan.weights)
+        ds_state.set_masters(engine, module, plan.weights)
     if checkpoints.path:
-        ds_engine.load_state(engine, checkpoints.load, checkpoints.facts)
+        ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
         plan.run.resume(checkpoints.facts)
     replica = engine.grid.get_data_parallel_id()
 
@@ -144,8 +144,8 @@ def main() -> None:
     if plan.heldout and not checkpoints.path:
         plan.run.log_eval(0, evaluate())
 
-    state = functools.partial(ds_engine.training_state, engine)
-    facts = functools.partial(ds_engine.facts_of, engine)
+    state = functools.partial(ds_state.training_state, engine)
+    facts = functools.partial(ds_state.facts_of, engine)
     for step in range(checkpoints.first_step, plan.max_steps):
         # rows and label count of the whole step, over all ranks: known without communication
         rows = rows_of(plan, args, step)

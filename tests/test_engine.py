@@ -80,7 +80,7 @@ def test_an_old_deepspeed_is_refused():
 
 def test_a_patch_point_that_is_gone_is_an_error():
     with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
-        ds_engine._need({}, "_exec_magic")
+        ds_engine.need({}, "_exec_magic")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

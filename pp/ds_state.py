@@ -1,0 +1,96 @@
+"""What a pipeline's engine holds of a training run, by Hugging Face names, in and out."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+
+from llm_demo.optim import MOMENTS, adam_steps, fill_adam_state
+from pp.ds_engine import need
+
+
+@torch.no_grad()
+def set_masters(engine, module, weights) -> None:
+    """Give the fp32 masters the file's own digits: DeepSpeed copies the bf16 or fp16 weights."""
+    for param in module.parameters():
+        safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
+
+
+def _link_moments(optimizer) -> None:
+    """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer does so after the
+    first step of the first group, when the others have none yet, and never again."""
+    need(vars(type(optimizer)), "_lazy_init_hp_params_optimizer_state")
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _in_place(param, key: str) -> torch.Tensor | None:
+    """A parameter's master, or its moment `key`, where this rank holds all of it."""
+    mapping = param._hp_mapping
+    if mapping is None or mapping.lp_fragment_address.numel != param.numel():
+        return None
+    return mapping.get_hp_fragment(key or None).view(param.shape)
+
+
+@torch.no_grad()
+def training_state(engine) -> dict[str, torch.Tensor]:
+    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this stage, on
+    its first replica; empty on the others, who hold parts of them and must call. A tied weight
+    comes from the first stage that has it."""
+    _link_moments(engine.optimizer)
+    tied = engine.module.get_tied_weights_and_groups()
+    later = {id(w) for w, group in tied if dist.get_rank(group) > 0}
+    found = {}
+    for param in engine.module.parameters():
+        for key in ("", *MOMENTS):
+            if engine.dp_world_size == 1:
+                t = _in_place(param, key)
+            else:  # not on the GPU: there is no room for another copy of everything
+                get = functools.partial(safe_get_full_optimizer_state, optim_state_key=key)
+                t = (get if key else safe_get_full_fp32_param)(param).cpu()
+            if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
+                found[f"{param.hf_name}.{key}".rstrip(".")] = t
+    return found
+
+
+@torch.no_grad()
+def load_state(engine, load, facts: dict) -> None:
+    """Fill masters, moments and weights. load: fills {name: tensor} from a checkpoint."""
+    optimizer, whole = engine.optimizer, {}
+    fill_adam_state(optimizer.optimizer, facts["adam_steps"])
+    _link_moments(optimizer)
+    places = [(p, key) for p in engine.module.parameters() for key in ("", *MOMENTS)]
+    for param, key in places:
+        place = _in_place(param, key) if engine.dp_world_size == 1 else torch.empty(param.shape)
+        whole[f"{param.hf_name}.{key}".rstrip(".")] = place
+    load(whole)
+    for param, key in places:
+        t = whole[f"{param.hf_name}.{key}".rstrip(".")].to(param.device)
+        if key:
+            safe_set_full_optimizer_state(param, t, key)
+        else:
+            safe_set_full_fp32_param(param, t)
+            param.copy_(t)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    if getattr(scaler, "dynamic", False):
+        scale = facts["loss_scale"]
+        scaler.cur_scale = scale["scale"]
+        # counted from the last overflow on: as if that had been just before the first step
+        scaler.cur_iter, scaler.last_overflow_iter = int(scale["good_steps"]), -1
+        scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
+
+
+def facts_of(engine) -> dict:
+    """What a checkpoint keeps besides tensors."""
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    scale = {"scale": 1.0, "good_steps": 0}
+    if getattr(scaler, "dynamic", False):
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
+    return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}
