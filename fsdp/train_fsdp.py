@@ -163,6 +163,7 @@ def main() -> None:
         checkpoints.after_step(step + 1, tensors, facts)
 
     checkpoints.finish()
+    checkpoints.export()
     with torch.no_grad():
         show_answers(plan, args, forward)
     plan.run.finish()

@@ -103,6 +103,9 @@ class RunArgs:
         "checkpoint's folder, or a run's"
     )  # fmt: skip
     resume_anyway: bool = flag(False, "go on even if data, seed or rows of a step are others")
+    export: Literal["none", "bf16", "fp16", "fp32"] = flag(
+        "none", "at the end, a Hugging Face folder in this dtype: hf/ in the run's folder"
+    )
     log_every: int = flag(1, "optimizer steps between two logged ones (reading the loss waits)")
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
@@ -202,6 +205,8 @@ def check(args: argparse.Namespace) -> None:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
     if args.resume == "auto" and not args.output_dir:
         raise UserError("--resume auto needs --output_dir: whose checkpoints?")
+    if args.export != "none" and not args.save:
+        raise UserError("--export makes its folder of the last checkpoint: it can't go without one")
     if args.resume and args.overwrite:
         raise UserError("--resume and --overwrite: one keeps a run's folder, the other empties it")
     if bool(args.input_key) != bool(args.target_key):

@@ -38,13 +38,14 @@ class Checkpoints:
 
     def __init__(self, plan, args, world: World):
         self.run, self.args, self.world = plan.run, args, world
+        self.describe_model = plan.describe_model
         self.last_step = plan.max_steps
         self.folder = plan.run.folder / "checkpoints"
         self.identity = plan.identity
         # the writing thread talks to its peers while the others train: a group of its own
         self.group = dist.new_group(backend="gloo")
         self.thread, self.problem, self.staged, self.mesh = None, None, {}, None
-        self.asked = None  # the signal that asked to stop
+        self.asked = False  # by a signal, to stop
         self.path = find(args, plan.run.folder, world, plan.run.say)
         self.facts = facts_of(self.path) if self.path else {}
         self.first_step = self.facts.get("step", 0)
@@ -68,19 +69,20 @@ class Checkpoints:
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
-        if self.world.rank == 0:  # what a killed run left behind
-            for left in self.folder.glob(f"{PART}*"):
+        if self.world.rank == 0:
+            for left in self.folder.glob(f"{PART}*"):  # by a killed run
                 shutil.rmtree(left, ignore_errors=True)
+            self.describe_model(self.run.folder / "model")
 
-    def _ask(self, number, _frame):
-        self.asked = signal.Signals(number)
+    def _ask(self, *_signal):
+        self.asked = True
 
     def after_step(self, step: int, tensors, facts) -> None:
         """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls,
         after every step. Raises Stopped once a signal on any rank is answered by a checkpoint."""
         if not self.args.save:
             return
-        asked = torch.tensor(self.asked or 0)
+        asked = torch.tensor(int(self.asked))
         with self.run.comm.mute():  # on the CPU: the GPU works on
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         every, last = self.args.save_every, step == self.last_step
@@ -88,8 +90,8 @@ class Checkpoints:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
         if asked and not last:
             raise Stopped(
-                f"stopped by {signal.Signals(int(asked)).name} after step {step}, which is saved: "
-                f"the same command with --resume auto goes on"
+                f"stopped after step {step}, which is saved: the same command with --resume auto "
+                "goes on"
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
@@ -117,6 +119,15 @@ class Checkpoints:
             self.thread = None
         if self.problem:
             raise UserError(self.problem)
+
+    def export(self) -> None:
+        """With --export: the last checkpoint as a Hugging Face folder, hf/ beside it."""
+        if self.args.export != "none" and self.world.rank == 0:
+            from llm_demo.export import export  # which imports this module
+
+            out = self.run.folder / "hf"
+            shutil.rmtree(out, ignore_errors=True)  # of an earlier end of this run
+            self.run.say(export(published(self.folder)[0], out, self.args.export))
 
     def _stage(self, tensors: dict) -> dict:
         """Copies in the host's memory, in the same buffers each time, pinned for a GPU."""
@@ -327,14 +338,19 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 def load_rng(path: Path, world: World) -> None:
     """Set them again where the checkpoint has those of a rank of this number."""
-    state = rng_state(world)
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {name: t for name, t in state.items() if name in names}
-    with contextlib.suppress(RuntimeError), warnings.catch_warnings():  # of another kind of device
-        warnings.simplefilter("ignore")  # that no_dist means a single process
-        dcp.load(state, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    state = {name: t for name, t in rng_state(world).items() if name in names}
+    with contextlib.suppress(RuntimeError):  # of another kind of device
+        read(path, state)
         for name, t in state.items():
             torch.cuda.set_rng_state(t) if "cuda" in name else torch.set_rng_state(t)
+
+
+def read(path: Path, tensors: dict) -> None:
+    """Fill whole tensors by name, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no_dist means a single process
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
 
 
 def digest(file: Path) -> str:

@@ -4,9 +4,11 @@ Both scripts make the same plan from the same flags; each decision is printed wi
 
 import functools
 import math
+import shutil
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +60,7 @@ class Plan(NamedTuple):
     lr: float
     flops_per_token: float
     identity: dict  # what the rows of a step depend on, by name
+    describe_model: Callable[[Path], None]  # write configuration and tokenizer to a folder
 
 
 def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan:
@@ -129,12 +132,22 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
         max(2, train.max_docs, heldout.max_docs if heldout else 0),
         replicas, global_batch, max_steps, n_total, lr, config.num_hidden_layers * block + head,
         {**train.stats["identity"], "seed": args.seed, "rows of a step": global_batch},
+        functools.partial(describe_model, folder, tokenizer),
     )  # fmt: skip
     first = int(rows_of(plan, args, 0)[0])
     run.say(f"example, learnt tokens in ⟦⟧:\n{describe_example(train, tokenizer, first)}")
     chosen = ("attn_impl", "compile", "global_batch", "max_steps", "lr", "replicas")
     run.resolved = {key: getattr(plan, key) for key in chosen}
     return plan
+
+
+def describe_model(model: Path, tokenizer, folder: Path) -> None:
+    """What an export needs besides weights, kept with the run: the model's folder may go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
+    tokenizer.save_pretrained(folder)
 
 
 def load_data(args: Namespace, world: World, tokenizer, say) -> tuple[Packs, Packs | None]:

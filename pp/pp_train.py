@@ -175,6 +175,7 @@ def main() -> None:
         checkpoints.after_step(step + 1, state, facts)
 
     checkpoints.finish()
+    checkpoints.export()
     show_answers(plan, args, ask)
     plan.run.finish()
 

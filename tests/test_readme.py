@@ -10,7 +10,7 @@ from conftest import ROOT
 
 from bench.run import make_parser
 from fsdp.train_fsdp import FsdpArgs
-from llm_demo import args, attention, metrics, records
+from llm_demo import args, attention, evaluate, export, metrics, records
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
@@ -22,7 +22,7 @@ FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
 PROFILED = {"profile.txt"}
-A_USERS_OWN = {"my.jsonl", "x.jsonl", "x.heldout.jsonl", "gsm8k/train.jsonl"}
+A_USERS_OWN = {"my.jsonl", "x.jsonl", "x.heldout.jsonl", "gsm8k/train.jsonl", "gsm8k/test.jsonl"}
 
 
 def table(heading):
@@ -85,7 +85,10 @@ def test_every_flag_is_named_and_every_flag_named_exists():
     named = set(re.findall(r"--\w[\w-]*", README)) - {"--no_"}
     assert len(named) > 30
     of_bench = set(re.findall(r"--\w+", make_parser().format_help()))
-    assert named <= flags | of_bench, named - flags - of_bench
+    parsers = (export.make_parser(), evaluate.make_parser())
+    commands = {f for p in parsers for f in re.findall(r"--\w+", p.format_help())} - {"--help"}
+    assert named <= flags | of_bench | commands, named - flags - of_bench - commands
+    assert commands <= named, commands - named
     # --no_x is said of all booleans at once; the deepspeed launcher adds --local_rank
     untold = {f for f in flags if not f.startswith("--no_")} - {"--fsdp", "--local_rank"}
     assert untold <= named, untold - named

@@ -1,0 +1,188 @@
+"""Compare models on held-out data: python -m llm_demo.evaluate --models BASE TUNED --data FILE
+
+Loss and perplexity over the learnt tokens of each file, answers to its first rows side by side, and
+with --answer_regex how many answers end in the right number. Hub ids or folders; CPU or one GPU."""
+
+import argparse
+import functools
+import gc
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from llm_demo.data import IGNORE_INDEX, Packs, load_packs
+from llm_demo.device import DTYPES, pick_dtype, this_device
+from llm_demo.errors import UserError
+from llm_demo.generate import prompts_of
+from llm_demo.loss import cross_entropy_sum, learnt
+from llm_demo.model import find_model, load_config, load_tokenizer, open_weights
+from llm_demo.records import find_files
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    device = this_device()
+    dtype, _ = pick_dtype(args.dtype, device)
+    results = []
+    for name in args.models:
+        results.append(evaluate(name, args, torch.device(device.type), dtype))
+        gc.collect()
+    out = {"data": args.data, "seq_len": args.seq_len, "device": str(device), "models": results}
+    text = markdown(results)
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "evaluation.json").write_text(json.dumps(out, indent=1) + "\n")
+        (args.out / "evaluation.md").write_text(text)
+    print(text)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
+    add("--data", required=True, help="file, several separated by commas, or a glob")
+    add("--seq_len", type=int, default=1024, help="longer documents are truncated, as in training")
+    add("--data_format", default="auto", help="as in training, and so the next three")
+    add("--input_key")
+    add("--target_key")
+    add("--train_on_prompt", action="store_true")
+    add("--batch_size", type=int, default=8, help="documents at a time")
+    add("--rows", type=int, default=0, help="only the first so many documents of a file; 0: all")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the models")
+    add("--show", type=int, default=3, help="rows whose greedy answers are shown")
+    add("--max_new_tokens", type=int, default=256, help="of an answer")
+    add("--answer_regex", help="the last match of its first group is an answer's result, such as "
+        r"'#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
+    add("--out", type=Path, help="a folder for evaluation.json and evaluation.md")
+    return parser
+
+
+def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
+    """One model's figures, file by file: loss, perplexity, tokens, exact matches and answers."""
+    folder = find_model(name)
+    load_config(folder, args.seq_len)  # refuses what this project computes otherwise
+    if open_weights(folder) is None:
+        raise UserError(f"{folder} has no weights: export a run, or name a trained model")
+    tokenizer = load_tokenizer(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt")
+    options = {key: getattr(args, key) for key in keys}
+    files = []
+    for path in find_files(args.data):
+        packs = load_packs(path, tokenizer, pack=False, log=lambda _: None, **options)
+        if not len(packs):
+            raise UserError(f"{path}: nothing to learn in any row")
+        count = min(args.rows or len(packs), len(packs))
+        loss, tokens = mean_loss(model, packs, count, args.batch_size, device)
+        found = {"file": path, "rows": count, "loss": loss, "perplexity": math.exp(min(loss, 700))}
+        found |= {"tokens": tokens}
+        asked = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
+        prompts, expected = [p for p, _ in asked], [e for _, e in asked]
+        decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
+        answers = [decode(a) for a in greedy(model, tokenizer, prompts, args, device)]
+        expected = [decode(e) for e in expected]
+        if args.answer_regex:
+            ends = [[result(text, args) for text in texts] for texts in (answers, expected)]
+            known = [(a, e) for a, e in zip(*ends, strict=True) if e is not None]
+            found["exact"] = sum(a == e for a, e in known) / len(known) if known else None
+            found["exact_of"] = len(known)
+        shown = zip(map(decode, prompts), answers, expected, strict=True)
+        columns = ("prompt", "answer", "expected")
+        found["answers"] = [dict(zip(columns, row, strict=True)) for row in [*shown][: args.show]]
+        files.append(found)
+    return {"model": name, "files": files}
+
+
+@torch.no_grad()
+def mean_loss(model, packs: Packs, count: int, batch: int, device) -> tuple[float, int]:
+    """(sum of -log p over the learnt tokens / their number, their number) of the first documents.
+    Longest first, padded at the end, where causal attention does not look."""
+    order = sorted(range(count), key=lambda i: -int(packs.token_counts[i]))
+    total, tokens = 0.0, 0
+    for start in range(0, count, batch):
+        rows = order[start : start + batch]
+        longest = int(packs.token_counts[rows].max())
+        found = [packs.row(i) for i in rows]
+        ids = torch.stack([torch.from_numpy(ids[:longest]) for ids, _, _ in found]).to(device)
+        labels = torch.stack([torch.from_numpy(labels[:longest]) for _, labels, _ in found])
+        index, targets = (t.to(device) for t in learnt(labels))
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        total += cross_entropy_sum(hidden, model.lm_head.weight, index, targets).item()
+        tokens += int((labels != IGNORE_INDEX).sum())
+    return total / max(1, tokens), tokens
+
+
+@torch.no_grad()
+def greedy(model, tokenizer, prompts: list[list[int]], args, device) -> list[list[int]]:
+    """The likeliest continuation of each prompt, several at a time, padded on the left."""
+    stop = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    stop = [t for t in stop if isinstance(t, int)]
+    pad, answers = tokenizer.pad_token_id or stop[0], [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    for start in range(0, len(prompts), args.batch_size):
+        rows = order[start : start + args.batch_size]
+        longest = len(prompts[rows[0]])
+        ids = torch.full((len(rows), longest), pad)
+        mask = torch.zeros_like(ids)
+        for k, i in enumerate(rows):
+            ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
+            mask[k, longest - len(prompts[i]) :] = 1
+        found = model.generate(
+            input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
+            max_new_tokens=args.max_new_tokens, eos_token_id=stop, pad_token_id=pad,
+            temperature=None, top_p=None, top_k=None,
+        )  # fmt: skip
+        for k, i in enumerate(rows):
+            answers[i] = found[k, longest:].tolist()
+    return answers
+
+
+def result(text: str, args) -> str | None:
+    """What --answer_regex finds last, without thousands' commas and a closing stop."""
+    found = re.findall(args.answer_regex, text)
+    last = found[-1] if found else None
+    last = last[0] if isinstance(last, tuple) else last
+    return last.replace(",", "").rstrip(".") if last is not None else None
+
+
+def markdown(results: list[dict]) -> str:
+    """A table, a row for each file and model, and the first answers side by side."""
+    exact = any("exact" in f for r in results for f in r["files"])
+    lines = [f"| file | model | loss | perplexity | tokens |{' exact |' * exact}"]
+    lines.append("|---|---|---|---|---|" + "---|" * exact)
+    files = range(len(results[0]["files"]))
+    for n in files:
+        for r in results:
+            f = r["files"][n]
+            line = f"| {Path(f['file']).name} | {r['model']} | {f['loss']:.4f} |"
+            line += f" {f['perplexity']:.2f} | {f['tokens']:,} |"
+            if exact:
+                share = "n/a" if f["exact"] is None else f"{f['exact']:.1%} of {f['exact_of']}"
+                line += f" {share} |"
+            lines.append(line)
+    for n in files:
+        for k, shown in enumerate(results[0]["files"][n]["answers"]):
+            lines += ["", f"**{Path(results[0]['files'][n]['file']).name}, row {k + 1}**", ""]
+            lines.append(f"> prompt: {one_line(shown['prompt'])}")
+            lines += ["", f"- expected: {one_line(shown['expected'])}"]
+            for r in results:
+                lines.append(f"- {r['model']}: {one_line(r['files'][n]['answers'][k]['answer'])}")
+    return "\n".join(lines) + "\n"
+
+
+def one_line(text: str, most: int = 400) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[:most]} …"
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)

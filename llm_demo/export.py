@@ -1,0 +1,164 @@
+"""Make a Hugging Face folder of a checkpoint: python -m llm_demo.export RUN_OR_CHECKPOINT OUT
+
+Of either script's, from the fp32 masters, on the CPU, a shard at a time: it needs neither the GPUs
+that trained the model nor room for all of it."""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from llm_demo.checkpoint import PART, facts_of, find, read
+from llm_demo.device import DTYPES
+from llm_demo.dist import World
+from llm_demo.errors import UserError
+from llm_demo.model import load_tokenizer
+from llm_demo.optim import MOMENTS
+
+WEIGHTS = "model{suffix}.safetensors"
+CARD = """---
+library_name: transformers
+tags: [sft]
+---
+# {name}
+Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{data}`:
+{tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
+
+| | |
+|---|---|
+{table}
+"""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("source", help="a run's folder, for its newest whole checkpoint, or one's")
+    parser.add_argument("out", type=Path, help="the folder to make")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="of a file of weights")
+    parser.add_argument("--push_to_hub", metavar="REPO", help="upload it there too, private")
+    parser.add_argument("--public", action="store_true", help="--push_to_hub: make it public")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    alone = World(0, 1, 0, torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    named = argparse.Namespace(resume=args.source)
+    checkpoint = find(named, Path(args.source), alone, print)
+    print(export(checkpoint, args.out, args.dtype, args.max_shard_size))
+    if args.push_to_hub:
+        push(args.out, args.push_to_hub, private=not args.public)
+
+
+def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB") -> str:
+    """Write weights, config, generation config, tokenizer and model card to `out`, which appears
+    when it is whole; says what it did. Raises UserError if it is there already."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out} is not empty: choose another folder")
+    run = checkpoint.parent.parent
+    if not (run / "model/config.json").is_file():
+        raise UserError(f"{run}/model is missing: a run's folder has the model's configuration")
+    part = out.with_name(f"{PART}{out.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        config = AutoConfig.from_pretrained(run / "model")
+        size = write_weights(checkpoint, part, config, DTYPES[dtype], max_shard_size)
+        config.dtype = DTYPES[dtype]
+        config.save_pretrained(part)
+        if (run / "model/generation_config.json").is_file():
+            GenerationConfig.from_pretrained(run / "model").save_pretrained(part)
+        load_tokenizer(str(run / "model")).save_pretrained(part)
+        (part / "README.md").write_text(card(checkpoint, out.name))
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except OSError as e:
+        raise UserError(f"{out} can't be written: {e}") from e
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
+
+
+def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size) -> int:
+    """Safetensors, in shards with an index if they are more than one; -> bytes. A tied head is not
+    there, as transformers has it. UserError if the tensors are not this configuration's."""
+    there = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    ends = tuple(f".{name}" for name in MOMENTS)
+    shapes = {
+        name: tuple(t.size)
+        for name, t in there.items()
+        if not name.endswith(ends) and not name.startswith("rng.")
+    }
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}  # a tied one once
+    for name in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(name) != wanted.get(name):
+            raise UserError(
+                f"{checkpoint}: {name} is {shapes.get(name, 'missing')}, the configuration wants "
+                f"{wanted.get(name, 'none')}"
+            )
+    plan = split_state_dict_into_shards_factory(
+        {name: shapes[name] for name in wanted},
+        get_storage_size=lambda shape: torch.Size(shape).numel() * dtype.itemsize,
+        filename_pattern=WEIGHTS,
+        max_shard_size=max_shard_size,
+    )
+    for file, names in plan.filename_to_tensors.items():
+        tensors = {name: torch.empty(shapes[name]) for name in names}
+        read(checkpoint, tensors)
+        tensors = {name: t.to(dtype) for name, t in tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return plan.metadata["total_size"]
+
+
+def card(checkpoint: Path, name: str) -> str:
+    """A model card with the run's own facts."""
+    facts, run = facts_of(checkpoint), checkpoint.parent.parent
+    settings = json.loads((run / "config.json").read_text())
+    shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
+             "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
+    return CARD.format(
+        name=name, steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
+        script="a pipeline" if "stages" in settings else "FSDP2",
+        base=Path(settings["model_name_or_path"]).name, data=Path(settings["train_json"]).name,
+        heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
+        table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
+    )  # fmt: skip
+
+
+def push(folder: Path, repo: str, private: bool = True) -> None:
+    """Upload a folder to the hub with the token that huggingface_hub finds in its own places."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        api = HfApi()
+        repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        api.upload_folder(repo_id=repo, folder_path=folder)
+    except (HfHubHTTPError, OSError, ValueError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is whole") from e
+    print(f"pushed {folder} to {repo}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)

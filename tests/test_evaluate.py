@@ -1,0 +1,101 @@
+"""Base against tuned: the loss is transformers' own, answers are those of one prompt at a time."""
+
+import json
+import math
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, run
+from test_parity import MODELS
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llm_demo import evaluate
+from llm_demo.data import load_packs
+from llm_demo.errors import UserError
+
+ROWS = [
+    {"question": "why " * (1 + i % 5), "answer": f"word {i} " * (1 + i % 3) + f"#### {1000 + i:,}"}
+    for i in range(7)
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
+    for seed, name in enumerate(("base", "tuned")):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(MODELS["tied"], dtype=torch.float32)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "x.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    return folder
+
+
+def arguments(folder, *more):
+    flags = ["--models", folder / "base", folder / "tuned", "--data", folder / "x.jsonl"]
+    flags += ["--input_key", "question", "--target_key", "answer", "--seq_len", "64"]
+    return [str(f) for f in (*flags, "--max_new_tokens", "5", "--dtype", "fp32", *more)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
+    args = evaluate.make_parser().parse_args(arguments(folder, "--batch_size", str(batch)))
+    found = evaluate.evaluate(str(folder / "base"), args, torch.device("cpu"), torch.float32)
+    (file,) = found["files"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    packs = load_packs(
+        str(folder / "x.jsonl"), tokenizer, seq_len=64, pack=False,
+        input_key="question", target_key="answer",
+    )  # fmt: skip
+    total = tokens = 0
+    for i in range(len(packs)):
+        ids, labels, lengths = packs.row(i)
+        n = int((labels != -100).sum())
+        ids = torch.tensor(ids[: lengths[0]])[None]
+        # transformers shifts by itself
+        own = torch.cat([torch.tensor([-100]), torch.tensor(labels[: lengths[0] - 1])])[None]
+        with torch.no_grad():
+            total += model(input_ids=ids, labels=own).loss.item() * n
+        tokens += n
+    assert file["tokens"] == tokens and file["rows"] == 7
+    assert file["loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert file["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    for shown, row in zip(file["answers"], ROWS, strict=False):
+        turn = [{"role": "user", "content": row["question"]}]
+        prompt = tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        out = model.generate(**prompt, do_sample=False, max_new_tokens=5)
+        answer = out[0, prompt["input_ids"].shape[1] :]
+        assert shown["answer"] == tokenizer.decode(answer, skip_special_tokens=True)
+        assert shown["expected"].strip() == row["answer"].strip()
+
+
+def test_the_command_writes_a_table_and_json(folder, tmp_path):
+    command = [sys.executable, "-m", "llm_demo.evaluate", *arguments(folder, "--out", tmp_path)]
+    done = run([*command, "--answer_regex", r"#### (-?[\d,.]+)", "--rows", "4"])
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [m["files"][0]["exact"] for m in found["models"]] == [0.0, 0.0]
+    assert found["models"][0]["files"][0]["exact_of"] == 4
+    text = (tmp_path / "evaluation.md").read_text()
+    assert text in done.stdout and text.count("| x.jsonl |") == 2 and "0.0% of 4" in text
+    assert text.count("- expected: ") == 3 and "/tuned: " in text
+
+
+def test_results_of_answers():
+    args = evaluate.make_parser().parse_args(
+        ["--models", "m", "--data", "d", "--answer_regex", r"#### (-?[\d,.]+)"]
+    )
+    assert evaluate.result("2 + 2 = 4\n#### 1\n#### 1,234.", args) == "1234"
+    assert evaluate.result("#### -5", args) == "-5"
+    assert evaluate.result("no number", args) is None
+
+
+def test_a_model_without_weights_is_one_line(folder):
+    args = evaluate.make_parser().parse_args(arguments(folder))
+    with pytest.raises(UserError, match="has no weights"):
+        evaluate.evaluate(str(ROOT / "models/qwen3-tiny"), args, torch.device("cpu"), torch.float32)
