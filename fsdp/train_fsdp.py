@@ -82,7 +82,7 @@ def main() -> None:
         return
 
     # model: unit by unit, so that no process ever holds more than its shards and one unit
-    lm = skeleton(plan.config, plan.attn_impl)
+    lm = skeleton(plan.config, plan.attn_impl, plan.weights)
     n_params = param_count(lm)
     model = build(lm, plan, args, world, shard if args.fsdp else None)
     if args.fsdp:

@@ -11,6 +11,7 @@ numbers of ranks or stages, and with the other script.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -82,9 +83,11 @@ class Checkpoints:
         after every step. Raises Stopped once a signal on any rank is answered by a checkpoint."""
         if not self.args.save:
             return
-        asked = torch.tensor(int(self.asked))
+        asked = torch.tensor(2 if self.problem else int(self.asked))
         with self.run.comm.mute():  # on the CPU: the GPU works on
             dist.all_reduce(asked, dist.ReduceOp.MAX)
+        if asked == 2:  # on all ranks in the same step, whoever knew it first
+            self.finish()
         every, last = self.args.save_every, step == self.last_step
         if asked or last or every and step % every == 0:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
@@ -152,19 +155,26 @@ class Checkpoints:
         part = self.folder / f"{PART}{name}"
         try:
             size = write(part, tensors, facts, self.world, self.group)
-            if self.world.rank == 0:
-                publish(part, self.folder / name)
-                self._prune(name)
-            dist.barrier(self.group)
+
+            def show():
+                if self.world.rank == 0:
+                    publish(part, self.folder / name)
+                    self._prune(name)
+
+            together(show, self.world, self.group)
             now = time.perf_counter()
             self.run.say(
                 f"checkpoint: {self.folder / name}, {size / 1e6:,.0f} MB in {now - started:.2f} s, "
                 f"training stood still for {(went_on or now) - started:.2f} s"
             )
-        except Exception as e:  # of a thread: the next step's business
-            cause = e.__cause__ or e.__context__ or e
-            reason = str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
-            self.problem = f"checkpoint {self.folder / name} can't be written: {reason[:300]}"
+        except (Exception, dcp.CheckpointException) as e:  # of a thread: the next step's business
+            if self.world.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+            free = shutil.disk_usage(self.run.folder).free / 1e6
+            self.problem = (
+                f"checkpoint {self.folder / name} can't be written: {reason_of(e)} ({free:,.0f} MB "
+                "are free there); those before it are whole"
+            )
 
     def _prune(self, newest: str) -> None:
         """Remove all but the newest, the K newest, and the best by held-out loss. Rank 0."""
@@ -184,32 +194,42 @@ class Checkpoints:
 # ---------------------------------------------------------------- files
 
 
-def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
-    """Write tensors and facts to the folder `part`, with a manifest; every rank calls. Returns the
-    bytes of all ranks."""
-    if world.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier(group)
-    writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=group)
-    if world.rank == 0:
-        _write_json(part / "trainer.json", facts)
-    mine, error = {}, None
+def together(act, world: World, group=None) -> list:
+    """What act() returns on each rank; an OSError on one is raised on all, so that nobody waits."""
+    mine = error = None
     try:
-        for file in part.glob(f"__{world.rank}_*"):
-            mine[file.name] = [file.stat().st_size, digest(file)]
+        mine = act()
     except OSError as e:
         error = str(e)
     found = [None] * world.size
     dist.all_gather_object(found, (mine, error), group=group)
     if errors := [e for _, e in found if e]:
         raise OSError(errors[0])
-    files = {k: v for rank, _ in found for k, v in rank.items()}
-    if world.rank == 0:
-        for name in (".metadata", "trainer.json"):
-            files[name] = [(part / name).stat().st_size, digest(part / name)]
-        _write_json(part / "manifest.json", {"files": files})
+    return [mine for mine, _ in found]
+
+
+def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
+    """Write tensors and facts to the folder `part`, with a manifest; every rank calls. Returns the
+    bytes of all ranks. Raises OSError, or what torch.distributed.checkpoint raises."""
+    first = world.rank == 0
+
+    def make():
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+
+    def hashed():
+        names = [file.name for file in part.glob(f"__{world.rank}_*")]
+        if first:
+            _write_json(part / "trainer.json", facts)
+            names += [".metadata", "trainer.json"]
+        return {name: [(part / name).stat().st_size, digest(part / name)] for name in names}
+
+    together(make if first else lambda: None, world, group)
+    writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True)
+    dcp.save(tensors, storage_writer=writer, process_group=group)
+    files = {k: v for rank in together(hashed, world, group) for k, v in rank.items()}
+    manifest = functools.partial(_write_json, part / "manifest.json", {"files": files})
+    together(manifest if first else lambda: None, world, group)
     return sum(size for size, _ in files.values())
 
 
@@ -325,7 +345,18 @@ def load(path: Path, tensors: dict, world: World, group=None) -> None:
                 f"{path} is of another model: {name} is {there.get(name, 'missing')} there, "
                 f"{wanted.get(name, 'missing')} here"
             )
-    dcp.load(tensors, storage_reader=reader, process_group=group)
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=group)
+    except dcp.CheckpointException as e:
+        raise UserError(f"{path} can't be read: {reason_of(e)}") from e
+
+
+def reason_of(error: BaseException) -> str:
+    """One line of what went wrong, of the rank where it did."""
+    if isinstance(error, dcp.CheckpointException):  # no Exception, and its text is a traceback
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return (lines[-1] if lines else repr(error))[:300]
 
 
 def rng_state(world: World) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Which process this is, and how it talks to the others: torch.distributed, started and ended."""
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -98,6 +99,7 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 has found the same, as a rule, and says it; the launcher then ends this one. If
             # this one went first, rank 0 would be ended before it has spoken.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no checkpoint first
             time.sleep(3)
         print(f"error: {e}", file=sys.stderr)
     except Stopped as e:

@@ -116,19 +116,27 @@ def open_weights(folder: Path) -> Weights:
         except (OSError, SafetensorError) as e:
             raise UserError(f"{files[name]}: {e}") from e
 
+    read.folder, read.names = folder, files.keys()
     return read
 
 
-def skeleton(config, attn_impl: str) -> PreTrainedModel:
+def skeleton(config, attn_impl: str, weights: Weights = None) -> PreTrainedModel:
     """The decoder with its parameters on the meta device; buffers (rotary frequencies) are real.
 
-    `materialise` gives chosen parts their weights."""
+    `materialise` gives chosen parts their weights. weights: where they will come from; UserError if
+    it holds others than the model has."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
     if config.tie_word_embeddings:  # meta parameters are made apart
         model.lm_head.weight = model.model.embed_tokens.weight
+    if weights:
+        # a tied head or the rotary frequencies may lie there too: old files have them
+        known = set(model.state_dict()) | {name for name, _ in model.named_buffers()}
+        for name in sorted(weights.names - known):
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise UserError(f"{weights.folder}: {name} is no weight of this model's")
     return model.train()
 
 

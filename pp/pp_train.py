@@ -85,7 +85,7 @@ def main() -> None:
 
     # model: each stage makes its own layers only
     ds_engine.join(world.device)
-    lm = skeleton(plan.config, plan.attn_impl)
+    lm = skeleton(plan.config, plan.attn_impl, plan.weights)
     specs, bounds, layouts = stages.layer_specs(lm, plan, args, counts, world.device)
     loss_fn = functools.partial(stages.loss_fn, compiled=plan.compile)
     kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline

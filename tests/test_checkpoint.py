@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, torchrun
+from conftest import ROOT, run, torchrun
 
 from llm_demo import checkpoint
 from llm_demo.dist import World
@@ -339,3 +339,16 @@ def test_killed_at_every_file_operation_and_at_random_times(tmp_path):
     killed = kill_and_resume(tmp_path, points)
     print(f"killed {killed} times in {len(points)} runs")
     assert killed >= 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["true", "false"])
+def test_a_full_disk_ends_a_launched_run_in_one_line(how, tmp_path):
+    """Files of at most 15 MB, where the first stage's is 28: only its rank fails."""
+    launch = f"bash {ROOT}/pp/launch_pp.sh --seq_len 64 --micro_batch_size 2 --max_steps 500"
+    flags = f"--dtype fp32 --save_every 4 --save_async {how} --output_dir {tmp_path}/run"
+    done = run(["bash", "-c", f"ulimit -f 15000; {launch} {flags}"], PYTHON=sys.executable)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and "step_00000004 can't be written" in errors[0], done.stderr
+    assert "step 30/" not in done.stdout and not list((tmp_path / "run/checkpoints").iterdir())

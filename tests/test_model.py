@@ -50,7 +50,7 @@ CONFIGS = {
 
 
 def build(config, weights, seed=0):
-    lm = skeleton(config, "bucketed")
+    lm = skeleton(config, "bucketed", weights)
     names = ["model.embed_tokens", "model.norm", "model.rotary_emb"]
     names += [f"model.layers.{i}" for i in range(config.num_hidden_layers)]
     for name in reversed(names + ([] if config.tie_word_embeddings else ["lm_head"])):
@@ -181,6 +181,7 @@ def test_weights_that_do_not_fit(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     for change, message in (
         ({"num_hidden_layers": 4}, "lack model.layers.3"),
+        ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is no weight of this"),
         ({"intermediate_size": 50}, r"is \[48, 32\], the configuration says \[50, 32\]"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
