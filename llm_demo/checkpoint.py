@@ -104,7 +104,7 @@ class Checkpoints:
         self.run.flush()  # metrics.jsonl holds all steps up to this one
         self.finish()
         tensors = {**tensors, **rng_state(self.world)}
-        facts = {"step": step, **facts, **self.run.facts(), "identity": self.identity}
+        facts = {"step": step, **facts, **self.run.facts(step), "identity": self.identity}
         name = f"step_{step:08d}"
         if wait or not self.args.save_async:
             self._write(name, tensors, facts, started)

@@ -78,14 +78,13 @@ class Run:
         self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
         self.evals = [tuple(pair) for pair in facts["evals"]]
 
-    def facts(self) -> dict:
-        """What a checkpoint keeps for `resume`."""
-        evals = dict(self.evals)
+    def facts(self, step: int) -> dict:
+        """What a checkpoint of this step keeps, for `resume` and to find the best."""
         return {
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
             "evals": self.evals,
-            "eval_loss": evals.get(max(evals)) if evals else None,
+            "eval_loss": dict(self.evals).get(step),
         }
 
     def _forget_steps_after(self, step: int) -> None:

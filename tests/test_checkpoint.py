@@ -127,7 +127,7 @@ class Voice:
     def say(self, text):
         self.said.append(text)
 
-    def facts(self):
+    def facts(self, _step):
         return {"eval_loss": self.eval_loss}
 
     eval_loss = None
