@@ -331,6 +331,7 @@ def describe(result: dict) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the row would run on
     try:
         sys.exit(main())
     except UserError as e:

@@ -56,6 +56,11 @@ def line_of(result: dict) -> list[str]:
 
 
 def table(folder: Path) -> str:
+    """A folder's table in Markdown. Results of bench.checkpoints bring their own columns."""
+    named = [json.loads(file.read_text()).get("columns") for file in sorted(folder.glob("*.json"))]
+    if all(named):
+        rows = [dict(zip(named[0], named[0], strict=True)), dict.fromkeys(named[0], "---"), *named]
+        return "".join(f"| {' | '.join(row.values())} |\n" for row in rows)
     lines = [[str(cell) for cell in line_of(result)] for result in rows_of(folder)]
     kept = []
     for name, column in zip(HEAD, zip(*lines, strict=True), strict=True):

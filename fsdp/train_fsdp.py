@@ -25,8 +25,9 @@ from llm_demo.loss import learnt
 from llm_demo.model import (
     Blocks,
     DecoderLoss,
+    allocate,
+    fill,
     hf_names,
-    materialise,
     param_count,
     skeleton,
     unit_sizes,
@@ -81,7 +82,7 @@ def main() -> None:
         plan.run.say(f"nothing left to train: {checkpoints.path} is of the last step")
         return
 
-    # model: unit by unit, so that no process ever holds more than its shards and one unit
+    # model
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)
     n_params = param_count(lm)
     model = build(lm, plan, args, world, shard if args.fsdp else None)
@@ -184,27 +185,16 @@ def training_state(masters: dict[str, tuple], optimizer) -> dict[str, torch.Tens
 
 
 def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
-    """Materialise a skeleton unit by unit; `wrap(unit, plan, args)` is called as each has its
-    weights, so that no process ever holds more than its shards and one unit."""
-
-    def make(name):
-        return materialise(lm, name, plan.weights, args.seed, world.device)
-
+    """A skeleton as units with weights. `wrap(unit, plan, args)` shards them before they have any,
+    so that no process ever makes or reads more than its share."""
     units, i = [], 0
     for size in unit_sizes(plan.config, plan.config.num_hidden_layers, args.blocks_per_unit):
-        blocks = [make(f"model.layers.{i + k}") for k in range(size)]
-        units.append(Blocks(blocks, args.use_activation_checkpointing))
+        units.append(Blocks(list(lm.model.layers[i : i + size]), args.use_activation_checkpointing))
         i += size
         if plan.compile:
             compile_forward(units[-1], args.activation_memory_budget)
         if wrap:
             wrap(units[-1], plan, args)
-    for name in ("model.embed_tokens", "model.norm", "model.rotary_emb"):
-        make(name)
-    if plan.config.tie_word_embeddings:
-        lm.lm_head.weight = lm.model.embed_tokens.weight
-    else:
-        make("lm_head")
     model = DecoderLoss(lm, units, plan.compile)
     if wrap:
         wrap_ends(model, plan)
@@ -212,6 +202,12 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
             for unit in model.modules():
                 if isinstance(unit, FSDPModule):
                     add_together(unit)
+    allocate(model, world.device)
+    fill(lm, "model", plan.weights, args.seed)
+    if plan.config.tie_word_embeddings:  # allocated apart
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+    else:
+        fill(lm, "lm_head", plan.weights, args.seed)
     return model
 
 

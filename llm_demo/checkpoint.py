@@ -22,6 +22,7 @@ import time
 import warnings
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -45,7 +46,8 @@ class Checkpoints:
         self.identity = plan.identity
         # the writing thread talks to its peers while the others train: a group of its own
         self.group = dist.new_group(backend="gloo")
-        self.thread, self.problem, self.staged, self.mesh = None, None, {}, None
+        self.thread, self.problem, self.done = None, None, None
+        self.staged, self.mesh, self.reserving = {}, None, None
         self.asked = False  # by a signal, to stop
         self.path = find(args, plan.run.folder, world, plan.run.say)
         self.facts = facts_of(self.path) if self.path else {}
@@ -83,12 +85,15 @@ class Checkpoints:
         after every step. Raises Stopped once a signal on any rank is answered by a checkpoint."""
         if not self.args.save:
             return
+        self._report()
         asked = torch.tensor(2 if self.problem else int(self.asked))
         with self.run.comm.mute():  # on the CPU: the GPU works on
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked == 2:  # on all ranks in the same step, whoever knew it first
             self.finish()
         every, last = self.args.save_every, step == self.last_step
+        if every and step == self.first_step + 1 and self.args.save_async and not last:
+            self._reserve(tensors())
         if asked or last or every and step % every == 0:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
         if asked and not last:
@@ -122,6 +127,13 @@ class Checkpoints:
             self.thread = None
         if self.problem:
             raise UserError(self.problem)
+        self._report()
+
+    def _report(self) -> None:
+        """Log the checkpoint that the writing thread has published, if it has."""
+        if self.done:
+            done, self.done = self.done, None
+            self.run.log_save(*done)
 
     def export(self) -> None:
         """With --export: the last checkpoint as a Hugging Face folder, hf/ beside it."""
@@ -132,16 +144,45 @@ class Checkpoints:
             shutil.rmtree(out, ignore_errors=True)  # of an earlier end of this run
             self.run.say(export(published(self.folder)[0], out, self.args.export))
 
+    def _reserve(self, tensors: dict) -> None:
+        """Take pinned memory for a GPU's copies while training goes on: it takes seconds. Where
+        there is little left, checkpoints are not written in the background."""
+        found = {name: _local(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
+        places, total = {}, 0
+        for name, t in found.items():
+            places[name] = slice(total, total + t.nbytes)
+            total += -(-t.nbytes // 64) * 64
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
+        short = torch.tensor(int(total * here > 0.8 * psutil.virtual_memory().available))
+        with self.run.comm.mute():
+            dist.all_reduce(short, dist.ReduceOp.MAX)
+        if short:
+            self.args.save_async = False
+            self.run.say("checkpoints: training waits for them, the host has no room for copies")
+        elif self.world.device.type == "cuda":
+
+            def reserve():
+                torch.cuda.set_device(self.world.device)  # a thread begins with the first one
+                memory = torch.empty(total, dtype=torch.uint8).zero_()
+                # pinned as it is: PyTorch's own rounds each allocation up to a power of two
+                torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), total, 1)
+                for name, t in found.items():
+                    self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
+
+            self.reserving = threading.Thread(target=reserve, daemon=True)
+            self.reserving.start()
+
     def _stage(self, tensors: dict) -> dict:
         """Copies in the host's memory, in the same buffers each time, pinned for a GPU."""
+        if self.reserving:
+            self.reserving.join()
         if self.mesh is None and any(isinstance(t, DTensor) for t in tensors.values()):
             self.mesh = init_device_mesh("cpu", (self.world.size,))
         found = {}
         for name, t in tensors.items():
-            local = t.to_local() if isinstance(t, DTensor) else t
+            local = _local(t)
             if name not in self.staged:
-                pinned = self.world.device.type == "cuda"
-                self.staged[name] = torch.empty_like(local, device="cpu", pin_memory=pinned)
+                self.staged[name] = torch.empty_like(local, device="cpu")
             found[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
                 found[name] = DTensor.from_local(
@@ -163,10 +204,7 @@ class Checkpoints:
 
             together(show, self.world, self.group)
             now = time.perf_counter()
-            self.run.say(
-                f"checkpoint: {self.folder / name}, {size / 1e6:,.0f} MB in {now - started:.2f} s, "
-                f"training stood still for {(went_on or now) - started:.2f} s"
-            )
+            self.done = self.folder / name, size, now - started, (went_on or now) - started
         except (Exception, dcp.CheckpointException) as e:  # of a thread: the next step's business
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
@@ -357,6 +395,10 @@ def reason_of(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()
     return (lines[-1] if lines else repr(error))[:300]
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 def rng_state(world: World) -> dict[str, torch.Tensor]:

@@ -181,6 +181,10 @@ def of_pipeline(plan, args, pieces: list[list[tuple[int, int, bool, bool]]]) -> 
             "activations": activations,
             "loss": loss,
         }
+        if size == 4:  # and in its step once more, for the optimizer, and the embedding's apart
+            last = count * (8 + 4 / plan.replicas) + embedding * 4 * bool(ends)
+            step = {**parts, "gradients": last, "activations": 0, "loss": 0}
+            parts = max(parts, step, key=lambda parts: sum(parts.values()))
         found.append({k: v / GB for k, v in parts.items()})
     return found
 

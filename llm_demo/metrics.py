@@ -285,6 +285,16 @@ class Run:
         self.say(f"step {step}/{self.max_steps} | held-out loss {loss:.4f}")
         self.restart_clock()
 
+    def log_save(self, path: Path, size: int, seconds: float, stall: float) -> None:
+        """A checkpoint is published: bytes of all ranks; seconds from its begin to its end, and
+        seconds of them in which this rank did not train."""
+        times = {"save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3)}
+        self._write({"step": int(path.name[-8:]), "save/bytes": size, **times})
+        self.say(
+            f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training stood still "
+            f"for {stall:.2f} s"
+        )
+
     def finish(self) -> None:
         """Write summary.json, print the row of the README's table, close."""
         self.comm.remove()

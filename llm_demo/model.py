@@ -1,14 +1,16 @@
 """A Hugging Face decoder, made or loaded block by block: no process holds what it won't keep."""
 
+import contextlib
 import json
 import math
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -19,9 +21,6 @@ from llm_demo.loss import cross_entropy_sum, next_tokens
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): trained through the
 # code below they would learn something else, silently.
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
-
-# A reader of weights by Hugging Face name; None: there are none, start from random.
-Weights = Callable[[str], torch.Tensor] | None
 
 
 def find_model(name: str) -> Path:
@@ -79,99 +78,136 @@ def load_tokenizer(name: str):
         raise UserError(f"{folder}: {str(e).strip().splitlines()[0]}") from e
 
 
-def open_weights(folder: Path) -> Weights:
-    """A reader of the folder's safetensors, one tensor at a time; None if the folder holds none.
+class Weights:
+    """A folder's safetensors: names and shapes, and any tensor, or some rows of it, when wanted.
 
-    Raises UserError for other weight formats and, on reading, for a name that is missing."""
-    from safetensors import SafetensorError, safe_open
+    Files are mapped for one read at a time: mapped pages count as this process's memory for as long
+    as they stay so, and a rank should hold no more of a file than it keeps."""
 
-    index = folder / "model.safetensors.index.json"
+    def __init__(self, folder: Path, files: dict[str, Path]):
+        self.folder, self.files, self.shapes = folder, files, {}
+        for file in sorted(set(files.values())):
+            with self._open(file) as opened:
+                for name in (n for n, f in files.items() if f == file):
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows start to stop of a tensor, in the file's dtype, on the CPU. Raises UserError."""
+        with self._open(self.files[name]) as opened:
+            return opened.get_slice(name)[start:stop]
+
+    @contextlib.contextmanager
+    def _open(self, file: Path):
+        try:
+            with safe_open(file, "pt") as opened:
+                yield opened
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{file}: {e}") from e
+
+
+def open_weights(folder: Path) -> Weights | None:
+    """The folder's weights; None if it holds none. Raises UserError for other formats."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
             files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{index} is no index of safetensors: {e!r}") from e
-    elif (folder / "model.safetensors").is_file():
+        return Weights(folder, files)
+    if single.is_file():
         try:
-            with safe_open(folder / "model.safetensors", "pt") as f:
-                files = dict.fromkeys(f.keys(), folder / "model.safetensors")
-        except SafetensorError as e:
-            raise UserError(f"{folder}/model.safetensors: {e}") from e
-    elif other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
+            with safe_open(single, "pt") as f:
+                return Weights(folder, dict.fromkeys(f.keys(), single))
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{single}: {e}") from e
+    if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
         raise UserError(
             f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
             "model.safetensors.index.json): save them again with save_pretrained"
         )
-    else:
-        return None
-    opened = {}
-
-    def read(name: str) -> torch.Tensor:
-        if name not in files:
-            raise UserError(f"{folder}: the weights lack {name}")
-        try:
-            if files[name] not in opened:
-                opened[files[name]] = safe_open(files[name], "pt")
-            return opened[files[name]].get_tensor(name)
-        except (OSError, SafetensorError) as e:
-            raise UserError(f"{files[name]}: {e}") from e
-
-    read.folder, read.names = folder, files.keys()
-    return read
+    return None
 
 
-def skeleton(config, attn_impl: str, weights: Weights = None) -> PreTrainedModel:
-    """The decoder with its parameters on the meta device; buffers (rotary frequencies) are real.
+def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
+    """The decoder with its fp32 parameters on the meta device; buffers (rotary frequencies) are
+    real. `materialise` gives parts of it their weights.
 
-    `materialise` gives chosen parts their weights. weights: where they will come from; UserError if
-    it holds others than the model has."""
+    weights: where they will come from; UserError names a tensor that is missing there, has another
+    shape, or that the model does not have."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
+    model.float()
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
     if config.tie_word_embeddings:  # meta parameters are made apart
         model.lm_head.weight = model.model.embed_tokens.weight
     if weights:
-        # a tied head or the rotary frequencies may lie there too: old files have them
-        known = set(model.state_dict()) | {name for name, _ in model.named_buffers()}
-        for name in sorted(weights.names - known):
-            if not name.endswith("rotary_emb.inv_freq"):
+        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        needed = {name for name, _ in model.named_parameters()}
+        if missing := sorted(needed - weights.shapes.keys()):
+            raise UserError(f"{weights.folder}: the weights lack {missing[0]}")
+        for name, shape in sorted(weights.shapes.items()):
+            # a tied head or the rotary frequencies may lie there too: old files have them
+            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(f"{weights.folder}: {name} is no weight of this model's")
+            if shape != wanted.get(name, shape):
+                raise UserError(
+                    f"{weights.folder}: {name} is {list(shape)} there, {list(wanted[name])} by "
+                    "config.json"
+                )
     return model.train()
 
 
-@torch.no_grad()
 def materialise(
-    model: PreTrainedModel, name: str, weights: Weights, seed: int, device: torch.device
+    model: PreTrainedModel, name: str, weights: Weights | None, seed: int, device: torch.device
 ) -> nn.Module:
-    """Give the submodule `name` of a skeleton real fp32 parameters on `device`; returns it.
+    """Give the submodule `name` of a skeleton its weights, on `device`; returns it."""
+    allocate(model.get_submodule(name), device)
+    return fill(model, name, weights, seed)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory, a sharded one that of this rank's share; buffers move."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) -> nn.Module:
+    """Give the parameters of the submodule `name` their values, of a sharded one this rank's rows.
 
     From `weights`, or at random: by the model's own rule, each module from a seed of its name, so
     that any process that makes a block makes the same one; rounded to bf16, as published weights
     are, so that runs in every dtype start alike."""
     module = model.get_submodule(name)
     for path, part in module.named_modules(prefix=name):
-        for key, meta in part.named_parameters(recurse=False):
-            real = torch.empty(meta.shape, dtype=torch.float32, device=device)
-            part._parameters[key] = nn.Parameter(real, requires_grad=meta.requires_grad)
-            if weights is not None:
-                found = weights(f"{path}.{key}")
-                if found.shape != real.shape:
-                    raise UserError(
-                        f"the weights' {path}.{key} is {list(found.shape)}, the configuration "
-                        f"says {list(real.shape)}"
-                    )
-                real.copy_(found)
-            part._parameters[key].hf_name = f"{path}.{key}"
-        for key, buffer in part.named_buffers(recurse=False):
-            part._buffers[key] = buffer.to(device)
-        if weights is None and any(True for _ in part.parameters(recurse=False)):
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):
-                torch.manual_seed(zlib.crc32(f"{seed}:{path}".encode()))
-                model._init_weights(part)
-            for p in part.parameters(recurse=False):
-                p.copy_(p.bfloat16())
+        random = _random(model, part, f"{seed}:{path}") if weights is None else {}
+        for key, p in part.named_parameters(recurse=False):
+            p.hf_name = f"{path}.{key}"
+            local, start = p, 0
+            if isinstance(p, DTensor):
+                local = p.to_local()
+                start = p.__create_chunk_list__()[0].offsets[0]  # as for a checkpoint of it
+            rows = start, start + len(local)
+            # to the device first: copy_ would widen it in the host's memory
+            found = random[key][slice(*rows)] if random else weights.read(p.hf_name, *rows)
+            local.copy_(found.to(local.device))
     return module
+
+
+def _random(model: PreTrainedModel, part: nn.Module, seed: str) -> dict[str, torch.Tensor]:
+    """A module's own parameters, not its submodules', whole, at random."""
+    params = dict(part.named_parameters(recurse=False))
+    if not params:
+        return {}
+    device = next(iter(params.values())).device
+    for key, p in params.items():
+        part._parameters[key] = nn.Parameter(torch.empty(p.shape, device=device))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(zlib.crc32(seed.encode()))
+        model._init_weights(part)
+    made = {key: part._parameters[key].bfloat16().float() for key in params}
+    part._parameters.update(params)
+    return made
 
 
 class Blocks(nn.Module):

@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     attn_impl: str
     compile: bool
     config: object  # the model's, of transformers
-    weights: Weights
+    weights: Weights | None  # None: random ones
     tokenizer: object
     train: Packs
     heldout: Packs | None

@@ -19,7 +19,7 @@ from pp.ds_engine import need
 def set_masters(engine, module, weights) -> None:
     """Give the fp32 masters the file's own digits: DeepSpeed copies the bf16 or fp16 weights."""
     for param in module.parameters():
-        safe_set_full_fp32_param(param, weights(param.hf_name).float().to(param.device))
+        safe_set_full_fp32_param(param, weights.read(param.hf_name).to(param.device).float())
 
 
 def _link_moments(optimizer) -> None:

@@ -1,5 +1,6 @@
 """Runs that stop and go on: to the bit, on other shapes, past damage, after any kill."""
 
+import contextlib
 import json
 import os
 import random
@@ -122,7 +123,7 @@ class Voice:
     """What Checkpoints needs of a run."""
 
     def __init__(self, folder):
-        self.folder, self.said, self.comm = folder, [], SimpleNamespace(mute=lambda: None)
+        self.folder, self.said, self.comm = folder, [], SimpleNamespace(mute=contextlib.nullcontext)
 
     def say(self, text):
         self.said.append(text)
@@ -132,6 +133,7 @@ class Voice:
 
     eval_loss = None
     flush = restart_clock = lambda self: None
+    log_save = lambda self, path, size, seconds, stall: None  # noqa: E731
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -216,6 +218,16 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert kept() == ["2", "4", "5"]
     assert (tmp_path / "checkpoints/latest").read_text() == "step_00000005\n"
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
+
+
+def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
+    few = SimpleNamespace(available=2000)  # bytes
+    monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: few)
+    checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
+    for step in (1, 2):
+        checkpoints.after_step(step, lambda s=step: state(s), dict)
+    assert "no room for copies" in checkpoints.run.said[1] and not checkpoints.thread
+    assert found(tmp_path)[0] == 2
 
 
 def test_other_data_is_refused_with_the_difference_named(tmp_path):

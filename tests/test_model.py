@@ -182,7 +182,7 @@ def test_weights_that_do_not_fit(tmp_path):
     for change, message in (
         ({"num_hidden_layers": 4}, "lack model.layers.3"),
         ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is no weight of this"),
-        ({"intermediate_size": 50}, r"is \[48, 32\], the configuration says \[50, 32\]"),
+        ({"intermediate_size": 50}, r"down_proj.weight is \[32, 48\] there, \[32, 50\] by config"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=message):
