@@ -111,15 +111,17 @@ def main() -> None:
         plan.run.resume(checkpoints.facts)
 
     def forward(batch, index, targets=None):
-        documents = make_documents(batch.cu_seqlens, (B, S), plan.attn_impl, world.device)
+        shape = tuple(batch.input_ids.shape)
+        documents = make_documents(batch.cu_seqlens, shape, plan.attn_impl, world.device)
         inputs = to_device(world.device, batch.input_ids, batch.position_ids)
         return model(*inputs, documents, *to_device(world.device, index, targets))
 
     @torch.no_grad()
     def evaluate() -> float:
-        rows = heldout_rows(plan, B)
+        micro = args.eval_batch_size or B
+        rows = heldout_rows(plan, micro)
         total = torch.zeros((), device=world.device)
-        for batch in micro_batches(plan, plan.heldout, rows, world.rank, B):
+        for batch in micro_batches(plan, plan.heldout, rows, world.rank, micro):
             total += forward(batch, *learnt(batch.labels))
         dist.all_reduce(total)
         return total.item() / token_counts(plan.heldout, rows)[1]

@@ -108,6 +108,7 @@ class RunArgs:
     )
     log_every: int = flag(1, "optimizer steps between two logged ones (reading the loss waits)")
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
+    eval_batch_size: int = flag(0, "rows a replica evaluates at a time; 0: --micro_batch_size")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
     comm_timer: bool = flag(True, "time communication in every step; off: comm columns are 0")
@@ -191,6 +192,7 @@ def check(args: argparse.Namespace) -> None:
         "max_steps",
         "warmup_steps",
         "eval_every",
+        "eval_batch_size",
         "save_every",
         "keep_last",
         "weight_decay",

@@ -49,7 +49,9 @@ class Checkpoints:
         self.thread, self.problem, self.done = None, None, None
         self.staged, self.mesh, self.reserving = {}, None, None
         self.asked = False  # by a signal, to stop
+        started = time.perf_counter()
         self.path = find(args, plan.run.folder, world, plan.run.say)
+        self.seconds = time.perf_counter() - started
         self.facts = facts_of(self.path) if self.path else {}
         self.first_step = self.facts.get("step", 0)
         if found := differences(self.facts.get("identity", {}), self.identity) if self.path else []:
@@ -63,8 +65,11 @@ class Checkpoints:
         started = time.perf_counter()
         load(self.path, tensors, self.world, self.group)
         load_rng(self.path, self.world)
-        seconds = time.perf_counter() - started
-        self.run.say(f"resume: {self.path}, after step {self.first_step}, read in {seconds:.2f} s")
+        seconds = self.seconds + time.perf_counter() - started
+        self.run.say(
+            f"resume: {self.path}, after step {self.first_step}, checked and read in "
+            f"{seconds:.2f} s"
+        )
 
     def begin(self) -> None:
         """From here on a signal ends the run at the end of a step, with a checkpoint."""

@@ -38,7 +38,8 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     # one entry for each size of unit, with and without gradients, in train and eval mode
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     torch._functorch.config.activation_memory_budget = memory_budget
-    module.forward = torch.compile(module.forward)
+    # dynamic=False: an evaluation with another batch size must not make training's shapes symbols
+    module.forward = torch.compile(module.forward, dynamic=False)
 
 
 @functools.cache

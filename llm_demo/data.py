@@ -29,7 +29,7 @@ FLAGS = (
     "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
     "overlong",
 )  # fmt: skip
-CACHE_VERSION = 1  # raise it with every change of what records.py, labels.py or packing.py make
+CACHE_VERSION = 2  # raise it with every change of what records.py, labels.py or packing.py make
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,9 +39,6 @@ class Packs:
     seq_len: int
     pad_id: int
     max_docs: int  # most documents in one row; a padding tail counts as one
-    max_doc_len: (
-        int  # longest document, padding tails included (but not row -1, which is one of seq_len)
-    )
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
     token_counts: np.ndarray  # int64 [rows], tokens of each row that are not padding
     stats: dict  # plain JSON, see load_packs

@@ -3,10 +3,11 @@
 Two moments compete for the peak: the loss, when all activations are there and the logits of a
 chunk; and the end of the backward, when all gradients are."""
 
+import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from llm_demo.attention import why_not
+from llm_demo.attention import BUCKET, why_not
 from llm_demo.device import this_device
 from llm_demo.loss import CHUNK
 from llm_demo.model import Blocks, flops_per_token, head_size, skeleton, unit_sizes
@@ -77,14 +78,16 @@ def _saved_uncompiled(plan, tokens: int = 256) -> float:
     return sum(storage.nbytes() for storage in kept.values()) / tokens + _saved_by_kernel(plan)
 
 
-def _keys_kept(plan) -> int:
-    """How many keys a token's probabilities are kept for: none by a fused kernel."""
+def _keys_kept(plan) -> float:
+    """How many keys a token's probabilities are kept for, in the mean: none by a fused kernel."""
     device = this_device()
     plain = device.vendor == "amd" and why_not("varlen", device, plan.dtype, single=False)
     if plan.attn_impl == "math":
         return plan.train.seq_len
     if plan.attn_impl == "bucketed_math" or plan.attn_impl == "bucketed" and plain:
-        return plan.train.max_doc_len
+        lengths = np.diff(plan.train.doc_start)
+        padded = np.minimum(-(-lengths // BUCKET) * BUCKET, plan.train.seq_len)
+        return float((padded**2).sum() / lengths.sum())
     return 0
 
 

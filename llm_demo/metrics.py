@@ -288,8 +288,14 @@ class Run:
     def log_save(self, path: Path, size: int, seconds: float, stall: float) -> None:
         """A checkpoint is published: bytes of all ranks; seconds from its begin to its end, and
         seconds of them in which this rank did not train."""
-        times = {"save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3)}
-        self._write({"step": int(path.name[-8:]), "save/bytes": size, **times})
+        self._write(
+            {
+                "step": int(path.name[-8:]),
+                "save/bytes": size,
+                "save/seconds": round(seconds, 3),
+                "save/stall_s": round(stall, 3),
+            }
+        )
         self.say(
             f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training stood still "
             f"for {stall:.2f} s"

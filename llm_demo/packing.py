@@ -69,7 +69,6 @@ def build(
         "seq_len": seq_len,
         "pad_id": pads[0],
         "max_docs": int((docs_in + (token_counts < seq_len)).max()),
-        "max_doc_len": int(max(lengths.max(), seq_len - token_counts.min())),
         "stats": stats,
     }
     with open(f"{folder}/meta.json", "w") as file:

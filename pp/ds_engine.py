@@ -260,17 +260,24 @@ def _reduce_tied_grads(engine) -> None:
         dist.all_reduce(grad, group=group)
 
 
-def forward_only(engine, batches, count: int, fn) -> list[torch.Tensor] | None:
+def forward_only(
+    engine, batches, count: int, fn, reshape: bool = False
+) -> list[torch.Tensor] | None:
     """fn(outputs, labels) of `count` micro-batches, without gradients; None but on the last stage.
+    reshape: they are of another size than training's.
 
     eval_batch's own reduction is a mean of means. It adds up what fn returns, in a sum it never
     empties: shapes must agree with the last call's unless we do. And DualPipeV finds its buffers by
     the number of micro-batches of training, not of this call."""
     module, engine.total_loss = engine.module, None
     loss_fn, module.loss_fn = module.loss_fn, fn
+    if reshape:  # the stages tell each other sizes once
+        engine.reset_activation_shape()
     micro_batches, engine.micro_batches = engine.micro_batches, count
     out = engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
     module.loss_fn, engine.micro_batches = loss_fn, micro_batches
+    if reshape:
+        engine.reset_activation_shape()
     module.train()
     return out
 

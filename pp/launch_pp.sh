@@ -42,6 +42,7 @@ COMPILE=${COMPILE-} # true, false
 SEED=${SEED-}
 LOG_EVERY=${LOG_EVERY-}
 EVAL_EVERY=${EVAL_EVERY-}
+EVAL_BATCH_SIZE=${EVAL_BATCH_SIZE-}
 OUTPUT_DIR=${OUTPUT_DIR-} # the run's folder
 SAVE_EVERY=${SAVE_EVERY-} # steps between checkpoints; there is one at the end in any case
 KEEP_LAST=${KEEP_LAST-}   # checkpoints to keep

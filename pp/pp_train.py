@@ -104,23 +104,25 @@ def main() -> None:
         plan.run.resume(checkpoints.facts)
     replica = engine.grid.get_data_parallel_id()
 
-    def feed(packs, rows, factor):
+    def feed(packs, rows, factor, micro=B):
         """(inputs, labels) of each micro-batch; the first stage takes one, the last the other."""
-        mine = rows.reshape(-1, plan.replicas, B)[:, replica]
+        mine = rows.reshape(-1, plan.replicas, micro)[:, replica]
         for layout in layouts:
             layout.follow(boundaries(packs, group, plan.max_docs) for group in mine)
 
         def pairs():
-            for batch in micro_batches(plan, packs, rows, replica, B):
+            for batch in micro_batches(plan, packs, rows, replica, micro):
                 labels = (*learnt(batch.labels), torch.tensor(factor))
                 yield to_device(world.device, batch.input_ids)[0], to_device(world.device, *labels)
 
         return pairs()
 
     def evaluate() -> float:
-        rows = heldout_rows(plan, B, at_least=pieces)
-        count = rows.size // plan.replicas // B
-        losses = ds_engine.forward_only(engine, feed(plan.heldout, rows, 1.0), count, loss_fn)
+        micro = args.eval_batch_size or B
+        rows = heldout_rows(plan, micro, at_least=pieces)
+        count = rows.size // plan.replicas // micro
+        batches = feed(plan.heldout, rows, 1.0, micro)
+        losses = ds_engine.forward_only(engine, batches, count, loss_fn, reshape=micro != B)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
         dist.all_reduce(total)
         return total.item() / token_counts(plan.heldout, rows)[1]

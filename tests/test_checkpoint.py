@@ -110,9 +110,12 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
         "fsdp-from-pp": resumed("pp", *fp32, *pp),
     })  # fmt: skip
+    runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
+    runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
     for name in ("fsdp", "fsdp16", "pp", "pp16"):
         assert_same(runs.folder, name, f"{name}-again")
-    for name in ("4-stages-from-fsdp", "v-from-fsdp", "plain-from-fsdp", "fsdp-from-pp"):
+    others = ("4-stages", "v", "plain", "fsdp4")
+    for name in (*(f"{o}-from-fsdp" for o in others), "fsdp-from-pp", "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 
 
@@ -301,6 +304,7 @@ for line in sys.stdin:  # folder and number of the event, or of the microsecond,
     folder, at, kind = line.split()
     child = os.fork()
     if child == 0:
+        os.dup2(2, 1)  # gloo of torch 2.8 prints
         if kind == "time":
             signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
             signal.setitimer(signal.ITIMER_REAL, int(at) / 1e6)

@@ -61,7 +61,7 @@ def test_packs_hold_every_document_once_with_its_labels(tmp_path, pack):
     if pack:
         assert packs.stats["fill"] > 0.98
     else:
-        assert len(packs) == len(TEXTS) and packs.max_docs == 2 and packs.max_doc_len == 28
+        assert len(packs) == len(TEXTS) and packs.max_docs == 2
         assert documents(packs) == expected
 
 
@@ -69,7 +69,6 @@ def test_bounds_over_all_rows(tmp_path):
     packs = load(write(tmp_path / "x.jsonl"))
     rows = [packs.row(i)[2] for i in range(len(packs))]
     assert packs.max_docs == max(map(len, rows))
-    assert packs.max_doc_len == max(map(max, rows))
     with pytest.raises(IndexError):
         packs.row(len(packs))
 

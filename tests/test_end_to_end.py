@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conftest import ROOT, run
+from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
@@ -175,7 +176,9 @@ def test_trained_weights_epochs_and_evaluation(folder):
             "1",
         )
         more = ("--eval_every", "2", "--sample_tokens", "0", "--output_dir", f"llama {kind}")
-        said = launch(kind, folder, *flags, *more, "--log_every", "2", "--dtype", "fp32").stdout
+        size = ("--eval_batch_size", {"fsdp": "1", "pp": "3"}[kind])  # training's is 2
+        more = (*more, *size, "--log_every", "2", "--dtype", "fp32")
+        said = launch(kind, folder, *flags, *more).stdout
         assert "weights of llama" in said and "lr 2e-05" in said
         steps = [r["step"] for r in metrics(folder / f"llama {kind}") if "train/loss" in r]
         last = json.loads((folder / f"llama {kind}/config.json").read_text())["max_steps"]
@@ -184,7 +187,9 @@ def test_trained_weights_epochs_and_evaluation(folder):
     for key in ("train/loss", "eval/loss"):
         assert losses(one, key) == pytest.approx(losses(two, key), rel=1e-5)
     assert losses(one, "data/tokens")[-1] == losses(two, "data/tokens")[-1]
-    assert len(losses(one, "eval/loss")) >= 3
+    evaluated = losses(one, "eval/loss")
+    true, _ = transformers_loss(folder / "llama", folder / "my data.heldout.jsonl", 128)
+    assert len(evaluated) >= 3 and evaluated[0] == pytest.approx(true, rel=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")

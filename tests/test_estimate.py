@@ -3,6 +3,7 @@
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run
@@ -16,13 +17,18 @@ FILES = sorted(ROOT.glob("bench/results/*/*/*.json"))
 # Until then PyTorch's math kernel did fp32's attention where heads are grouped.
 FP32_IN_MATH = {"65506a0067a8"}
 
+DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
+
 
 def expected(row, config):
     args = SimpleNamespace(**config)
+    lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
     plan = SimpleNamespace(
         config=load_config(ROOT / row["model"], args.seq_len), compile=args.compile,
         dtype=DTYPES[args.dtype], attn_impl=args.attn_impl, replicas=args.replicas,
-        train=SimpleNamespace(seq_len=args.seq_len, max_doc_len=args.seq_len, single=True),
+        train=SimpleNamespace(
+            seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths])
+        ),
     )  # fmt: skip
     if row["engine"] == "fsdp":
         return estimate.of_fsdp(plan, args, args.replicas)
@@ -66,7 +72,7 @@ def test_a_plain_block_keeps_what_a_real_one_keeps():
     from llm_demo.model import Blocks, materialise, skeleton
 
     config, cpu = load_config(ROOT / "models/qwen3-tiny", 128), torch.device("cpu")
-    train = SimpleNamespace(seq_len=128, max_doc_len=128, single=True)
+    train = SimpleNamespace(seq_len=128, single=True)
     plan = SimpleNamespace(config=config, dtype=torch.float32, attn_impl="sdpa", train=train)
     lm = skeleton(config, "sdpa")
     block = materialise(lm, "model.layers.0", None, 0, cpu)

@@ -39,17 +39,11 @@ def arguments(folder, *more):
     return [str(f) for f in (*flags, "--max_new_tokens", "5", "--dtype", "fp32", *more)]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
-    args = evaluate.make_parser().parse_args(arguments(folder, "--batch_size", str(batch)))
-    found = evaluate.evaluate(str(folder / "base"), args, torch.device("cpu"), torch.float32)
-    (file,) = found["files"]
-    model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    packs = load_packs(
-        str(folder / "x.jsonl"), tokenizer, seq_len=64, pack=False,
-        input_key="question", target_key="answer",
-    )  # fmt: skip
+def transformers_loss(model_folder, data, seq_len, **keys):
+    """(mean loss over the learnt tokens, their number) by transformers, a document at a time."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    packs = load_packs(str(data), tokenizer, seq_len=seq_len, pack=False, **keys)
     total = tokens = 0
     for i in range(len(packs)):
         ids, labels, lengths = packs.row(i)
@@ -60,9 +54,21 @@ def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
         with torch.no_grad():
             total += model(input_ids=ids, labels=own).loss.item() * n
         tokens += n
+    return total / tokens, tokens
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
+    args = evaluate.make_parser().parse_args(arguments(folder, "--batch_size", str(batch)))
+    found = evaluate.evaluate(str(folder / "base"), args, torch.device("cpu"), torch.float32)
+    (file,) = found["files"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    keys = {"input_key": "question", "target_key": "answer"}
+    loss, tokens = transformers_loss(folder / "base", folder / "x.jsonl", 64, **keys)
     assert file["tokens"] == tokens and file["rows"] == 7
-    assert file["loss"] == pytest.approx(total / tokens, rel=1e-5)
-    assert file["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-4)
+    assert file["loss"] == pytest.approx(loss, rel=1e-5)
+    assert file["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     for shown, row in zip(file["answers"], ROWS, strict=False):
         turn = [{"role": "user", "content": row["question"]}]
         prompt = tokenizer.apply_chat_template(
