@@ -29,6 +29,7 @@ DEFAULTS = {
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+DUALPIPEV = "--schedule dualpipev"
 # What the first version of this project did: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
 
@@ -54,6 +55,8 @@ _8B = [
     {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
     {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
+    {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8, "flags": DUALPIPEV},
+    {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
     # the pipeline's tokens a step
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
@@ -83,8 +86,9 @@ PRESETS = {
         {"engine": "fsdp", "micro": 8, "flags": "--activation_memory_budget 0.6"},
         {"engine": "fsdp", "micro": 16, "data": "packed"},
         {"engine": "pp", "micro": 8, "ga": 8, "steps": 16},
-        {"engine": "pp", "micro": 8, "ga": 8, "steps": 16, "flags": "--schedule dualpipev"},
+        {"engine": "pp", "micro": 8, "ga": 8, "steps": 16, "flags": DUALPIPEV},
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12},
+        {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12, "flags": DUALPIPEV},
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
         *_8B,
     ],

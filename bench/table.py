@@ -26,10 +26,11 @@ def rows_of(folder: Path) -> list[dict]:
     return sorted(rows, key=lambda r: [str(r["row"][k]).rjust(8) for k in order])
 
 
-def line_of(result: dict) -> list[str]:
-    """A row of the table: medians, and of step_ms the least and the most."""
+def line_of(result: dict, env: bool = True) -> list[str]:
+    """A row of the table: medians, and of step_ms the least and the most. env: name it, too."""
     row, summary = result["row"], result.get("summary", {})
-    notes = [row["data"]] * (row["data"] != "full") + row["flags"].split() + row["env"].split()
+    notes = [row["data"]] * (row["data"] != "full") + row["flags"].split()
+    notes += row["env"].split() if env else []
     engine = row["engine"] + (f" ({' '.join(notes)})" if notes else "")
     head = [
         engine, Path(row["model"]).name, row["micro"], row["ga"], "FT"[row["ckpt"]], row["dtype"],
@@ -61,7 +62,9 @@ def table(folder: Path) -> str:
     if all(named):
         rows = [dict(zip(named[0], named[0], strict=True)), dict.fromkeys(named[0], "---"), *named]
         return "".join(f"| {' | '.join(row.values())} |\n" for row in rows)
-    lines = [[str(cell) for cell in line_of(result)] for result in rows_of(folder)]
+    results = rows_of(folder)
+    env = len({result["row"]["env"] for result in results}) > 1  # what all share is said once
+    lines = [[str(cell) for cell in line_of(result, env)] for result in results]
     kept = []
     for name, column in zip(HEAD, zip(*lines, strict=True), strict=True):
         if len(set(column) - {""}) > OPTIONAL.get(name, -1):

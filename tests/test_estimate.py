@@ -14,8 +14,6 @@ from llm_demo.model import load_config
 from pp import ds_engine
 
 FILES = sorted(ROOT.glob("bench/results/*/*/*.json"))
-# Until then PyTorch's math kernel did fp32's attention where heads are grouped.
-FP32_IN_MATH = {"65506a0067a8"}
 
 DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
 
@@ -43,8 +41,6 @@ def test_within_a_tenth_of_what_was_measured(file):
     if result["status"] != "ok" or result["row"]["engine"] == "torchtitan":
         pytest.skip("no run of ours")
     measured, config = result["summary"]["peak_mem_gb"], result["config"]
-    if config["dtype"] == "fp32" and result["env"]["revision"] in FP32_IN_MATH:
-        config["attn_impl"] = "math"
     ranks = expected(result["row"], config)
     assert len(ranks) == len(measured)
     for parts, peak in zip(ranks, measured, strict=True):

@@ -1,8 +1,10 @@
 """Checkpoints -> Hugging Face folders that give the trainer's numbers."""
 
+import base64
 import json
 import sys
-from types import SimpleNamespace
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -99,22 +101,62 @@ def test_a_configuration_of_another_model_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
-def test_an_upload_that_fails_leaves_the_folder(tmp_path, monkeypatch):
-    calls = []
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's API as an upload of small files asks for."""
 
-    def create_repo(repo, private, exist_ok):
-        calls.append((repo, private))
-        return SimpleNamespace(repo_id=f"me/{repo}")
+    repos, files, broken, asked = {}, {}, False, []
 
-    def upload_folder(repo_id, folder_path):
-        calls.append((repo_id, folder_path))
-        if len(calls) > 2:
-            raise OSError("no route to host")
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        Hub.asked.append((self.path, self.headers["Authorization"]))
+        here = f"http://127.0.0.1:{self.server.server_port}/me/mine"
+        if self.path == "/api/repos/create":
+            how = json.loads(body)  # older clients say private, newer ones visibility
+            Hub.repos["me/mine"] = how.get("private", how.get("visibility") == "private")
+            return self.answer({"url": here})
+        if "/preupload/" in self.path:
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            how = {"uploadMode": "regular", "shouldIgnore": False}
+            return self.answer({"files": [{"path": path, **how} for path in paths]})
+        if "/commit/" in self.path and not Hub.broken:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    Hub.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.answer({"commitUrl": f"{here}/commit/1", "commitOid": "1"})
+        return self.answer({}, 200 if "validate" in self.path else 500)
 
-    api = SimpleNamespace(create_repo=create_repo, upload_folder=upload_folder)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
-    export.push(tmp_path, "mine")
-    assert calls == [("mine", True), ("me/mine", tmp_path)]
-    with pytest.raises(UserError, match="no route to host; .* is whole"):
-        export.push(tmp_path, "mine", private=False)
-    assert calls[2] == ("mine", False)
+    def do_GET(self):
+        self.answer({"id": "me/mine", "sha": "1", "siblings": []})
+
+    def answer(self, what, code=200):
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(json.dumps(what).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+def test_upload_to_a_hub(tmp_path):
+    """By the real client over HTTP: private, with the token of the environment, all files; a hub
+    that fails leaves the folder."""
+    _, folder = trained(tmp_path / "run", "tied")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret",
+        "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "llm_demo.export", folder]
+    done = run([*command, tmp_path / "out", "--push_to_hub", "mine"], **env)
+    assert done.returncode == 0, done.stderr
+    assert "to me/mine" in done.stdout and Hub.repos["me/mine"] is True
+    assert {token for _, token in Hub.asked} == {"Bearer hf_secret"}
+    assert Hub.files == {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
+    Hub.broken = True
+    done = run([*command, tmp_path / "2", "--push_to_hub", "mine", "--public"], **env)
+    server.shutdown()
+    assert done.returncode == 2 and f"{tmp_path}/2 is whole" in done.stderr
+    assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
+    assert Hub.repos["me/mine"] is False
+    AutoModelForCausalLM.from_pretrained(tmp_path / "2")
