@@ -21,6 +21,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+from llm_demo.dist import World
+
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
     "reduce_scatter_tensor", "reduce_scatter_single", "send", "recv",
@@ -191,3 +193,30 @@ def waiting(durations: dict, of_all_ranks: list[dict]) -> float:
         same = [other[key] for other in of_all_ranks if key in other]
         total += mine - min(same)
     return total
+
+
+class Gather:
+    """Numbers of all ranks, on all ranks, over the CPU's group: nothing waits for the device."""
+
+    def __init__(self, world: World):
+        self.world, self.keys = world, None
+
+    def floats(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's list; all of one length."""
+        send = torch.tensor(mine, dtype=torch.float64)
+        found = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(found, send)
+        return [x.tolist() for x in found]
+
+    def waits(self, operations: dict) -> list[float]:
+        """Of every rank's {operation: ms}: its time beyond the fastest rank's for the same."""
+        # Steps repeat the same operations: their names are exchanged when they change, only.
+        if any(row[0] for row in self.floats([self.keys is None or self.keys != list(operations)])):
+            self.keys, self.all_keys = list(operations), [None] * self.world.size
+            dist.all_gather_object(self.all_keys, self.keys)
+        longest = max(map(len, self.all_keys))
+        rows = self.floats([*operations.values(), *[0.0] * (longest - len(operations))])
+        ranks = [
+            dict(zip(k, row, strict=False)) for k, row in zip(self.all_keys, rows, strict=True)
+        ]
+        return [waiting(rank, ranks) for rank in ranks]

@@ -3,27 +3,25 @@
 import json
 import math
 import os
-import platform
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from argparse import Namespace
 from datetime import datetime, timedelta
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from llm_demo.args import ROOT
-from llm_demo.comm import CommTimer, waiting
-from llm_demo.device import link, peak_memory_gb, peak_tflops, this_device
+from llm_demo.comm import CommTimer, Gather
+from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
+from llm_demo.environment import environment
 from llm_demo.errors import UserError
 from llm_demo.profiling import StepProfiler, parse_steps
+from llm_demo.tracker import open_tracker
 
 WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels and caches warm up
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
@@ -59,7 +57,7 @@ class Run:
 
     def __init__(self, args: Namespace, world: World, script: str):
         self.args, self.world, self.script = args, world, script
-        self.tracker = _open_tracker(args)
+        self.tracker = open_tracker(args)
         self.folder = choose_folder(args, world, script)
         self.is_main = world.rank == 0
         self.log_file = None
@@ -373,94 +371,7 @@ class Run:
         with open(self.folder / "metrics.jsonl", "a") as f:
             f.write(json.dumps(_finite(record)) + "\n")
         if self.tracker:
-            self.tracker(self, record)
-
-
-class Gather:
-    """Numbers of all ranks, on all ranks, over the CPU's group: nothing waits for the device."""
-
-    def __init__(self, world: World):
-        self.world, self.keys = world, None
-
-    def floats(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's list; all of one length."""
-        send = torch.tensor(mine, dtype=torch.float64)
-        found = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(found, send)
-        return [x.tolist() for x in found]
-
-    def waits(self, operations: dict) -> list[float]:
-        """Of every rank's {operation: ms}: its time beyond the fastest rank's for the same."""
-        # Steps repeat the same operations: their names are exchanged when they change, only.
-        if any(row[0] for row in self.floats([self.keys is None or self.keys != list(operations)])):
-            self.keys, self.all_keys = list(operations), [None] * self.world.size
-            dist.all_gather_object(self.all_keys, self.keys)
-        longest = max(map(len, self.all_keys))
-        rows = self.floats([*operations.values(), *[0.0] * (longest - len(operations))])
-        ranks = [
-            dict(zip(k, row, strict=False)) for k, row in zip(self.all_keys, rows, strict=True)
-        ]
-        return [waiting(rank, ranks) for rank in ranks]
-
-
-def environment(world: World) -> dict:
-    """Versions, hardware and revision of this run."""
-    versions = {"python": platform.python_version()}
-    core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy")
-    for package in (*core, "flash_attn"):
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # no git here
-        revision = None
-    return {
-        "versions": versions,
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        "device": str(this_device(world.device.index or 0)),
-        "link": link() if world.device.type == "cuda" else None,
-        "world_size": world.size,
-        "platform": platform.platform(),
-        # by hand where the files were copied without their .git
-        "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
-        "environment": {
-            k: v
-            for k, v in sorted(os.environ.items())
-            if k.startswith(("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_"))
-        },
-    }
-
-
-def _open_tracker(args: Namespace):
-    """A function that takes a record, or None. The package is imported only where asked for."""
-    if args.report_to == "none":
-        return None
-    opened = {}
-    try:
-        if args.report_to == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter as make
-        else:
-            from wandb import init as make
-    except ImportError as e:
-        raise UserError(f"--report_to {args.report_to}: pip install {args.report_to} first") from e
-
-    def track(run: Run, record: dict) -> None:
-        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
-        if args.report_to == "tensorboard":
-            writer = opened.setdefault("writer", opened.get("writer") or make(run.folder / "tb"))
-            for key, value in numbers.items():
-                writer.add_scalar(key, value, record["step"])
-            writer.flush()
-        else:
-            if "writer" not in opened:
-                opened["writer"] = make(project="llm_demo", name=run.folder.name, dir=run.folder)
-            opened["writer"].log(numbers, step=record["step"])
-
-    return track
+            self.tracker(self.folder, record)
 
 
 def _finite(record: dict) -> dict:

@@ -91,18 +91,20 @@ def resumed(name, *flags):
 def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     """12 rows a step of 30: step 2 ends in mid-epoch, step 3 in the next one."""
     fp32 = ["--dtype", "fp32", "--use_activation_checkpointing", "--micro_batch_size", "2"]
-    fp16 = ["--dtype", "fp16", "--micro_batch_size", "2"]
+    fp16, bf16 = (["--dtype", name, "--micro_batch_size", "2"] for name in ("fp16", "bf16"))
     pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
     heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
     runs("fsdp", 2, {
         "fsdp": [*fp32, *fsdp, *heldout],
         "fsdp-again": resumed("fsdp", *fp32, *fsdp, "--no_save_async"),
         "fsdp16": [*fp16, *fsdp], "fsdp16-again": resumed("fsdp16", *fp16, *fsdp),
+        "fsdpb": [*bf16, *fsdp], "fsdpb-again": resumed("fsdpb", *bf16, *fsdp),
     })  # fmt: skip
     one = ["--dtype", "fp32", "--micro_batch_size", "1"]
     runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
         "pp": [*fp32, *fsdp], "pp-again": resumed("pp", *fp32, *fsdp, "--no_save_async"),
         "pp16": [*fp16, *fsdp], "pp16-again": resumed("pp16", *fp16, *fsdp),
+        "ppb": [*bf16, *fsdp], "ppb-again": resumed("ppb", *bf16, *fsdp),
         "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
         "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
     })  # fmt: skip
@@ -112,7 +114,7 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     })  # fmt: skip
     runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "pp", "pp16"):
+    for name in ("fsdp", "fsdp16", "fsdpb", "pp", "pp16", "ppb"):
         assert_same(runs.folder, name, f"{name}-again")
     others = ("4-stages", "v", "plain", "fsdp4")
     for name in (*(f"{o}-from-fsdp" for o in others), "fsdp-from-pp", "1-stage-from-pp"):

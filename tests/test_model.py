@@ -1,12 +1,14 @@
 """Making and loading decoders: every name read, every value right, the same in every process."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from bench import checkpoints
 from llm_demo.attention import make_documents, position_ids
 from llm_demo.errors import UserError
 from llm_demo.model import (
@@ -187,6 +189,19 @@ def test_weights_that_do_not_fit(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UserError, match=message):
             build(load_config(tmp_path, 64), open_weights(tmp_path))
+
+
+@pytest.mark.slow
+def test_reading_a_model_takes_no_more_of_the_host_than_its_weights():
+    """2.4 GB of fp32 weights on two processes without a GPU, whose parameters are in the host's
+    memory too: 1.0 of the file."""
+    args = SimpleNamespace(
+        model=None, import_model="models/qwen3-0.6b", import_dtype="fp32", dtype="fp32",
+        seq_len=128, steps=3, flags="",
+    )  # fmt: skip
+    result = checkpoints.measure_import("fsdp", args)
+    assert result["bytes"] > 2e9
+    assert result["peak"] - result["without"] < 1.3 * result["bytes"]
 
 
 def test_sequences_longer_than_the_model_knows():

@@ -1,0 +1,36 @@
+"""Numbers of a run to TensorBoard or Weights & Biases, beside its files."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from llm_demo.errors import UserError
+
+
+def open_tracker(args: Namespace):
+    """A function that takes a record, or None. The package is imported only where asked for."""
+    if args.report_to == "none":
+        return None
+    opened = {}
+    try:
+        if args.report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter as make
+        else:
+            from wandb import init as make
+    except ImportError as e:
+        raise UserError(f"--report_to {args.report_to}: pip install {args.report_to} first") from e
+
+    def track(folder: Path, record: dict) -> None:
+        numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+        if args.report_to == "tensorboard":
+            writer = opened.setdefault("writer", opened.get("writer") or make(folder / "tb"))
+            for key, value in numbers.items():
+                writer.add_scalar(key, value, record["step"])
+            writer.flush()
+        else:
+            if "writer" not in opened:
+                opened["writer"] = make(project="llm_demo", name=folder.name, dir=folder)
+            # a checkpoint is told of when it is written, steps later: wandb drops what goes back
+            opened["step"] = max(opened.get("step", 0), record["step"])
+            opened["writer"].log(numbers, step=opened["step"])
+
+    return track
