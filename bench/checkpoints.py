@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 import llm_demo.attention  # noqa: F401  skeleton wants its names registered
 from bench.run import DEFAULTS, RESULTS, SMALL, command_of, environment_of, run_command
 from llm_demo.args import ROOT
-from llm_demo.checkpoint import read
+from llm_demo.checkpoint_files import read
 from llm_demo.device import DTYPES
 from llm_demo.model import load_config, skeleton
 

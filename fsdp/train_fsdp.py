@@ -79,7 +79,7 @@ def main() -> None:
 
     checkpoints = Checkpoints(plan, args, world)
     if checkpoints.first_step >= plan.max_steps:
-        plan.run.say(f"nothing left to train: {checkpoints.path} is of the last step")
+        checkpoints.nothing_left(plan)
         return
 
     # model

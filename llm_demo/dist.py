@@ -15,6 +15,8 @@ import torch.distributed as dist
 from llm_demo.args import less_memory
 from llm_demo.errors import STOPPED, Stopped, UserError
 
+TIMEOUT = timedelta(minutes=float(os.environ.get("DIST_TIMEOUT_MINUTES", "30")))  # of a wait
+
 
 @dataclass(frozen=True)
 class World:
@@ -34,7 +36,6 @@ def start() -> World:
     rank, size, local_rank = (int(env[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if size == 1 and "MASTER_PORT" not in env:
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    timeout = timedelta(minutes=float(env.get("DIST_TIMEOUT_MINUTES", "30")))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -44,10 +45,10 @@ def start() -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo beside NCCL: objects and barriers before step 1 need no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     return World(rank, size, local_rank, device)
 
 

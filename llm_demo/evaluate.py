@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.data import IGNORE_INDEX, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
@@ -26,19 +26,21 @@ from llm_demo.records import find_files
 
 def main() -> None:
     args = make_parser().parse_args()
+    if args.answer_regex and args.train_on_prompt:
+        raise UserError("--answer_regex looks into answers, --train_on_prompt knows none: drop one")
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
     results = []
     for name in args.models:
         results.append(evaluate(name, args, torch.device(device.type), dtype))
         gc.collect()
-    out = {"data": args.data, "seq_len": args.seq_len, "device": str(device), "models": results}
-    text = markdown(results)
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "evaluation.json").write_text(json.dumps(out, indent=1) + "\n")
-        (args.out / "evaluation.md").write_text(text)
-    print(text)
+        if args.out:  # after each, for the next one may fail
+            args.out.mkdir(parents=True, exist_ok=True)
+            settings = {"data": args.data, "seq_len": args.seq_len, "device": str(device)}
+            out = json.dumps({**settings, "models": results}, indent=1)
+            (args.out / "evaluation.json").write_text(out + "\n")
+            (args.out / "evaluation.md").write_text(markdown(results))
+    print(markdown(results))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -70,6 +72,7 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model.generation_config = GenerationConfig()  # its own may hold a repetition_penalty, say
     keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt")
     options = {key: getattr(args, key) for key in keys}
     files = []
@@ -133,10 +136,13 @@ def greedy(model, tokenizer, prompts: list[list[int]], args, device) -> list[lis
             ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[k, longest - len(prompts[i]) :] = 1
         found = model.generate(
-            input_ids=ids.to(device), attention_mask=mask.to(device), do_sample=False,
-            max_new_tokens=args.max_new_tokens, eos_token_id=stop, pad_token_id=pad,
-            temperature=None, top_p=None, top_k=None,
-        )  # fmt: skip
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            do_sample=False,
+            max_new_tokens=args.max_new_tokens,
+            eos_token_id=stop,
+            pad_token_id=pad,
+        )
         for k, i in enumerate(rows):
             answers[i] = found[k, longest:].tolist()
     return answers

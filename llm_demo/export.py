@@ -16,7 +16,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from llm_demo.checkpoint import PART, facts_of, find, read
+from llm_demo.checkpoint_files import PART, facts_of, find, read
 from llm_demo.device import DTYPES
 from llm_demo.dist import World
 from llm_demo.errors import UserError
@@ -144,14 +144,15 @@ def card(checkpoint: Path, name: str) -> str:
 def push(folder: Path, repo: str, private: bool = True) -> None:
     """Upload a folder to the hub with the token that huggingface_hub finds in its own places."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
     try:
         api = HfApi()
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(repo).private:  # made before, and left as it was
+            raise ValueError("it is there and public: --public, or another name")
         api.upload_folder(repo_id=repo, folder_path=folder)
-    except (HfHubHTTPError, OSError, ValueError) as e:
-        reason = str(e).strip().splitlines()[0]
+    except Exception as e:  # of several libraries below the hub's
+        reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is whole") from e
     print(f"pushed {folder} to {repo}")
 

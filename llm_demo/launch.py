@@ -4,7 +4,7 @@ NPROC_PER_NODE   processes on this node (default: one a GPU, 2 without a GPU)
 NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same line on each of them, with
                  NODE_RANK 0 on the one at MASTER_ADDR (port: 29500, or any free one for 1 node)
 STOP_MINUTES     how long ranks may take to save when SIGTERM or Ctrl-C stops them (default: 10); a
-                 second signal ends them at once
+                 second signal, 2 s later or more, ends them at once
 LOGLEVEL=INFO    what the launcher below has to tell (silent by default)
 
 The exit code is that of the process that failed first, 128 + n for one that signal n killed, 75 for
@@ -12,6 +12,7 @@ a run that a signal stopped and that has saved.
 """
 
 import base64
+import contextlib
 import json
 import logging
 import os
@@ -99,6 +100,18 @@ def set_defaults(node: Node) -> None:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
+@contextlib.contextmanager
+def deaf():
+    """Hear no signal: one that was sent to a group may arrive twice (timeout of the coreutils sends
+    two), and the second would kill who is saving."""
+    heard = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for n, handler in heard.items():
+            signal.signal(n, handler)
+
+
 class Ranks:
     """The training processes of this node: every subprocess started from now on that has a RANK."""
 
@@ -131,10 +144,11 @@ class Ranks:
             if first and not self.failed:
                 for process in self.started.values():
                     process.terminate()
-                deadline = time.monotonic() + 60 * number("STOP_MINUTES", 10)
-                while any(p.poll() is None for p in self.started.values()):
-                    if time.monotonic() > deadline:
-                        break
+                begun = time.monotonic()
+                with deaf():
+                    while self.alive() and time.monotonic() < begun + 2:
+                        time.sleep(0.05)
+                while self.alive() and time.monotonic() < begun + 60 * number("STOP_MINUTES", 10):
                     time.sleep(0.05)
         finally:  # a second signal is an exception in there
             children = psutil.Process().children(recursive=True)
@@ -142,6 +156,9 @@ class Ranks:
                 child.terminate()
             for child in psutil.wait_procs(children, timeout=GRACE)[1]:
                 child.kill()
+
+    def alive(self) -> bool:
+        return any(process.poll() is None for process in self.started.values())
 
     def code(self, signum: int) -> int:
         """The exit code after a signal."""

@@ -1,5 +1,6 @@
 """What a run leaves: its folder, the console line and metrics.jsonl of a step, the summary row."""
 
+import fcntl
 import json
 import math
 import os
@@ -45,7 +46,7 @@ def choose_folder(args: Namespace, world: World, script: str) -> Path:
                     f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
                     "--resume auto to go on"
                 )
-            if not (folder / "config.json").is_file() or not (folder / "cmd.sh").is_file():
+            if not (folder / "cmd.sh").is_file() and not (folder / "checkpoints").is_dir():
                 raise UserError(f"{folder} is no run's folder, it stays as it is")
         return folder
 
@@ -81,7 +82,7 @@ class Run:
         return {
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
-            "evals": self.evals,
+            "evals": list(self.evals),
             "eval_loss": dict(self.evals).get(step),
         }
 
@@ -120,9 +121,11 @@ class Run:
             shutil.rmtree(self.folder.resolve())
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            (self.folder / "config.json").touch(exist_ok=self.args.resume == "auto")
-        except FileExistsError:
-            raise UserError(f"--output_dir {self.folder}: another run has just taken it") from None
+            self.lock = open(self.folder / "cmd.sh", "a" if self.args.resume == "auto" else "x")
+            # held until this process ends, however it does
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (FileExistsError, BlockingIOError):
+            raise UserError(f"--output_dir {self.folder}: another run is at work there") from None
         if (self.folder / "metrics.jsonl").exists():
             self._forget_steps_after(self.first_step)
         resolved = {**self.resolved, "output_dir": str(self.folder)}

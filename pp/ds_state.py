@@ -22,6 +22,13 @@ def set_masters(engine, module, weights) -> None:
         safe_set_full_fp32_param(param, weights.read(param.hf_name).to(param.device).float())
 
 
+def make_moments(engine) -> None:
+    """Give every parameter its moments now. DeepSpeed's fp32 and fp16 optimizer makes them in the
+    first step that is not skipped, and a checkpoint may be wanted before."""
+    if not engine.using_bf16_optimizer:
+        fill_adam_state(engine.optimizer.optimizer, 0)
+
+
 def _link_moments(optimizer) -> None:
     """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer does so after the
     first step of the first group, when the others have none yet, and never again."""
@@ -91,6 +98,7 @@ def facts_of(engine) -> dict:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scale = {"scale": 1.0, "good_steps": 0}
     if getattr(scaler, "dynamic", False):
-        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        # DeepSpeed's count does not begin anew where the scale grows
+        good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
         scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
     return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}

@@ -80,7 +80,7 @@ def main() -> None:
 
     checkpoints = Checkpoints(plan, args, world)
     if checkpoints.first_step >= plan.max_steps:
-        plan.run.say(f"nothing left to train: {checkpoints.path} is of the last step")
+        checkpoints.nothing_left(plan)
         return
 
     # model: each stage makes its own layers only
@@ -102,6 +102,8 @@ def main() -> None:
     if checkpoints.path:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
         plan.run.resume(checkpoints.facts)
+    else:
+        ds_state.make_moments(engine)
     replica = engine.grid.get_data_parallel_id()
 
     def feed(packs, rows, factor, micro=B):

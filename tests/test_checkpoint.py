@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, run, torchrun
 
-from llm_demo import checkpoint
+from llm_demo import checkpoint, checkpoint_files
 from llm_demo.dist import World
 from llm_demo.errors import UserError
 
@@ -63,7 +64,7 @@ def tensors_of(path):
     """All tensors of a checkpoint, whole."""
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     found = {n: torch.empty(t.size) for n, t in metadata.items() if not n.startswith("rng.")}
-    checkpoint.read(path, found)
+    checkpoint_files.read(path, found)
     return found
 
 
@@ -152,14 +153,15 @@ def alone():
 WORLD = World(0, 1, 0, torch.device("cpu"))
 
 
-def plan(folder, identity):
-    more = {"max_steps": 99, "describe_model": lambda folder: None}
+def plan(folder, identity, lr=0.1):
+    more = {"max_steps": 99, "lr": lr, "replicas": 1, "describe_model": lambda folder: None}
     return SimpleNamespace(run=Voice(folder), identity=identity, **more)
 
 
 def make(folder, **more):
     flags = {"save": False, "save_async": False, "keep_last": 0, "keep_best": False,
-             "resume": "auto", "resume_anyway": False, **more}  # fmt: skip
+             "resume": "auto", "resume_anyway": False, "export": "none",
+             **dict.fromkeys(checkpoint.SETTINGS), **more}  # fmt: skip
     return checkpoint.Checkpoints(plan(folder, {"seed": 1}), SimpleNamespace(**flags), WORLD)
 
 
@@ -208,20 +210,24 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(damage, tmp_path):
     step, said = found(tmp_path)
     assert step == 1 and "step_00000003 is passed over: " + reason in said, said
     assert "step_00000002 is passed over" in said
-    named = tmp_path / "checkpoints/step_00000003"
+    checkpoints = make(tmp_path, save=True, keep_last=2)
+    checkpoints.begin()  # puts them aside: they are not to be counted as kept
+    save(checkpoints, 2)
+    assert [p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints")] == ["2", "1"]
+    named = (tmp_path / "checkpoints/damaged_step_00000003").rename(tmp_path / "step_00000003")
     message = "no whole checkpoint" if damage == "no manifest" else "step_00000003: "
     with pytest.raises(UserError, match=message):
         make(tmp_path, resume=str(named))
 
 
 def test_keeps_the_last_and_the_best(tmp_path):
-    kept = lambda: sorted(p.name[-1] for p in checkpoint.published(tmp_path / "checkpoints"))  # noqa: E731
+    kept = lambda: sorted(p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints"))  # noqa: E731
     checkpoints = make(tmp_path, keep_last=2, keep_best=True, save_async=True)
-    for step, loss in enumerate((5.0, 3.0, 4.0, 4.5, 6.0), 1):
+    for step, loss in enumerate((5.0, 3.0, 4.0, None, 4.5, math.nan), 1):
         checkpoints.run.eval_loss = loss
         save(checkpoints, step)
-    assert kept() == ["2", "4", "5"]
-    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000005\n"
+    assert kept() == ["2", "5", "6"]
+    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000006\n"
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
 
 
@@ -237,14 +243,16 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
 
 def test_other_data_is_refused_with_the_difference_named(tmp_path):
     save(make(tmp_path), 1)
-    now = plan(tmp_path, {"seed": 2, "b": 4})
+    now = plan(tmp_path, {"seed": 2, "b": 4}, lr=0.2)
     flags = {"save": False, "resume": "auto", "resume_anyway": False}
+    flags |= dict.fromkeys(checkpoint.SETTINGS)
     with pytest.raises(
         UserError, match="other rows: seed was 1, is 2; b was None, is 4; --resume_"
     ):
         checkpoint.Checkpoints(now, SimpleNamespace(**flags), WORLD)
     flags["resume_anyway"] = True
     assert checkpoint.Checkpoints(now, SimpleNamespace(**flags), WORLD).first_step == 1
+    assert now.run.said[-1] == "resume: as asked, with other settings: lr was 0.1, is 0.2"
 
 
 def test_another_model_is_refused(tmp_path):
@@ -259,6 +267,20 @@ def test_another_model_is_refused(tmp_path):
             checkpoints.load(t)
 
 
+def test_a_file_that_rank_0_does_not_see_is_published_by_nobody(tmp_path, monkeypatch):
+    """Another node's, whose --output_dir is a folder of its own."""
+    checkpoints, together = make(tmp_path), checkpoint_files.together
+
+    def of_two_nodes(act, *more):
+        found = together(act, *more)
+        return [*found, {"__1_0.distcp": [9, "0"]}] if isinstance(found[0], dict) else found
+
+    monkeypatch.setattr(checkpoint_files, "together", of_two_nodes)
+    with pytest.raises(UserError, match="rank 0 does not see __1_0.distcp: do all nodes share"):
+        save(checkpoints, 1)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(in_background, tmp_path):
     checkpoints = make(tmp_path, save_async=in_background)
@@ -268,7 +290,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_loses_none(in_back
         def full(*_args, **_kwargs):
             raise OSError(28, "No space left on device")
 
-        patch.setattr(checkpoint.dcp, "save", full)
+        patch.setattr(checkpoint_files.dcp, "save", full)
         with pytest.raises(UserError, match="step_00000002 can't be written: .*No space left"):
             save(checkpoints, 2)
     assert found(tmp_path)[0] == 1
@@ -292,7 +314,7 @@ def trial(folder, at):
             if count == at:
                 os.kill(os.getpid(), signal.SIGKILL)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    checkpoints = t.make(folder, keep_last=2)
+    checkpoints = t.make(folder, keep_last=2, save_async=at % 2 == 0)
     first = checkpoints.first_step
     checkpoints.args.save = True
     checkpoints.begin()

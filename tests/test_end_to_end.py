@@ -1,9 +1,11 @@
 """Both launchers as a user starts them: real processes, another folder, the bundled model."""
 
+import fcntl
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,13 +279,30 @@ def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
     said = launch(kind, folder, *flags).stdout
     assert re.search(r"resume: .*step_\d+, after step (6|8|10)", said) and "step 5/16" not in said
     assert [r["step"] for r in metrics(folder / "gsm") if "train/loss" in r] == [*range(1, 17)]
+    shutil.rmtree(folder / "gsm/hf")  # as if killed after the last checkpoint
+    (folder / "gsm/summary.json").unlink()
     assert "nothing left to train" in launch(kind, folder, *flags).stdout
+    assert json.loads((folder / "gsm/summary.json").read_text())["steps"] == 16
     command = [sys.executable, "-m", "llm_demo.evaluate", "--models", "gsm/hf", *flags[2:6]]
     done = run(
         [*command, "--data", "gsm8k.jsonl", "--rows", "5", "--max_new_tokens", "4",
          "--answer_regex", "#### (.*)"], cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0 and "| gsm8k.jsonl | gsm/hf |" in done.stdout, done.stderr
+
+
+def test_a_folder_where_another_run_is_at_work(folder):
+    """Refused as long as that lives; then also where it was killed before it had written much."""
+    out = folder / "busy"
+    out.mkdir()
+    command = [sys.executable, ROOT / "fsdp/train_fsdp.py", "--no_fsdp", "--resume", "auto"]
+    command += ["--max_steps", "1", "--seq_len", "64", "--sample_tokens", "0", "--output_dir", out]
+    with open(out / "cmd.sh", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = run(command)
+        assert done.returncode == 2 and "busy: another run is at work there" in done.stderr
+    done = run(command)
+    assert done.returncode == 0 and (out / "summary.json").exists(), done.stderr
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
@@ -298,6 +317,8 @@ def test_ctrl_c_ends_all_processes(kind, folder):
         if line.startswith("step 2/"):
             break
     process.send_signal(signal.SIGINT)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)  # as if it had been sent to a group, too
     _, err = process.communicate(timeout=10)
     assert process.returncode == 75  # it has saved
     assert "Traceback" not in err and "stopped after step" in err

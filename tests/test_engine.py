@@ -124,12 +124,39 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tm
     done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
     assert "step 2: the gradient norm is not finite, all ranks skip the step" in done.stdout
     lines = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
+    lines = [line for line in lines if "train/loss" in line]
     assert [line["train/skipped"] for line in lines] == [False, True, False]
     assert lines[1]["train/grad_norm"] is None
     for rank in range(2):
         before, after, last = torch.load(tmp_path / f"out.{rank}.pt")["after_step"]
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert any(not torch.equal(after[name], last[name]) for name in before)
+
+
+def test_a_checkpoint_before_the_first_good_step(tmp_path):
+    """Step 1 is skipped, and saved; going on from it takes the same step 2."""
+    argv = [
+        "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
+        "--micro_batch_size", "2", "--max_steps", "2", "--save_every", "1", "--eval_json", "none",
+        "--sample_tokens", "0", "--warmup_steps", "0", "--dtype", "fp32", "--output_dir",
+    ]  # fmt: skip
+    first = str(tmp_path / "run/checkpoints/step_00000001")
+    cases = [
+        {"poison": {"rank": 1, "step": 0}, "argv": [*argv, str(tmp_path / "run")]},
+        {"quiet": True, "argv": [*argv, str(tmp_path / "again"), "--resume", first]},
+    ]
+    cases[0]["out"] = str(tmp_path / "out")
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    done = torchrun(2, ROOT / "tests/parity_worker.py", "pp", tmp_path / "cases.json")
+    assert "step 1: the gradient norm is not finite" in done.stdout
+    runs = [
+        [json.loads(line) for line in open(tmp_path / n / "metrics.jsonl")]
+        for n in ("run", "again")
+    ]
+    a, b = ([r for r in run if r["step"] == 2 and "train/loss" in r] for run in runs)
+    assert a[0]["train/grad_norm"] == b[0]["train/grad_norm"]
+    facts = json.loads((tmp_path / "run/checkpoints/step_00000002/trainer.json").read_text())
+    assert facts["adam_steps"] == 1
 
 
 def test_tied_copies_that_differ_are_noticed(tmp_path):

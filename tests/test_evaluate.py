@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import ROOT, run
 from test_parity import MODELS
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import evaluate
 from llm_demo.data import load_packs
@@ -28,6 +28,7 @@ def folder(tmp_path_factory):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(MODELS["tied"], dtype=torch.float32)
         model.save_pretrained(folder / name)
+        GenerationConfig(repetition_penalty=1.5).save_pretrained(folder / name)  # to be left out
         tokenizer.save_pretrained(folder / name)
     (folder / "x.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     return folder
@@ -74,6 +75,7 @@ def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
         prompt = tokenizer.apply_chat_template(
             turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
+        model.generation_config = GenerationConfig()
         out = model.generate(**prompt, do_sample=False, max_new_tokens=5)
         answer = out[0, prompt["input_ids"].shape[1] :]
         assert shown["answer"] == tokenizer.decode(answer, skip_special_tokens=True)

@@ -14,7 +14,7 @@ from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from llm_demo import checkpoint, export
+from llm_demo import checkpoint_files, export
 from llm_demo.errors import UserError
 from llm_demo.plan import describe_model
 
@@ -38,8 +38,8 @@ def trained(folder, name):
         state |= {f"{n}.{key}": torch.ones_like(p) for n, p in model.named_parameters()}
     (folder / "checkpoints").mkdir(parents=True)
     part = folder / "checkpoints/.part"
-    checkpoint.write(part, state, FACTS, WORLD)
-    checkpoint.publish(part, folder / "checkpoints/step_00000007")
+    checkpoint_files.write(part, state, FACTS, WORLD)
+    checkpoint_files.publish(part, folder / "checkpoints/step_00000007")
     source = folder / "source"
     model.config.save_pretrained(source)
     GenerationConfig(max_new_tokens=77).save_pretrained(source)
@@ -112,7 +112,7 @@ class Hub(BaseHTTPRequestHandler):
         here = f"http://127.0.0.1:{self.server.server_port}/me/mine"
         if self.path == "/api/repos/create":
             how = json.loads(body)  # older clients say private, newer ones visibility
-            Hub.repos["me/mine"] = how.get("private", how.get("visibility") == "private")
+            Hub.repos.setdefault("me/mine", how.get("private", how.get("visibility") == "private"))
             return self.answer({"url": here})
         if "/preupload/" in self.path:
             paths = [file["path"] for file in json.loads(body)["files"]]
@@ -126,7 +126,8 @@ class Hub(BaseHTTPRequestHandler):
         return self.answer({}, 200 if "validate" in self.path else 500)
 
     def do_GET(self):
-        self.answer({"id": "me/mine", "sha": "1", "siblings": []})
+        private = Hub.repos["me/mine"]
+        self.answer({"id": "me/mine", "sha": "1", "siblings": [], "private": private})
 
     def answer(self, what, code=200):
         self.send_response(code)
@@ -154,8 +155,14 @@ def test_upload_to_a_hub(tmp_path):
     assert {token for _, token in Hub.asked} == {"Bearer hf_secret"}
     assert Hub.files == {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()}
     Hub.broken = True
+    Hub.repos.clear()
     done = run([*command, tmp_path / "2", "--push_to_hub", "mine", "--public"], **env)
+    public = run([*command, tmp_path / "3", "--push_to_hub", "mine"], **env)
     server.shutdown()
+    server.server_close()
+    assert public.returncode == 2 and "it is there and public" in public.stderr
+    gone = run([*command, tmp_path / "4", "--push_to_hub", "mine"], **env)
+    assert gone.returncode == 2 and f"{tmp_path}/4 is whole" in gone.stderr, gone.stderr
     assert done.returncode == 2 and f"{tmp_path}/2 is whole" in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
     assert Hub.repos["me/mine"] is False
