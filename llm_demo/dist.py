@@ -1,5 +1,6 @@
 """Which process this is, and how it talks to the others: torch.distributed, started and ended."""
 
+import errno
 import os
 import signal
 import sys
@@ -123,6 +124,9 @@ def run(main: Callable[[], None]) -> None:
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
             rank = os.environ["RANK"]
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
+        elif getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            what = f"{e.strerror}: {e.filename or '--output_dir or the cache'}"
+            print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
         else:
             traceback.print_exc()
     sys.stdout.flush()

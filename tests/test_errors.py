@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT, run
 
+from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
@@ -185,3 +186,18 @@ def test_a_dying_rank_takes_all_along(kind, folder):
     assert not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children)
     lines = (folder / f"dies {kind}/metrics.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines]) >= 3
+
+
+def test_a_full_disk_is_one_line(monkeypatch, capsys):
+    """Wherever it is found; /dev/full is such a disk."""
+    ended = []
+    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+
+    def main():
+        with open("/dev/full", "w") as file:
+            file.write("a step's numbers")
+
+    run_main(main)
+    assert ended == [1]
+    expected = "error: rank 0: No space left on device: --output_dir or the cache\n"
+    assert capsys.readouterr().err == expected
