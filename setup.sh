@@ -183,6 +183,9 @@ if [[ -z $torch ]]; then
     choose_build
     say "PyTorch: torch $release, $build build: $reason"
     install_torch
+elif [[ -n ${TORCH_BUILD:-} ]]; then
+    say "TORCH_BUILD=$TORCH_BUILD has no effect, for there is a torch: remove .venv, or leave that" \
+        "environment, to get another"
 fi
 
 # ---- the rest, without touching torch or the numpy that came with it ----------------------------

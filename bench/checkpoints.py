@@ -29,6 +29,8 @@ from bench.run import DEFAULTS, RESULTS, SMALL, command_of, environment_of, run_
 from llm_demo.args import ROOT
 from llm_demo.checkpoint_files import read
 from llm_demo.device import DTYPES
+from llm_demo.dist import World
+from llm_demo.environment import environment
 from llm_demo.model import load_config, skeleton
 
 LOGGED = ("train/loss", "train/grad_norm")
@@ -41,8 +43,8 @@ def main() -> int:
     parser.add_argument("--import_model", default=SMALL, help="to read, with random weights")
     parser.add_argument("--import_dtype", default="bf16", choices=DTYPES, help="of its file")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--steps", type=int, default=14)
-    parser.add_argument("--save_every", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--save_every", type=int, default=20)
     parser.add_argument("--seq_len", type=int, default=1024)
     parser.add_argument("--flags", default="", help='further flags: --flags="--attn_impl math"')
     parser.add_argument("--only", choices=["save", "import"])
@@ -172,7 +174,9 @@ def measure_import(engine: str, args) -> dict:
         "of the file": f"{(most - least) / size:.2f}",
         "start to step 1": f"{took:.0f} s",
     }
-    return {"columns": columns, "bytes": size, "peak": most, "without": least}
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    env = environment(World(0, 1, 0, device))
+    return {"columns": columns, "bytes": size, "peak": most, "without": least, "env": env}
 
 
 @torch.no_grad()

@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
 
-from bench import plots, table
+from bench import checkpoints, plots, table
 from bench import run as bench
 from llm_demo import device
 from llm_demo.args import less_memory, parse_args
@@ -51,6 +52,22 @@ def test_smoke_then_resume(measure, tmp_path):
     assert measure("--preset", "smoke", "--resume")[1].count("done before") == 2
     with pytest.raises(UserError, match="--resume or --overwrite"):
         measure("--preset", "smoke")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fsdp", "pp"])
+def test_what_checkpoints_cost(engine):
+    """Three real runs; on a CPU, in fp32, they end alike."""
+    args = SimpleNamespace(
+        model="models/qwen3-tiny", dtype="fp32", steps=6, save_every=3, seq_len=128, flags=""
+    )
+    found = checkpoints.measure_save(engine, args)
+    columns = found["columns"]
+    assert columns["gone on, apart"] == columns["a second run, apart"] == "nothing"
+    (background,), (waiting,) = found["saves"]["background"], found["saves"]["waiting"]
+    assert background["save/stall_s"] < background["save/seconds"]
+    assert waiting["save/stall_s"] == waiting["save/seconds"]
+    assert background["save/bytes"] == pytest.approx(waiting["save/bytes"], rel=0.01)
 
 
 def test_a_row_that_fails_is_a_row_that_says_so(measure, tmp_path):

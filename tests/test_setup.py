@@ -278,9 +278,10 @@ def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
     install_rocm_torch(user / "bin/python")
     before = contents(user)
-    result = machine.setup(VIRTUAL_ENV=str(user), PYTHON="")
+    result = machine.setup(VIRTUAL_ENV=str(user), PYTHON="", TORCH_BUILD="cuda")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "keeping torch 2.9.1+rocm6.4" in result.stdout
+    assert "TORCH_BUILD=cuda has no effect" in result.stdout
     assert contents(user) == before
     code = "import torch, deepspeed; print(torch.version.hip, torch.__file__)"
     hip, path = run(machine.venv_python, code).split(" ", 1)
