@@ -194,7 +194,9 @@ class Checkpoints:
                 torch.cuda.set_device(self.world.device)  # a thread begins with the first one
                 memory = torch.empty(total, dtype=torch.uint8).zero_()
                 # pinned as it is: PyTorch's own rounds each allocation up to a power of two
-                if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), total, 1)):
+                runtime = torch.cuda.cudart()
+                done = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
+                if done != runtime.cudaError.success:
                     self.run.say("checkpoints: memory for copies can't be pinned, copying is slow")
                 for name, t in found.items():
                     self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
