@@ -21,13 +21,11 @@ from pathlib import Path
 
 import psutil
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-import llm_demo.attention  # noqa: F401  skeleton wants its names registered
 from bench.run import DEFAULTS, RESULTS, SMALL, command_of, environment_of, run_command
 from llm_demo.args import ROOT
-from llm_demo.checkpoint_files import read
+from llm_demo.checkpoint_files import read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World
 from llm_demo.environment import environment
@@ -146,8 +144,7 @@ def difference(one: Path, other: Path, after: int) -> str:
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """All of a checkpoint's weights and moments, whole."""
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {n: torch.empty(t.size) for n, t in metadata.items() if not n.startswith("rng.")}
+    found = {name: torch.empty(shape) for name, shape in shapes_of(path).items()}
     read(path, found)
     return found
 

@@ -27,7 +27,6 @@ from llm_demo.model import (
     DecoderLoss,
     allocate,
     fill,
-    hf_names,
     param_count,
     skeleton,
     unit_sizes,
@@ -79,7 +78,7 @@ def main() -> None:
 
     checkpoints = Checkpoints(plan, args, world)
     if checkpoints.first_step >= plan.max_steps:
-        checkpoints.nothing_left(plan)
+        checkpoints.nothing_left()
         return
 
     # model
@@ -99,16 +98,14 @@ def main() -> None:
     update_model = None if args.fsdp else copy_masters(optimizer, model, params)
     loss_scale = LossScale(plan.dtype, world.device)
     # taken now: after an evaluation the model has its gathered weights for parameters
-    master_of = dict(zip(model.parameters(), params, strict=True))
-    masters = {name: (p, master_of[p]) for name, p in hf_names(model).items()}
-    tensors = functools.partial(training_state, masters, optimizer)
+    masters = list(zip(model.parameters(), params, strict=True))
+    state = functools.partial(training_state, masters, optimizer)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
-        checkpoints.load(tensors())
+        checkpoints.load(state())
         loss_scale.load(checkpoints.facts["loss_scale"])
         if update_model:
             update_model()
-        plan.run.resume(checkpoints.facts)
 
     def forward(batch, index, targets=None):
         shape = tuple(batch.input_ids.shape)
@@ -163,7 +160,7 @@ def main() -> None:
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
             plan.run.log_eval(step + 1, evaluate())
-        checkpoints.after_step(step + 1, tensors, facts)
+        checkpoints.after_step(step + 1, state, facts)
 
     checkpoints.finish()
     checkpoints.export()
@@ -172,17 +169,17 @@ def main() -> None:
     plan.run.finish()
 
 
-def training_state(masters: dict[str, tuple], optimizer) -> dict[str, torch.Tensor]:
+def training_state(masters: list[tuple], optimizer) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place; sharded
-    as the parameters are. masters: {name: (parameter, what is optimized for it)}."""
+    as the parameters are. masters: [(parameter, what is optimized for it)]."""
     found = {}
-    for name, (p, master) in masters.items():
+    for p, master in masters:
         state = optimizer.state[master]
         for key, t in {"": master.detach(), **{f".{k}": state[k] for k in MOMENTS}}.items():
             if isinstance(p, DTensor):
                 how = {"shape": p.shape, "stride": p.stride()}
                 t = DTensor.from_local(t, p.device_mesh, p.placements, **how)
-            found[name + key] = t
+            found[p.hf_name + key] = t
     return found
 
 

@@ -173,7 +173,8 @@ def less_memory() -> str:
         ("seq_len", True, "shorter rows"),
         ("dtype", now("dtype") == "fp32", "bf16"),
     ]
-    lines = [f"--{name} (now {now(name)}): {how}" for name, applies, how in ways if applies]
+    ways = [way for way in ways if way[1] and way[0] in parsed]  # a program may have none of them
+    lines = [f"--{name} (now {now(name)}): {how}" for name, _, how in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 

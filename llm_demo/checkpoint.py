@@ -30,24 +30,22 @@ from llm_demo.checkpoint_files import (
 )
 from llm_demo.dist import TIMEOUT, World, from_rank0
 from llm_demo.errors import Stopped, UserError
+from llm_demo.export import export
 
 # said where a run goes on with others, for they may be meant
 SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")
 
 
 class Checkpoints:
-    """A run's checkpoints: when to save, in which order, and what to keep."""
+    """A run's checkpoints: when to save, in which order, and what to keep. copies: the tensors to
+    save are copies already, on the CPU (a pipeline's replicas gather them), not what is trained."""
 
-    def __init__(self, plan, args, world: World):
-        self.run, self.args, self.world = plan.run, args, world
-        self.describe_model = plan.describe_model
-        self.last_step = plan.max_steps
+    def __init__(self, plan, args, world: World, copies: bool = False):
+        self.plan, self.run, self.args, self.world = plan, plan.run, args, world
+        self.copies = copies
         self.folder = plan.run.folder / "checkpoints"
-        self.identity = plan.identity
         self.settings = {name: getattr(args, name) for name in SETTINGS}
         self.settings |= {"lr": plan.lr, "max_steps": plan.max_steps}
-        # replicas of a pipeline hand out copies of what they share, others what they train
-        self.copies = hasattr(args, "stages") and plan.replicas > 1
         # the writing thread talks to its peers while the others train: a group of its own
         self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self.thread, self.problem, self.done = None, None, None
@@ -58,19 +56,25 @@ class Checkpoints:
         self.seconds = time.perf_counter() - started
         self.facts = from_rank0(world, lambda: facts_of(self.path)) if self.path else {}
         self.first_step = self.facts.get("step", 0)
-        if found := differences(self.facts.get("identity", {}), self.identity) if self.path else []:
+        if self.path:
+            self._compare()
+
+    def _compare(self) -> None:
+        """Refuse to go on with other rows, and say which other settings are taken."""
+        if found := differences(self.facts.get("identity", {}), self.plan.identity):
             said = f"{self.path} trained on other rows: {'; '.join(found)}"
-            if not args.resume_anyway:
+            if not self.args.resume_anyway:
                 raise UserError(f"{said}; --resume_anyway goes on all the same")
-            plan.run.say(f"resume: {said}; going on, as asked")
-        if found := differences(self.facts.get("settings", {}), self.settings) if self.path else []:
-            plan.run.say(f"resume: as asked, with other settings: {'; '.join(found)}")
+            self.run.say(f"resume: {said}; going on, as asked")
+        if found := differences(self.facts.get("settings", {}), self.settings):
+            self.run.say(f"resume: as asked, with other settings: {'; '.join(found)}")
 
     def load(self, tensors: dict) -> None:
-        """Fill tensors from the checkpoint that --resume has found."""
+        """Fill tensors from the checkpoint that --resume has found, and count on from there."""
         started = time.perf_counter()
         load(self.path, tensors, self.world, self.group)
         load_rng(self.path, self.world)
+        self.run.resume(self.facts)
         seconds = self.seconds + time.perf_counter() - started
         self.run.say(
             f"resume: {self.path}, after step {self.first_step}, checked and read in "
@@ -93,7 +97,7 @@ class Checkpoints:
                     path.rename(aside)
             if self.args.export != "none":  # of an earlier end of this run
                 shutil.rmtree(self.run.folder / "hf", ignore_errors=True)
-            self.describe_model(self.run.folder / "model")
+            self.plan.describe_model(self.run.folder / "model")
 
     def _ask(self, *_signal):
         self.asked = True
@@ -109,7 +113,7 @@ class Checkpoints:
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked == 2:  # on all ranks in the same step, whoever knew it first
             self.finish()
-        every, last = self.args.save_every, step == self.last_step
+        every, last = self.args.save_every, step == self.plan.max_steps
         ahead = every and self.args.save_async and not self.copies and not last
         if ahead and step == self.first_step + 1:
             self._reserve(tensors())
@@ -129,7 +133,7 @@ class Checkpoints:
         self.finish()
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, **self.run.facts(step)}
-        facts |= {"identity": self.identity, "settings": self.settings}
+        facts |= {"identity": self.plan.identity, "settings": self.settings}
         name = f"step_{step:08d}"
         if wait or not self.args.save_async:
             self._write(name, tensors, facts, started)
@@ -157,20 +161,18 @@ class Checkpoints:
 
     def export(self, source: Path | None = None) -> None:
         """With --export: the last checkpoint as a Hugging Face folder, hf/ beside it."""
-        out, last = self.run.folder / "hf", source or self.folder / f"step_{self.last_step:08d}"
+        out, last = self.run.folder / "hf", self.folder / f"step_{self.plan.max_steps:08d}"
         if self.args.export != "none" and self.world.rank == 0 and not out.exists():
-            from llm_demo.export import export  # which imports this module
+            self.run.say(export(source or last, out, self.args.export))
 
-            self.run.say(export(last, out, self.args.export))
-
-    def nothing_left(self, plan) -> None:
+    def nothing_left(self) -> None:
         """For a run that has taken its last step already: what it may have been killed before."""
         self.run.say(f"nothing left to train: {self.path} is of the last step")
         if self.path.parent == self.folder:
             self.export(self.path)
             if not (self.run.folder / "summary.json").exists():
                 self.run.resume(self.facts)
-                self.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
+                self.run.begin(self.plan.max_steps, self.plan.flops_per_token, self.plan.dtype)
                 self.run.finish()
 
     def _reserve(self, tensors: dict) -> None:

@@ -154,15 +154,16 @@ def find(args, run_folder: Path, world: World, say) -> Path | None:
     return None
 
 
+def shapes_of(path: Path) -> dict[str, tuple]:
+    """{name: shape} of a checkpoint's weights and moments."""
+    there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return {name: tuple(t.size) for name, t in there.items() if not name.startswith("rng.")}
+
+
 def load(path: Path, tensors: dict, world: World, group=None) -> None:
     """Fill `tensors` ({name: tensor or DTensor}, in place) from a checkpoint, in whatever pieces it
     was saved; every rank calls. Raises UserError where names or shapes are another model's."""
-    reader = dcp.FileSystemReader(path)
-    there = {
-        name: tuple(found.size)
-        for name, found in reader.read_metadata().state_dict_metadata.items()
-        if hasattr(found, "size") and not name.startswith("rng.")
-    }
+    there = shapes_of(path)
     here = [None] * world.size
     mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
     dist.all_gather_object(here, mine)
@@ -174,7 +175,7 @@ def load(path: Path, tensors: dict, world: World, group=None) -> None:
                 f"{wanted.get(name, 'missing')} here"
             )
     try:
-        dcp.load(tensors, storage_reader=reader, process_group=group)
+        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=group)
     except dcp.CheckpointException as e:
         raise UserError(f"{path} can't be read: {reason_of(e)}") from e
 

@@ -114,11 +114,10 @@ def run(main: Callable[[], None]) -> None:
     except torch.OutOfMemoryError as e:
         code = 1
         rank = os.environ.get("RANK", "0")
-        print(
-            f"error: rank {rank} is out of GPU memory ({str(e).split('. ')[0]}); what helps, in "
-            f"this order: {less_memory()}",
-            file=sys.stderr,
-        )
+        ways = less_memory()
+        helps = f"; what helps, in this order: {ways}" if ways else ""
+        said = f"error: rank {rank} is out of GPU memory ({str(e).split('. ')[0]}){helps}"
+        print(said, file=sys.stderr)
     except Exception as e:
         code = 1
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):

@@ -9,7 +9,6 @@ import gc
 import json
 import math
 import re
-import sys
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.data import IGNORE_INDEX, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
+from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.generate import prompts_of
 from llm_demo.loss import cross_entropy_sum, learnt
@@ -187,8 +187,4 @@ def one_line(text: str, most: int = 400) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

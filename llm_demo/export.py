@@ -6,19 +6,17 @@ that trained the model nor room for all of it."""
 import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from llm_demo.checkpoint_files import PART, facts_of, find, read
+from llm_demo.checkpoint_files import PART, facts_of, find, read, shapes_of
 from llm_demo.device import DTYPES
-from llm_demo.dist import World
+from llm_demo.dist import World, run
 from llm_demo.errors import UserError
 from llm_demo.model import load_tokenizer
 from llm_demo.optim import MOMENTS
@@ -65,20 +63,20 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
     when it is whole; says what it did. Raises UserError if it is there already."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty: choose another folder")
-    run = checkpoint.parent.parent
-    if not (run / "model/config.json").is_file():
-        raise UserError(f"{run}/model is missing: a run's folder has the model's configuration")
+    source = checkpoint.parent.parent
+    if not (source / "model/config.json").is_file():
+        raise UserError(f"{source}/model is missing: a run's folder has the model's configuration")
     part = out.with_name(f"{PART}{out.name}")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        config = AutoConfig.from_pretrained(run / "model")
+        config = AutoConfig.from_pretrained(source / "model")
         size = write_weights(checkpoint, part, config, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
         config.save_pretrained(part)
-        if (run / "model/generation_config.json").is_file():
-            GenerationConfig.from_pretrained(run / "model").save_pretrained(part)
-        load_tokenizer(str(run / "model")).save_pretrained(part)
+        if (source / "model/generation_config.json").is_file():
+            GenerationConfig.from_pretrained(source / "model").save_pretrained(part)
+        load_tokenizer(str(source / "model")).save_pretrained(part)
         (part / "README.md").write_text(card(checkpoint, out.name))
         if out.exists():
             out.rmdir()
@@ -93,13 +91,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
 def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size) -> int:
     """Safetensors, in shards with an index if they are more than one; -> bytes. A tied head is not
     there, as transformers has it. UserError if the tensors are not this configuration's."""
-    there = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     ends = tuple(f".{name}" for name in MOMENTS)
-    shapes = {
-        name: tuple(t.size)
-        for name, t in there.items()
-        if not name.endswith(ends) and not name.startswith("rng.")
-    }
+    shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}  # a tied one once
@@ -128,8 +121,8 @@ def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size)
 
 def card(checkpoint: Path, name: str) -> str:
     """A model card with the run's own facts."""
-    facts, run = facts_of(checkpoint), checkpoint.parent.parent
-    settings = json.loads((run / "config.json").read_text())
+    facts, source = facts_of(checkpoint), checkpoint.parent.parent
+    settings = json.loads((source / "config.json").read_text())
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     return CARD.format(
@@ -158,8 +151,4 @@ def push(folder: Path, repo: str, private: bool = True) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

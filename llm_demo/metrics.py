@@ -1,56 +1,25 @@
 """What a run leaves: its folder, the console line and metrics.jsonl of a step, the summary row."""
 
-import fcntl
 import json
 import math
-import os
-import shlex
-import shutil
 import statistics
-import sys
 import time
 from argparse import Namespace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from llm_demo.args import ROOT
 from llm_demo.comm import CommTimer, Gather
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
-from llm_demo.environment import environment
 from llm_demo.errors import UserError
 from llm_demo.profiling import StepProfiler, parse_steps
+from llm_demo.run_folder import choose_folder, describe_run, take_folder, write_json
 from llm_demo.tracker import open_tracker
 
 WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels and caches warm up
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
-
-
-def choose_folder(args: Namespace, world: World, script: str) -> Path:
-    """The run's folder; nothing is made or emptied yet. Raises UserError if it holds something."""
-
-    def choose() -> Path:
-        model = Path(args.model_name_or_path).name
-        name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
-        folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
-        above = next(p for p in folder.absolute().parents if p.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--output_dir {folder}: can't be made in {above}")
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--output_dir {folder} is a file: choose another name")
-        if folder.exists() and any(folder.iterdir()):
-            if not (args.overwrite or args.resume == "auto"):
-                raise UserError(
-                    f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
-                    "--resume auto to go on"
-                )
-            if not (folder / "cmd.sh").is_file() and not (folder / "checkpoints").is_dir():
-                raise UserError(f"{folder} is no run's folder, it stays as it is")
-        return folder
-
-    return from_rank0(world, choose)
 
 
 class Run:
@@ -95,7 +64,7 @@ class Run:
                 record = json.loads(line)
             except ValueError:  # half a line: killed while writing it
                 continue
-            if 0 < record["step"] <= step or record["step"] == 0 < step:
+            if step and record["step"] <= step:
                 kept.append(line + "\n")
                 self.records += [record] if "train/loss" in record else []
         part = file.with_suffix(".part")
@@ -117,36 +86,11 @@ class Run:
 
         Not before everything else has gone well: a mistyped flag must neither empty an old run nor
         leave a folder behind that stops the next try."""
-        if self.args.overwrite and self.folder.exists():
-            shutil.rmtree(self.folder.resolve())
-        self.folder.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock = open(self.folder / "cmd.sh", "a" if self.args.resume == "auto" else "x")
-            # held until this process ends, however it does
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (FileExistsError, BlockingIOError):
-            raise UserError(f"--output_dir {self.folder}: another run is at work there") from None
+        self.lock = take_folder(self.folder, self.args)
         if (self.folder / "metrics.jsonl").exists():
             self._forget_steps_after(self.first_step)
         resolved = {**self.resolved, "output_dir": str(self.folder)}
-        _write_json(self.folder / "config.json", {**vars(self.args), **resolved})
-        _write_json(self.folder / "env.json", environment(self.world))
-        argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-        kind, script = {
-            "fsdp": ("torchrun", "fsdp/train_fsdp.py"),
-            "pp": ("deepspeed", "pp/pp_train.py"),
-        }[self.script]
-        given = os.environ
-        several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
-        nodes = [f"{name}={given[name]}" for name in several if name in given]
-        local = given.get("LOCAL_WORLD_SIZE") or self.world.size
-        # Not through the launcher: its defaults would fill what this run left to the script.
-        (self.folder / "cmd.sh").write_text(
-            f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-            f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} PYTHONPATH={shlex.quote(str(ROOT))} "
-            f"{shlex.quote(sys.executable)} -m llm_demo.launch {kind} "
-            f"{shlex.quote(str(ROOT / script))} {shlex.join(argv)}\n"
-        )
+        describe_run(self.folder, {**vars(self.args), **resolved}, self.world, self.script)
         self.log_file = open(self.folder / "train.log", "a")
         print(*self.early, sep="\n", file=self.log_file, flush=True)
 
@@ -351,7 +295,7 @@ class Run:
             "peak_mem_gb": self.records[-1]["perf/peak_mem_gb"],
             "row": dict(zip(COLUMNS, row, strict=True)),
         }
-        _write_json(self.folder / "summary.json", _finite(summary))
+        write_json(self.folder / "summary.json", _finite(summary))
         self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         self.say(f"| {' | '.join(map(str, row))} |")
         self.say(
@@ -386,7 +330,3 @@ def _finite(record: dict) -> dict:
 
 def _kilo(n: float) -> str:
     return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
-
-
-def _write_json(path: Path, what: dict) -> None:
-    path.write_text(json.dumps(what, indent=2, default=str) + "\n")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from llm_demo.attention import IMPLS  # noqa: F401  registers the names that skeleton asks for
 from llm_demo.errors import UserError
 from llm_demo.loss import cross_entropy_sum, next_tokens
 
@@ -173,7 +174,8 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) -> nn.Module:
-    """Give the parameters of the submodule `name` their values, of a sharded one this rank's rows.
+    """Give the parameters of the submodule `name` their values, of a sharded one this rank's rows,
+    and their Hugging Face name, `hf_name`.
 
     From `weights`, or at random: by the model's own rule, each module from a seed of its name, so
     that any process that makes a block makes the same one; rounded to bf16, as published weights
@@ -279,18 +281,6 @@ class DecoderLoss(nn.Module):
         for unit in self.units:
             hidden = unit(hidden, rotary, position_ids, documents)
         return self.tail(hidden, index, targets)
-
-
-def hf_names(model: DecoderLoss) -> dict[str, nn.Parameter]:
-    """The model's parameters by their Hugging Face names; a tied one once."""
-    named = {f"model.embed_tokens.{n}": p for n, p in model.embed_tokens.named_parameters()}
-    blocks = (block for unit in model.units for block in unit.blocks)
-    for i, block in enumerate(blocks):
-        named |= {f"model.layers.{i}.{n}": p for n, p in block.named_parameters()}
-    named["model.norm.weight"] = model.tail.norm.weight
-    if model.tail.lm_head.weight is not model.embed_tokens.weight:
-        named["lm_head.weight"] = model.tail.lm_head.weight
-    return named
 
 
 def flops_per_token(config, seq_len: int) -> tuple[float, float]:

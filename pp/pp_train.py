@@ -78,9 +78,9 @@ def main() -> None:
         plan.run.say(estimate.describe(estimate.of_pipeline(plan, args, held)))
         return
 
-    checkpoints = Checkpoints(plan, args, world)
+    checkpoints = Checkpoints(plan, args, world, copies=plan.replicas > 1)
     if checkpoints.first_step >= plan.max_steps:
-        checkpoints.nothing_left(plan)
+        checkpoints.nothing_left()
         return
 
     # model: each stage makes its own layers only
@@ -101,7 +101,6 @@ def main() -> None:
         ds_state.set_masters(engine, module, plan.weights)
     if checkpoints.path:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
-        plan.run.resume(checkpoints.facts)
     else:
         ds_state.make_moments(engine)
     replica = engine.grid.get_data_parallel_id()

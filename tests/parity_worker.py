@@ -25,7 +25,6 @@ def poison(grads):
 
 def watch_fsdp():
     import fsdp.train_fsdp as script
-    from llm_demo.model import hf_names
 
     def build(*args, make=script.build):
         record["model"] = make(*args)
@@ -40,7 +39,7 @@ def watch_fsdp():
             super().take_grads()
 
     def grads():
-        found = hf_names(record["model"]).items()
+        found = named(record["model"]).items()
         return {n: whole(p.grad) for n, p in found if p.grad is not None}
 
     def clipped_step(optimizer, clip, loss_scale, *rest, step=script.clipped_step):
@@ -55,7 +54,10 @@ def watch_fsdp():
         return norm
 
     def params():
-        return {n: whole(p.detach()) for n, p in hf_names(record["model"]).items()}
+        return {n: whole(p.detach()) for n, p in named(record["model"]).items()}
+
+    def named(model):
+        return {p.hf_name: p for p in model.parameters()}
 
     def whole(t):
         return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().cpu()

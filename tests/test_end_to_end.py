@@ -301,6 +301,11 @@ def test_a_folder_where_another_run_is_at_work(folder):
         fcntl.flock(held, fcntl.LOCK_EX)
         done = run(command)
         assert done.returncode == 2 and "busy: another run is at work there" in done.stderr
+        (out / "config.json").touch()
+        done = run([*(c for c in command if c not in ("--resume", "auto")), "--overwrite"])
+        assert done.returncode == 2 and "busy: another run is at work there" in done.stderr
+        assert (out / "config.json").exists()
+    (out / "config.json").unlink()
     done = run(command)
     assert done.returncode == 0 and (out / "summary.json").exists(), done.stderr
 

@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     (folder / "alias.json").write_text('{"bfloat16": {"enabled": true}}')
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
     (folder / "no model").mkdir()
-    (folder / "earlier run").mkdir()
+    (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
     (folder / "gpt2").mkdir()
     (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')

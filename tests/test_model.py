@@ -16,7 +16,6 @@ from llm_demo.model import (
     DecoderLoss,
     find_model,
     flops_per_token,
-    hf_names,
     load_config,
     load_tokenizer,
     materialise,
@@ -146,7 +145,7 @@ def test_names_of_a_model_in_units_are_hugging_faces(name):
     expected = {n: id(p) for n, p in lm.named_parameters()}
     blocks = list(lm.model.layers)
     model = DecoderLoss(lm, [Blocks(blocks[:2], False), Blocks(blocks[2:], False)])
-    assert {n: id(p) for n, p in hf_names(model).items()} == expected
+    assert {p.hf_name: id(p) for p in model.parameters()} == expected
 
 
 def test_next_tokens_without_targets():

@@ -18,6 +18,7 @@ SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
 METRICS = (ROOT / "llm_demo/metrics.py").read_text()
+FOLDER = (ROOT / "llm_demo/run_folder.py").read_text()
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
@@ -122,7 +123,7 @@ def test_every_path_named_exists_and_every_script_is_named():
 
 
 def test_the_files_of_a_run_are_named():
-    assert set(re.findall(r'"(\w+\.(?:jsonl?|sh|log))"', METRICS)) == FILES_OF_A_RUN
+    assert set(re.findall(r'"(\w+\.(?:jsonl?|sh|log))"', METRICS + FOLDER)) == FILES_OF_A_RUN
     assert all(f"`{name}`" in README for name in FILES_OF_A_RUN)
 
 

@@ -1,0 +1,92 @@
+"""A run's folder: chosen, taken by one run alone, and what it takes to repeat the run."""
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import sys
+from argparse import Namespace
+from datetime import datetime
+from pathlib import Path
+
+from llm_demo.args import ROOT
+from llm_demo.checkpoint_files import published
+from llm_demo.dist import World, from_rank0
+from llm_demo.environment import environment
+from llm_demo.errors import UserError
+
+
+def choose_folder(args: Namespace, world: World, script: str) -> Path:
+    """The run's folder; nothing is made or emptied yet. Raises UserError if it holds something."""
+
+    def choose() -> Path:
+        model = Path(args.model_name_or_path).name
+        name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
+        folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
+        above = next(p for p in folder.absolute().parents if p.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"--output_dir {folder}: can't be made in {above}")
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"--output_dir {folder} is a file: choose another name")
+        if folder.exists() and any(folder.iterdir()):
+            if not (args.overwrite or args.resume == "auto"):
+                raise UserError(
+                    f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
+                    "--resume auto to go on"
+                )
+            ours = (folder / "cmd.sh").is_file() and (folder / "config.json").is_file()
+            if not ours and args.resume:  # killed while it began, or cmd.sh is lost
+                ours = [f.name for f in folder.iterdir()] == ["cmd.sh"] or published(
+                    folder / "checkpoints"
+                )
+            if not ours:
+                raise UserError(f"{folder} is no run's folder, it stays as it is")
+        return folder
+
+    return from_rank0(world, choose)
+
+
+def take_folder(folder: Path, args: Namespace):
+    """Make the folder, or empty it for --overwrite; returns its lock, a file to keep open. Raises
+    UserError where another run is at work, whose lock ends with its process, however that does."""
+    try:
+        if args.overwrite and folder.exists():
+            _lock(folder / "cmd.sh", "a").close()
+            shutil.rmtree(folder.resolve())
+        folder.mkdir(parents=True, exist_ok=True)
+        return _lock(folder / "cmd.sh", "a" if args.resume == "auto" else "x")
+    except (FileExistsError, BlockingIOError):
+        raise UserError(f"--output_dir {folder}: another run is at work there") from None
+
+
+def _lock(file: Path, mode: str):
+    opened = open(file, mode)
+    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return opened
+
+
+def describe_run(folder: Path, settings: dict, world: World, script: str) -> None:
+    """Write config.json, env.json and cmd.sh."""
+    write_json(folder / "config.json", settings)
+    write_json(folder / "env.json", environment(world))
+    argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    kind, path = {
+        "fsdp": ("torchrun", "fsdp/train_fsdp.py"),
+        "pp": ("deepspeed", "pp/pp_train.py"),
+    }[script]
+    given = os.environ
+    several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
+    nodes = [f"{name}={given[name]}" for name in several if name in given]
+    local = given.get("LOCAL_WORLD_SIZE") or world.size
+    # Not through the launcher: its defaults would fill what this run left to the script.
+    (folder / "cmd.sh").write_text(
+        f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
+        f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} PYTHONPATH={shlex.quote(str(ROOT))} "
+        f"{shlex.quote(sys.executable)} -m llm_demo.launch {kind} "
+        f"{shlex.quote(str(ROOT / path))} {shlex.join(argv)}\n"
+    )
+
+
+def write_json(path: Path, what: dict) -> None:
+    path.write_text(json.dumps(what, indent=2, default=str) + "\n")
