@@ -69,7 +69,7 @@ def test_agrees_with_the_profiler(kind, tmp_path):
     assert [step["step"] for step in steps] == [3, 4]
     for rank in range(2):
         light = sum(step["perf/comm_ms"][rank] for step in steps) / 2
-        assert 0.8 * truth[rank]["comm"] < light < 2 * truth[rank]["comm"] + 20
+        assert 0.9 * truth[rank]["comm"] < light < 2 * truth[rank]["comm"] + 20
         with_gzip = tmp_path / f"run/trace_rank{rank}.json.gz"
         assert with_gzip.stat().st_size > 1000
     assert "rank 0's largest" in (tmp_path / "run/profile.txt").read_text()
