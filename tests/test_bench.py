@@ -187,6 +187,23 @@ def test_torchtitans_log_is_read(text, expected):
     assert LINE.findall(text) == [expected]
 
 
+def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch):
+    from bench.peers import torchtitan
+
+    said = 'environment: {"versions": {"torchtitan": "0.2.2"}}\n' + "".join(
+        f"[default0]:allocated at the peak: {step / 10}GiB\n"
+        f"step: {step} memory: 20.4GiB(14%) tps: 1,000\n"
+        for step in (1, 10, 20, 30)
+    )
+    monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
+    result = torchtitan.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    assert result["summary"]["peak_mem_gb"] == [3.0]
+    assert result["summary"]["reserved_mem_gb"] == [20.4]
+    assert result["summary"]["median_slots_per_s"] == 2000
+    assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
+
+
 def test_the_readmes_pictures_are_of_the_results():
     named = re.findall(r"\]\(bench/plots/(\S+)\.png\)", (ROOT / "README.md").read_text())
     assert len(named) >= 2

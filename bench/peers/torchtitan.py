@@ -5,6 +5,8 @@ layers, loss and optimizer, and with data that takes no time to load."""
 
 import dataclasses
 import importlib.util
+import json
+import os
 import re
 import statistics
 import sys
@@ -13,6 +15,9 @@ NAME = "qwen3_random_rows"
 FLAVORS = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B"}
 # step: 20  loss: 12.1  grad_norm: 0.5  memory: 20.41GiB(14.60%)  tps: 56,970  tflops: ...
 LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
+# printed by us: that memory is what its allocator has reserved, ours what is allocated
+ALLOCATED = re.compile(r"allocated at the peak: ([\d.]+)GiB")
+ENVIRONMENT = re.compile(r"environment: (\{.*\})")
 LOGGED = 10  # steps between two lines of its log
 
 
@@ -44,8 +49,9 @@ def measure(row: dict, timeout: float) -> dict:
         command += [f"--{name}", str(value)]
     code, text = run_command(command, environment_of(row), timeout)
     found = [(float(m), int(t.replace(",", ""))) for _, m, t in LINE.findall(text)]
+    allocated = [float(m) for m in ALLOCATED.findall(text)]
     result = {"command": " ".join(command[1:])}
-    if code or len(found) < 3:
+    if code or len(found) < 3 or not allocated:
         return {**failure(code, text), **result}
     per_gpu = [tps for _, tps in found[-3:]]  # the first line holds the compilation
     slots = row["micro"] * row["ga"] * gpus * row["seq_len"]
@@ -54,18 +60,26 @@ def measure(row: dict, timeout: float) -> dict:
         "median_step_ms": statistics.median(times),
         "spread_step_ms": [min(times), max(times)],
         "median_slots_per_s": statistics.median(per_gpu) * gpus,
-        "peak_mem_gb": [max(memory for memory, _ in found)],
+        "peak_mem_gb": [max(allocated)],
+        "reserved_mem_gb": [max(memory for memory, _ in found)],
     }
     config = {"global_batch": row["micro"] * row["ga"] * gpus, "seq_len": row["seq_len"]}
-    return {"status": "ok", **result, "summary": summary, "config": config}
+    env = json.loads(ENVIRONMENT.search(text)[1])
+    return {"status": "ok", **result, "summary": summary, "config": config, "env": env}
 
 
 def _register() -> None:
+    from importlib.metadata import version
+
     import torch
     from torch.utils.data import IterableDataset
     from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.models.qwen3 import get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
+
+    from llm_demo.dist import World
+    from llm_demo.environment import environment
 
     class RandomRows(IterableDataset):
         def __init__(self, seq_len, rank):
@@ -92,8 +106,26 @@ def _register() -> None:
             batch_size=training.local_batch_size,
         )
 
+    class Metrics(MetricsProcessor):
+        """Its own, and what our rows have beside it."""
+
+        def __init__(self, job_config, parallel_dims, model_args):
+            super().__init__(job_config, parallel_dims)
+            rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+            env = environment(World(rank, size, local, torch.device("cuda", local)))
+            env["versions"]["torchtitan"] = version("torchtitan")
+            print("environment:", json.dumps(env), flush=True)
+
+        def log(self, *args, **kwargs):  # resets the peak
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            print(f"allocated at the peak: {peak:.3f}GiB", flush=True)
+            super().log(*args, **kwargs)
+
     spec = dataclasses.replace(
-        get_train_spec(), build_dataloader_fn=loader, build_tokenizer_fn=None
+        get_train_spec(),
+        build_dataloader_fn=loader,
+        build_tokenizer_fn=None,
+        build_metrics_processor_fn=Metrics,
     )
     register_train_spec(NAME, spec)
 
