@@ -61,6 +61,7 @@ _8B = [
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
 _NO_P2P = "NCCL_P2P_DISABLE=1"
+_SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
 _PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
 PRESETS = {
     "smoke": [
@@ -95,7 +96,8 @@ PRESETS = {
     # through the host's memory; and through sockets, as slow as a network
     "no_p2p": _pairs((2,), env=_NO_P2P, steps=10)
     + _pairs((4, 8, 16), "dualpipev", env=_NO_P2P, steps=10),
-    "slow_link": _pairs((4, 8, 16), "dualpipev", env=f"{_NO_P2P} NCCL_SHM_DISABLE=1", steps=8),
+    "slow_link": _pairs((2,), env=_SOCKETS, steps=8)
+    + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
     # events against the profiler, and without either
     "timer": [
         {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}

@@ -1,8 +1,10 @@
-"""Markdown tables from the JSON under bench/results/: python -m bench.table [--check]
+"""Markdown tables from the JSON under bench/results/: python -m bench.table [--check] [FOLDER ...]
 
-Between <!-- table: FOLDER --> and <!-- end --> in README.md stands the table of that folder below
-bench/results/. Without arguments they are written anew; --check fails where one differs."""
+Prints those of the folders named (below bench/results/: my-box/seed). Without any it writes anew
+what stands in README.md between <!-- table: FOLDER --> and <!-- end -->; --check fails where that
+and the results differ."""
 
+import argparse
 import json
 import re
 import sys
@@ -82,10 +84,23 @@ def render(text: str) -> str:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", metavar="FOLDER")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    for name in args.folders:
+        if not any((RESULTS / name).glob("*.json")):
+            print(f"error: no results in {RESULTS / name}", file=sys.stderr)
+            return 2
+        print(table(RESULTS / name))
+    if args.folders:
+        return 0
     readme = ROOT / "README.md"
     text = readme.read_text()
     fresh = render(text)
-    if "--check" in sys.argv:
+    if args.check:
         if fresh != text:
             print(
                 "error: README.md and bench/results differ: python -m bench.table", file=sys.stderr

@@ -4,9 +4,10 @@
 #
 #   bash fsdp/launch_fsdp.sh                                  # the bundled small model and data
 #   bash fsdp/launch_fsdp.sh --train_json my.jsonl --lr 2e-5  # flags go to fsdp/train_fsdp.py
-#   MODEL=models/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash fsdp/launch_fsdp.sh
+#   MODEL=Qwen/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash fsdp/launch_fsdp.sh
 #   bash fsdp/launch_fsdp.sh --help                           # every flag
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash fsdp/launch_fsdp.sh    # and NODE_RANK=1 there
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash fsdp/launch_fsdp.sh --output_dir /shared/run
+#                                # and the same with NODE_RANK=1 there
 #
 # A flag beats the environment, which beats the settings below. PYTHON=... uses that interpreter
 # instead of .venv.

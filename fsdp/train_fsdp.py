@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp.fsdp2 import spare_bytes
 from llm_demo import estimate
 from llm_demo.args import flag, parse_args
 from llm_demo.attention import make_documents
 from llm_demo.checkpoint import Checkpoints
-from llm_demo.compiling import compile_forward, compiled_add
+from llm_demo.compiling import compile_forward
 from llm_demo.data import to_device
 from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
@@ -58,8 +59,8 @@ from llm_demo.plan import (
 class FsdpArgs:
     fsdp: bool = flag(True, "--no_fsdp: the plain model in one process, to compare with")
     reshard_after_forward: bool = flag(
-        False, "free each block's gathered weights after its forward and gather them again in the "
-        "backward: less memory, half as much communication again"
+        False, "free each block's gathered weights after use and gather them again in each forward "
+        "and backward, not once a step: less memory, more communication, the more with GA"
     )  # fmt: skip
 
 
@@ -197,10 +198,8 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
     model = DecoderLoss(lm, units, plan.compile)
     if wrap:
         wrap_ends(model, plan)
-        if plan.compile and plan.dtype != torch.float32 and args.grad_accum_steps > 1:
-            for unit in model.modules():
-                if isinstance(unit, FSDPModule):
-                    add_together(unit)
+        if plan.dtype != torch.float32:
+            spare_bytes(model, plan.dtype, args.grad_accum_steps > 1, plan.compile)
     allocate(model, world.device)
     fill(lm, "model", plan.weights, args.seed)
     if plan.config.tie_word_embeddings:  # allocated apart
@@ -235,28 +234,6 @@ def wrap_ends(model: DecoderLoss, plan: Plan) -> None:
             if hasattr(unit, "set_force_sum_reduction_for_comms"):
                 # without it gloo has no such operation
                 unit.set_force_sum_reduction_for_comms(True)
-
-
-def add_together(unit: FSDPModule) -> None:
-    """Add a unit's gradients to their fp32 sums in one kernel, before FSDP2 does it one by one at
-    half the memory's speed. Its private parts; where they are others, it does it its own way."""
-    group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
-    post_backward = getattr(group, "post_backward", None)
-    if not all(hasattr(p, "unsharded_accumulated_grad") for p in getattr(group, "fsdp_params", [])):
-        return
-
-    def add_first(*unused):
-        both = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
-        both = [p for p in both if p._unsharded_param.grad is not None]
-        if both:
-            sums = [p.unsharded_accumulated_grad for p in both]
-            compiled_add()(sums, [p._unsharded_param.grad for p in both])
-        for p in both:
-            p._unsharded_param.grad = None
-        post_backward(*unused)
-
-    if post_backward:
-        group.post_backward = add_first
 
 
 def accumulate(model: DecoderLoss, args, last: bool) -> None:

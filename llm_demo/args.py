@@ -49,14 +49,15 @@ class ModelArgs:
 @dataclasses.dataclass
 class DataArgs:
     train_json: str = flag(
-        str(ROOT / "data/sft_en.jsonl"), "JSONL file, several separated by commas, or a glob"
+        str(ROOT / "data/sft_en.jsonl"),
+        "JSONL, Parquet or CSV; several files separated by commas, or a glob",
     )
     eval_json: str = flag(
-        "auto", "held-out JSONL; auto: X.heldout.jsonl beside X.jsonl if it is there; none: no eval"
+        "auto", "held-out file; auto: X.heldout.jsonl beside X.jsonl if it is there; none: no eval"
     )
     data_format: str = flag(
         "auto",
-        "auto | messages | conversations | prompt | input | alpaca | text: see data/README.md",
+        "auto | messages | conversations | prompt | input | alpaca | tokens | text: see README.md",
     )
     input_key: str | None = flag(None, "name of the prompt column, with --target_key")
     target_key: str | None = flag(None, "name of the answer column, with --input_key")
@@ -106,7 +107,7 @@ class RunArgs:
     export: Literal["none", "bf16", "fp16", "fp32"] = flag(
         "none", "at the end, a Hugging Face folder in this dtype: hf/ in the run's folder"
     )
-    log_every: int = flag(1, "optimizer steps between two logged ones (reading the loss waits)")
+    log_every: int = flag(1, "optimizer steps between two logged ones")
     eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
     eval_batch_size: int = flag(0, "rows a replica evaluates at a time; 0: --micro_batch_size")
     sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")

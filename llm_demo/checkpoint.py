@@ -82,9 +82,15 @@ class Checkpoints:
         )
 
     def begin(self) -> None:
-        """From here on a signal ends the run at the end of a step, with a checkpoint."""
+        """From here on a signal ends the run at the end of a step, with a checkpoint. Raises
+        UserError on a node that does not see the run's folder: it could not write its part."""
         if not self.args.save:
             return
+        if self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size)):
+            try:
+                together(self._look, self.world)
+            except OSError as e:
+                raise UserError(str(e)) from None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
         if self.world.rank == 0:
@@ -98,6 +104,16 @@ class Checkpoints:
             if self.args.export != "none":  # of an earlier end of this run
                 shutil.rmtree(self.run.folder / "hf", ignore_errors=True)
             self.plan.describe_model(self.run.folder / "model")
+
+    def _look(self) -> None:
+        folder, until = self.run.folder, time.monotonic() + 5  # a network's folder may lag behind
+        while not (folder / "cmd.sh").exists():
+            if time.monotonic() > until:
+                raise OSError(
+                    f"rank {self.world.rank} does not see {folder}: give an --output_dir that all "
+                    "nodes share, or --save false"
+                )
+            time.sleep(0.1)
 
     def _ask(self, *_signal):
         self.asked = True
@@ -168,7 +184,7 @@ class Checkpoints:
     def nothing_left(self) -> None:
         """For a run that has taken its last step already: what it may have been killed before."""
         self.run.say(f"nothing left to train: {self.path} is of the last step")
-        if self.path.parent == self.folder:
+        if self.path.parent == self.folder and not self.args.dry_run:
             self.export(self.path)
             if not (self.run.folder / "summary.json").exists():
                 self.run.resume(self.facts)

@@ -25,7 +25,7 @@ from llm_demo.dist import World
 
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
-    "reduce_scatter_tensor", "reduce_scatter_single", "send", "recv",
+    "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "send", "recv",
 )  # fmt: skip
 
 

@@ -5,9 +5,10 @@
 #
 #   bash pp/launch_pp.sh                                  # the bundled small model and data
 #   bash pp/launch_pp.sh --train_json my.jsonl --lr 2e-5  # flags go to pp/pp_train.py
-#   MODEL=models/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash pp/launch_pp.sh
+#   MODEL=Qwen/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash pp/launch_pp.sh
 #   bash pp/launch_pp.sh --help                           # every flag
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash pp/launch_pp.sh    # and NODE_RANK=1 there
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash pp/launch_pp.sh --output_dir /shared/run
+#                                # and the same with NODE_RANK=1 there
 #
 # A flag beats the environment, which beats the settings below. PYTHON=... uses that interpreter
 # instead of .venv.
@@ -56,7 +57,7 @@ OVERWRITE=${OVERWRITE-}
 DRY_RUN=${DRY_RUN-}
 STAGES=${STAGES-}         # default 2
 SCHEDULE=${SCHEDULE-} # 1f1b, dualpipev
-PARTITION=${PARTITION-}   # balanced, uniform, parameters, or the blocks of each stage: "18,10"
+PARTITION=${PARTITION-}   # balanced, uniform, parameters, or the blocks of each piece: "18,10"
 DEEPSPEED_CONFIG=${DEEPSPEED_CONFIG-} # the engine's switches; default pp/ds_pp_2gpus.json
 CHECK_TIED_EVERY=${CHECK_TIED_EVERY-} # steps between checks that tied copies are equal
 # --------------------------------------------------------------------------------------------------

@@ -230,12 +230,42 @@ def test_hidden_gpus_stay_hidden(script, kind, value):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_nodes_make_one_world(script, kind):
     path = script(SHOW)
+    codes, outputs = two_nodes([[kind, str(path)]] * 2)
+    assert codes == [0, 0]
+    for rank, output in enumerate(outputs):
+        (line,) = shown(output)
+        assert (line["RANK"], line["LOCAL_RANK"], line["WORLD_SIZE"]) == (str(rank), "0", "2")
+
+
+ELSEWHERE = """
+import os, runpy, sys
+from pathlib import Path
+import llm_demo.metrics
+choose = llm_demo.metrics.choose_folder
+if os.environ["RANK"] == "1":
+    llm_demo.metrics.choose_folder = lambda *a: Path(f"{choose(*a)}-of-node-1")
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_nodes_without_a_shared_folder_are_told_before_step_1(script, tmp_path):
+    out = tmp_path / "run"
+    path = [str(script(ELSEWHERE)), str(ROOT / "fsdp/train_fsdp.py")]
+    flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(out)]
+    codes, outputs = two_nodes([["torchrun", *path, *flags]] * 2)
+    assert codes == [2, 2]
+    assert f"error: rank 1 does not see {out}-of-node-1: give an --output_dir that" in outputs[0]
+    assert "step 1/2" not in outputs[0]
+
+
+def two_nodes(commands) -> tuple[list[int], list[str]]:
+    """Exit codes and output of two launchers, one process each, that form one world."""
     with socket.socket() as s:
         s.bind(("", 0))
         port = s.getsockname()[1]
     nodes = [
         subprocess.Popen(
-            [sys.executable, "-m", "llm_demo.launch", kind, str(path)],
+            [sys.executable, "-m", "llm_demo.launch", *command],
             env=environment(
                 NNODES="2",
                 NODE_RANK=str(rank),
@@ -244,19 +274,17 @@ def test_two_nodes_make_one_world(script, kind):
                 NPROC_PER_NODE="1",
             ),
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in (0, 1)
+        for rank, command in enumerate(commands)
     ]
     try:
         outputs = [node.communicate(timeout=60)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
-    assert [node.returncode for node in nodes] == [0, 0]
-    for rank, output in enumerate(outputs):
-        (line,) = shown(output)
-        assert (line["RANK"], line["LOCAL_RANK"], line["WORLD_SIZE"]) == (str(rank), "0", "2")
+    return [node.returncode for node in nodes], outputs
 
 
 def test_a_busy_port_is_one_line_at_once(script, tmp_path):

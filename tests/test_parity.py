@@ -186,10 +186,15 @@ def test_low_precision_stays_close(dtype, work):
     within 5 % and 2 %; the masters are fp32."""
     folder, results = work
     loss_bound, norm_bound = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}[dtype]
-    for kind, processes, flags in (("fsdp", 1, ["--no_fsdp"]), ("fsdp", 2, []), ("pp", 2, [])):
+    for kind, processes, flags in (
+        ("fsdp", 1, ["--no_fsdp"]),
+        ("fsdp", 2, []),
+        ("pp", 2, []),
+        ("pp", 2, ["--schedule", "dualpipev"]),
+    ):
         if GPUS and processes > GPUS:
             continue
-        name = f"{kind}{processes}-{dtype}"
+        name = f"{kind}{processes}-{dtype}-{''.join(flags[1:])}"
         more = [*flags, "--dtype", dtype]
         accum = GLOBAL_BATCH // 2 // (processes if kind == "fsdp" else 1)
         case = {name: argv(folder, "tied", folder / name, 2, accum, *more)}
