@@ -6,7 +6,7 @@ where a pipeline sends and receives. On a CPU the clock is read instead.
 
     busy     union of the times in which an operation was under way, waiting for a peer included
     exposed  the part of it in which the compute stream stood still: operations on that stream, and
-             its waits for other streams
+             those under way on other streams while it waits for them
     wait     busy that was no transfer: each operation's time beyond the shortest of the same
              operation over its ranks; a send and its receive are one operation, matched by order
 
@@ -164,14 +164,17 @@ class CommTimer:
             # AMD's drivers have given small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        spans = [(key, here, interval(s, e, late)) for key, s, e, here, late in ops]
+        timed = [(key, here, interval(s, e, late)) for key, s, e, here, late in ops]
+        spans = [span for _, _, span in timed]
         stalls = [interval(s, e) for s, e in waits]
-        stalls += [span for _, on_compute, span in spans if on_compute]
-        busy = union(span for _, _, span in spans)
-        durations = {key: end - start for key, _, (start, end) in spans}
+        stalls += [span for _, on_compute, span in timed if on_compute]
+        busy = union(spans)
+        # a wait can be for arithmetic on the other stream: what both cover is communication
+        exposed = busy + union(stalls) - union(spans + stalls)
+        durations = {key: end - start for key, _, (start, end) in timed}
         self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
         self.spare += [event for pair in waits for event in pair]
-        return busy, union(stalls), durations
+        return busy, exposed, durations
 
 
 class _Waited:

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+import torch
 from conftest import ROOT, torchrun
 
-from llm_demo.comm import union, waiting
+from llm_demo.comm import CommTimer, _Clock, union, waiting
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
@@ -40,6 +41,23 @@ def test_union_and_waiting():
     assert union([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     ranks = [{"a": 5.0, "b": 1.0}, {"a": 2.0, "b": 4.0}, {"b": 9.0}]
     assert [waiting(rank, ranks) for rank in ranks] == [3.0, 3.0, 8.0]
+
+
+def test_exposed_is_communication_that_the_compute_stream_waits_for():
+    def at(ms):
+        clock = _Clock()
+        clock.at = ms / 1e3
+        return clock
+
+    timer = CommTimer(torch.device("cpu"), 0, 2)
+    ops = [
+        (("all_to_all_single", "", 0), at(1), at(10), False, 0.0),  # hidden up to 8
+        (("send", 0), at(20), at(21), True, 0.0),  # on the compute stream itself
+    ]
+    waits = [(at(8), at(13)), (at(30), at(31))]  # until 13 for a sum on the other stream; for that
+    busy, exposed, durations = timer.read((ops, waits), at(0))
+    assert busy == pytest.approx(10) and exposed == pytest.approx(3)
+    assert list(durations.values()) == [pytest.approx(9), pytest.approx(1)]
 
 
 def test_who_waits_for_whom(tmp_path):
