@@ -90,6 +90,8 @@ def main() -> int:
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
+    if args.check and args.folders:
+        parser.error("--check is for README.md, without a FOLDER")
     for name in args.folders:
         if not any((RESULTS / name).glob("*.json")):
             print(f"error: no results in {RESULTS / name}", file=sys.stderr)

@@ -1,6 +1,8 @@
-"""Steps of FSDP2 that are done otherwise here, with fewer bytes and copies but the same numbers.
+"""FSDP2 with fewer bytes and copies. The same numbers, to the bit on two ranks; more of them add up
+in another order. Where FSDP2 lacks a part that this needs, it goes its own way."""
 
-Where FSDP2's parts are others than these expect, it does them its own way."""
+import inspect
+import os
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,19 @@ except ImportError:
 
 
 def spare_bytes(model: FSDPModule, dtype: torch.dtype, accumulates: bool, compiles: bool) -> None:
-    """Do so for every unit of a sharded model that computes in `dtype`, bf16 or fp16, and
-    accumulates gradients of several micro-batches or doesn't."""
+    """Change every unit of a sharded model, before its first step. dtype: what it computes in, bf16
+    or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here."""
     cast_in_copy()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
+    # node: with more than two GPUs in each node that is less.
+    few = here <= 2 or here == dist.get_world_size()
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
         if accumulates and compiles:
             add_together(unit)
-        if not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
+        if few and not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
             unit.set_custom_reduce_scatter(SumInFp32(dtype))
 
 
@@ -50,13 +56,17 @@ class SumInFp32:
 
 
 def cast_in_copy() -> None:
-    """FSDP2 casts a unit's fp32 shards, then copies what it has cast to where the gather begins.
-    The copy can cast: leave the first pass out. Two private functions, for all units at once."""
-    names = "_get_param_all_gather_inputs", "_get_all_gather_input_metadatas"
-    if not all(hasattr(collectives, name) for name in names):
+    """FSDP2 casts a unit's fp32 shards, then copies what it has cast into the gather's input. The
+    copy can cast: leave the first pass out. Two private functions, for all units at once."""
+    inputs_of = getattr(collectives, "_get_param_all_gather_inputs", None)
+    describe = getattr(collectives, "_get_all_gather_input_metadatas", None)
+    if not (inputs_of and describe) or getattr(inputs_of, "casts_later", False):
         return
-    inputs_of, describe = (getattr(collectives, name) for name in names)
-    if getattr(inputs_of, "casts_later", False):
+    one = torch.empty(1)
+    wants = [*inspect.signature(inputs_of).parameters, *inspect.signature(describe).parameters]
+    if wants != ["fsdp_params", "param_all_gather_inputs"] or (
+        describe([[one]]) != ([[one.dtype]], [[1]], one.dtype)
+    ):
         return
     needs = ("_sharded_param_data", "sharded_state", "param_dtype", "offload_to_cpu")
     cast_to = None

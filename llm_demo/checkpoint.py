@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -51,6 +52,8 @@ class Checkpoints:
         self.thread, self.problem, self.done = None, None, None
         self.staged, self.mesh, self.reserving = {}, None, None
         self.asked = False  # by a signal, to stop
+        if args.save and world.size > int(os.environ.get("LOCAL_WORLD_SIZE", world.size)):
+            self._see_each_other()
         started = time.perf_counter()
         self.path = find(args, plan.run.folder, world, plan.run.say)
         self.seconds = time.perf_counter() - started
@@ -69,6 +72,34 @@ class Checkpoints:
         if found := differences(self.facts.get("settings", {}), self.settings):
             self.run.say(f"resume: as asked, with other settings: {'; '.join(found)}")
 
+    def _see_each_other(self) -> None:
+        """Raise UserError, on all ranks, where a node would not see the run's folder: it could not
+        write its part. Nothing is made or emptied yet; the folder that is there will do."""
+
+        def mark():
+            above = next(p for p in self.folder.absolute().parents if p.exists())
+            self.mark = tempfile.NamedTemporaryFile(prefix=".seen-", dir=above)
+            return Path(self.mark.name)
+
+        def look():
+            until = time.monotonic() + 5  # a network's folder may lag behind
+            while not name.exists():
+                if time.monotonic() > until:
+                    raise OSError(
+                        f"rank {self.world.rank} does not see {name.parent}: give an --output_dir "
+                        "that all nodes share, or --save false"
+                    )
+                time.sleep(0.1)
+
+        name = from_rank0(self.world, mark)
+        try:
+            together(look, self.world)
+        except OSError as e:
+            raise UserError(str(e)) from None
+        finally:
+            if self.world.rank == 0:
+                self.mark.close()
+
     def load(self, tensors: dict) -> None:
         """Fill tensors from the checkpoint that --resume has found, and count on from there."""
         started = time.perf_counter()
@@ -82,15 +113,9 @@ class Checkpoints:
         )
 
     def begin(self) -> None:
-        """From here on a signal ends the run at the end of a step, with a checkpoint. Raises
-        UserError on a node that does not see the run's folder: it could not write its part."""
+        """From here on a signal ends the run at the end of a step, with a checkpoint."""
         if not self.args.save:
             return
-        if self.world.size > int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size)):
-            try:
-                together(self._look, self.world)
-            except OSError as e:
-                raise UserError(str(e)) from None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
         if self.world.rank == 0:
@@ -104,16 +129,6 @@ class Checkpoints:
             if self.args.export != "none":  # of an earlier end of this run
                 shutil.rmtree(self.run.folder / "hf", ignore_errors=True)
             self.plan.describe_model(self.run.folder / "model")
-
-    def _look(self) -> None:
-        folder, until = self.run.folder, time.monotonic() + 5  # a network's folder may lag behind
-        while not (folder / "cmd.sh").exists():
-            if time.monotonic() > until:
-                raise OSError(
-                    f"rank {self.world.rank} does not see {folder}: give an --output_dir that all "
-                    "nodes share, or --save false"
-                )
-            time.sleep(0.1)
 
     def _ask(self, *_signal):
         self.asked = True

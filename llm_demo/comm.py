@@ -169,7 +169,7 @@ class CommTimer:
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in timed if on_compute]
         busy = union(spans)
-        # a wait can be for arithmetic on the other stream: what both cover is communication
+        # the compute stream waits for arithmetic on other streams, too: what overlaps an operation
         exposed = busy + union(stalls) - union(spans + stalls)
         durations = {key: end - start for key, _, (start, end) in timed}
         self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []

@@ -222,6 +222,7 @@ def deepspeed(node: Node, command: list[str]) -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
     devices = visible.split(",") if visible and gpus else range(node.processes)
     devices = list(devices)[: node.processes]
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(devices))  # torchrun sets it, DeepSpeed does not
     world = {f"node{i}": devices for i in range(node.nodes)}  # the names are only labels
     sys.argv = [
         "deepspeed",

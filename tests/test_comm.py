@@ -54,7 +54,10 @@ def test_exposed_is_communication_that_the_compute_stream_waits_for():
         (("all_to_all_single", "", 0), at(1), at(10), False, 0.0),  # hidden up to 8
         (("send", 0), at(20), at(21), True, 0.0),  # on the compute stream itself
     ]
-    waits = [(at(8), at(13)), (at(30), at(31))]  # until 13 for a sum on the other stream; for that
+    waits = [
+        (at(8), at(13)),
+        (at(30), at(31)),
+    ]  # both for a sum on the other stream, the first for the operation, too
     busy, exposed, durations = timer.read((ops, waits), at(0))
     assert busy == pytest.approx(10) and exposed == pytest.approx(3)
     assert list(durations.values()) == [pytest.approx(9), pytest.approx(1)]

@@ -281,6 +281,8 @@ def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
     assert [r["step"] for r in metrics(folder / "gsm") if "train/loss" in r] == [*range(1, 17)]
     shutil.rmtree(folder / "gsm/hf")  # as if killed after the last checkpoint
     (folder / "gsm/summary.json").unlink()
+    assert "nothing left" in launch(kind, folder, *flags, "--dry_run").stdout
+    assert not (folder / "gsm/hf").exists() and not (folder / "gsm/summary.json").exists()
     assert "nothing left to train" in launch(kind, folder, *flags).stdout
     assert json.loads((folder / "gsm/summary.json").read_text())["steps"] == 16
     command = [sys.executable, "-m", "llm_demo.evaluate", "--models", "gsm/hf", *flags[2:6]]

@@ -240,22 +240,22 @@ def test_two_nodes_make_one_world(script, kind):
 ELSEWHERE = """
 import os, runpy, sys
 from pathlib import Path
-import llm_demo.metrics
-choose = llm_demo.metrics.choose_folder
-if os.environ["RANK"] == "1":
-    llm_demo.metrics.choose_folder = lambda *a: Path(f"{choose(*a)}-of-node-1")
+exists = Path.exists
+if os.environ["RANK"] == "1":  # files of another node
+    Path.exists = lambda path: ".seen-" not in path.name and exists(path)
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def test_nodes_without_a_shared_folder_are_told_before_step_1(script, tmp_path):
-    out = tmp_path / "run"
-    path = [str(script(ELSEWHERE)), str(ROOT / "fsdp/train_fsdp.py")]
-    flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(out)]
-    codes, outputs = two_nodes([["torchrun", *path, *flags]] * 2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_without_a_shared_folder_are_told_before_step_1(kind, script, tmp_path):
+    program = {"torchrun": "fsdp/train_fsdp.py", "deepspeed": "pp/pp_train.py"}[kind]
+    path = [str(script(ELSEWHERE)), str(ROOT / program)]
+    flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
+    codes, outputs = two_nodes([[kind, *path, *flags]] * 2)
     assert codes == [2, 2]
-    assert f"error: rank 1 does not see {out}-of-node-1: give an --output_dir that" in outputs[0]
-    assert "step 1/2" not in outputs[0]
+    assert f"error: rank 1 does not see {tmp_path}: give an --output_dir that" in outputs[0]
+    assert "step 1/2" not in outputs[0] and not (tmp_path / "run").exists()
 
 
 def two_nodes(commands) -> tuple[list[int], list[str]]:

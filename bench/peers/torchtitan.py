@@ -51,7 +51,8 @@ def measure(row: dict, timeout: float) -> dict:
     found = [(float(m), int(t.replace(",", ""))) for _, m, t in LINE.findall(text)]
     allocated = [float(m) for m in ALLOCATED.findall(text)]
     result = {"command": " ".join(command[1:])}
-    if code or len(found) < 3 or not allocated:
+    env = ENVIRONMENT.search(text)
+    if code or len(found) < 3 or not allocated or not env:
         return {**failure(code, text), **result}
     per_gpu = [tps for _, tps in found[-3:]]  # the first line holds the compilation
     slots = row["micro"] * row["ga"] * gpus * row["seq_len"]
@@ -64,7 +65,7 @@ def measure(row: dict, timeout: float) -> dict:
         "reserved_mem_gb": [max(memory for memory, _ in found)],
     }
     config = {"global_batch": row["micro"] * row["ga"] * gpus, "seq_len": row["seq_len"]}
-    env = json.loads(ENVIRONMENT.search(text)[1])
+    env = json.loads(env[1])
     return {"status": "ok", **result, "summary": summary, "config": config, "env": env}
 
 
