@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llm_demo.comm import union, waiting
+from llm_demo.comm import MUTED, union, waiting
 from llm_demo.dist import World
 from llm_demo.errors import UserError
 
@@ -86,6 +86,8 @@ def analyse(trace: dict, steps: int) -> dict:
     on_cpu = not work
     if on_cpu:
         work = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
+        muted = [(e["ts"], e["ts"] + e["dur"]) for e in work if e["name"] == MUTED]
+        work = [e for e in work if not any(begin <= e["ts"] <= end for begin, end in muted)]
         work = [e for e in work if not e["name"].startswith(("record_param_comms", "c10d::"))]
     comm = [e for e in work if COMMUNICATES.search(e["name"])]
     rest = [e for e in work if not COMMUNICATES.search(e["name"])]
