@@ -1,6 +1,6 @@
 """Runs main() of a training script for each case of a JSON file, in processes started by torchrun,
 and keeps what engines don't tell: every gradient before clipping, every parameter at the end;
-nothing of a case that is "quiet"."""
+nothing of a case that is "quiet". "as_it_is": with FSDP2's own steps, before any without."""
 
 import json
 import os
@@ -38,6 +38,10 @@ def watch_fsdp():
             poison(p.grad.to_local() for p in record["model"].parameters())
             super().take_grads()
 
+    def spare_bytes(*args, ours=script.spare_bytes):
+        if not record["case"].get("as_it_is"):
+            ours(*args)
+
     def grads():
         found = named(record["model"]).items()
         return {n: whole(p.grad) for n, p in found if p.grad is not None}
@@ -63,6 +67,7 @@ def watch_fsdp():
         return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().cpu()
 
     script.build, script.Shards, script.clipped_step = build, Shards, clipped_step
+    script.spare_bytes = spare_bytes
     return script, params
 
 
