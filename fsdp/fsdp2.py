@@ -2,13 +2,13 @@
 in another order. Where FSDP2 lacks a part that this needs, it goes its own way."""
 
 import inspect
-import os
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from llm_demo.compiling import compiled_add
+from llm_demo.dist import World
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -16,14 +16,15 @@ except ImportError:
     collectives = None
 
 
-def spare_bytes(model: FSDPModule, dtype: torch.dtype, accumulates: bool, compiles: bool) -> None:
+def spare_bytes(
+    model: FSDPModule, world: World, dtype: torch.dtype, accumulates: bool, compiles: bool
+) -> None:
     """Change every unit of a sharded model, before its first step. dtype: what it computes in, bf16
     or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here."""
     cast_in_copy()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
     # node: with more than two GPUs in each node that is less.
-    few = here <= 2 or here == dist.get_world_size()
+    few = world.local_size <= 2 or world.local_size == world.size
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
@@ -64,20 +65,17 @@ def cast_in_copy() -> None:
         return
     one = torch.empty(1)
     wants = [*inspect.signature(inputs_of).parameters, *inspect.signature(describe).parameters]
-    if wants != ["fsdp_params", "param_all_gather_inputs"] or (
-        describe([[one]]) != ([[one.dtype]], [[1]], one.dtype)
+    if (
+        wants != ["fsdp_params", "param_all_gather_inputs"]
+        or describe([[one]]) != ([[one.dtype]], [[1]], one.dtype)
+        or not {"param_dtype", "_sharded_param_data"} <= set(collectives.FSDPParam.__annotations__)
     ):
         return
-    needs = ("_sharded_param_data", "sharded_state", "param_dtype", "offload_to_cpu")
     cast_to = None
 
     def uncast(params):
         nonlocal cast_to
-        dtypes = {getattr(p, "param_dtype", None) for p in params}
-        plain = all(hasattr(p, name) for p in params for name in needs) and all(
-            p.sharded_state.name == "SHARDED" and not p.offload_to_cpu for p in params
-        )
-        cast_to = dtypes.pop() if plain and len(dtypes) == 1 else None
+        cast_to = params[0].param_dtype  # of all; None where there is nothing to cast
         return [[p._sharded_param_data] for p in params] if cast_to else inputs_of(params)
 
     def described(inputs):

@@ -199,7 +199,7 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
     if wrap:
         wrap_ends(model, plan)
         if plan.dtype != torch.float32:
-            spare_bytes(model, plan.dtype, args.grad_accum_steps > 1, plan.compile)
+            spare_bytes(model, world, plan.dtype, args.grad_accum_steps > 1, plan.compile)
     allocate(model, world.device)
     fill(lm, "model", plan.weights, args.seed)
     if plan.config.tie_word_embeddings:  # allocated apart

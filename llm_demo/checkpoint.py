@@ -1,7 +1,6 @@
 """A run's checkpoints: when to save, from which copies, what to keep, where to go on."""
 
 import math
-import os
 import shutil
 import signal
 import tempfile
@@ -52,7 +51,7 @@ class Checkpoints:
         self.thread, self.problem, self.done = None, None, None
         self.staged, self.mesh, self.reserving = {}, None, None
         self.asked = False  # by a signal, to stop
-        if args.save and world.size > int(os.environ.get("LOCAL_WORLD_SIZE", world.size)):
+        if args.save and world.local_size < world.size:
             self._see_each_other()
         started = time.perf_counter()
         self.path = find(args, plan.run.folder, world, plan.run.say)
@@ -78,8 +77,7 @@ class Checkpoints:
 
         def mark():
             above = next(p for p in self.folder.absolute().parents if p.exists())
-            self.mark = tempfile.NamedTemporaryFile(prefix=".seen-", dir=above)
-            return Path(self.mark.name)
+            return Path(tempfile.mkstemp(prefix=".seen-", dir=above)[1])
 
         def look():
             until = time.monotonic() + 5  # a network's folder may lag behind
@@ -98,7 +96,7 @@ class Checkpoints:
             raise UserError(str(e)) from None
         finally:
             if self.world.rank == 0:
-                self.mark.close()
+                name.unlink()
 
     def load(self, tensors: dict) -> None:
         """Fill tensors from the checkpoint that --resume has found, and count on from there."""
@@ -214,8 +212,8 @@ class Checkpoints:
         for name, t in found.items():
             places[name] = slice(total, total + t.nbytes)
             total += -(-t.nbytes // 64) * 64
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", self.world.size))
-        short = torch.tensor(int(total * here > 0.8 * psutil.virtual_memory().available))
+        room = 0.8 * psutil.virtual_memory().available
+        short = torch.tensor(int(total * self.world.local_size > room))
         with self.run.comm.mute():
             dist.all_reduce(short, dist.ReduceOp.MAX)
         if short:

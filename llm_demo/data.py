@@ -12,11 +12,13 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
 from llm_demo.labels import make_codec
 from llm_demo.packing import OVERLONG, build
@@ -240,16 +242,12 @@ def _content_key(files: list[str], codec, flags: list) -> tuple[str, dict]:
     copy hits."""
     key, identity = hashlib.sha256(), {}
     for path in files:
-        digest = hashlib.sha256()
         try:
-            file = open(path, "rb")
+            content = digest(Path(path))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        with file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        key.update(digest.digest())
-        identity[f"content of data file {len(identity) + 1}"] = digest.hexdigest()[:16]
+        key.update(bytes.fromhex(content))
+        identity[f"content of data file {len(identity) + 1}"] = content[:16]
     tokenizer = codec.tokenizer
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
     key.update(codec.backend.to_str().encode())

@@ -26,6 +26,11 @@ class World:
     local_rank: int
     device: torch.device
 
+    @property
+    def local_size(self) -> int:
+        """Ranks of this node."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
 
 def start() -> World:
     """Join the process group that the launcher's environment describes (a world of one without).

@@ -78,13 +78,12 @@ def describe_run(folder: Path, settings: dict, world: World, script: str) -> Non
     given = os.environ
     several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
     nodes = [f"{name}={given[name]}" for name in several if name in given]
-    local = given.get("LOCAL_WORLD_SIZE") or world.size
     # Not through the launcher: its defaults would fill what this run left to the script.
     (folder / "cmd.sh").write_text(
         f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-        f"{' '.join([*nodes, f'NPROC_PER_NODE={local}'])} PYTHONPATH={shlex.quote(str(ROOT))} "
-        f"{shlex.quote(sys.executable)} -m llm_demo.launch {kind} "
-        f"{shlex.quote(str(ROOT / path))} {shlex.join(argv)}\n"
+        f"{' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
+        f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
+        f"{kind} {shlex.quote(str(ROOT / path))} {shlex.join(argv)}\n"
     )
 
 

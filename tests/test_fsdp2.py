@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
 from fsdp import fsdp2
+from llm_demo.dist import World
 
 STEPS = 4
 
@@ -75,8 +76,8 @@ def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, world, sends,
             self.how = how
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setattr(fsdp2.dist, "get_world_size", lambda: world)
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
-    fsdp2.spare_bytes(unit := Unit(), torch.bfloat16, accumulates=False, compiles=False)
+    everyone = World(0, world, 0, torch.device("cpu"))
+    fsdp2.spare_bytes(unit := Unit(), everyone, torch.bfloat16, False, False)
     assert hasattr(unit, "how") == sends
