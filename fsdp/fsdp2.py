@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from llm_demo.compiling import compiled_add
+from llm_demo import copy_engines
+from llm_demo.compiling import compiled_add, compiled_sum, sum_into
 from llm_demo.dist import World
 
 try:
@@ -17,10 +18,16 @@ except ImportError:
 
 
 def spare_bytes(
-    model: FSDPModule, world: World, dtype: torch.dtype, accumulates: bool, compiles: bool
+    model: FSDPModule,
+    world: World,
+    dtype: torch.dtype,
+    accumulates: bool,
+    compiles: bool,
+    engines: bool,
 ) -> None:
     """Change every unit of a sharded model, before its first step. dtype: what it computes in, bf16
-    or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here."""
+    or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here.
+    engines: so do copy engines."""
     cast_in_copy()
     # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
     # node: with more than two GPUs in each node that is less.
@@ -31,7 +38,19 @@ def spare_bytes(
         if accumulates and compiles:
             add_together(unit)
         if few and not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
-            unit.set_custom_reduce_scatter(SumInFp32(dtype))
+            unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, engines))
+        if engines and hasattr(unit, "set_custom_all_gather"):
+            unit.set_custom_all_gather(GatherByEngines())
+
+
+class GatherByEngines:
+    """FSDP2's gathers by the GPUs' copy engines."""
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return copy_engines.shared_empty(size, dtype, device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
+        copy_engines.all_gather(output_tensor, group=group)  # the input is a part of the output
 
 
 class SumInFp32:
@@ -40,20 +59,28 @@ class SumInFp32:
     FSDP2 turns bf16 gradients into fp32 and lets the collective add those: the same sums for twice
     the bytes. For gradients of one micro-batch; accumulated ones are in fp32 themselves."""
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype, self.to_send = dtype, False
+    def __init__(self, dtype: torch.dtype, compiles: bool, engines: bool):
+        self.dtype, self.engines, self.to_send = dtype, engines, False
+        self.sum = compiled_sum() if compiles else sum_into
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.to_send = not self.to_send  # FSDP2 asks for what it sends, then for the sum
+        if self.to_send and self.engines:
+            return copy_engines.shared_empty(size, self.dtype, device)
         return torch.empty(*size, dtype=self.dtype if self.to_send else dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         asked = input_tensor.dtype, output_tensor.dtype, op, async_op
         if asked != (self.dtype, torch.float32, dist.ReduceOp.SUM, False):
             raise RuntimeError(f"FSDP2 wants another reduction than fully_shard was told: {asked}")
-        found = torch.empty_like(input_tensor)  # this rank's part, from each rank
-        dist.all_to_all_single(found, input_tensor, group=group)
-        torch.sum(found.view(group.size(), -1), 0, dtype=torch.float32, out=output_tensor)
+        # parts: this rank's, from each rank
+        if self.engines:
+            parts = copy_engines.all_to_all(input_tensor, group=group)
+        else:
+            found = torch.empty_like(input_tensor)
+            dist.all_to_all_single(found, input_tensor, group=group)
+            parts = list(found.chunk(group.size()))
+        self.sum(output_tensor, parts)
 
 
 def cast_in_copy() -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp.fsdp2 import spare_bytes
-from llm_demo import estimate
+from llm_demo import copy_engines, estimate
 from llm_demo.args import flag, parse_args
 from llm_demo.attention import make_documents
 from llm_demo.checkpoint import Checkpoints
@@ -62,6 +62,10 @@ class FsdpArgs:
         False, "free each block's gathered weights after use and gather them again in each forward "
         "and backward, not once a step: less memory, more communication, the more with GA"
     )  # fmt: skip
+    copy_engines: bool | None = flag(
+        None, "gathers and sums in bf16 and fp16 by the GPUs' copy engines in the place of NCCL's "
+        "kernels; unset: on one node with NVLink"
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -82,6 +86,9 @@ def main() -> None:
         checkpoints.nothing_left()
         return
 
+    if args.copy_engines and not (args.fsdp and plan.dtype != torch.float32):
+        raise UserError("--copy_engines: they serve FSDP in bf16 or fp16")
+
     # model
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)
     n_params = param_count(lm)
@@ -95,7 +102,7 @@ def main() -> None:
     plan.run.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
 
     # optimizer
-    optimizer = make_adamw(params, plan.lr, args.weight_decay)
+    optimizer = make_adamw(params, plan.lr, args.weight_decay, plan.compile)
     update_model = None if args.fsdp else copy_masters(optimizer, model, params)
     loss_scale = LossScale(plan.dtype, world.device)
     # taken now: after an evaluation the model has its gathered weights for parameters
@@ -199,7 +206,10 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
     if wrap:
         wrap_ends(model, plan)
         if plan.dtype != torch.float32:
-            spare_bytes(model, world, plan.dtype, args.grad_accum_steps > 1, plan.compile)
+            engines, why = copy_engines.choose(args.copy_engines, world)
+            plan.run.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
+            accumulates = args.grad_accum_steps > 1
+            spare_bytes(model, world, plan.dtype, accumulates, plan.compile, engines)
     allocate(model, world.device)
     fill(lm, "model", plan.weights, args.seed)
     if plan.config.tie_word_embeddings:  # allocated apart

@@ -21,6 +21,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
+from llm_demo import copy_engines
 from llm_demo.dist import World
 
 COLLECTIVES = (
@@ -77,6 +78,8 @@ class CommTimer:
             if hasattr(dist, name):
                 self._patch(dist, name, functools.partial(self._timed, name))
         self._patch(dist, "batch_isend_irecv", self._timed_batch)
+        for name in ("all_gather", "all_to_all"):
+            self._patch(copy_engines, name, functools.partial(self._timed, f"copied {name}"))
         if self.cuda:
             self.compute = torch.cuda.current_stream().cuda_stream
             self._patch(torch.cuda.Stream, "wait_event", self._timed_wait)

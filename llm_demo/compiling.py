@@ -55,6 +55,19 @@ def compiled_add():
     return torch.compile(add, dynamic=False)
 
 
+def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """The sum of `parts` in the dtype of `out`."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+
+
+@functools.cache
+def compiled_sum():
+    """sum_into in one pass; PyTorch's own reduction runs at half the memory's speed."""
+    return torch.compile(sum_into, dynamic=False)
+
+
 def _selftest() -> None:
     if not torch.cuda.is_available():
         sys.exit("no GPU")

@@ -12,14 +12,71 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
 
-def make_adamw(params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: a norm's weight or a bias has nothing to gain from zero."""
+def make_adamw(
+    params: Iterable[nn.Parameter], lr: float, weight_decay: float, compiled: bool = False
+) -> torch.optim.AdamW:
+    """AdamW that decays matrices only: a norm's weight or a bias has nothing to gain from zero.
+    compiled: a faster one, where torch.compile works."""
     params = [p for p in params if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr, BETAS, EPS, fused=True)
+    kind = CompiledAdamW if compiled else torch.optim.AdamW
+    return kind([g for g in groups if g["params"]], lr, BETAS, EPS, fused=True)
+
+
+class CompiledAdamW(torch.optim.AdamW):
+    """AdamW compiled. PyTorch's fused kernel runs at two thirds of the memory's speed."""
+
+    # Parameters a call: four blocks of seven matrices. Calls of the same shapes share their code,
+    # so that a model has few of them to compile.
+    TOGETHER = 28
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            params, grads, exp_avgs, exp_avg_sqs, _, steps = lists = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            if not params:
+                continue
+            torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
+            # Scalars as tensors, made on the device: neither compiled anew nor waited for.
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            step = steps[0].double()
+            numbers = [
+                torch.full_like(step, 1 - lr * group["weight_decay"]).float(),
+                (lr / (1 - beta1**step)).float(),
+                (1 - beta2**step).sqrt().float(),
+                torch.ones_like(steps[0]) if divisor is None else divisor,
+                torch.zeros_like(steps[0]) if skip is None else skip,
+            ]
+            for i in range(0, len(params), self.TOGETHER):
+                some = [
+                    [t.detach() for t in ts[i : i + self.TOGETHER]]
+                    for ts in (params, grads, exp_avgs, exp_avg_sqs)
+                ]
+                compiled_adamw()(*some, *numbers, beta1, beta2, group["eps"])
+
+
+@functools.cache
+def compiled_adamw():
+    return torch.compile(_adamw, dynamic=False)
+
+
+def _adamw(
+    params, grads, exp_avgs, exp_avg_sqs, keep, size, root, divisor, skip, beta1, beta2, eps
+):
+    """As in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019), in place, or not
+    at all. keep: 1 - lr * decay; size: lr, unbiased; root: of the second moment's bias."""
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        g = g / divisor
+        new_m = m.lerp(g, 1 - beta1)
+        new_v = v.lerp(g * g, 1 - beta2)
+        new_p = p * keep - size * new_m / (new_v.sqrt() / root + eps)
+        for old, new in ((p, new_p), (m, new_m), (v, new_v)):
+            old.copy_(torch.where(skip > 0, old, new))
 
 
 def with_fp32_masters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:

@@ -16,10 +16,12 @@ from llm_demo.comm import MUTED, union, waiting
 from llm_demo.dist import World
 from llm_demo.errors import UserError
 
-COMMUNICATES = re.compile(r"nccl|rccl|^gloo:", re.I)
+# "PtoP" and the barriers are of copy_engines.py
+COMMUNICATES = re.compile(r"nccl|rccl|^gloo:|memcpy ptop|symmetric_memory::barrier", re.I)
 # one RCCL kernel serves all collectives: which one it was stands in the event's arguments
 KIND = re.compile(
-    r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all)",
+    r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all"
+    r"|ptop|barrier)",
     re.I,
 )
 LAUNCH_GAP = 10  # microseconds
@@ -120,6 +122,7 @@ def analyse(trace: dict, steps: int) -> dict:
             kind = "sendrecv"
         size = SIZES.get(args.get("dtype"), 0)
         size *= max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
+        size += args.get("bytes", 0)  # of a copy
         ms, n, total = kinds.get(kind, (0.0, 0, 0))
         kinds[kind] = ms + e["dur"] / 1e3 / steps, n + 1, total + size
         operations[kind, group, counts[kind, group]] = e["dur"] / 1e3

@@ -150,6 +150,7 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
         raise UserError("--dtype fp16: DeepSpeed has no fp16 on this device; take bf16 or fp32")
     config = {
         "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,  # the compiled AdamW
         **switches,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accum,

@@ -92,7 +92,7 @@ def main() -> None:
     module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
-    optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay)
+    optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay, plan.compile)
     config = ds_engine.engine_config(
         switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm
     )

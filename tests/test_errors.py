@@ -119,6 +119,8 @@ CASES += [
     ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev wants 2 --stages"),
     ("fsdp", ["--activation_memory_budget", "2"], "--activation_memory_budget 2.0: a share"),
     ("fsdp", ["--activation_memory_budget", "0.5", "--no_compile"], "add --compile"),
+    ("fsdp", ["--copy_engines", "--dtype", "fp32"], "--copy_engines: they serve FSDP in bf16"),
+    ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines: they serve FSDP"),
     ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: two steps"),
     ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
     ("fsdp", ["--train_json", "tokens.jsonl"], "token 999999, but the model knows"),

@@ -14,10 +14,13 @@ from llm_demo.dist import World
 STEPS = 4
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
-def test_the_same_numbers_as_fsdp2_as_it_is(processes, tmp_path):
+@pytest.mark.parametrize(
+    "processes, engines",
+    [(1, False), (2, False), (3, False), pytest.param(2, True, marks=pytest.mark.multi_gpu)],
+)
+def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     """To the bit with up to two ranks; three add up in another order."""
-    if 0 < torch.cuda.device_count() < processes:
+    if 0 < torch.cuda.device_count() < processes or engines and not torch.cuda.is_available():
         pytest.skip(f"needs {processes} GPUs")
     settings = [("fp16", 1), ("bf16", 2)] if processes == 2 else [("bf16", 1)]
     cases = []
@@ -29,6 +32,7 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, tmp_path):
                 "--max_steps", STEPS, "--warmup_steps", 2, "--sample_tokens", 0,
                 "--dtype", dtype, "--grad_accum_steps", accum, "--profile_steps", "3:3",
                 "--output_dir", tmp_path / f"{whose}-{dtype}",
+                "--copy_engines" if engines else "--no_copy_engines",
             ]  # fmt: skip
             case = {"argv": [str(a) for a in argv], "out": str(tmp_path / "unused"), "quiet": True}
             cases.append({**case, "as_it_is": whose == "theirs"})
@@ -43,10 +47,11 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, tmp_path):
         else:
             assert ours["norms"][0] == pytest.approx(theirs["norms"][0], rel=1e-6)
             assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
-        assert "alltoall" not in theirs["kinds"]
+        assert not theirs["kinds"] & {"alltoall", "ptop"}
         if hasattr(FSDPModule, "set_custom_reduce_scatter"):
             # accumulated gradients are in fp32: bf16 would round them
-            assert ("alltoall" in ours["kinds"]) == (accum == 1 and processes > 1)
+            assert ("alltoall" in ours["kinds"]) == (accum == 1 and processes > 1 and not engines)
+        assert ("ptop" in ours["kinds"]) == engines
 
 
 def results(run):
@@ -79,5 +84,5 @@ def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, world, sends,
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
     everyone = World(0, world, 0, torch.device("cpu"))
-    fsdp2.spare_bytes(unit := Unit(), everyone, torch.bfloat16, False, False)
+    fsdp2.spare_bytes(unit := Unit(), everyone, torch.bfloat16, False, False, False)
     assert hasattr(unit, "how") == sends

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from llm_demo import optim
 from llm_demo.optim import (
     LossScale,
     clipped_step,
@@ -39,17 +40,28 @@ def test_only_matrices_decay():
     assert decay == {2: 0.1, 1: 0.0}
 
 
+@pytest.fixture(params=[False, True], ids=["fused", "compiled"])
+def compiled(request, monkeypatch):
+    """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
+    monkeypatch.setattr(optim.CompiledAdamW, "TOGETHER", 2)
+    return request.param
+
+
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
-def test_clipped_step_equals_torch(clip):
+def test_clipped_step_equals_torch(clip, compiled):
     mine, plain = small_model(), small_model()
     x = torch.randn(7, 6)
-    ours = make_adamw(mine.parameters(), 1e-2, 0.1)
+    ours = make_adamw(mine.parameters(), 1e-2, 0.1, compiled)
     theirs = torch.optim.AdamW(
         [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
          {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0}],
         lr=1e-2, betas=(0.9, 0.95),
     )  # fmt: skip
-    for _ in range(3):
+    for step in range(3):
+        for group in (*ours.param_groups, *theirs.param_groups):
+            group["lr"] = 1e-2 / (step + 1)
         mine(x).square().sum().backward()
         plain(x).square().sum().backward()
         norm = clipped_step(ours, clip, LossScale(torch.float32, CPU))
@@ -62,9 +74,9 @@ def test_clipped_step_equals_torch(clip):
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_non_finite_norm_skips_the_step(bad):
+def test_a_non_finite_norm_skips_the_step(bad, compiled):
     model = small_model()
-    optimizer = make_adamw(model.parameters(), 1e-2, 0.1)
+    optimizer = make_adamw(model.parameters(), 1e-2, 0.1, compiled)
     scale = LossScale(torch.float16, CPU)
     model(torch.randn(7, 6)).sum().backward()
     clipped_step(optimizer, 1.0, scale)

@@ -74,6 +74,21 @@ def test_overlap_waiting_and_idle_of_two_ranks():
     assert "sendrecv" in text and "gemm" in text and len(text.splitlines()) < 40
 
 
+def test_copies_between_gpus_and_their_barriers_are_communication():
+    barrier = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+    copied = kernel("Memcpy PtoP (Device -> Device)", 15_000, 25_000, bytes=2_000_000)
+    events = [
+        kernel("gemm", 0, 20_000),
+        kernel(barrier, 10_000, 15_000),
+        {**copied, "cat": "gpu_memcpy"},
+        kernel(barrier, 25_000, 26_000),
+        {**kernel("Memcpy DtoD (Device -> Device)", 30_000, 31_000), "cat": "gpu_memcpy"},
+    ]
+    found = analyse({"traceEvents": events}, steps=1)
+    assert (found["comm"], found["exposed"], found["compute"]) == (16, 6, 21)
+    assert found["kinds"] == {"barrier": (6, 2, 0), "ptop": (10, 1, 2_000_000)}
+
+
 def test_gloo_takes_the_kernels_place_on_a_cpu():
     events = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10_000},
