@@ -2,6 +2,7 @@
 in another order. Where FSDP2 lacks a part that this needs, it goes its own way."""
 
 import inspect
+import math
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from llm_demo import copy_engines
 from llm_demo.compiling import compiled_add, compiled_sum, sum_into
 from llm_demo.dist import World
+from llm_demo.model import Blocks
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -37,9 +39,11 @@ def spare_bytes(
             continue
         if accumulates and compiles:
             add_together(unit)
+        # Not embedding and head: what is shared stays allocated, and theirs is large for its use
+        by_engines = engines and isinstance(unit, Blocks) and hasattr(unit, "set_custom_all_gather")
         if few and not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
-            unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, engines))
-        if engines and hasattr(unit, "set_custom_all_gather"):
+            unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines))
+        if by_engines:
             unit.set_custom_all_gather(GatherByEngines())
 
 
@@ -47,10 +51,10 @@ class GatherByEngines:
     """FSDP2's gathers by the GPUs' copy engines."""
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return copy_engines.shared_empty(size, dtype, device)
+        return copy_engines.shared_empty(math.prod(size), dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
-        copy_engines.all_gather(output_tensor, group=group)  # the input is a part of the output
+        copy_engines.all_gather(output_tensor)  # the input is a part of it
 
 
 class SumInFp32:
@@ -66,7 +70,7 @@ class SumInFp32:
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.to_send = not self.to_send  # FSDP2 asks for what it sends, then for the sum
         if self.to_send and self.engines:
-            return copy_engines.shared_empty(size, self.dtype, device)
+            return copy_engines.shared_empty(math.prod(size), self.dtype, device)
         return torch.empty(*size, dtype=self.dtype if self.to_send else dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
@@ -75,7 +79,7 @@ class SumInFp32:
             raise RuntimeError(f"FSDP2 wants another reduction than fully_shard was told: {asked}")
         # parts: this rank's, from each rank
         if self.engines:
-            parts = copy_engines.all_to_all(input_tensor, group=group)
+            parts = copy_engines.all_to_all(input_tensor)
         else:
             found = torch.empty_like(input_tensor)
             dist.all_to_all_single(found, input_tensor, group=group)

@@ -5,6 +5,8 @@ matrix products beside them are slower for it. Here a rank copies from the other
 takes none. PyTorch's symmetric memory lends that memory; it and its barriers are alpha."""
 
 import os
+import weakref
+from collections import defaultdict
 
 import torch
 import torch.distributed as dist
@@ -20,8 +22,6 @@ except ImportError:
 
 # A rendezvous would set up NVLink's multicast, too: more to go wrong, and nothing here uses it.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-
-zeroed = set()  # where the segments begin that are ready
 
 
 def choose(asked: bool | None, world: World) -> tuple[bool, str]:
@@ -70,53 +70,83 @@ def _lacks(world: World) -> str | None:
 
 def _fails(world: World) -> str | None:
     try:
-        found = shared_empty((world.size * 8,), torch.float32, world.device)
+        found = shared_empty(world.size * 8, torch.float32, world.device)
         found.chunk(world.size)[world.rank].fill_(world.rank)
-        all_gather(found, group=dist.group.WORLD)
+        all_gather(found)
         expected = torch.arange(world.size).repeat_interleave(8).tolist()
         return None if found.tolist() == expected else "a first gather found other numbers"
     except (AttributeError, RuntimeError, TypeError) as e:
         return f"a first gather failed: {str(e).splitlines()[0]}"
 
 
-def shared_empty(size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory that the other ranks can read. Every rank calls, for the same size, in one order."""
-    with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
-        found = torch.empty(*size, dtype=dtype, device=device)
-    handle = symmetric.rendezvous(found, dist.group.WORLD.group_name)
-    begin = handle.buffer_ptrs[handle.rank]
-    if begin not in zeroed:
+class _Segment:
+    """Memory that the other ranks can read, lent to one tensor at a time."""
+
+    def __init__(self, n_bytes: int, device: torch.device):
+        with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
+            self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        self.handle = symmetric.rendezvous(self.memory, dist.group.WORLD.group_name)
+        self.lent_to = lambda: None
         # PyTorch 2.11 fills a new segment with zeros on the default stream, which gets there when
         # it has done the work before: over what side streams had copied. A head of zeros, once.
         torch.cuda.synchronize()
-        zeroed.add(begin)
-    return found
+
+    def lend(self, n: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self.of(self.handle.rank, n, dtype)
+        self.lent_to = weakref.ref(tensor.untyped_storage())  # gone with the last view of it
+        return tensor
+
+    def of(self, rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.handle.get_buffer(rank, (n,), dtype)
 
 
-def all_gather(output: torch.Tensor, *, group: dist.ProcessGroup) -> None:
+segments = defaultdict(list)  # of each stream, as the allocator keeps its own
+
+
+def shared_empty(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """n elements in memory that the other ranks can read. Every rank calls, for the same n, and
+    drops what it got in the same order: then all get the same segment.
+
+    PyTorch's pool alone won't do: of two free blocks of a size it takes that of the lower address,
+    which need not be the same one on every rank. Each then waits at another's barrier."""
+    mine = segments[torch.cuda.current_stream().cuda_stream]
+    n_bytes = n * dtype.itemsize
+    free = (s for s in mine if s.lent_to() is None and s.memory.numel() >= n_bytes)
+    if (found := next(free, None)) is None:
+        mine.append(found := _Segment(n_bytes, device))
+    return found.lend(n, dtype)
+
+
+def _segment_of(tensor: torch.Tensor) -> _Segment:
+    begin = tensor.data_ptr()
+    return next(s for of in segments.values() for s in of if s.memory.data_ptr() == begin)
+
+
+def all_gather(output: torch.Tensor) -> None:
     """Fill `output`, of shared_empty, with every rank's part; this rank's is there already."""
-    handle = symmetric.rendezvous(output, group.group_name)
-    parts = output.chunk(handle.world_size)
-    handle.barrier(channel=0)  # all parts are in place
-    for peer, theirs in _others(handle, output):
-        parts[peer].copy_(theirs.chunk(handle.world_size)[peer])
-    handle.barrier(channel=0)  # all have read
+    segment = _segment_of(output)
+    parts = output.chunk(segment.handle.world_size)
+    segment.handle.barrier()  # all parts are in place
+    for peer, theirs in _others(segment, output):
+        parts[peer].copy_(theirs[peer])
+    segment.handle.barrier()  # all have read
 
 
-def all_to_all(input: torch.Tensor, *, group: dist.ProcessGroup) -> list[torch.Tensor]:
+def all_to_all(input: torch.Tensor) -> list[torch.Tensor]:
     """This rank's part of every rank's `input`, of shared_empty, by rank. Its own isn't copied."""
-    handle = symmetric.rendezvous(input, group.group_name)
-    parts = list(input.chunk(handle.world_size))
-    handle.barrier(channel=1)  # gathers go on meanwhile, on another stream
-    for peer, theirs in _others(handle, input):
-        mine = theirs.chunk(handle.world_size)[handle.rank]
+    segment = _segment_of(input)
+    parts = list(input.chunk(segment.handle.world_size))
+    segment.handle.barrier()
+    for peer, theirs in _others(segment, input):
+        mine = theirs[segment.handle.rank]
         parts[peer] = torch.empty_like(mine).copy_(mine)
-    handle.barrier(channel=1)
+    segment.handle.barrier()
     return parts
 
 
-def _others(handle, shared: torch.Tensor):
-    """(rank, its memory) of each other rank, the next one first: no two read the same at a time."""
-    for step in range(1, handle.world_size):
-        peer = (handle.rank + step) % handle.world_size
-        yield peer, handle.get_remote_tensor(peer, shared.shape, shared.dtype)
+def _others(segment: _Segment, shared: torch.Tensor):
+    """(rank, its parts) of each other rank, the next one first: no two read the same at a time."""
+    size = segment.handle.world_size
+    for step in range(1, size):
+        peer = (segment.handle.rank + step) % size
+        yield peer, segment.of(peer, shared.numel(), shared.dtype).chunk(size)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.adamw import adamw
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
@@ -27,37 +28,44 @@ def make_adamw(
 
 
 class CompiledAdamW(torch.optim.AdamW):
-    """AdamW compiled. PyTorch's fused kernel runs at two thirds of the memory's speed."""
+    """AdamW, compiled where parameters are large: PyTorch's fused kernel runs at two thirds of the
+    memory's speed. For small ones its few launches count for more."""
 
-    # Parameters a call: four blocks of seven matrices. Calls of the same shapes share their code,
-    # so that a model has few of them to compile.
-    TOGETHER = 28
+    LARGE = 1 << 23  # elements: a pass takes 55 us on an H200, its launch as much on the host
 
     @torch.no_grad()
     def step(self, closure=None):
         divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
-            params, grads, exp_avgs, exp_avg_sqs, _, steps = lists = [[] for _ in range(6)]
+            lists = [[] for _ in range(6)]
             self._init_group(group, *lists)
-            if not params:
+            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+            large, small = [], []
+            for each in zip(*(lists[i] for i in (0, 1, 2, 3, 5)), strict=True):
+                (large if each[0].numel() >= self.LARGE else small).append(each)
+            if small:
+                params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*small, strict=True))
+                adamw(
+                    params, grads, exp_avgs, exp_avg_sqs, [], steps,
+                    fused=True, grad_scale=divisor, found_inf=skip, amsgrad=False, maximize=False,
+                    beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=group["eps"],
+                )  # fmt: skip
+            if not large:
                 continue
+            steps = [step for *_, step in large]
             torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
             # Scalars as tensors, made on the device: neither compiled anew nor waited for.
-            (beta1, beta2), lr = group["betas"], group["lr"]
-            step = steps[0].double()
+            one, taken = torch.ones_like(steps[0]), steps[0].double()
             numbers = [
-                torch.full_like(step, 1 - lr * group["weight_decay"]).float(),
-                (lr / (1 - beta1**step)).float(),
-                (1 - beta2**step).sqrt().float(),
-                torch.ones_like(steps[0]) if divisor is None else divisor,
-                torch.zeros_like(steps[0]) if skip is None else skip,
+                one if divisor is None else divisor,
+                1 - one if skip is None else skip,
+                one - lr * decay,
+                (lr / (1 - beta1**taken)).float(),
+                (1 - beta2**taken).sqrt().float(),
             ]
-            for i in range(0, len(params), self.TOGETHER):
-                some = [
-                    [t.detach() for t in ts[i : i + self.TOGETHER]]
-                    for ts in (params, grads, exp_avgs, exp_avg_sqs)
-                ]
-                compiled_adamw()(*some, *numbers, beta1, beta2, group["eps"])
+            for *tensors, _ in large:
+                flat = (t.detach().view(-1) for t in tensors)  # shapes of a size share their code
+                compiled_adamw()(*flat, *numbers, beta1, beta2, group["eps"])
 
 
 @functools.cache
@@ -65,18 +73,15 @@ def compiled_adamw():
     return torch.compile(_adamw, dynamic=False)
 
 
-def _adamw(
-    params, grads, exp_avgs, exp_avg_sqs, keep, size, root, divisor, skip, beta1, beta2, eps
-):
+def _adamw(p, g, m, v, divisor, skip, keep, size, root, beta1, beta2, eps):
     """As in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019), in place, or not
     at all. keep: 1 - lr * decay; size: lr, unbiased; root: of the second moment's bias."""
-    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
-        g = g / divisor
-        new_m = m.lerp(g, 1 - beta1)
-        new_v = v.lerp(g * g, 1 - beta2)
-        new_p = p * keep - size * new_m / (new_v.sqrt() / root + eps)
-        for old, new in ((p, new_p), (m, new_m), (v, new_v)):
-            old.copy_(torch.where(skip > 0, old, new))
+    g = g / divisor
+    new_m = m.lerp(g, 1 - beta1)
+    new_v = v.lerp(g * g, 1 - beta2)
+    new_p = p * keep - size * new_m / (new_v.sqrt() / root + eps)
+    for old, new in ((p, new_p), (m, new_m), (v, new_v)):
+        old.copy_(torch.where(skip > 0, old, new))
 
 
 def with_fp32_masters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:

@@ -56,34 +56,36 @@ def test_the_choice(asked, device, world, change, link, chosen, reason, monkeypa
 
 
 COPIES = """
-import torch, torch.distributed as dist
+import torch
 from llm_demo import copy_engines
 from llm_demo.dist import start, run
 
 def main():
     world = start()
     assert copy_engines.choose(True, world) == (True, "as asked")
-    n, me, group = world.size, world.rank, dist.group.WORLD
+    n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)
-    for size in (1 << 10, 3 << 20, 1 << 26, 1 << 26):  # with new memory and with old
+    for size in (1 << 10, 1 << 26, 3 << 20, 1 << 26):  # with new memory and with old
         for _ in range(50):  # the default stream has work for long
             busy = (busy @ busy).clamp(-1, 1)
         with torch.cuda.stream(side):
-            whole = copy_engines.shared_empty((n * size,), torch.bfloat16, world.device)
+            whole = copy_engines.shared_empty(n * size, torch.bfloat16, world.device)
             whole.chunk(n)[me].fill_(me + 1)
-            copy_engines.all_gather(whole, group=group)
-            sent = copy_engines.shared_empty((n * size,), torch.bfloat16, world.device)
+            copy_engines.all_gather(whole)
+            sent = copy_engines.shared_empty(n * size, torch.bfloat16, world.device)
             for peer, part in enumerate(sent.chunk(n)):
                 part.fill_(10 * me + peer)
-            found = copy_engines.all_to_all(sent, group=group)
+            found = copy_engines.all_to_all(sent)
             both = whole.clone(), [part.clone() for part in found]
             del whole, sent
+            reused = len(copy_engines.segments[side.cuda_stream])
         torch.cuda.synchronize()
         for peer in range(n):
             assert (both[0].chunk(n)[peer] == peer + 1).all(), (size, peer, "gather")
             assert both[1][peer].numel() == size, (size, peer)
             assert (both[1][peer] == 10 * peer + me).all(), (size, peer, "all to all")
+    assert reused == 4, reused  # two small ones, two large ones
 
 run(main)
 """
