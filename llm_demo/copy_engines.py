@@ -4,6 +4,7 @@ NCCL's kernels hold multiprocessors for as long as an operation is under way, wa
 matrix products beside them are slower for it. Here a rank copies from the others' memory, which
 takes none. PyTorch's symmetric memory lends that memory; it and its barriers are alpha."""
 
+import math
 import os
 import weakref
 from collections import defaultdict
@@ -83,9 +84,13 @@ class _Segment:
     """Memory that the other ranks can read, lent to one tensor at a time."""
 
     def __init__(self, n_bytes: int, device: torch.device):
+        # Whole blocks of the allocator's: what shares one would share its barrier.
+        n_bytes = max(16, math.ceil(n_bytes / 2**21) * 2) * 2**20
         with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
             self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
         self.handle = symmetric.rendezvous(self.memory, dist.group.WORLD.group_name)
+        if self.handle.buffer_ptrs[self.handle.rank] != self.memory.data_ptr():
+            raise RuntimeError("a block of symmetric memory is shared")
         self.lent_to = lambda: None
         # PyTorch 2.11 fills a new segment with zeros on the default stream, which gets there when
         # it has done the work before: over what side streams had copied. A head of zeros, once.
@@ -97,7 +102,7 @@ class _Segment:
         return tensor
 
     def of(self, rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
-        return self.handle.get_buffer(rank, (n,), dtype)
+        return self.handle.get_remote_tensor(rank, (n,), dtype)
 
 
 segments = defaultdict(list)  # of each stream, as the allocator keeps its own

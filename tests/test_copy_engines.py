@@ -66,7 +66,7 @@ def main():
     n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)
-    for size in (1 << 10, 1 << 26, 3 << 20, 1 << 26):  # with new memory and with old
+    for size in (1 << 10, 1 << 26, 3 << 20, 1 << 26, 1 << 25):  # with new memory and with old
         for _ in range(50):  # the default stream has work for long
             busy = (busy @ busy).clamp(-1, 1)
         with torch.cuda.stream(side):
