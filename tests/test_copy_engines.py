@@ -78,7 +78,7 @@ def main():
                 part.fill_(10 * me + peer)
             found = copy_engines.all_to_all(sent)
             both = whole.clone(), [part.clone() for part in found]
-            del whole, sent
+            del whole, sent, found, part
             reused = len(copy_engines.segments[side.cuda_stream])
         torch.cuda.synchronize()
         for peer in range(n):
