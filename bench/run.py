@@ -103,7 +103,8 @@ PRESETS = {
         {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}
         for engine, ga, steps, profiled in _PROFILED
         for flags in (f"--profile_steps {profiled}", "--no_comm_timer")
-    ],
+    ]
+    + [{"engine": "fsdp", "micro": 8, "flags": "--copy_engines --profile_steps 20:22"}],
     # what a card without fused attention runs, forced: attention in math, whole rows or buckets
     "math": [
         {"engine": "fsdp", "micro": 8, "data": data, "flags": f"--attn_impl {impl}", "steps": 16}

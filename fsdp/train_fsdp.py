@@ -63,8 +63,8 @@ class FsdpArgs:
         "and backward, not once a step: less memory, more communication, the more with GA"
     )  # fmt: skip
     copy_engines: bool | None = flag(
-        None, "gathers and sums in bf16 and fp16 by the GPUs' copy engines in the place of NCCL's "
-        "kernels; unset: on one node with NVLink"
+        None, "blocks' gathers and sums in bf16 and fp16 by the GPUs' copy engines in the place of "
+        "NCCL's kernels; unset: where blocks are large and NVLink joins the GPUs of one node"
     )  # fmt: skip
 
 
@@ -206,7 +206,8 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
     if wrap:
         wrap_ends(model, plan)
         if plan.dtype != torch.float32:
-            engines, why = copy_engines.choose(args.copy_engines, world)
+            largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
+            engines, why = copy_engines.choose(args.copy_engines, world, largest)
             plan.run.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
             accumulates = args.grad_accum_steps > 1
             spare_bytes(model, world, plan.dtype, accumulates, plan.compile, engines)

@@ -25,11 +25,16 @@ except ImportError:
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def choose(asked: bool | None, world: World) -> tuple[bool, str]:
+LARGE = 100_000_000  # parameters: on two H200, units of 193M gained by them, units of 63M did not
+
+
+def choose(asked: bool | None, world: World, unit: int) -> tuple[bool, str]:
     """(whether to use them, the reason). asked: None leaves the choice to this; True raises
-    UserError where they can't be used. Every rank calls."""
+    UserError where they can't be used. unit: parameters of one gather. Every rank calls."""
     if asked is False:
         return False, "as asked"
+    if asked is None and unit < LARGE:
+        return False, f"{unit / 1e6:.0f}M parameters at a time are too few to gain by them"
     reason = cannot(world)
     if asked and reason:
         raise UserError(f"--copy_engines: {reason}")
@@ -88,13 +93,14 @@ class _Segment:
         n_bytes = max(16, math.ceil(n_bytes / 2**21) * 2) * 2**20
         with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
             self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        # PyTorch 2.11 fills new memory with zeros on the default stream, which gets there when it
+        # has done the work before: over what side streams had copied (a head of zeros, once), and
+        # over what a peer had signalled, who then waits for ever. A rendezvous waits for all.
+        torch.cuda.synchronize()
         self.handle = symmetric.rendezvous(self.memory, dist.group.WORLD.group_name)
         if self.handle.buffer_ptrs[self.handle.rank] != self.memory.data_ptr():
             raise RuntimeError("a block of symmetric memory is shared")
         self.lent_to = lambda: None
-        # PyTorch 2.11 fills a new segment with zeros on the default stream, which gets there when
-        # it has done the work before: over what side streams had copied. A head of zeros, once.
-        torch.cuda.synchronize()
 
     def lend(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.of(self.handle.rank, n, dtype)

@@ -21,6 +21,16 @@ MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
         (None, H200, 2, {}, None, False, "not measured over None"),
         (True, H200, 2, {}, "PIX", True, "as asked"),
         (False, H200, 2, {}, "NV18", False, "as asked"),
+        (
+            None,
+            H200,
+            2,
+            {"unit": 63_000_000},
+            "NV18",
+            False,
+            "63M parameters at a time",
+        ),
+        (True, H200, 2, {"unit": 63_000_000}, "NV18", True, "as asked"),
         (None, MI100, 2, {}, "XGMI", False, "for NVIDIA's GPUs"),
         (None, H200, 1, {}, "NV18", False, "nobody to copy from"),
         (None, H200, 4, {}, "NV18", False, "for one node, and this one has 2 of 4 ranks"),
@@ -49,9 +59,9 @@ def test_the_choice(asked, device, world, change, link, chosen, reason, monkeypa
     here = World(1, world, 1, torch.device("cuda", 1))
     if chosen is UserError:
         with pytest.raises(UserError, match=f"--copy_engines: .*{reason}"):
-            copy_engines.choose(asked, here)
+            copy_engines.choose(asked, here, change.get("unit", 193_000_000))
     else:
-        found, why = copy_engines.choose(asked, here)
+        found, why = copy_engines.choose(asked, here, change.get("unit", 193_000_000))
         assert found == chosen and reason in why
 
 
@@ -62,7 +72,7 @@ from llm_demo.dist import start, run
 
 def main():
     world = start()
-    assert copy_engines.choose(True, world) == (True, "as asked")
+    assert copy_engines.choose(True, world, 1) == (True, "as asked")
     n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)

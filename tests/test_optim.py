@@ -16,6 +16,7 @@ from llm_demo.optim import (
 )
 
 CPU = torch.device("cpu")
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def small_model():
@@ -51,8 +52,8 @@ def compiled(request, monkeypatch):
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
 def test_clipped_step_equals_torch(clip, compiled):
-    mine, plain = small_model(), small_model()
-    x = torch.randn(7, 6)
+    mine, plain = small_model().to(HERE), small_model().to(HERE)
+    x = torch.randn(7, 6, device=HERE)
     ours = make_adamw(mine.parameters(), 1e-2, 0.1, compiled)
     theirs = torch.optim.AdamW(
         [{"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.1},
@@ -64,7 +65,7 @@ def test_clipped_step_equals_torch(clip, compiled):
             group["lr"] = 1e-2 / (step + 1)
         mine(x).square().sum().backward()
         plain(x).square().sum().backward()
-        norm = clipped_step(ours, clip, LossScale(torch.float32, CPU))
+        norm = clipped_step(ours, clip, LossScale(torch.float32, HERE))
         expected = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         theirs.step()
         theirs.zero_grad()
@@ -75,14 +76,14 @@ def test_clipped_step_equals_torch(clip, compiled):
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_a_non_finite_norm_skips_the_step(bad, compiled):
-    model = small_model()
+    model = small_model().to(HERE)
     optimizer = make_adamw(model.parameters(), 1e-2, 0.1, compiled)
-    scale = LossScale(torch.float16, CPU)
-    model(torch.randn(7, 6)).sum().backward()
+    scale = LossScale(torch.float16, HERE)
+    model(torch.randn(7, 6, device=HERE)).sum().backward()
     clipped_step(optimizer, 1.0, scale)
     before = [p.clone() for p in model.parameters()]
     moments = [s["exp_avg"].clone() for s in optimizer.state.values()]
-    model(torch.randn(7, 6)).sum().backward()
+    model(torch.randn(7, 6, device=HERE)).sum().backward()
     model[0].weight.grad[0, 0] = bad
     assert not clipped_step(optimizer, 1.0, scale).isfinite()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
