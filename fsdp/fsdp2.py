@@ -40,7 +40,7 @@ def spare_bytes(
         if accumulates and compiles:
             add_together(unit)
         # Not embedding and head: what is shared stays allocated, and theirs is large for its use
-        by_engines = engines and isinstance(unit, Blocks) and hasattr(unit, "set_custom_all_gather")
+        by_engines = engines and isinstance(unit, Blocks)
         if few and not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
             unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines))
         if by_engines:

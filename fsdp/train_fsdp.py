@@ -63,8 +63,9 @@ class FsdpArgs:
         "and backward, not once a step: less memory, more communication, the more with GA"
     )  # fmt: skip
     copy_engines: bool | None = flag(
-        None, "blocks' gathers and sums in bf16 and fp16 by the GPUs' copy engines in the place of "
-        "NCCL's kernels; unset: where blocks are large and NVLink joins the GPUs of one node"
+        None, "in bf16 and fp16, blocks' gathers, and without accumulation the exchange of their "
+        "gradients, by the GPUs' copy engines in the place of NCCL's kernels; unset: where blocks "
+        "are large and NVLink joins the GPUs of one node"
     )  # fmt: skip
 
 
@@ -209,6 +210,7 @@ def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
             largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
             engines, why = copy_engines.choose(args.copy_engines, world, largest)
             plan.run.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
+            plan.run.resolved["copy_engines"] = engines
             accumulates = args.grad_accum_steps > 1
             spare_bytes(model, world, plan.dtype, accumulates, plan.compile, engines)
     allocate(model, world.device)

@@ -1,8 +1,8 @@
 """Collectives between the GPUs of one node by their copy engines.
 
-NCCL's kernels hold multiprocessors for as long as an operation is under way, waiting included, and
-matrix products beside them are slower for it. Here a rank copies from the others' memory, which
-takes none. PyTorch's symmetric memory lends that memory; it and its barriers are alpha."""
+NCCL's kernels hold multiprocessors for as long as an operation is under way, and matrix products
+beside them are slower for it. Here a rank copies from the others' memory; copies hold none, only
+the barriers around them hold one. PyTorch's symmetric memory lends that memory; it is alpha."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from llm_demo.device import link, this_device
+from llm_demo.device import links, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
 
@@ -40,17 +40,22 @@ def choose(asked: bool | None, world: World, unit: int) -> tuple[bool, str]:
         raise UserError(f"--copy_engines: {reason}")
     if reason or asked:
         return not reason, reason or "as asked"
-    how = from_rank0(world, link)
-    if not str(how).startswith("NV"):
-        return False, f"not measured over {how}; --copy_engines tries it"
-    return True, "they take no multiprocessors from matrix products"
+    found = from_rank0(world, links)
+    if not found or any(not kind.startswith("NV") for kind in found):
+        return False, f"not measured over {found or 'this link'}; --copy_engines tries it"
+    return True, "copies take no multiprocessors from matrix products"
 
 
 def cannot(world: World) -> str | None:
     """Why the ranks can't copy from one another, the same on all; None if they can."""
     reasons = [None] * world.size
-    for step in (_lacks, _fails):  # the second is a collective: not before all have what it needs
-        dist.all_gather_object(reasons, step(world))
+    # The later two wait for the other ranks: not before all are ready for that.
+    for step in (_lacks, _cannot_share, _cannot_gather):
+        try:
+            reason = step(world)
+        except (AttributeError, RuntimeError, TypeError) as e:
+            reason = f"a first gather failed: {e}".splitlines()[0]
+        dist.all_gather_object(reasons, reason)
         if found := next(filter(None, reasons), None):
             return found
     return None
@@ -59,30 +64,31 @@ def cannot(world: World) -> str | None:
 def _lacks(world: World) -> str | None:
     device = this_device(world.device.index or 0)
     if device.vendor != "nvidia":
-        return "for NVIDIA's GPUs"
+        return "only NVIDIA's GPUs have been tried"
     if world.size == 1:
         return "one GPU has nobody to copy from"
-    if world.local_size < world.size:
-        return f"for one node, and this one has {world.local_size} of {world.size} ranks"
+    if world.local_size < world.size or torch.cuda.device_count() < world.size:
+        return f"this node has not all {world.size} ranks"
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE forbids what they do"
-    others = [i for i in range(torch.cuda.device_count()) if i != world.device.index]
-    if not all(torch.cuda.can_device_access_peer(world.device.index, i) for i in others):
+    others = [i for i in range(world.size) if i != world.local_rank]
+    if not all(torch.cuda.can_device_access_peer(world.local_rank, i) for i in others):
         return "the GPUs can't reach each other's memory"
     if not hasattr(symmetric, "get_mem_pool"):
         return "this PyTorch has no pool of symmetric memory"
     return None
 
 
-def _fails(world: World) -> str | None:
-    try:
-        found = shared_empty(world.size * 8, torch.float32, world.device)
-        found.chunk(world.size)[world.rank].fill_(world.rank)
-        all_gather(found)
-        expected = torch.arange(world.size).repeat_interleave(8).tolist()
-        return None if found.tolist() == expected else "a first gather found other numbers"
-    except (AttributeError, RuntimeError, TypeError) as e:
-        return f"a first gather failed: {str(e).splitlines()[0]}"
+def _cannot_share(world: World) -> None:
+    shared_empty(world.size, torch.float32, world.device)
+
+
+def _cannot_gather(world: World) -> str | None:
+    found = shared_empty(world.size, torch.float32, world.device)
+    found[world.rank] = world.rank
+    all_gather(found)
+    right = found.tolist() == list(range(world.size))
+    return None if right else "a first gather found other numbers"
 
 
 class _Segment:
@@ -130,7 +136,7 @@ def shared_empty(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 def _segment_of(tensor: torch.Tensor) -> _Segment:
     begin = tensor.data_ptr()
-    return next(s for of in segments.values() for s in of if s.memory.data_ptr() == begin)
+    return next(s for some in segments.values() for s in some if s.memory.data_ptr() == begin)
 
 
 def all_gather(output: torch.Tensor) -> None:

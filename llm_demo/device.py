@@ -79,18 +79,21 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
 
 
-def link() -> str | None:
-    """How the first two GPUs reach each other, as the vendor's tool says: "NV18", "PIX", "XGMI"."""
+def links() -> list[str]:
+    """The ways in which this node's GPUs reach each other, that of the first two first, as the
+    vendor's tool calls them: "NV18", "PIX", "XGMI". Empty where it doesn't."""
     for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
         try:
             said = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
         lines = [line.split() for line in said.splitlines() if line.startswith("GPU")]
-        rows = {words[0]: words for words in lines if not words[1].startswith("GPU")}
-        if "GPU1" in rows:  # "GPU0   X   NV18 ..."
-            return rows["GPU0"][2]
-    return None
+        # "GPU0   X   NV18 ..."; without the table's head
+        rows = [words[1:] for words in lines if not words[1].startswith("GPU")]
+        pairs = [row[j] for i, row in enumerate(rows) for j in range(i + 1, len(rows))]
+        if pairs:
+            return list(dict.fromkeys(pairs))
+    return []
 
 
 def peak_memory_gb(device: torch.device) -> float:

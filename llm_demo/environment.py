@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from llm_demo.args import ROOT
-from llm_demo.device import link, this_device
+from llm_demo.device import links, this_device
 from llm_demo.dist import World
 
 
@@ -31,7 +31,7 @@ def environment(world: World) -> dict:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "device": str(this_device(world.device.index or 0)),
-        "link": link() if world.device.type == "cuda" else None,
+        "link": next(iter(links()), None) if world.device.type == "cuda" else None,
         "world_size": world.size,
         "platform": platform.platform(),
         # by hand where the files were copied without their .git

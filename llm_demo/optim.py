@@ -34,7 +34,7 @@ class CompiledAdamW(torch.optim.AdamW):
     LARGE = 1 << 23  # elements: a pass takes 55 us on an H200, its launch as much on the host
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self):
         divisor, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             lists = [[] for _ in range(6)]
@@ -52,14 +52,14 @@ class CompiledAdamW(torch.optim.AdamW):
                 )  # fmt: skip
             if not large:
                 continue
-            steps = [step for *_, step in large]
+            steps = [step for *_, step in large]  # all the same: each has a gradient in each step
             torch._foreach_add_(steps, 1 if skip is None else 1 - skip)
             # Scalars as tensors, made on the device: neither compiled anew nor waited for.
             one, taken = torch.ones_like(steps[0]), steps[0].double()
             numbers = [
                 one if divisor is None else divisor,
                 1 - one if skip is None else skip,
-                one - lr * decay,
+                one * (lr * decay),
                 (lr / (1 - beta1**taken)).float(),
                 (1 - beta2**taken).sqrt().float(),
             ]
@@ -73,13 +73,14 @@ def compiled_adamw():
     return torch.compile(_adamw, dynamic=False)
 
 
-def _adamw(p, g, m, v, divisor, skip, keep, size, root, beta1, beta2, eps):
+def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps):
     """As in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019), in place, or not
-    at all. keep: 1 - lr * decay; size: lr, unbiased; root: of the second moment's bias."""
+    at all. less: lr * decay; size: lr, unbiased; root: of the second moment's bias."""
     g = g / divisor
     new_m = m.lerp(g, 1 - beta1)
     new_v = v.lerp(g * g, 1 - beta2)
-    new_p = p * keep - size * new_m / (new_v.sqrt() / root + eps)
+    # not p * (1 - less): fp32 has no 1 - 2e-7, the decay of a usual lr, but only 1 - 1.8e-7
+    new_p = p - less * p - size * new_m / (new_v.sqrt() / root + eps)
     for old, new in ((p, new_p), (m, new_m), (v, new_v)):
         old.copy_(torch.where(skip > 0, old, new))
 

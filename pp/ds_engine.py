@@ -18,7 +18,7 @@ from packaging.version import Version
 from llm_demo.compiling import compiled_add
 from llm_demo.errors import UserError
 from llm_demo.model import Blocks
-from llm_demo.optim import LossScale, clipped_step
+from llm_demo.optim import CompiledAdamW, LossScale, clipped_step
 
 OLDEST = "0.19.3"
 
@@ -66,10 +66,6 @@ def join(device: torch.device) -> None:
     deepspeed.init_distributed(verbose=False)
 
 
-def quiet():
-    return contextlib.redirect_stdout(io.StringIO())
-
-
 def need(mapping, name):
     if name not in mapping:
         raise UserError(
@@ -77,6 +73,14 @@ def need(mapping, name):
             "patches to keep the numbers right; install the tested deepspeed==0.19.8"
         )
     return mapping[name]
+
+
+# ZeRO knows optimizers by their exact class.
+need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(CompiledAdamW)
+
+
+def quiet():
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 class _Cut(PipelineModule):
@@ -150,7 +154,6 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
         raise UserError("--dtype fp16: DeepSpeed has no fp16 on this device; take bf16 or fp32")
     config = {
         "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,  # the compiled AdamW
         **switches,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accum,

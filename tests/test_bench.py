@@ -126,23 +126,33 @@ def test_grids_and_names():
         assert work["pp"] == work["fsdp"]
 
 
+# cards bridged in pairs
+BRIDGED = """\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity
+GPU0\t X \tNV4\tSYS\tSYS\t0-31
+GPU1\tNV4\t X \tSYS\tSYS\t0-31
+GPU2\tSYS\tSYS\t X \tNV4\t0-31
+GPU3\tSYS\tSYS\tNV4\t X \t0-31
+"""
+
+
 @pytest.mark.parametrize(
     "tool, said, found",
     [
-        ("nvidia-smi", "\t\x1b[4mGPU0\tGPU1\x1b[0m\nGPU0\t X \tNV18\nGPU1\tNV18\t X ", "NV18"),
-        ("nvidia-smi", "\tGPU0\tCPU Affinity\nGPU0\t X \t0-31\t", None),
-        ("rocm-smi", "     GPU0    GPU1 \nGPU0   0    PCIE \nGPU1   PCIE   0 \n", "PCIE"),
-        ("none", "", None),
+        ("nvidia-smi", "\t\x1b[4mGPU0\tGPU1\x1b[0m\nGPU0\t X \tNV18\nGPU1\tNV18\t X ", ["NV18"]),
+        ("nvidia-smi", BRIDGED, ["NV4", "SYS"]),
+        ("nvidia-smi", "\tGPU0\tCPU Affinity\nGPU0\t X \t0-31\t", []),
+        ("rocm-smi", "     GPU0    GPU1 \nGPU0   0    PCIE \nGPU1   PCIE   0 \n", ["PCIE"]),
+        ("none", "", []),
     ],
 )
-def test_the_link_between_gpus(tool, said, found, monkeypatch):
+def test_the_links_between_gpus(tool, said, found, monkeypatch):
     def run(command, **_):
         if command[0] != tool:
             raise FileNotFoundError
         return subprocess.CompletedProcess(command, 0, stdout=said)
 
     monkeypatch.setattr("llm_demo.device.subprocess.run", run)
-    assert device.link() == found
+    assert device.links() == found
 
 
 def test_the_readmes_tables_are_those_of_the_results():

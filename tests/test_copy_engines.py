@@ -4,7 +4,9 @@ import pytest
 import torch
 from conftest import torchrun
 
+from fsdp import fsdp2
 from llm_demo import copy_engines
+from llm_demo.comm import CommTimer
 from llm_demo.device import Device
 from llm_demo.dist import World
 from llm_demo.errors import UserError
@@ -13,56 +15,88 @@ H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
 
 
+LARGE = 193_000_000
+NV, FEW = ["NV18"], 63_000_000
+
+
 @pytest.mark.parametrize(
-    "asked, device, world, change, link, chosen, reason",
+    "asked, device, world, change, chosen, reason",
     [
-        (None, H200, 2, {}, "NV18", True, "no multiprocessors"),
-        (None, H200, 2, {}, "PIX", False, "not measured over PIX; --copy_engines tries it"),
-        (None, H200, 2, {}, None, False, "not measured over None"),
-        (True, H200, 2, {}, "PIX", True, "as asked"),
-        (False, H200, 2, {}, "NV18", False, "as asked"),
-        (
-            None,
-            H200,
-            2,
-            {"unit": 63_000_000},
-            "NV18",
-            False,
-            "63M parameters at a time",
-        ),
-        (True, H200, 2, {"unit": 63_000_000}, "NV18", True, "as asked"),
-        (None, MI100, 2, {}, "XGMI", False, "for NVIDIA's GPUs"),
-        (None, H200, 1, {}, "NV18", False, "nobody to copy from"),
-        (None, H200, 4, {}, "NV18", False, "for one node, and this one has 2 of 4 ranks"),
-        (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, "NV18", False, "NCCL_P2P_DISABLE"),
-        (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, "NV18", UserError, "NCCL_P2P_DISABLE"),
-        (None, H200, 2, {"peers": False}, "NV18", False, "can't reach"),
-        (None, H200, 2, {"pool": False}, "NV18", False, "no pool"),
-        (None, H200, 2, {"fails": "a first gather failed: x"}, "NV18", False, "gather failed: x"),
+        (None, H200, 2, {}, True, "no multiprocessors"),
+        (None, H200, 2, {"links": ["PIX"]}, False, "over ['PIX']; --copy_engines tries it"),
+        (None, H200, 2, {"links": ["NV4", "SYS"]}, False, "over ['NV4', 'SYS']"),
+        (None, H200, 2, {"links": []}, False, "not measured over this link"),
+        (True, H200, 2, {"links": ["PIX"]}, True, "as asked"),
+        (False, H200, 2, {}, False, "as asked"),
+        (None, H200, 2, {"unit": FEW}, False, "63M parameters at a time"),
+        (True, H200, 2, {"unit": FEW}, True, "as asked"),
+        (None, MI100, 2, {}, False, "only NVIDIA's GPUs"),
+        (None, H200, 1, {}, False, "nobody to copy from"),
+        (None, H200, 4, {}, False, "not all 4 ranks"),
+        (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, False, "NCCL_P2P_DISABLE"),
+        (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, UserError, "NCCL_P2P_DISABLE"),
+        (None, H200, 2, {"reach": {0: False}}, False, "can't reach"),
+        (None, H200, 2, {"reach": {2: False, 3: False}}, True, "no multiprocessors"),
+        (None, H200, 2, {"symmetric": None}, False, "no pool"),
+        (None, H200, 2, {"fails": "_cannot_share"}, False, "a first gather failed: no memory"),
+        (None, H200, 2, {"fails": "_cannot_gather"}, False, "a first gather failed: no memory"),
+        (True, H200, 2, {"fails": "_cannot_gather"}, UserError, "a first gather failed"),
     ],
 )
-def test_the_choice(asked, device, world, change, link, chosen, reason, monkeypatch):
+def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(world, 2)))
     monkeypatch.setenv("NCCL_P2P_DISABLE", change.get("NCCL_P2P_DISABLE", "0"))
-    monkeypatch.setattr(copy_engines, "this_device", lambda index: device)
-    monkeypatch.setattr(copy_engines, "from_rank0", lambda world, make: make())
-    monkeypatch.setattr(copy_engines, "link", lambda: link)
-    monkeypatch.setattr(copy_engines, "_fails", lambda world: change.get("fails"))
-    monkeypatch.setattr(copy_engines, "symmetric", type("S", (), {"get_mem_pool": 1}))
-    if not change.get("pool", True):
-        monkeypatch.setattr(copy_engines, "symmetric", None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    can = change.get("peers", True)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: can)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    reach = change.get("reach", {})
+    can_reach = lambda mine, other: reach.get(other, mine == 1)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
+    parts = {
+        "this_device": lambda index: device,
+        "from_rank0": lambda world, make: make(),
+        "links": lambda: change.get("links", NV),
+        "symmetric": change.get("symmetric", type("S", (), {"get_mem_pool": 1})),
+        "_cannot_share": lambda world: None,
+        "_cannot_gather": lambda world: None,
+    }
+    if "fails" in change:
+        parts[change["fails"]] = fails
+    for name, part in parts.items():
+        monkeypatch.setattr(copy_engines, name, part)
     gathered = lambda found, mine: found.__setitem__(slice(None), [None, mine])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
-    here = World(1, world, 1, torch.device("cuda", 1))
+    arguments = asked, World(1, world, 1, torch.device("cuda", 1)), change.get("unit", LARGE)
     if chosen is UserError:
         with pytest.raises(UserError, match=f"--copy_engines: .*{reason}"):
-            copy_engines.choose(asked, here, change.get("unit", 193_000_000))
+            copy_engines.choose(*arguments)
     else:
-        found, why = copy_engines.choose(asked, here, change.get("unit", 193_000_000))
+        found, why = copy_engines.choose(*arguments)
         assert found == chosen and reason in why
+
+
+def fails(world):
+    raise RuntimeError("no memory\nand more")
+
+
+def test_nobody_waits_for_a_rank_that_lacks_something(monkeypatch):
+    monkeypatch.setattr(copy_engines, "_lacks", lambda world: None)  # it has all; another hasn't
+    monkeypatch.setattr(copy_engines, "_cannot_share", lambda world: pytest.fail("would wait"))
+    gathered = lambda found, mine: found.__setitem__(slice(None), [mine, "lacks it"])  # noqa: E731
+    monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
+    assert copy_engines.cannot(World(0, 2, 0, torch.device("cuda", 0))) == "lacks it"
+
+
+def test_the_timer_sees_what_fsdp_copies(monkeypatch):
+    monkeypatch.setattr(copy_engines, "all_gather", lambda output: None)
+    monkeypatch.setattr(copy_engines, "all_to_all", lambda input: [input.clone()] * 2)
+    timer = CommTimer(torch.device("cpu"), 0, 2)
+    timer.install()
+    sent, total = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
+    fsdp2.GatherByEngines()(total, None, None)
+    how = fsdp2.SumInFp32(torch.bfloat16, compiles=False, engines=True)
+    how(total, sent, None, torch.distributed.ReduceOp.SUM)
+    timer.remove()
+    assert [op[0][0] for op in timer.take()[0]] == ["copied all_gather", "copied all_to_all"]
+    assert total.tolist() == [2] * 4
 
 
 COPIES = """
@@ -102,8 +136,9 @@ run(main)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 def test_what_is_copied_is_whole(tmp_path):
     """On a busy GPU, too: PyTorch 2.11 erases new memory after it has been written, if let."""
+    if reason := copy_engines._lacks(World(0, 2, 0, torch.device("cuda", 0))):
+        pytest.skip(reason)
     (tmp_path / "copies.py").write_text(COPIES)
     torchrun(2, tmp_path / "copies.py")

@@ -10,6 +10,7 @@ from conftest import ROOT, torchrun
 
 from llm_demo.errors import UserError
 from llm_demo.model import load_config, skeleton
+from llm_demo.optim import make_adamw
 from pp import ds_engine
 from pp.stages import costs, describe_split, layer_specs, split
 
@@ -81,6 +82,14 @@ def test_an_old_deepspeed_is_refused():
 def test_a_patch_point_that_is_gone_is_an_error():
     with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
         ds_engine.need({}, "_exec_magic")
+
+
+def test_zero_takes_both_kinds_of_adamw():
+    """Else DeepSpeed stops, wherever AdamW is compiled: on GPUs."""
+    known = ds_engine.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
+    for compiled in (False, True):
+        params = [torch.nn.Parameter(torch.ones(2, 2))]
+        assert type(make_adamw(params, 1e-3, 0.1, compiled)) in known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -46,7 +46,7 @@ def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
-    monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 6)  # of 30, 5, 5, 5, 5 and 1 elements
+    monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 5)  # of 30, 5, 5, 5, 5 and 1 elements
     return request.param
 
 
@@ -92,6 +92,34 @@ def test_a_non_finite_norm_skips_the_step(bad, compiled):
     assert all(s["step"] == 1 for s in optimizer.state.values())
     assert scale.scale == 2.0**15
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("compiled", [True], indirect=True)
+def test_a_small_rate_decays_by_its_share(compiled):
+    """1 - 9.2e-8 is not in fp32: 1 - 1.2e-7 is, and would decay by a third more."""
+    torch.manual_seed(0)
+    matrix = nn.Parameter(torch.rand(100, 100, device=HERE) + 1)
+    optimizer = make_adamw([matrix], 9.2e-6, 0.01, compiled)
+    before = matrix.detach().double()
+    for _ in range(100):
+        matrix.grad = torch.zeros_like(matrix)
+        clipped_step(optimizer, 1.0, LossScale(torch.float32, HERE))
+    gone = (before - matrix.double()).sum() / before.sum()
+    assert gone.item() == pytest.approx(100 * 9.2e-8, rel=0.2)  # parameters are rounded, too
+
+
+def test_a_first_step_may_be_skipped(compiled):
+    models = [small_model().to(HERE) for _ in range(2)]
+    x = torch.randn(7, 6, device=HERE)
+    for model, skips in zip(models, (1, 0), strict=True):
+        optimizer = make_adamw(model.parameters(), 1e-2, 0.1, compiled)
+        for step in range(skips + 2):
+            model(x).square().sum().backward()
+            if step < skips:
+                model[0].weight.grad[0, 0] = math.nan
+            clipped_step(optimizer, 1.0, LossScale(torch.float32, HERE))
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_loss_scale_grows_after_good_steps_and_is_1_in_other_dtypes():
