@@ -9,11 +9,10 @@ import sys
 import torch
 import torch.distributed as dist
 
+from llm_demo import optim
 from llm_demo.dist import start
-from llm_demo.optim import CompiledAdamW
 
 KIND, CASES = sys.argv[1:]
-CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 record = {"steps": [], "after_step": [], "case": {}}
 
 
@@ -120,7 +119,17 @@ def watch_pp():
     return script, params
 
 
+def make_adamw(*args, make=optim.make_adamw):
+    """With activation checkpointing the AdamW of a GPU, compiled; on a CPU what would be."""
+    *args, compiled = args
+    return make(*args, compiled or "--use_activation_checkpointing true" in " ".join(sys.argv))
+
+
+optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
+if not torch.cuda.is_available():
+    optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
 script, params = {"fsdp": watch_fsdp, "pp": watch_pp}[KIND]()
+script.make_adamw = make_adamw
 world = start()
 script.start = lambda: world  # one process group for all cases
 for case in json.load(open(CASES)):
