@@ -29,7 +29,7 @@ def spare_bytes(
 ) -> None:
     """Change every unit of a sharded model, before its first step. dtype: what it computes in, bf16
     or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here.
-    engines: so do copy engines."""
+    engines: blocks travel by copy engines (copy_engines.choose)."""
     cast_in_copy()
     # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
     # node: with more than two GPUs in each node that is less.
@@ -83,7 +83,7 @@ class SumInFp32:
         else:
             found = torch.empty_like(input_tensor)
             dist.all_to_all_single(found, input_tensor, group=group)
-            parts = list(found.chunk(group.size()))
+            parts = found.chunk(group.size())
         self.sum(output_tensor, parts)
 
 

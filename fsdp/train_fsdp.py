@@ -38,6 +38,7 @@ from llm_demo.optim import (
     Shards,
     adam_steps,
     clipped_step,
+    compiles_adamw,
     copy_masters,
     fill_adam_state,
     lr_at,
@@ -103,7 +104,8 @@ def main() -> None:
     plan.run.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
 
     # optimizer
-    optimizer = make_adamw(params, plan.lr, args.weight_decay, plan.compile)
+    compiled = compiles_adamw(plan.compile, n_params, world.size)
+    optimizer = make_adamw(params, plan.lr, args.weight_decay, compiled)
     update_model = None if args.fsdp else copy_masters(optimizer, model, params)
     loss_scale = LossScale(plan.dtype, world.device)
     # taken now: after an evaluation the model has its gathered weights for parameters

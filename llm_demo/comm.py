@@ -10,7 +10,8 @@ where a pipeline sends and receives. On a CPU the clock is read instead.
     wait     busy that was no transfer: each operation's time beyond the shortest of the same
              operation over its ranks; a send and its receive are one operation, matched by order
 
-profiling.py measures the same from a profiler's trace.
+profiling.py takes busy and wait from a profiler's trace; exposed is there what goes on while no
+kernel runs, waits for the host included and waits beside another stream's kernels not.
 """
 
 import contextlib

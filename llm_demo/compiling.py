@@ -56,7 +56,7 @@ def compiled_add():
 
 
 def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """The sum of `parts` in the dtype of `out`."""
+    """out = the sum of `parts`, tensors of its shape, added in its dtype."""
     out.copy_(parts[0])
     for part in parts[1:]:
         out.add_(part)

@@ -80,16 +80,15 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
 
 
 def links() -> list[str]:
-    """The ways in which this node's GPUs reach each other, that of the first two first, as the
-    vendor's tool calls them: "NV18", "PIX", "XGMI". Empty where it doesn't."""
+    """The ways in which this node's GPUs reach each other, hidden ones too, that of the first two
+    first, as the vendor's tool calls them: "NV18", "PIX", "XGMI". Empty where it names none."""
     for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
         try:
             said = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
-        lines = [line.split() for line in said.splitlines() if line.startswith("GPU")]
-        # "GPU0   X   NV18 ..."; without the table's head
-        rows = [words[1:] for words in lines if not words[1].startswith("GPU")]
+        # "GPU0   X   NV18 ..."; the table's head is indented
+        rows = [line.split()[1:] for line in said.splitlines() if line.startswith("GPU")]
         pairs = [row[j] for i, row in enumerate(rows) for j in range(i + 1, len(rows))]
         if pairs:
             return list(dict.fromkeys(pairs))

@@ -80,8 +80,9 @@ class StepProfiler:
 
 
 def analyse(trace: dict, steps: int) -> dict:
-    """One rank's trace of so many steps -> ms of one step: total, compute, comm, exposed, idle; the
-    operations {key: ms} of all steps; kernels {name: (ms, count)}; kinds {kind: (count, bytes)}."""
+    """One rank's trace of so many steps -> ms of one step: total, compute, comm (busy), exposed (of
+    that, while no kernel ran), idle; the operations {key: ms} of all steps; kernels {name: (ms,
+    count)}; kinds {kind: (count, bytes)}."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]

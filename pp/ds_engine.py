@@ -66,6 +66,10 @@ def join(device: torch.device) -> None:
     deepspeed.init_distributed(verbose=False)
 
 
+def quiet():
+    return contextlib.redirect_stdout(io.StringIO())
+
+
 def need(mapping, name):
     if name not in mapping:
         raise UserError(
@@ -75,12 +79,8 @@ def need(mapping, name):
     return mapping[name]
 
 
-# ZeRO knows optimizers by their exact class.
+# ZeRO takes only optimizers whose exact class it lists.
 need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(CompiledAdamW)
-
-
-def quiet():
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 class _Cut(PipelineModule):

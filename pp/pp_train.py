@@ -20,8 +20,8 @@ from llm_demo.data import boundaries, to_device
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
 from llm_demo.loss import learnt
-from llm_demo.model import skeleton
-from llm_demo.optim import lr_at, make_adamw
+from llm_demo.model import param_count, skeleton
+from llm_demo.optim import compiles_adamw, lr_at, make_adamw
 from llm_demo.plan import (
     heldout_rows,
     make_plan,
@@ -86,13 +86,14 @@ def main() -> None:
     # model: each stage makes its own layers only
     ds_engine.join(world.device)
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)
+    compiled = compiles_adamw(plan.compile, param_count(lm), world.size)
     specs, bounds, layouts = stages.layer_specs(lm, plan, args, counts, world.device)
     loss_fn = functools.partial(stages.loss_fn, compiled=plan.compile)
     kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
     module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
-    optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay, plan.compile)
+    optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay, compiled)
     config = ds_engine.engine_config(
         switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm
     )

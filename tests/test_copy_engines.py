@@ -23,8 +23,8 @@ NV, FEW = ["NV18"], 63_000_000
     "asked, device, world, change, chosen, reason",
     [
         (None, H200, 2, {}, True, "no multiprocessors"),
-        (None, H200, 2, {"links": ["PIX"]}, False, "over ['PIX']; --copy_engines tries it"),
-        (None, H200, 2, {"links": ["NV4", "SYS"]}, False, "over ['NV4', 'SYS']"),
+        (None, H200, 2, {"links": ["PIX"]}, False, "over PIX; --copy_engines tries it"),
+        (None, H200, 2, {"links": ["NV4", "SYS"]}, False, "over NV4, SYS"),
         (None, H200, 2, {"links": []}, False, "not measured over this link"),
         (True, H200, 2, {"links": ["PIX"]}, True, "as asked"),
         (False, H200, 2, {}, False, "as asked"),
@@ -38,9 +38,9 @@ NV, FEW = ["NV18"], 63_000_000
         (None, H200, 2, {"reach": {0: False}}, False, "can't reach"),
         (None, H200, 2, {"reach": {2: False, 3: False}}, True, "no multiprocessors"),
         (None, H200, 2, {"symmetric": None}, False, "no pool"),
-        (None, H200, 2, {"fails": "_cannot_share"}, False, "a first gather failed: no memory"),
-        (None, H200, 2, {"fails": "_cannot_gather"}, False, "a first gather failed: no memory"),
-        (True, H200, 2, {"fails": "_cannot_gather"}, UserError, "a first gather failed"),
+        (None, H200, 2, {"fails": "_cannot_share"}, False, "a first try failed: no memory"),
+        (None, H200, 2, {"fails": "_cannot_gather"}, False, "a first try failed: no memory"),
+        (True, H200, 2, {"fails": "_cannot_gather"}, UserError, "a first try failed"),
     ],
 )
 def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
