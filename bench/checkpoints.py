@@ -23,7 +23,8 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from bench.run import DEFAULTS, RESULTS, SMALL, command_of, environment_of, run_command
+from bench.presets import DEFAULTS, SMALL
+from bench.run import RESULTS, command_of, environment_of, run_command
 from llm_demo.args import ROOT
 from llm_demo.checkpoint_files import read, shapes_of
 from llm_demo.device import DTYPES

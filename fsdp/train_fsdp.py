@@ -79,6 +79,8 @@ def main() -> None:
     # decisions and data
     plan = make_plan(args, world, "fsdp", replicas=world.size)
     B, S = args.micro_batch_size, args.seq_len
+    if args.copy_engines and not (args.fsdp and plan.dtype != torch.float32):
+        raise UserError("--copy_engines: they serve FSDP in bf16 or fp16")
     if args.estimate:
         plan.run.say(estimate.describe(estimate.of_fsdp(plan, args, world.size)))
         return
@@ -87,9 +89,6 @@ def main() -> None:
     if checkpoints.first_step >= plan.max_steps:
         checkpoints.nothing_left()
         return
-
-    if args.copy_engines and not (args.fsdp and plan.dtype != torch.float32):
-        raise UserError("--copy_engines: they serve FSDP in bf16 or fp16")
 
     # model
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)

@@ -2,7 +2,10 @@
 
 NCCL's kernels hold multiprocessors for as long as an operation is under way, and matrix products
 beside them are slower for it. Here a rank copies from the others' memory; copies hold none, only
-the barriers around them hold one. PyTorch's symmetric memory lends that memory; it is alpha."""
+the barriers around them hold one. PyTorch's symmetric memory lends that memory; it is alpha.
+
+FSDP2 can gather so by itself in versions after PyTorch 2.11 (set_symm_mem_for_comm), but then takes
+no other exchange of gradients than its own."""
 
 import math
 import os

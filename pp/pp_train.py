@@ -86,13 +86,14 @@ def main() -> None:
     # model: each stage makes its own layers only
     ds_engine.join(world.device)
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)
-    compiled = compiles_adamw(plan.compile, param_count(lm), world.size)
+    n_params = param_count(lm)
     specs, bounds, layouts = stages.layer_specs(lm, plan, args, counts, world.device)
     loss_fn = functools.partial(stages.loss_fn, compiled=plan.compile)
     kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
     module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
+    compiled = compiles_adamw(plan.compile, n_params, world.size)
     optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay, compiled)
     config = ds_engine.engine_config(
         switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm

@@ -1,7 +1,6 @@
-"""Runs that stop and go on: to the bit, on other shapes, past damage, after any kill."""
+"""Checkpoints as files: which is found, past damage, after any kill."""
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -14,107 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run, torchrun
+from conftest import ROOT, run
 
-from bench.checkpoints import tensors
 from llm_demo import checkpoint, checkpoint_files
 from llm_demo.dist import World
 from llm_demo.errors import UserError
-
-TINY = ROOT / "models/qwen3-tiny"
-KEPT = ("train/loss", "train/grad_norm", "train/lr", "data/tokens", "data/label_tokens")
-STEPS, AT = 4, 2  # the whole run, and where it is taken up again
-
-
-# ---------------------------------------------------------------- going on, to the bit
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Trains cases {name: flags} of one script in one set of processes; -> the folder of all."""
-    folder = tmp_path_factory.mktemp("runs")
-    lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
-    (folder / "data.jsonl").write_text("\n".join(lines[:60]))  # 30 rows: an epoch ends on the way
-
-    def train(kind, processes, cases):
-        listed = []
-        for name, flags in cases.items():
-            argv = [
-                "--model_name_or_path", str(TINY), "--train_json", str(folder / "data.jsonl"),
-                "--eval_json", "none", "--seq_len", "64", "--sample_tokens", "0",
-                "--max_steps", str(STEPS), "--lr", "1e-3", "--warmup_steps", "2", "--seed", "3",
-                "--save_every", str(AT), "--keep_last", "0", "--output_dir", str(folder / name),
-                *(f.format(folder=folder) for f in flags),
-            ]  # fmt: skip
-            listed.append({"argv": argv, "out": str(folder / f"{name}.out"), "quiet": True})
-        file = folder / f"{kind}{processes}-{len(list(folder.iterdir()))}.json"
-        file.write_text(json.dumps(listed))
-        return torchrun(processes, ROOT / "tests/parity_worker.py", kind, file)
-
-    train.folder = folder
-    return train
-
-
-def steps_of(run):
-    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
-    return {line["step"]: [line[k] for k in KEPT] for line in lines if "train/loss" in line}
-
-
-def assert_same(folder, one, other, tolerance=0.0):
-    """From step AT on both runs log the same numbers, and end with the same tensors."""
-    a, b = steps_of(folder / one), steps_of(folder / other)
-    assert min(b) == AT + 1, "it began at the beginning"
-    for step in range(AT + 1, STEPS + 1):
-        assert b[step] == (pytest.approx(a[step], rel=tolerance) if tolerance else a[step]), step
-    last = f"checkpoints/step_{STEPS:08d}"
-    a, b = tensors(folder / one / last), tensors(folder / other / last)
-    assert a.keys() == b.keys() and len(a) == 3 * 68
-    for name, t in a.items():
-        if tolerance:
-            assert (t - b[name]).norm() <= 100 * tolerance * t.norm(), name
-        else:
-            assert torch.equal(t, b[name]), name
-        assert t.any(), name
-
-
-def resumed(name, *flags):
-    return [*flags, "--resume", f"{{folder}}/{name}/checkpoints/step_{AT:08d}"]
-
-
-def test_goes_on_to_the_bit_and_on_other_shapes(runs):
-    """12 rows a step of 30: step 2 ends in mid-epoch, step 3 in the next one."""
-    fp32 = ["--dtype", "fp32", "--use_activation_checkpointing", "--micro_batch_size", "2"]
-    fp16, bf16 = (["--dtype", name, "--micro_batch_size", "2"] for name in ("fp16", "bf16"))
-    pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
-    heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
-    runs("fsdp", 2, {
-        "fsdp": [*fp32, *fsdp, *heldout],
-        "fsdp-again": resumed("fsdp", *fp32, *fsdp, "--no_save_async"),
-        "fsdp16": [*fp16, *fsdp], "fsdp16-again": resumed("fsdp16", *fp16, *fsdp),
-        "fsdpb": [*bf16, *fsdp], "fsdpb-again": resumed("fsdpb", *bf16, *fsdp),
-    })  # fmt: skip
-    one = ["--dtype", "fp32", "--micro_batch_size", "1"]
-    runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
-        "pp": [*fp32, *fsdp], "pp-again": resumed("pp", *fp32, *fsdp, "--no_save_async"),
-        "pp16": [*fp16, *fsdp], "pp16-again": resumed("pp16", *fp16, *fsdp),
-        "ppb": [*bf16, *fsdp], "ppb-again": resumed("ppb", *bf16, *fsdp),
-        "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
-        "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
-    })  # fmt: skip
-    runs("fsdp", 1, {
-        "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
-        "fsdp-from-pp": resumed("pp", *fp32, *pp),
-    })  # fmt: skip
-    runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
-    runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "fsdpb", "pp", "pp16", "ppb"):
-        assert_same(runs.folder, name, f"{name}-again")
-    others = ("4-stages", "v", "plain", "fsdp4")
-    for name in (*(f"{o}-from-fsdp" for o in others), "fsdp-from-pp", "1-stage-from-pp"):
-        assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
-
-
-# ---------------------------------------------------------------- files
 
 
 class Voice:

@@ -1,0 +1,89 @@
+"""Sets of rows to measure, and what a row is where it says nothing."""
+
+SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
+DEFAULTS = {
+    "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
+    "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
+}  # fmt: skip
+DUALPIPEV = "--schedule dualpipev"
+# What the first version of this project did: half of the parameters a stage, plain attention.
+SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
+
+# (micro, GA, ckpt, dtype, steps): fewer steps where one takes seconds
+_SEED = [(1, 1, False, "fp32", 32), (1, 1, True, "bf16", 32), (4, 8, True, "bf16", 16),
+         (4, 8, True, "fp32", 8), (4, 8, False, "fp32", 8), (8, 1, True, "bf16", 32),
+         (8, 4, True, "bf16", 16), (8, 8, True, "bf16", 16), (8, 8, True, "fp32", 6)]  # fmt: skip
+
+
+def _pairs(sweep, *schedules, **more):
+    """pp and FSDP on the same rows a step: FSDP's two replicas take half the GA each."""
+    rows = []
+    for ga in sweep:
+        rows.append({"engine": "pp", "micro": 8, "ga": ga, **more})
+        for name in schedules:
+            rows.append({**rows[-1], "flags": f"--schedule {name}"})
+        micro = 8 if ga > 1 else 4
+        rows.append({"engine": "fsdp", "micro": micro, "ga": max(1, ga // 2), **more})
+    return rows
+
+
+_8B = [
+    {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
+    {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
+    {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
+    {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8, "flags": DUALPIPEV},
+    {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
+    # the pipeline's tokens a step
+    {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
+]
+_NO_P2P = "NCCL_P2P_DISABLE=1"
+_SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
+_PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
+PRESETS = {
+    "smoke": [
+        {**row, "model": "models/qwen3-tiny", "micro": 2, "ga": 2, "seq_len": 128, "steps": 5,
+         "dtype": "fp32", "data": data}
+        for row, data in (({"engine": "fsdp"}, "full"), ({"engine": "pp"}, "packed"))
+    ],
+    "seed": [
+        {"engine": engine, "micro": m, "ga": ga, "ckpt": ckpt, "dtype": dtype, "steps": steps}
+        for m, ga, ckpt, dtype, steps in _SEED for engine in ("pp", "fsdp")
+    ],
+    "teff": _pairs((1, 2)) + _pairs((4, 8, 12), "dualpipev", steps=16),
+    "8b": _8B,
+    # each beside its peer
+    "speed": [
+        {"engine": "fsdp", "micro": 8},
+        {"engine": "torchtitan", "micro": 8},
+        {"engine": "fsdp", "micro": 16},
+        {"engine": "torchtitan", "micro": 16},
+        {"engine": "fsdp", "micro": 8, "ckpt": True},
+        {"engine": "torchtitan", "micro": 8, "ckpt": True},
+        {"engine": "fsdp", "micro": 8, "ga": 8, "steps": 16},
+        {"engine": "fsdp", "micro": 8, "flags": "--activation_memory_budget 0.6"},
+        {"engine": "fsdp", "micro": 16, "data": "packed"},
+        {"engine": "pp", "micro": 8, "ga": 8, "steps": 16},
+        {"engine": "pp", "micro": 8, "ga": 8, "steps": 16, "flags": DUALPIPEV},
+        {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12},
+        {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12, "flags": DUALPIPEV},
+        {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
+        *_8B,
+    ],
+    # through the host's memory; and through sockets, as slow as a network
+    "no_p2p": _pairs((2,), env=_NO_P2P, steps=10)
+    + _pairs((4, 8, 16), "dualpipev", env=_NO_P2P, steps=10),
+    "slow_link": _pairs((2,), env=_SOCKETS, steps=8)
+    + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
+    # events against the profiler, and without either
+    "timer": [
+        {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}
+        for engine, ga, steps, profiled in _PROFILED
+        for flags in (f"--profile_steps {profiled}", "--no_comm_timer")
+    ]
+    + [{"engine": "fsdp", "micro": 8, "flags": "--copy_engines --profile_steps 20:22"}],
+    # what a card without fused attention runs, forced: attention in math, whole rows or buckets
+    "math": [
+        {"engine": "fsdp", "micro": 8, "data": data, "flags": f"--attn_impl {impl}", "steps": 16}
+        for data in ("packed", "full") for impl in ("math", "bucketed_math")
+    ],
+}  # fmt: skip
