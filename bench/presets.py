@@ -80,7 +80,8 @@ PRESETS = {
         for engine, ga, steps, profiled in _PROFILED
         for flags in (f"--profile_steps {profiled}", "--no_comm_timer")
     ]
-    + [{"engine": "fsdp", "micro": 8, "flags": "--copy_engines --profile_steps 20:22"}],
+    # with copy engines, and with a host that is ahead of the device though it is profiled
+    + [{**_8B[0], "flags": "--reshard_after_forward --profile_steps 8:9"}],
     # what a card without fused attention runs, forced: attention in math, whole rows or buckets
     "math": [
         {"engine": "fsdp", "micro": 8, "data": data, "flags": f"--attn_impl {impl}", "steps": 16}

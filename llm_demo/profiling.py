@@ -4,7 +4,9 @@ Communication is known by its kernels' names, not by streams: on AMD their numbe
 On a CPU gloo's operations take the kernels' place."""
 
 import gzip
+import itertools
 import json
+import math
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -26,6 +28,7 @@ KIND = re.compile(
 )
 LAUNCH_GAP = 10  # microseconds
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CALLS = ("cuda_runtime", "cuda_driver")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
 
 
@@ -81,8 +84,9 @@ class StepProfiler:
 
 def analyse(trace: dict, steps: int) -> dict:
     """One rank's trace of so many steps -> ms of one step: total, compute, comm (busy), exposed (of
-    that, while no kernel ran), idle; the operations {key: ms} of all steps; kernels {name: (ms,
-    count)}; kinds {kind: (count, bytes)}."""
+    that, while no kernel ran though one was launched), idle (the rest of the total), host (of that,
+    waiting for the host); the operations {key: ms} of all steps; kernels {name: (ms, count)};
+    kinds {kind: (count, bytes)}."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
@@ -94,18 +98,21 @@ def analyse(trace: dict, steps: int) -> dict:
         work = [e for e in work if not e["name"].startswith(("record_param_comms", "c10d::"))]
     comm = [e for e in work if COMMUNICATES.search(e["name"])]
     rest = [e for e in work if not COMMUNICATES.search(e["name"])]
+    rest.sort(key=lambda e: e["ts"])
     begin = min((e["ts"] for e in work), default=0)
     end = max((e["ts"] + e["dur"] for e in work), default=0)
 
     def covered(chosen):
         return union((e["ts"], e["ts"] + e["dur"]) for e in chosen)
 
-    busy = covered(comm)
+    busy, for_host = covered(comm), []
     if on_cpu:  # an operation blocks: nothing else goes on
         compute, exposed = covered(work) - busy, busy
     else:
         compute = covered(rest)
-        running = bridged(sorted((e["ts"], e["ts"] + e["dur"]) for e in rest))
+        calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e["args"]]
+        for_host = waits_for_host(rest, {e["args"]["correlation"]: e["ts"] for e in calls})
+        running = bridged(sorted([*for_host, *((e["ts"], e["ts"] + e["dur"]) for e in rest)]))
         both = union([*running, *((e["ts"], e["ts"] + e["dur"]) for e in comm)])
         exposed = both - union(running)
     kernels, kinds, operations, counts = {}, {}, {}, defaultdict(int)
@@ -135,11 +142,27 @@ def analyse(trace: dict, steps: int) -> dict:
         "comm": busy / per_step,
         "exposed": exposed / per_step,
         "idle": (end - begin - compute - exposed) / per_step,
+        "host": union(for_host) / per_step,
         "operations": operations,
         "kernels": kernels,
         "kinds": {k: (ms, n / steps, size / steps) for k, (ms, n, size) in kinds.items()},
         "steps": steps,
     }
+
+
+def waits_for_host(kernels: list[dict], launched: dict) -> list[tuple]:
+    """When none of the kernels, in their order, ran because the host had launched no further one:
+    whatever communication was under way then, it held nothing up. launched: {correlation: time};
+    a kernel that it lacks counts as launched long before."""
+    times = [launched.get(e.get("args", {}).get("correlation"), -math.inf) for e in kernels]
+    # of each kernel and those after it, on other streams perhaps
+    times = list(itertools.accumulate(reversed(times), min))[::-1]
+    waits, reached = [], kernels[0]["ts"] if kernels else 0.0
+    for e, time in zip(kernels, times, strict=True):
+        if time > reached:
+            waits.append((reached, min(time + LAUNCH_GAP, e["ts"])))
+        reached = max(reached, e["ts"] + e["dur"])
+    return waits
 
 
 def bridged(intervals: list[tuple]) -> list[tuple]:
@@ -167,14 +190,18 @@ def page(title: str, figures: dict, top: int = 25) -> str:
     lines = [
         title,
         "",
-        "rank      total    compute  exposed comm   idle |  comm busy  waiting (ms)",
+        "rank      total        compute    exposed comm            idle  for the host |"
+        " comm busy  waiting (ms)",
     ]
     for r, rank in enumerate(figures["ranks"]):
         total = rank["total"]
         cells = " ".join(
             f"{rank[k]:8.2f} ({rank[k] / total:4.0%})" for k in ("compute", "exposed", "idle")
         )
-        lines.append(f"{r:4d} {total:10.2f} {cells} | {rank['comm']:9.2f} {rank['wait']:8.2f}")
+        lines.append(
+            f"{r:4d} {total:10.2f} {cells} {rank['host']:13.2f} | {rank['comm']:9.2f}"
+            f" {rank['wait']:8.2f}"
+        )
     lines += ["", "communication of rank 0: ms and number of operations a step, MB, GB/s"]
     for kind, (ms, n, size) in sorted(figures["ranks"][0]["kinds"].items()):
         rate = f"{size / ms / 1e6:8.1f}" if size else "     n/a"

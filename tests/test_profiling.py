@@ -1,4 +1,4 @@
-"""Where the time of a step goes, from recorded traces: an H200's, and the same in RCCL's names."""
+"""Where the time of a step goes, from recorded traces: H200s', and the same in RCCL's names."""
 
 import copy
 import gzip
@@ -9,7 +9,7 @@ from conftest import ROOT
 
 from llm_demo.comm import MUTED
 from llm_demo.errors import UserError
-from llm_demo.profiling import analyse, page, parse_steps, together
+from llm_demo.profiling import DEVICE_WORK, analyse, page, parse_steps, together
 
 
 def recorded(name):
@@ -43,6 +43,21 @@ def test_a_step_of_fsdp(change):
     assert found["total"] == pytest.approx(found["compute"] + found["exposed"] + found["idle"])
 
 
+def test_what_goes_on_while_the_device_waits_for_the_host_holds_nothing_up():
+    """A step on a busy host, which took 131 ms to launch what ran for 70."""
+    trace = recorded("h200_fsdp_slow_host_rank0")
+    found = analyse(trace, steps=1)
+    assert found["total"] == pytest.approx(131.49, abs=0.1)
+    assert found["compute"] == pytest.approx(70.37, abs=0.1)
+    assert found["host"] == pytest.approx(56.48, abs=0.1)
+    assert found["exposed"] == pytest.approx(0.51, abs=0.01)
+    assert found["total"] == pytest.approx(found["compute"] + found["exposed"] + found["idle"])
+    # without the launches, as a trace may be: all of it that no kernel ran beside
+    kernels = [e for e in trace["traceEvents"] if e["cat"] in DEVICE_WORK]
+    found = analyse({**trace, "traceEvents": kernels}, steps=1)
+    assert found["exposed"] == pytest.approx(4.05, abs=0.01) and found["host"] == 0
+
+
 @pytest.mark.parametrize("change", [lambda t: t, renamed], ids=["nccl", "rccl"])
 def test_a_pipeline_sends_and_receives_on_the_compute_stream(change):
     found = analyse(change(recorded("h200_pipeline_rank0")), steps=1)
@@ -54,6 +69,30 @@ def test_a_pipeline_sends_and_receives_on_the_compute_stream(change):
 
 def kernel(name, start, end, **args):
     return {"ph": "X", "cat": "kernel", "name": name, "ts": start, "dur": end - start, "args": args}
+
+
+@pytest.mark.parametrize("calls", ["cuda_runtime", "cuda_driver"])
+def test_a_launched_kernel_waits_for_communication_an_unlaunched_one_for_the_host(calls):
+    def traced(launches):
+        kernels = [
+            kernel("gemm", 0, 10_000, correlation=1),
+            kernel("cast", 2_000, 3_000),  # beside it
+            kernel("ncclDevKernel_AllGather", 5_000, 30_000, correlation=2),
+            kernel("copy", 12_000, 13_000, correlation=3),  # of another stream
+            kernel("gemm", 30_000, 40_000, correlation=4),
+            kernel("gemm", 50_000, 60_000, correlation=5),
+        ]
+        launched = [kernel("launch", at, at + 5, correlation=i) for i, at in launches.items()]
+        return {"traceEvents": kernels + [{**call, "cat": calls} for call in launched]}
+
+    launches = {1: 0, 2: 0, 3: 11_990, 4: 20_000, 5: 49_000}
+    found = analyse(traced(launches), steps=1)
+    # 2 to the copy's launch, 7 to the second gemm's, which then waited for 10; 9 to the third's
+    assert found["host"] == pytest.approx(2 + 7 + 9, abs=0.05)
+    assert found["exposed"] == pytest.approx(10, abs=0.05)
+    found = analyse(traced({**launches, 4: 11_000}), steps=1)  # it waits from then on
+    assert found["host"] == pytest.approx(1 + 9, abs=0.05)
+    assert found["exposed"] == pytest.approx(1 + 17, abs=0.05)
 
 
 def test_overlap_waiting_and_idle_of_two_ranks():
