@@ -11,7 +11,8 @@ where a pipeline sends and receives. On a CPU the clock is read instead.
              operation over its ranks; a send and its receive are one operation, matched by order
 
 profiling.py takes busy and wait from a profiler's trace; exposed is there what goes on while no
-kernel runs, waits for the host included and waits beside another stream's kernels not.
+kernel runs though one is launched. The two differ where the host is late: events can't know of
+launches, and count a wait from when it is asked for.
 """
 
 import contextlib
