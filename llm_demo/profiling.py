@@ -84,9 +84,9 @@ class StepProfiler:
 
 def analyse(trace: dict, steps: int) -> dict:
     """One rank's trace of so many steps -> ms of one step: total, compute, comm (busy), exposed (of
-    that, while no kernel ran though one was launched), idle (the rest of the total), host (of that,
-    waiting for the host); the operations {key: ms} of all steps; kernels {name: (ms, count)};
-    kinds {kind: (count, bytes)}."""
+    that, while no kernel ran though one was launched), idle (the rest of the total, communication
+    that held nothing up included), host (of that, waiting for the host); the operations {key: ms}
+    of all steps; kernels {name: (ms, count)}; kinds {kind: (count, bytes)}."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
@@ -102,19 +102,16 @@ def analyse(trace: dict, steps: int) -> dict:
     begin = min((e["ts"] for e in work), default=0)
     end = max((e["ts"] + e["dur"] for e in work), default=0)
 
-    def covered(chosen):
-        return union((e["ts"], e["ts"] + e["dur"]) for e in chosen)
+    def spans(chosen):
+        return [(e["ts"], e["ts"] + e["dur"]) for e in chosen]
 
-    busy, for_host = covered(comm), []
+    busy, for_host = union(spans(comm)), []
     if on_cpu:  # an operation blocks: nothing else goes on
-        compute, exposed = covered(work) - busy, busy
+        compute, exposed = union(spans(work)) - busy, busy
     else:
-        compute = covered(rest)
-        calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e["args"]]
-        for_host = waits_for_host(rest, {e["args"]["correlation"]: e["ts"] for e in calls})
-        running = bridged(sorted([*for_host, *((e["ts"], e["ts"] + e["dur"]) for e in rest)]))
-        both = union([*running, *((e["ts"], e["ts"] + e["dur"]) for e in comm)])
-        exposed = both - union(running)
+        compute, for_host = union(spans(rest)), waits_for_host(rest, events, begin)
+        running = bridged(sorted(for_host + spans(rest)))
+        exposed = union(running + spans(comm)) - union(running)
     kernels, kinds, operations, counts = {}, {}, {}, defaultdict(int)
     for e in rest:
         ms, n = kernels.get(e["name"], (0.0, 0))
@@ -150,17 +147,20 @@ def analyse(trace: dict, steps: int) -> dict:
     }
 
 
-def waits_for_host(kernels: list[dict], launched: dict) -> list[tuple]:
-    """When none of the kernels, in their order, ran because the host had launched no further one:
-    whatever communication was under way then, it held nothing up. launched: {correlation: time};
-    a kernel that it lacks counts as launched long before."""
-    times = [launched.get(e.get("args", {}).get("correlation"), -math.inf) for e in kernels]
+def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:
+    """When, from `begin` on, none of the kernels ran, in their order, because the host had launched
+    no further one: whatever communication was under way then, it held nothing up. (Unless the host
+    waits for it itself, in a synchronize; training steps do not.) events: the host's calls among
+    others; a kernel whose launch is not there was not waited for."""
+    calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e.get("args", {})]
+    launched = {e["args"]["correlation"]: e["ts"] for e in calls}
+    times = [launched.get(e.get("args", {}).get("correlation"), math.inf) for e in kernels]
     # of each kernel and those after it, on other streams perhaps
-    times = list(itertools.accumulate(reversed(times), min))[::-1]
-    waits, reached = [], kernels[0]["ts"] if kernels else 0.0
-    for e, time in zip(kernels, times, strict=True):
-        if time > reached:
-            waits.append((reached, min(time + LAUNCH_GAP, e["ts"])))
+    earliest = list(itertools.accumulate(reversed(times), min))[::-1]
+    waits, reached = [], begin
+    for e, own, first in zip(kernels, times, earliest, strict=True):
+        if own < math.inf and first > reached:
+            waits.append((reached, min(first + LAUNCH_GAP, e["ts"])))
         reached = max(reached, e["ts"] + e["dur"])
     return waits
 
@@ -190,7 +190,7 @@ def page(title: str, figures: dict, top: int = 25) -> str:
     lines = [
         title,
         "",
-        "rank      total        compute    exposed comm            idle  for the host |"
+        "rank      total        compute    exposed comm            idle  of it for host |"
         " comm busy  waiting (ms)",
     ]
     for r, rank in enumerate(figures["ranks"]):
@@ -199,7 +199,7 @@ def page(title: str, figures: dict, top: int = 25) -> str:
             f"{rank[k]:8.2f} ({rank[k] / total:4.0%})" for k in ("compute", "exposed", "idle")
         )
         lines.append(
-            f"{r:4d} {total:10.2f} {cells} {rank['host']:13.2f} | {rank['comm']:9.2f}"
+            f"{r:4d} {total:10.2f} {cells} {rank['host']:15.2f} | {rank['comm']:9.2f}"
             f" {rank['wait']:8.2f}"
         )
     lines += ["", "communication of rank 0: ms and number of operations a step, MB, GB/s"]
