@@ -81,7 +81,7 @@ PRESETS = {
         for flags in (f"--profile_steps {profiled}", "--no_comm_timer")
     ]
     # with copy engines, and with a host that is ahead of the device though it is profiled
-    + [{**_8B[0], "flags": "--reshard_after_forward --profile_steps 8:9"}],
+    + [{**_8B[0], "flags": f"{_8B[0]['flags']} --profile_steps 8:9"}],
     # what a card without fused attention runs, forced: attention in math, whole rows or buckets
     "math": [
         {"engine": "fsdp", "micro": 8, "data": data, "flags": f"--attn_impl {impl}", "steps": 16}

@@ -27,8 +27,8 @@ except ImportError:
 # A rendezvous would set up NVLink's multicast, too: more to go wrong, and nothing here uses it.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-# Parameters. On two H200 a step with units of 193M (8B) took 402 ms with copies, 424 without; one
-# with units of 63M (0.6B) gained nothing that could be told from noise.
+# Parameters. On two H200 units of 193M (8B) gained 5 % of a step by copies; units of 63M (0.6B)
+# nothing that could be told from noise (bench/LOG.md).
 LARGE = 100_000_000
 
 

@@ -15,7 +15,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
 def compiles_adamw(works: bool, n_params: int, world_size: int) -> bool:
     """Whether to compile AdamW. works: torch.compile does here; n_params: the whole model's. On two
-    H200 it was worth 14 of 416 ms for 8B, and for 0.6B nothing that could be told from noise."""
+    H200 it was worth 3 % for 8B, for 0.6B nothing that could be told from noise (bench/LOG.md)."""
     return works and n_params / world_size >= 1e9
 
 

@@ -26,7 +26,7 @@ KIND = re.compile(
     r"|ptop|barrier)",
     re.I,
 )
-LAUNCH_GAP = 10  # microseconds
+LAUNCH_GAP = 10  # microseconds from a launch, or the kernel before, to a kernel's start
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
