@@ -39,6 +39,10 @@ class CompiledAdamW(torch.optim.AdamW):
     memory speed. For small ones its few launches count for more."""
 
     LARGE = 1 << 23  # elements of this rank's part: a pass takes 55 us, its launch as much
+    # Elements of a call. DeepSpeed hands over all matrices of a stage as one tensor, and before its
+    # first run the compiler tries a kernel out on copies of what it writes, in pinned memory of the
+    # host where the device has no room: for an 8B model's stage 50 GB.
+    PIECE = 1 << 27
 
     @torch.no_grad()
     def step(self):
@@ -71,8 +75,10 @@ class CompiledAdamW(torch.optim.AdamW):
                 root = (1 - beta2**taken).sqrt().float()
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
             for *tensors, _ in large:
-                flat = (t.detach().view(-1) for t in tensors)  # shapes of a size share their code
-                compiled_adamw()(*flat, *numbers)
+                # flat, for shapes of a size to share their code
+                pieces = (t.detach().view(-1).split(self.PIECE) for t in tensors)
+                for piece in zip(*pieces, strict=True):
+                    compiled_adamw()(*piece, *numbers)
 
 
 @functools.cache

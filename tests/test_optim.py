@@ -47,6 +47,7 @@ def compiled(request, monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 5)  # of 30, 5, 5, 5, 5 and 1 elements
+    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 12)
     return request.param
 
 
@@ -92,6 +93,18 @@ def test_a_non_finite_norm_skips_the_step(bad, compiled):
     assert all(s["step"] == 1 for s in optimizer.state.values())
     assert scale.scale == 2.0**15
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_call_takes_more_than_a_piece(monkeypatch):
+    """What is compiled is tried out on copies: of 4 billion elements they would be 50 GB."""
+    sizes = []
+    monkeypatch.setattr(optim, "compiled_adamw", lambda: lambda p, *_: sizes.append(p.numel()))
+    monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 8)
+    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 40)
+    matrix = nn.Parameter(torch.zeros(10, 10))
+    matrix.grad = torch.zeros_like(matrix)
+    make_adamw([matrix], 1e-3, 0.1, compiled=True).step()
+    assert sizes == [40, 40, 20]
 
 
 @pytest.mark.parametrize("compiled", [True], indirect=True)
