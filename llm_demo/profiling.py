@@ -18,8 +18,9 @@ from llm_demo.comm import MUTED, union, waiting
 from llm_demo.dist import World
 from llm_demo.errors import UserError
 
-# "PtoP" and the barriers are of copy_engines.py
-COMMUNICATES = re.compile(r"nccl|rccl|^gloo:|memcpy ptop|symmetric_memory::barrier", re.I)
+BARRIER = re.compile(r"symmetric_memory::barrier", re.I)
+BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)  # copy_engines.py
+COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{BY_ENGINES.pattern}", re.I)
 # one RCCL kernel serves all collectives: which one it was stands in the event's arguments
 KIND = re.compile(
     r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all"
@@ -97,6 +98,7 @@ def analyse(trace: dict, steps: int) -> dict:
         work = [e for e in work if not any(begin <= e["ts"] <= end for begin, end in muted)]
         work = [e for e in work if not e["name"].startswith(("record_param_comms", "c10d::"))]
     comm = [e for e in work if COMMUNICATES.search(e["name"])]
+    comm.sort(key=lambda e: e["ts"])
     rest = [e for e in work if not COMMUNICATES.search(e["name"])]
     rest.sort(key=lambda e: e["ts"])
     begin = min((e["ts"] for e in work), default=0)
@@ -105,18 +107,20 @@ def analyse(trace: dict, steps: int) -> dict:
     def spans(chosen):
         return [(e["ts"], e["ts"] + e["dur"]) for e in chosen]
 
-    busy, for_host = union(spans(comm)), []
+    copied = copies(comm)
+    under_way = spans(e for e in comm if not BY_ENGINES.search(e["name"])) + sum(copied, [])
+    busy, for_host = union(under_way), []
     if on_cpu:  # an operation blocks: nothing else goes on
         compute, exposed = union(spans(work)) - busy, busy
     else:
         compute, for_host = union(spans(rest)), waits_for_host(rest, events, begin)
         running = bridged(sorted(for_host + spans(rest)))
-        exposed = union(running + spans(comm)) - union(running)
+        exposed = union(running + under_way) - union(running)
     kernels, kinds, operations, counts = {}, {}, {}, defaultdict(int)
     for e in rest:
         ms, n = kernels.get(e["name"], (0.0, 0))
         kernels[e["name"]] = ms + e["dur"] / 1e3 / steps, n + 1
-    for e in sorted(comm, key=lambda e: e["ts"]):
+    for e in comm:
         args = e.get("args", {})
         found = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
         kind = found[0].lower().replace("_", "") if found else "other"
@@ -130,8 +134,12 @@ def analyse(trace: dict, steps: int) -> dict:
         size += args.get("bytes", 0)  # of a copy
         ms, n, total = kinds.get(kind, (0.0, 0, 0))
         kinds[kind] = ms + e["dur"] / 1e3 / steps, n + 1, total + size
-        operations[kind, group, counts[kind, group]] = e["dur"] / 1e3
-        counts[kind, group] += 1
+        if not BY_ENGINES.search(e["name"]):
+            operations[kind, group, counts[kind, group]] = e["dur"] / 1e3
+            counts[kind, group] += 1
+    for stream, all_of_it in enumerate(copied):
+        for n, (start, stop) in enumerate(all_of_it):
+            operations["copies", str(stream), n] = (stop - start) / 1e3
     per_step = 1e3 * steps
     return {
         "total": (end - begin) / per_step,
@@ -145,6 +153,22 @@ def analyse(trace: dict, steps: int) -> dict:
         "kinds": {k: (ms, n / steps, size / steps) for k, (ms, n, size) in kinds.items()},
         "steps": steps,
     }
+
+
+def copies(comm: list[dict]) -> list[list[tuple]]:
+    """(start, end) of each operation by copy engines: a barrier, copies, a barrier. A list for each
+    stream that has any, in the order of their first ones: gathers and exchanges overtake each other
+    on one rank and not on another."""
+    streams = defaultdict(list)
+    for e in comm:
+        if BY_ENGINES.search(e["name"]):
+            streams[e["args"].get("stream")].append(e)
+    found = []
+    for events in streams.values():
+        ends = [e for e in events if BARRIER.search(e["name"])]
+        pairs = zip(ends[::2], ends[1::2], strict=False)
+        found.append([(first["ts"], last["ts"] + last["dur"]) for first, last in pairs])
+    return found
 
 
 def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:

@@ -12,6 +12,9 @@ from llm_demo.errors import UserError
 from llm_demo.profiling import DEVICE_WORK, analyse, page, parse_steps, together
 
 
+BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
+
+
 def recorded(name):
     with gzip.open(ROOT / f"tests/traces/{name}.json.gz") as f:
         return json.load(f)
@@ -121,18 +124,35 @@ def test_overlap_waiting_and_idle_of_two_ranks():
 
 
 def test_copies_between_gpus_and_their_barriers_are_communication():
-    barrier = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
     copied = kernel("Memcpy PtoP (Device -> Device)", 15_000, 25_000, bytes=2_000_000)
     events = [
         kernel("gemm", 0, 20_000),
-        kernel(barrier, 10_000, 15_000),
+        kernel(BARRIER, 10_000, 15_000),
         {**copied, "cat": "gpu_memcpy"},
-        kernel(barrier, 25_000, 26_000),
+        kernel(BARRIER, 25_000, 26_000),
         {**kernel("Memcpy DtoD (Device -> Device)", 30_000, 31_000), "cat": "gpu_memcpy"},
     ]
     found = analyse({"traceEvents": events}, steps=1)
     assert (found["comm"], found["exposed"], found["compute"]) == (16, 6, 21)
     assert found["kinds"] == {"barrier": (6, 2, 0), "ptop": (10, 1, 2_000_000)}
+
+
+def test_copies_are_under_way_from_barrier_to_barrier_and_matched_stream_by_stream():
+    def copied(start, end, stream):
+        args = {"stream": stream, "bytes": 8}
+        copy = kernel("Memcpy PtoP (Device -> Device)", start + 2_000, end - 3_000, **args)
+        barriers = kernel(BARRIER, start, start + 1_000, **args), kernel(BARRIER, end - 1, end)
+        barriers[1]["args"] = args
+        return [barriers[1], {**copy, "cat": "gpu_memcpy"}, barriers[0]]
+
+    gemm = kernel("gemm", 0, 100_000, stream=7)
+    # a gather and an exchange on a stream each, whose numbers and order differ on the other rank
+    first = [gemm, *copied(0, 10_000, 22), *copied(10_000, 30_000, 22), *copied(9_000, 50_000, 26)]
+    second = [gemm, *copied(0, 10_000, 23), *copied(60_000, 75_000, 23), *copied(9_000, 60_000, 20)]
+    ranks = together([analyse({"traceEvents": events}, steps=1) for events in (first, second)])
+    assert [r["comm"] for r in ranks["ranks"]] == [50, 75]
+    assert [r["wait"] for r in ranks["ranks"]] == [5, 10]
+    assert ranks["ranks"][0]["kinds"]["ptop"] == (5 + 15 + 36, 3, 24)
 
 
 def test_gloo_takes_the_kernels_place_on_a_cpu():
