@@ -11,7 +11,6 @@ from llm_demo.comm import MUTED
 from llm_demo.errors import UserError
 from llm_demo.profiling import DEVICE_WORK, analyse, page, parse_steps, together
 
-
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 
 
