@@ -126,10 +126,12 @@ class CommTimer:
             ends = (name, group.group_name if group is not None else "")
         start, called = self.event(), time.perf_counter()
         result = call(*args, **kwargs)
-        # Where the stream was idle it has passed the event long before the operation is launched;
-        # copies are several, and the first follows at once.
-        at_the_end = self.cuda and not name.startswith("copied")
-        late = (time.perf_counter() - called) * 1e3 if at_the_end and start.query() else 0.0
+        # Where the stream was idle it has passed the event long before the operation is launched,
+        # as the last thing that the call does; copies are several launches, the first at once.
+        launched_last = not name.startswith("copied")
+        late = 0.0
+        if self.cuda and launched_last and start.query():
+            late = (time.perf_counter() - called) * 1e3
         self._note(ends, start, late)
         return result
 

@@ -41,7 +41,7 @@ class CompiledAdamW(torch.optim.AdamW):
     LARGE = 1 << 23  # elements of this rank's part: a pass takes 55 us, its launch as much
     # Elements of a call. DeepSpeed hands over all matrices of a stage as one tensor, and before its
     # first run the compiler tries a kernel out on copies of what it writes, in pinned memory of the
-    # host where the device has no room: for an 8B model's stage 50 GB.
+    # host if on the device they would raise the peak: for an 8B model's stage 50 GB.
     PIECE = 1 << 27
 
     @torch.no_grad()

@@ -1,6 +1,7 @@
 """A profiler's trace of a few steps: the ground truth for communication, and a page to read.
 
 Communication is known by its kernels' names, not by streams: on AMD their numbers have been wrong.
+(By streams as well where NVIDIA's copy engines carry it.)
 On a CPU gloo's operations take the kernels' place."""
 
 import gzip
@@ -108,7 +109,7 @@ def analyse(trace: dict, steps: int) -> dict:
         return [(e["ts"], e["ts"] + e["dur"]) for e in chosen]
 
     copied = copies(comm)
-    under_way = spans(e for e in comm if not BY_ENGINES.search(e["name"])) + sum(copied, [])
+    under_way = spans(comm) + sum(copied, [])
     busy, for_host = union(under_way), []
     if on_cpu:  # an operation blocks: nothing else goes on
         compute, exposed = union(spans(work)) - busy, busy
@@ -159,16 +160,21 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
     """(start, end) of each operation by copy engines: a barrier, copies, a barrier. A list for each
     stream that has any, in the order of their first ones: gathers and exchanges overtake each other
     on one rank and not on another."""
-    streams = defaultdict(list)
+    found, begun, copied = defaultdict(list), {}, set()
     for e in comm:
-        if BY_ENGINES.search(e["name"]):
-            streams[e["args"].get("stream")].append(e)
-    found = []
-    for events in streams.values():
-        ends = [e for e in events if BARRIER.search(e["name"])]
-        pairs = zip(ends[::2], ends[1::2], strict=False)
-        found.append([(first["ts"], last["ts"] + last["dur"]) for first, last in pairs])
-    return found
+        if not BY_ENGINES.search(e["name"]):
+            continue
+        stream = e.get("args", {}).get("stream")
+        operations = found[stream]
+        if not BARRIER.search(e["name"]):
+            begun.setdefault(stream, e["ts"])
+            copied.add(stream)
+        elif stream in copied:
+            operations.append((begun.pop(stream), e["ts"] + e["dur"]))
+            copied.remove(stream)
+        else:
+            begun[stream] = e["ts"]
+    return list(found.values())
 
 
 def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:

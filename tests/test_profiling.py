@@ -140,9 +140,9 @@ def test_copies_are_under_way_from_barrier_to_barrier_and_matched_stream_by_stre
     def copied(start, end, stream):
         args = {"stream": stream, "bytes": 8}
         copy = kernel("Memcpy PtoP (Device -> Device)", start + 2_000, end - 3_000, **args)
-        barriers = kernel(BARRIER, start, start + 1_000, **args), kernel(BARRIER, end - 1, end)
-        barriers[1]["args"] = args
-        return [barriers[1], {**copy, "cat": "gpu_memcpy"}, barriers[0]]
+        first = kernel(BARRIER, start, start + 1_000, **args)
+        last = kernel(BARRIER, end - 1, end, **args)
+        return [last, {**copy, "cat": "gpu_memcpy"}, first]
 
     gemm = kernel("gemm", 0, 100_000, stream=7)
     # a gather and an exchange on a stream each, whose numbers and order differ on the other rank
@@ -152,6 +152,11 @@ def test_copies_are_under_way_from_barrier_to_barrier_and_matched_stream_by_stre
     assert [r["comm"] for r in ranks["ranks"]] == [50, 75]
     assert [r["wait"] for r in ranks["ranks"]] == [5, 10]
     assert ranks["ranks"][0]["kinds"]["ptop"] == (5 + 15 + 36, 3, 24)
+    # a barrier that the trace lacks changes one operation, not all after it
+    for lost, next_one in ((3, 15), (1, 13)):  # the first and the last of the first
+        found = analyse({"traceEvents": [e for i, e in enumerate(second) if i != lost]}, steps=1)
+        assert found["comm"] == pytest.approx(75, abs=2.5)
+        assert found["operations"]["copies", "0", 1] == next_one
 
 
 def test_gloo_takes_the_kernels_place_on_a_cpu():
