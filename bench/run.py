@@ -232,13 +232,15 @@ def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str
 
 def failure(code: int, text: str) -> dict:
     """What a row that failed leaves: its status, its own words, the end of its output."""
-    lines = [line for line in text.splitlines() if line.startswith("error:")]
+    # not C++'s stacks: once NCCL's, one a second, were all that was left of a row
+    told = [line for line in text.strip().splitlines() if not line.startswith("frame #")]
+    errors = [line for line in told if line.startswith("error:")]
     oom = "out of GPU memory" in text or "OutOfMemoryError" in text
     return {
         "status": "out of memory" if oom else "failed",
         "exit_code": code,
-        "error": lines[0] if lines else (text.strip().splitlines() or ["no output"])[-1],
-        "output": text[-4000:],
+        "error": errors[0] if errors else (told or ["no output"])[-1],
+        "output": "\n".join(told)[-4000:],
     }
 
 

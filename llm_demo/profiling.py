@@ -165,7 +165,7 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
         if not BY_ENGINES.search(e["name"]):
             continue
         stream = e.get("args", {}).get("stream")
-        operations = found[stream]
+        operations = found[stream]  # the list is made here, for the order
         if not BARRIER.search(e["name"]):
             begun.setdefault(stream, e["ts"])
             copied.add(stream)
