@@ -7,6 +7,7 @@ in a cache folder and memory-mapped -> step_rows: which of them step k trains on
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -185,29 +186,27 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     """Tensors of these rows (see Batch). max_docs, at least packs.max_docs, fixes the shape of
     cu_seqlens: its end repeats B * S, which reads as documents of no length.
     """
-    shape = (len(rows), packs.seq_len)
-    ids, labels, positions = (np.empty(shape, np.int64) for _ in range(3))
-    for b, row in enumerate(rows):
-        ids[b], labels[b], lengths = packs.row(int(row))
-        if len(lengths) > max_docs:
-            raise ValueError(f"row {row} holds {len(lengths)} documents, max_docs is {max_docs}")
-        starts = np.cumsum(lengths) - lengths
-        positions[b] = np.arange(packs.seq_len) - np.repeat(starts, lengths)
-    bounds = boundaries(packs, rows, max_docs)
-    return Batch(*map(torch.from_numpy, (ids, labels, positions)), bounds)
+    ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
+    for row, found in zip(rows, lengths, strict=True):
+        if len(found) > max_docs:
+            raise ValueError(f"row {row} holds {len(found)} documents, max_docs is {max_docs}")
+    ids, labels = np.stack(ids), np.stack(labels)
+    bounds = _bounds(lengths, packs.seq_len, max_docs)
+    positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
+    return Batch(*map(torch.from_numpy, (ids, labels, positions.reshape(ids.shape), bounds)))
 
 
 def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
     """cu_seqlens of these rows, as in Batch, without reading a token."""
-    S = packs.seq_len
-    bounds = np.full(len(rows) * max_docs + 1, len(rows) * S, np.int32)
-    n_docs = 0
-    for b, row in enumerate(rows):
-        lengths = packs.lengths(int(row))
-        starts = np.cumsum(lengths) - lengths
-        bounds[n_docs : n_docs + len(lengths)] = b * S + starts
-        n_docs += len(lengths)
-    return torch.from_numpy(bounds)
+    lengths = [packs.lengths(int(row)) for row in rows]
+    return torch.from_numpy(_bounds(lengths, packs.seq_len, max_docs))
+
+
+def _bounds(lengths: list[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
+    ends = list(itertools.accumulate(itertools.chain(*lengths)))
+    bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
+    bounds[: len(ends) + 1] = [0, *ends]
+    return bounds
 
 
 def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
