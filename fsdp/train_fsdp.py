@@ -103,7 +103,7 @@ def main() -> None:
     plan.run.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
 
     # optimizer
-    compiled = compiles_adamw(plan.compile, n_params, world.size)
+    compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say)
     optimizer = make_adamw(params, plan.lr, args.weight_decay, compiled)
     update_model = None if args.fsdp else copy_masters(optimizer, model, params)
     loss_scale = LossScale(plan.dtype, world.device)

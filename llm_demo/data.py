@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -202,7 +203,7 @@ def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
     return torch.from_numpy(_bounds(lengths, packs.seq_len, max_docs))
 
 
-def _bounds(lengths: list[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
+def _bounds(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
     ends = list(itertools.accumulate(itertools.chain(*lengths)))
     bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
     bounds[: len(ends) + 1] = [0, *ends]

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,13 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
 
 
-def compiles_adamw(works: bool, n_params: int, world_size: int) -> bool:
+def compiles_adamw(works: bool, n_params: int, world_size: int, say: Callable) -> bool:
     """Whether to compile AdamW. works: torch.compile does here; n_params: the whole model's. On two
     H200 it was worth 3 % for 8B, for 0.6B nothing that could be told from noise (bench/LOG.md)."""
-    return works and n_params / world_size >= 1e9
+    chosen = works and n_params / world_size >= 1e9
+    if chosen:
+        say("adamw: compiled (faster from 1e9 parameters a process on)")
+    return chosen
 
 
 def make_adamw(

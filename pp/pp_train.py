@@ -93,7 +93,7 @@ def main() -> None:
     module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
-    compiled = compiles_adamw(plan.compile, n_params, world.size)
+    compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say)
     optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay, compiled)
     config = ds_engine.engine_config(
         switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm

@@ -8,6 +8,7 @@ from llm_demo import optim
 from llm_demo.optim import (
     LossScale,
     clipped_step,
+    compiles_adamw,
     copy_masters,
     global_norm,
     lr_at,
@@ -33,6 +34,14 @@ def test_learning_rate(schedule):
     if schedule == "cosine":
         assert lrs[11] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
     assert lr_at(0, 1.0, 0, 1, schedule) == pytest.approx(lrs[-1])
+
+
+def test_compiled_where_it_pays_and_said_so():
+    lines = []
+    sizes = (8_190_735_360, 8), (8_190_735_360, 9), (596_049_920, 1)
+    assert [compiles_adamw(True, *size, lines.append) for size in sizes] == [True, False, False]
+    assert not compiles_adamw(False, *sizes[0], lines.append)
+    assert len(lines) == 1 and lines[0].startswith("adamw: compiled")
 
 
 def test_only_matrices_decay():
