@@ -88,7 +88,7 @@ def analyse(trace: dict, steps: int) -> dict:
     """One rank's trace of so many steps -> ms of one step: total, compute, comm (busy), exposed (of
     that, while no kernel ran though one was launched), idle (the rest of the total, communication
     that held nothing up included), host (of that, waiting for the host); the operations {key: ms}
-    of all steps; kernels {name: (ms, count)}; kinds {kind: (count, bytes)}."""
+    of all steps; of one step kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)}."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
@@ -150,7 +150,7 @@ def analyse(trace: dict, steps: int) -> dict:
         "idle": (end - begin - compute - exposed) / per_step,
         "host": union(for_host) / per_step,
         "operations": operations,
-        "kernels": kernels,
+        "kernels": {k: (ms, n / steps) for k, (ms, n) in kernels.items()},
         "kinds": {k: (ms, n / steps, size / steps) for k, (ms, n, size) in kinds.items()},
         "steps": steps,
     }
@@ -240,5 +240,5 @@ def page(title: str, figures: dict, top: int = 25) -> str:
     kernels = figures["ranks"][0]["kernels"]
     lines.append(f"rank 0's largest of {len(kernels)} kernels: ms and calls a step")
     for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:top]:
-        lines.append(f"  {ms:8.3f} {n / figures['ranks'][0]['steps']:7.1f}  {name[:110]}")
+        lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
     return "\n".join(lines) + "\n"

@@ -122,6 +122,15 @@ def test_overlap_waiting_and_idle_of_two_ranks():
     assert "sendrecv" in text and "gemm" in text and len(text.splitlines()) < 40
 
 
+def test_kernels_and_kinds_are_of_one_step():
+    args = {"Collective name": "_allgather_base", "dtype": "Float", "Out msg nelems": 100}
+    events = [kernel("gemm", at, at + 2_000) for at in (0, 2_000, 10_000, 12_000)]
+    events += [kernel("ncclDevKernel_AllGather", at, at + 1_000, **args) for at in (0, 10_000)]
+    found = analyse({"traceEvents": events}, steps=2)
+    assert found["kernels"] == {"gemm": (4, 2)}
+    assert found["kinds"] == {"allgather": (1, 1, 400)}
+
+
 def test_copies_between_gpus_and_their_barriers_are_communication():
     copied = kernel("Memcpy PtoP (Device -> Device)", 15_000, 25_000, bytes=2_000_000)
     events = [
