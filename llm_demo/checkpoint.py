@@ -28,9 +28,10 @@ from llm_demo.checkpoint_files import (
     together,
     write,
 )
-from llm_demo.dist import TIMEOUT, World, from_rank0
+from llm_demo.dist import World, from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.export import export
+from llm_demo.process import stop_signals
 
 # said where a run goes on with others, for they may be meant
 SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")
@@ -47,7 +48,7 @@ class Checkpoints:
         self.settings = {name: getattr(args, name) for name in SETTINGS}
         self.settings |= {"lr": plan.lr, "max_steps": plan.max_steps}
         # the writing thread talks to its peers while the others train: a group of its own
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread, self.problem, self.done = None, None, None
         self.staged, self.mesh, self.reserving = {}, None, None
         self.asked = False  # by a signal, to stop
@@ -114,7 +115,7 @@ class Checkpoints:
         """From here on a signal ends the run at the end of a step, with a checkpoint."""
         if not self.args.save:
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._ask)
         if self.world.rank == 0:
             for left in self.folder.glob(f"{PART}*"):  # by a killed run
