@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from llm_demo.args import PlainParser, regex, whole
 from llm_demo.data import IGNORE_INDEX, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
@@ -44,22 +45,24 @@ def main() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
     add("--data", required=True, help="file, several separated by commas, or a glob")
-    add("--seq_len", type=int, default=1024, help="longer documents are truncated, as in training")
+    add("--seq_len", type=whole(1), default=1024,
+        help="longer documents are truncated, as in training")  # fmt: skip
     add("--data_format", default="auto", help="as in training, and so the next three")
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
-    add("--batch_size", type=int, default=8, help="documents at a time")
-    add("--rows", type=int, default=0, help="only the first so many documents of a file; 0: all")
+    add("--batch_size", type=whole(1), default=8, help="documents at a time")
+    add("--rows", type=whole(), default=0,
+        help="only the first so many documents of a file; 0: all")  # fmt: skip
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the models")
-    add("--show", type=int, default=3, help="rows whose greedy answers are shown")
-    add("--max_new_tokens", type=int, default=256, help="of an answer")
-    add("--answer_regex", help="the last match of its first group is an answer's result, such as "
-        r"'#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
+    add("--show", type=whole(), default=3, help="rows whose greedy answers are shown")
+    add("--max_new_tokens", type=whole(1), default=256, help="of an answer")
+    add("--answer_regex", type=regex, help="the last match of its first group is an answer's "
+        r"result, such as '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
     add("--out", type=Path, help="a folder for evaluation.json and evaluation.md")
     return parser
 

@@ -14,6 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from llm_demo.args import PlainParser, size
 from llm_demo.checkpoint_files import PART, facts_of, find, read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World, run
@@ -37,11 +38,11 @@ Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("source", help="a run's folder, for its newest whole checkpoint, or one's")
     parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help="of a file of weights")
+    parser.add_argument("--max_shard_size", type=size, default="5GB", help="of a file of weights")
     parser.add_argument("--push_to_hub", metavar="REPO", help="upload it there too, private")
     parser.add_argument("--public", action="store_true", help="--push_to_hub: make it public")
     return parser

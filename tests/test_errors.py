@@ -71,7 +71,8 @@ LAUNCHED = [
 
 
 @pytest.mark.parametrize("kind, flags, parts", LAUNCHED, ids=lambda x: str(x[0]) + str(x[-1]))
-def test_bad_input(kind, flags, parts, folder):
+def test_bad_input(kind, flags, parts, folder, record_property):
+    record_property("bad inputs", 1)
     data = [] if "--train_json" in flags else ["--train_json", "good.jsonl"]
     out = [] if "--output_dir" in flags else ["--output_dir", "new"]
     done, seconds = launch(kind, folder, *data, *out, *flags)
@@ -123,12 +124,21 @@ CASES += [
     ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines: they serve FSDP"),
     ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: two steps"),
     ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
+    ("fsdp", ["--peak_tflops", "inf"], "--peak_tflops inf: must be a finite number"),
+    ("fsdp", ["--lr", "inf"], "--lr inf: must be a finite number"),
+    ("fsdp", ["--weight_decay", "nan"], "--weight_decay nan: must be a finite number"),
+    ("pp", ["--max_grad_norm", "nan"], "--max_grad_norm nan: must be a finite number"),
+    ("fsdp", ["--max_steps", "0", "--num_epochs", "inf"], "--num_epochs inf: must be a finite"),
+    ("fsdp", ["--seed", "1" + 40 * "0"], "--seed 1000.*: must be at most"),
     ("fsdp", ["--train_json", "tokens.jsonl"], "token 999999, but the model knows"),
 ]
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)
-def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, capsys):
+def test_bad_input_of_one_process(
+    kind, flags, message, folder, monkeypatch, capsys, record_property
+):
+    record_property("bad inputs", 1)
     if kind == "pp":
         import pp.pp_train as script
     else:
