@@ -27,6 +27,10 @@ class ModelArgs:
         "Hugging Face folder or hub id; a folder without weights starts from random ones",
     )
     tokenizer_name_or_path: str | None = flag(None, "folder or hub id; default: the model's own")
+    chat_template: str | None = flag(
+        None, "file with a Jinja chat template to use in place of the tokenizer's; exported with "
+        "the model"
+    )  # fmt: skip
     attn_impl: str = flag(
         "auto",
         "auto | sdpa (one document a row) | varlen | flash_attn | bucketed | bucketed_math (no "
@@ -52,10 +56,15 @@ class ModelArgs:
 class DataArgs:
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
-        "JSONL, Parquet or CSV; several files separated by commas, or a glob",
+        "JSON Lines, JSON, Parquet, CSV or TSV; several files separated by commas, a glob, a "
+        "folder, or the id of a dataset on the hub",
     )
+    dataset_config: str | None = flag(None, "configuration of a hub dataset, such as main")
+    dataset_split: str | None = flag(None, "split of a hub dataset to train on; default: train")
     eval_json: str = flag(
-        "auto", "held-out file; auto: X.heldout.jsonl beside X.jsonl if it is there; none: no eval"
+        "auto",
+        "held-out file, or a split on the hub such as openai/gsm8k:test; auto: "
+        "X.heldout.jsonl beside X.jsonl if it is there; none: no eval",
     )
     data_format: str = flag(
         "auto",
@@ -63,12 +72,18 @@ class DataArgs:
     )
     input_key: str | None = flag(None, "name of the prompt column, with --target_key")
     target_key: str | None = flag(None, "name of the answer column, with --input_key")
-    seq_len: int = flag(1024, "token slots of a row")
+    seq_len: int = flag(
+        0, "token slots of a row; 0: enough for 99 %% of the documents, rounded up to a multiple "
+        "of 128, at most 4096 and the model's limit"
+    )  # fmt: skip
     pack_sequences: bool = flag(True, "several whole documents in a row; off: one, padded")
     overlong: Literal["truncate", "split", "drop"] = flag(
         "truncate", "what becomes of a document longer than seq_len"
     )
     train_on_prompt: bool = flag(False, "learn every token, not the assistant's alone")
+    learn_turns: Literal["all", "last"] = flag(
+        "all", "of a conversation: every turn of the assistant, or only the last one"
+    )
 
 
 @dataclasses.dataclass
