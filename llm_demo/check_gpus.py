@@ -7,10 +7,11 @@ from __future__ import annotations  # so that a Python that is too old gets as f
 import contextlib
 import os
 import re
+import statistics
 from pathlib import Path
 
 from llm_demo import check_process
-from llm_demo.check_machine import OK, VISIBLE, WARNING, number, read, root
+from llm_demo.check_machine import ERROR, OK, VISIBLE, WARNING, number, read, root
 
 GB_PER_LANE = {"2.5": 0.25, "5": 0.5, "5.0": 0.5, "8": 0.985, "8.0": 0.985, "16": 1.969}
 GB_PER_LANE |= {"16.0": 1.969, "32": 3.938, "32.0": 3.938, "64": 7.563, "64.0": 7.563}
@@ -101,16 +102,14 @@ def under_load() -> dict[str, dict]:
 
 
 def merge_loads(loads: list[dict]) -> dict[str, dict]:
-    """Of several readings: all reasons, and the fastest link seen."""
+    """Of several readings: all reasons, and the largest figures."""
     merged = {}
     for load in loads:
         for place, now in load.items():
             before = merged.setdefault(place, dict(now))
             before["reasons"] |= now["reasons"]
-            for key in ("gen", "width"):
+            for key in ("gen", "width", "clock", "heat"):
                 before[key] = max(before[key] or 0, now[key] or 0) or None
-            for key in ("clock", "heat"):
-                before[key] = now[key]
     return merged
 
 
@@ -156,7 +155,100 @@ def amd_gpu(place: str) -> dict:
     return {**sizes, "clock": now, "clock_max": max((int(m) for m, _ in clocks), default=None)}
 
 
+# ---------------------------------------------------------------- each GPU
+
+
+def gpu_lines(gpus: list[dict], used: list[float]) -> list:
+    """A line for each GPU. gpus: facts, product, load and memory faults of each; used: GB that
+    other programs held before."""
+    best = {}
+    for gpu in gpus:
+        if gpu.get("rates"):
+            best[gpu["name"]] = max(best.get(gpu["name"], 0), gpu["rates"]["bf16"])
+    lines = []
+    for i, gpu in enumerate(gpus):
+        name = f"gpu {i}"
+        text = f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']:.0f} GB"
+        if gpu.get("problem"):
+            fix = "sudo dmesg | grep -iE 'xid|amdgpu'; if the memory is full: nvidia-smi, rocm-smi"
+            lines.append((ERROR, name, f"{text}: a product of matrices: {gpu['problem']}", fix))
+            continue
+        shares = {}
+        said = []
+        for dtype, rate in gpu["rates"].items():
+            peak = gpu["peak"].get(dtype)
+            shares[dtype] = rate / peak if peak else None
+            of_peak = f" ({100 * rate / peak:.0f}%)" if peak else ""
+            said.append(f"{dtype} {rate:.0f}{of_peak}")
+        text += f": {', '.join(said)} TFLOP/s"
+        text += " (% of the data sheet)" if any(shares.values()) else "; no data sheet known here"
+        text += _load_text(gpu)
+        level, fixes, why = OK, [], []
+        reasons = [word for bit, word in SLOWED.items() if gpu["load"].get("reasons", 0) & bit]
+        if reasons:
+            why.append(f"clock lowered by {', '.join(reasons)}")
+            fixes.append("cooling and power supply; nvidia-smi -q -d PERFORMANCE")
+        if gpu["rates"]["bf16"] < 0.9 * best[gpu["name"]]:
+            why.append(f"{100 * gpu['rates']['bf16'] / best[gpu['name']]:.0f}% of the fastest GPU")
+            if gpu["load"].get("reasons", 0) & POWER_CAP:
+                why.append("at its power cap")
+            fixes.append("is another program using it? else compare power limits and cooling")
+        elif any(part and part < 0.5 for part in shares.values()):
+            why.append("less than half of the data sheet")
+            fixes.append("is another program using it? else a newer driver and torch")
+        if gpu["load"].get("width") and gpu["load"]["width"] < (gpu["load"]["width_max"] or 0):
+            why.append(f"PCIe x{gpu['load']['width']:.0f} of x{gpu['load']['width_max']:.0f} lanes")
+            fixes.append("reseat the card, or take a slot with all lanes")
+        if used[i] > max(1, 0.05 * gpu["memory_gb"]):
+            why.append(f"{used[i]:.1f} GB in use by other programs")
+            fixes.append("end them: nvidia-smi, rocm-smi --showpids")
+        if gpu["faults"]:
+            why += gpu["faults"]
+            fixes.append("reset the GPU or reboot; if they come back, have it replaced")
+        if why:
+            level, text = WARNING, f"{text}; {'; '.join(why)}"
+        lines.append((level, name, text, "; ".join(fixes)))
+    return lines
+
+
+def _load_text(gpu: dict) -> str:
+    load = gpu["load"]
+    said = f", {load['clock']:.0f} MHz" if load.get("clock") else ""
+    said += f", {load['heat']:.0f} °C" if load.get("heat") else ""
+    link = pcie_gb(gpu["bus"], load) if gpu["bus"] else None
+    return said + (f", {link[1]}" if link else "")
+
+
+def nvlink_lines(links: dict, indices: list[int]) -> list:
+    """Warns of GPUs with fewer active NVLinks than the others have."""
+    active = {
+        i: sum(bool(speed) for speed in links[index])
+        for i, index in enumerate(indices)
+        if index in links
+    }
+    most = max(active.values(), default=0)
+    few = [i for i, count in active.items() if count < most]
+    if not few:
+        return []
+    said = ", ".join(f"GPU {i} has {active[i]}" for i in few)
+    fix = "nvidia-smi nvlink -s, nvlink -e; reset the GPU; have it looked at"
+    return [(WARNING, "nvlink", f"{said} of {most} links active", fix)]
+
+
 # ---------------------------------------------------------------- links
+
+
+def expected_gb(gpus: list[dict], kinds: dict, links: dict, indices: list[int]) -> dict:
+    """pair -> (GB/s of one direction, name) of its link, None where it is not known.
+
+    kinds: pair -> as `topology` names it; links: see `nvlinks`; indices: nvidia-smi's of each."""
+    pcie = [pcie_gb(gpu["bus"], gpu["load"]) if gpu["bus"] else None for gpu in gpus]
+    speeds = [speed for found in links.values() for speed in found if speed]
+    nvlink = statistics.median(speeds) if speeds else None
+    return {
+        (i, j): link_gb(kind, gpus[i]["arch"], nvlink, [pcie[i], pcie[j]])
+        for (i, j), kind in kinds.items()
+    }
 
 
 def topology() -> dict[tuple[int, int], str]:

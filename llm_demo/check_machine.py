@@ -10,6 +10,7 @@ import os
 import re
 import resource
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llm_demo import check_process
@@ -40,12 +41,12 @@ def number(text: str) -> float | None:
 
 
 def python() -> list:
-    version = sys.version_info[:3]
-    here = ".".join(map(str, version))
-    if version < (3, 10):
+    mine = sys.version_info[:3]
+    here = ".".join(map(str, mine))
+    if mine < (3, 10):
         fix = "PYTHON=/path/to/python3.12 bash setup.sh"
         return [(ERROR, "python", f"{here} is too old: 3.10 to 3.13 are needed", fix)]
-    if version >= (3, 14):
+    if mine >= (3, 14):
         return [(WARNING, "python", f"{here} is newer than the versions tested, 3.10 to 3.13", "")]
     return [(OK, "python", here, "")]
 
@@ -92,9 +93,9 @@ def torch_build(facts: dict, smi: dict) -> list:
     if "torch" not in facts:
         fix = "bash setup.sh, and use its .venv/bin/python"
         return [(ERROR, "torch", f"import torch failed: {facts['problem']}", fix)]
-    version, cuda, hip = (facts[k] for k in ("torch", "cuda", "hip"))
+    cuda, hip = facts["cuda"], facts["hip"]
     build = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU"
-    text = f"{version}, {build} build"
+    text = f"{facts['torch']}, {build} build"
     driver = smi["cuda"]
     if driver is None and facts.get("driver_cuda"):
         driver = facts["driver_cuda"] // 1000, facts["driver_cuda"] % 1000 // 10
@@ -138,6 +139,20 @@ def torch_build(facts: dict, smi: dict) -> list:
     if "802" in why or "not yet initialized" in why:
         fix = "start NVSwitch's service: sudo systemctl start nvidia-fabricmanager"
     return [(ERROR, "torch", f"{text} sees no GPU, but {hidden[1]}: {why}", fix)]
+
+
+def packages() -> list:
+    """Versions of what training imports beside torch and DeepSpeed."""
+    found, missing = [], []
+    for package in ("transformers", "datasets", "accelerate", "numpy"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        text = f"missing: {', '.join(missing)}; found: {', '.join(found) or 'none'}"
+        return [(ERROR, "packages", text, "bash setup.sh, and use its .venv/bin/python")]
+    return [(OK, "packages", ", ".join(found), "")]
 
 
 def _kernels(facts, text):

@@ -89,6 +89,7 @@ class Worker:
     def __init__(self, *args, **env):
         self.problem = None  # why it is of no use any more
         self.ready = False
+        self.begun_with = args, env
         self.stderr = tempfile.TemporaryFile()
         self.rest = b""
         self.process = subprocess.Popen(
@@ -101,6 +102,11 @@ class Worker:
         )
         os.set_blocking(self.process.stdout.fileno(), False)
         Worker.started.append(self)
+
+    def again(self) -> Worker:
+        """A new one, begun as this one was."""
+        args, env = self.begun_with
+        return Worker(*args, **env)
 
     def send(self, **command) -> None:
         with contextlib.suppress(OSError):  # it has died: receive tells
@@ -190,6 +196,9 @@ def ask(worker: Worker, limit: float, **command) -> dict:
 
 
 def end_all() -> None:
+    for worker in Worker.started:  # first all, then wait: several may take their time
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(worker.process.pid, signal.SIGKILL)
     for worker in Worker.started:
         end(worker.process)
         for stream in (worker.process.stdin, worker.process.stdout, worker.stderr):

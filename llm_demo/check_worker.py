@@ -63,7 +63,7 @@ def torch_facts() -> dict:
     return facts
 
 
-def choices(heads: list[int]) -> dict:
+def choices() -> dict:
     """dtype, and for each attention backend what speaks against it from facts alone."""
     import transformers
 
@@ -78,7 +78,6 @@ def choices(heads: list[int]) -> dict:
         "dtype_reason": reason,
         "transformers": transformers.__version__,
         "against": against,
-        "fused": attention.has_fused_kernels(here),
         "probes": [
             impl
             for impl, problem in against.items()
@@ -118,7 +117,8 @@ def run_module(name: str, args: list[str]) -> dict:
     return {}
 
 
-def deepspeed_facts() -> dict:
+def deepspeed_facts(env: dict) -> dict:
+    os.environ.update(env)
     import deepspeed
     from deepspeed.launcher import launch
 
@@ -175,11 +175,13 @@ def gemm(seconds: float, blas: bool = False) -> dict:
     blas: on AMD, also with hipBLASLt in the place of the default library."""
     import torch
 
-    n = 1024
-    if _device.type == "cuda":
-        n = 8192 if torch.cuda.mem_get_info(_device)[0] > 4 << 30 else 4096
-    shares = (("bf16", torch.bfloat16, 0.5), ("fp16", torch.float16, 0.25))
-    shares += (("fp32", torch.float32, 0.25),)
+    shares = [("bf16", torch.bfloat16, 0.5), ("fp16", torch.float16, 0.25)]
+    shares += [("fp32", torch.float32, 0.25)]
+    n = 8192
+    if _device.type == "cpu":
+        n, shares = 512, shares[::2]  # in fp16 most CPUs take seconds
+    elif torch.cuda.mem_get_info(_device)[0] < 4 << 30:
+        n = 4096
     rates = {name: _rate(n, dtype, share * seconds) for name, dtype, share in shares}
     answer = {"rates": rates, "n": n}
     if blas:
