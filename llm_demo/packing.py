@@ -113,7 +113,7 @@ def read_meta(folder: str) -> dict:
     try:
         crc = found.pop("crc32")
         same = crc == zlib.crc32(json.dumps(found).encode())
-    except (AttributeError, KeyError):
+    except (AttributeError, KeyError, TypeError):
         same = False
     if not same:
         raise ValueError("meta.json is not what was written")

@@ -202,7 +202,7 @@ def load_data(
     for name in ("dataset_config", "dataset_split"):
         if getattr(args, name) and not hub:
             raise UserError(
-                f"--{name} {getattr(args, name)}: it is for a dataset of the hub, and "
+                f"--{name} {getattr(args, name)}: it is for a dataset on the hub, and "
                 f"--train_json {args.train_json} is none"
             )
 

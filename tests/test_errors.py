@@ -19,6 +19,29 @@ LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh
 GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
 
 
+BAD_DATA = {
+    "pointer.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "weight.jsonl": '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+    "system.jsonl": '{"system": "a", "messages": [{"role": "system", "content": "b"}]}',
+    "call.jsonl": '{"conversations": [{"from": "function_call", "value": "call f"}]}',
+    "history.jsonl": '{"prompt": "a", "completion": "b", "history": ["c"]}',
+    "array.json": '[{"prompt": "a"},\n {"completion": }]',
+    "numbers.json": "[1, 2]",
+    "no.jsonl.gz": "no gzip",
+    "no.jsonl.zst": "no zstd",
+    "cells.csv": "prompt,completion\na,b,c\n",
+    "twice.tsv": "prompt\tprompt\na\tb\n",
+    "broken.jinja": "{% for m in messages %}{{ m.role ",
+    "hello.jinja": "hello",
+}
+WINDOW = {
+    "model_type": "mistral", "sliding_window": 8, "vocab_size": 4096, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+TINY = ["--tokenizer_name_or_path", str(ROOT / "models/qwen3-tiny")]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("errors")
@@ -31,6 +54,10 @@ def folder(tmp_path_factory):
     (folder / "tokens.jsonl").write_text('{"input_ids": [1, 2, 999999]}')
     (folder / "alias.json").write_text('{"bfloat16": {"enabled": true}}')
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    for name, text in BAD_DATA.items():
+        (folder / name).write_text(text)
+    (folder / "window").mkdir()
+    (folder / "window/config.json").write_text(json.dumps(WINDOW))
     (folder / "no model").mkdir()
     (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
@@ -131,6 +158,31 @@ CASES += [
     ("fsdp", ["--max_steps", "0", "--num_epochs", "inf"], "--num_epochs inf: must be a finite"),
     ("fsdp", ["--seed", "1" + 40 * "0"], "--seed 1000.*: must be at most"),
     ("fsdp", ["--train_json", "tokens.jsonl"], "token 999999, but the model knows"),
+]
+CASES += [
+    ("fsdp", ["--train_json", "pointer.jsonl"], "pointer.jsonl is a Git LFS pointer"),
+    ("fsdp", ["--train_json", "weight.jsonl"], r"weight.jsonl:1: messages\[0\]: weight must be 0"),
+    ("fsdp", ["--train_json", "system.jsonl"], "system.jsonl:1: 'system' is not the system turn"),
+    ("fsdp", ["--train_json", "call.jsonl"], "call.jsonl:1: .* a function_call turn must hold"),
+    ("fsdp", ["--train_json", "history.jsonl"], "history.jsonl:1: 'history' must be a list"),
+    ("fsdp", ["--train_json", "array.json"], "array.json:2: broken JSON: .* at column 17"),
+    ("fsdp", ["--train_json", "numbers.json"], "numbers.json:1: a row must be a JSON object"),
+    ("fsdp", ["--train_json", "no.jsonl.gz"], "no.jsonl.gz: no whole gz file"),
+    ("fsdp", ["--train_json", "no.jsonl.zst"], "no.jsonl.zst: no whole zst file"),
+    ("fsdp", ["--train_json", "cells.csv"], "cells.csv:1: 3 cells under 2 column names"),
+    ("fsdp", ["--train_json", "twice.tsv"], "twice.tsv: two columns are named 'prompt'"),
+    ("fsdp", ["--train_json", "no model"], "no model is a folder that holds no data file"),
+    ("fsdp", ["--eval_json", "openai/gsm8k"], "openai/gsm8k: which split"),
+    ("fsdp", ["--dataset_config", "main"], "--dataset_config main: it is for a dataset on the hub"),
+    ("fsdp", ["--dataset_split", "test"], "--dataset_split test: it is for a dataset on the hub"),
+    ("fsdp", ["--learn_turns", "some"], "--learn_turns.*some"),
+    ("fsdp", ["--learn_turns", "last", "--train_on_prompt"], "--learn_turns last.* contradict"),
+    ("fsdp", ["--seq_len", "-64"], "--seq_len -64"),
+    ("fsdp", ["--chat_template", "absent.jinja"], "--chat_template absent.jinja: No such file"),
+    ("fsdp", ["--chat_template", "broken.jinja"], "--chat_template broken.jinja:1: "),
+    ("pp", ["--chat_template", "hello.jinja"], "hello.jinja: no chat template"),
+    ("fsdp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
+    ("pp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
 ]
 
 
