@@ -97,9 +97,9 @@ def _saved_by_kernel(plan) -> float:
     if keys := _keys_kept(plan):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
         return 3 * heads * D * 4 + heads * keys * 4
-    if plan.attn_impl == "bucketed" and not plan.train.single:  # copies in the buckets
-        size = torch.finfo(plan.dtype).bits // 8
-        return (2 * heads + 2 * plan.config.num_key_value_heads) * D * size
+    if plan.attn_impl == "bucketed" and not plan.train.single:
+        # q, k and v are kept in the buckets only, the output there and in the order of the tokens
+        return heads * D * torch.finfo(plan.dtype).bits // 8
     return 0
 
 
