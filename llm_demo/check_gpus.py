@@ -177,6 +177,8 @@ def gpu_lines(gpus: list[dict], used: list[float]) -> list:
         text = f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']:.0f} GB"
         if gpu.get("problem"):
             fix = "look for GPU errors: sudo dmesg | grep -iE 'xid|amdgpu'; is its memory full?"
+            if "busy or unavailable" in gpu["problem"]:
+                fix = "end the program that has it for itself, or sudo nvidia-smi -c DEFAULT"
             lines.append((ERROR, name, f"{text}: matrix product failed: {gpu['problem']}", fix))
             continue
         shares = {}

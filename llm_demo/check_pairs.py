@@ -21,6 +21,9 @@ FIX_P2P = (
 )
 
 
+MORE = "NCCL_DEBUG=INFO python -m llm_demo.check --json shows NCCL's log"
+
+
 class Room(NamedTuple):
     """Where groups of workers meet."""
 
@@ -71,7 +74,8 @@ def talk(fleet: dict, groups: list, room: Room, kind: str, do="group") -> list[d
     """The result of each group of GPUs; all groups run at the same time.
 
     A result is what check_worker.group measured, or {"problem", "hung"} as in
-    check_process.receive. The workers of a group that failed are replaced."""
+    check_process.receive with what the processes "said". The workers of a group that failed are
+    replaced."""
     start_all([fleet], room.device, room.limits["start"])
     limit = room.limits[kind]
     able = [g for g in groups if all(fleet[i].problem is None for i in g)]
@@ -85,6 +89,7 @@ def talk(fleet: dict, groups: list, room: Room, kind: str, do="group") -> list[d
     results = {g: joined(answer) for g, answer in zip(able, answers, strict=True)}
     for g in able:
         if results[g].get("problem"):
+            results[g]["said"] = {i: fleet[i].said().splitlines()[-40:] for i in g}
             for i in g:
                 fleet[i].kill()
                 fleet[i] = fleet[i].again()
@@ -266,9 +271,9 @@ def _bad_line(kind, pairs, found, control, expected, off):
     text = f"{names}: {trouble(result)}"
     if beside is None:
         more = f" with {P2P_OFF} set" * off
-        return ERROR, "pairs", text + more, "check again with NCCL_DEBUG=INFO; look at dmesg"
+        return ERROR, "pairs", text + more, f"{MORE}; look at dmesg"
     if trouble(beside):
-        fix = "check again with NCCL_DEBUG=INFO; look at dmesg and at /dev/shm below"
+        fix = f"{MORE}; look at dmesg and at /dev/shm below"
         return ERROR, "pairs", f"{text}; with {P2P_OFF}=1 they {trouble(beside)}", fix
     return ERROR, "pairs", f"{text}; correct with {P2P_OFF}=1, so peer-to-peer is broken", FIX_P2P
 
@@ -278,7 +283,7 @@ def all_line(count: int, result: dict | None, control: dict | None) -> list:
     if result is None:
         return [(WARNING, "together", "not tried, because pairs failed", "fix the pairs first")]
     if bad := trouble(result):
-        text, fix = f"{count} GPUs {bad}", "check again with NCCL_DEBUG=INFO"
+        text, fix = f"{count} GPUs {bad}", MORE
         if control and not trouble(control):
             text, fix = f"{text}; correct with {P2P_OFF}=1, so peer-to-peer is broken", FIX_P2P
         return [(ERROR, "together", text, fix)]

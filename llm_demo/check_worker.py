@@ -136,7 +136,8 @@ def sdpa(backend: str, dtype: str) -> dict:
     from llm_demo.device import DTYPES
 
     torch.manual_seed(0)
-    leaves = [torch.randn(2, 8, 256, 128, device="cuda") for _ in range(4)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaves = [torch.randn(2, 8, 256, 128, device=device) for _ in range(4)]
     results = []
     for which, cast in ((backend, DTYPES[dtype]), ("MATH", torch.float32)):
         *qkv, up = (x.to(cast) for x in leaves)
@@ -449,6 +450,9 @@ def _words(error: BaseException) -> str:
 def main() -> None:
     with contextlib.suppress(Exception):  # Linux: die with the check, even if hung
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    with contextlib.suppress(Exception):  # NCCL's lines must not be lost in a buffer when killed
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
     # Libraries print to standard output, too: only answers may go there.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

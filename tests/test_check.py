@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ def test_a_pair_that_hangs_costs_a_line_and_no_more(eight):
     for word in ("iommu=pt", "ACS", "export NCCL_P2P_DISABLE=1"):
         assert word in error[3]
     assert "27 of 28 pairs: all" in next(x for x in lines if x[1] == "pairs" and x[0] == "ok")[2]
-    assert sum(pair["result"] is None for pair in facts["pairs"]) == 0
+    assert all(pair["result"] for pair in facts["pairs"])
 
 
 def test_wrong_numbers_are_told_from_a_fault_of_both_ways(eight):
@@ -510,6 +511,68 @@ def test_what_a_worker_started_is_killed_with_it(tmp_path, monkeypatch):
         time.sleep(0.02)
     assert not child.exists() or child.read_text().split()[2] == "Z"
     check_process.end_all()
+
+
+def test_every_value_received_is_compared(tmp_path, monkeypatch):
+    """By the real functions, over gloo and with operations that are wrong in one place."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(check_worker, "_device", torch.device("cpu"))
+    place = {"rank": 0, "size": 1, "backend": "gloo", "limit": 20}
+    answer = check_worker.group(file=str(tmp_path / "a"), **place)
+    assert answer["wrong"] == {"send": 0, "all_reduce": 0}
+    assert answer["elements"] == 2 * ((1 << 8) + (1 << 18)) and "all_reduce" in answer
+    answer = check_worker.profile(file=str(tmp_path / "b"), **place)
+    assert answer["kernels"] == [] and "named" in answer
+
+    calls = []
+
+    def all_reduce(tensor):  # with a peer whose last value is off by one, in the last call
+        calls.append(len(tensor))
+        tensor.add_(check_worker._numbers(len(tensor), 0, len(calls)))
+        tensor[-1] += len(calls) == 4
+
+    def recv(tensor, src):  # leaves what was there before, in the first call
+        if calls:
+            tensor.copy_(check_worker._numbers(len(tensor), src, len(calls) + 1))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "recv", recv)
+    monkeypatch.setattr(dist, "send", lambda tensor, dst: None)
+    wrong, elements = check_worker._verify(1, 2)
+    assert wrong == {"send": 1 << 8, "all_reduce": 1}
+    assert elements == 4 * ((1 << 8) + (1 << 18))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they fail for want of a GPU")
+def test_probes_report_what_failed():
+    assert check_worker.run_module("llm_demo.compiling", []) == {"problem": "no GPU"}
+    assert check_worker.sdpa("FLASH_ATTENTION", "fp32")["error"] < 1e-4
+    with pytest.raises(RuntimeError):
+        check_worker.sdpa("EFFICIENT_ATTENTION", "fp32")
+
+
+def test_what_torch_sees_on_a_faked_mi100(monkeypatch):
+    props = SimpleNamespace(
+        name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 << 30,
+        uuid="x", pci_domain_id=0, pci_bus_id=0x43, pci_device_id=0,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    for name, value in {
+        "is_available": True, "device_count": 2, "get_device_properties": props,
+        "get_arch_list": ["gfx908"], "can_device_access_peer": False,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    facts = check_worker.torch_facts()
+    assert facts["peers"] == [[True, False], [False, True]]
+    device = facts["devices"][1]
+    assert (device["vendor"], device["arch"], device["bus"]) == ("amd", "gfx908", "0000:43:00.0")
+    assert device["peak"] == {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}
+    choices = check_worker.choices()
+    assert choices["probes"] == ["sdpa", "bucketed"] and choices["dtype"] == "bf16"
+    assert "no kernel for gfx908" in choices["against"]["varlen"]
+    chosen = check_worker.choose([16, 8, 128], {"bucketed": "differs from math"}, None)
+    assert chosen["packed"]["impl"] == "bucketed_math" and not chosen["packed"]["compile"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the numbers of lines are a CPU's")
