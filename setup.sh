@@ -4,6 +4,7 @@
 #
 #   bash setup.sh          # what training needs
 #   bash setup.sh --dev    # and what the tests and the lint need
+#   bash setup.sh --check  # then check this machine; further arguments go to llm_demo.check
 #
 # PYTHON=python3.12   build .venv on this interpreter (default: the active environment's, else
 #                     python3, else the newest of 3.10 to 3.13)
@@ -29,8 +30,21 @@ run() {
 
 trap 'printf "error: stopped by SIGINT; start it again to go on\n" >&2; exit 130' INT
 
-[[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev or nothing"
+check=
+if [[ ${1:-} == --check ]]; then
+    shift
+    check=1 check_args=("$@")
+    set --
+fi
+[[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev, --check or nothing"
 extras=${1:+dev}
+check_if_asked() {
+    if [[ -n $check && -z $DRY_RUN ]]; then
+        export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+        # without the lock on .venv, which others may wait for
+        exec "$VENV_PYTHON" -m llm_demo.check ${check_args[@]+"${check_args[@]}"} 9>&-
+    fi
+}
 
 # ---- is there anything to do? ----------------------------------------------------------------
 fingerprint() {
@@ -40,7 +54,11 @@ ready() {
     [[ -x $VENV_PYTHON && -f $STAMP && $(head -n 1 "$STAMP") == "$(fingerprint)" ]] &&
         [[ -z $extras || $(tail -n 1 "$STAMP") == "$extras" ]]
 }
-if ready; then say "$VENV is ready" && exit; fi
+if ready; then
+    [[ -n $check ]] || say "$VENV is ready"
+    check_if_asked
+    exit
+fi
 [[ ! -e $VENV || -e $OURS ]] ||
     die "$VENV was not made by setup.sh, so it is left alone. Move it away; or install into it" \
         "yourself (a PyTorch for this machine first) by" \
@@ -49,7 +67,10 @@ if ready; then say "$VENV is ready" && exit; fi
 if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
     exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same moment
     flock 9 || true
-    if ready; then exit; fi
+    if ready; then
+        check_if_asked
+        exit
+    fi
 fi
 if [[ -f $STAMP && -z $extras ]]; then extras=$(tail -n 1 "$STAMP"); fi
 
@@ -208,3 +229,4 @@ if [[ -z $DRY_RUN ]]; then
     { fingerprint && echo "$extras"; } >"$STAMP"
     say "$VENV is ready: torch $torch"
 fi
+check_if_asked

@@ -54,10 +54,9 @@ def check(output_dir: str, tell) -> dict:
     tell(check_machine.disk(facts["disk"], output_dir))
     tell(check_machine.stale_locks(facts["locks"]))
     if works:
-        tell(backends(later, base, facts))
+        facts["deepspeed"] = receive([[base]], LIMITS["deepspeed"])[0][0]
         base = base if base.problem is None else Worker("torch")
-        env = {} if devices else {"DS_ACCELERATOR": "cpu"}
-        facts["deepspeed"] = ask(base, LIMITS["deepspeed"], do="deepspeed", env=env)
+        tell(backends(later, base, facts))
         tell(deepspeed(facts["deepspeed"]))
     if devices and devices[0]["vendor"] == "amd":
         tell(amd(devices, later, facts))
@@ -68,18 +67,18 @@ def check(output_dir: str, tell) -> dict:
 
 
 def gpus(devices, smi, torch, base, facts, tell) -> dict:
-    """The GPUs alone, each pair, all together. Returns the probes started meanwhile."""
+    """Each GPU alone, each pair, all together. Returns the probes started meanwhile."""
     amd = devices[0]["vendor"] == "amd"
     rows = check_gpus.match(devices, smi["gpus"])
     for device, row in zip(devices, rows, strict=True):
         device.setdefault("bus", row.get("bus", ""))
-        del device["uuid"]  # a report is for others to read
+        device.pop("uuid", None)  # reports are made public
     places = [device["bus"] for device in devices]
     used = [row.get("used_gb", 0) for row in rows]
     if amd:
         used = [check_gpus.amd_gpu(place)["used"] for place in places]
 
-    # ROCm's recorder is one of the open questions; NCCL's needs no timing of its own here.
+    # For the question whether RCCL's flight recorder has durations.
     timed = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"} if amd else {}
     fleet = {i: Worker("torch", **timed) for i in range(len(devices))}
     off = os.environ.get(check_pairs.P2P_OFF, "0") != "0"
@@ -88,8 +87,11 @@ def gpus(devices, smi, torch, base, facts, tell) -> dict:
         control = {i: Worker("torch", **{check_pairs.P2P_OFF: "1"}) for i in fleet}
     check_pairs.start_all([fleet, control], "cuda", LIMITS["start"])
     later = start_probes(base, facts, amd)
+    base.send(do="deepspeed", env={})  # a slow import that needs no GPU
 
-    answers, load = check_pairs.products(fleet, 2.0, amd, LIMITS["gemm"])
+    look = (lambda: check_gpus.amd_under_load(places)) if amd else check_gpus.under_load
+    answers, loads = check_pairs.products(fleet, 2.0, LIMITS["gemm"], look, blas=amd)
+    load = check_gpus.merge_loads(loads)
     faults = check_gpus.memory_faults(places)
     facts["gpus"] = [
         {**device, **answers[i], "load": load.get(places[i], {}), "faults": faults[places[i]]}
@@ -110,7 +112,7 @@ def gpus(devices, smi, torch, base, facts, tell) -> dict:
         found = check_pairs.try_pairs(fleet, room)
         check_pairs.again_alone(found, expected, fleet, room)
         without = check_pairs.try_pairs(control, room) if control else {}
-        # All together would hang where a pair does.
+        # If a pair fails, all together would fail too, and take longer.
         together, all_without = (
             check_pairs.try_all(these, room)
             if results and not any(map(check_pairs.trouble, results.values()))
@@ -134,21 +136,23 @@ def gpus(devices, smi, torch, base, facts, tell) -> dict:
 
 
 def cpu(base, facts, tell) -> dict:
-    """Two processes on the CPU, as the launchers start there."""
+    """Two processes on the CPU, as the launchers would start. Returns no probes."""
     fleet = {i: Worker("torch") for i in range(2)}
     check_pairs.start_all([fleet], "cpu", LIMITS["start"])
     later = start_probes(base, facts, False)
-    answers, _ = check_pairs.products({0: fleet[0]}, 0.6, False, LIMITS["gemm"])
+    answers, _ = check_pairs.products({0: fleet[0]}, 0.6, LIMITS["gemm"])
     facts["cpu"] = answers[0]
     rates = answers[0].get("rates")
     if rates:
         text = ", ".join(f"{name} {rate * 1e3:.0f}" for name, rate in rates.items())
         tell([(OK, "cpu", f"{text} GFLOP/s in one process", "")])
     else:
-        tell([(ERROR, "cpu", f"a product of matrices failed: {answers[0]['problem']}", "")])
+        fix = "reinstall torch: rm -r .venv, then bash setup.sh"
+        tell([(ERROR, "cpu", f"matrix product failed: {answers[0]['problem']}", fix)])
     with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
         room = check_pairs.Room("cpu", "gloo", folder, LIMITS)
         found = check_pairs.try_pairs(fleet, room)
+    base.send(do="deepspeed", env={"DS_ACCELERATOR": "cpu"})
     facts["pairs"] = [{"pair": pair, "result": result} for pair, result in found.items()]
     tell(check_pairs.gloo_line(found[0, 1]))
     return later
@@ -158,7 +162,7 @@ def cpu(base, facts, tell) -> dict:
 
 
 def start_probes(base, facts, amd) -> dict:
-    """Start the probes that run beside the checks of the GPUs: name -> worker."""
+    """Start the probes that run while the GPUs are checked: name -> worker."""
     choices = facts["choices"] = receive([[base]], LIMITS["choices"])[0][0]
     probes = {}
     for impl in choices.get("probes", ()):
@@ -175,7 +179,7 @@ def start_probes(base, facts, amd) -> dict:
 
 
 def backends(probes: dict, base: Worker, facts: dict) -> list:
-    """dtype, attention and torch.compile: what a run would choose, and why not the others."""
+    """dtype, attention and torch.compile: what a run would choose, and why."""
     answers = receive([[worker] for worker in probes.values()], LIMITS["probe"])
     facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
     for name, worker in probes.items():
@@ -185,28 +189,28 @@ def backends(probes: dict, base: Worker, facts: dict) -> list:
     choices = facts["choices"]
     if choices.get("problem"):
         fix = f"pip install transformers=={check_machine.pinned('transformers')}"
-        text = f"the attention backends can't be imported: {choices['problem']}"
+        text = f"importing the attention backends failed: {choices['problem']}"
         return [(ERROR, "attention", text, fix)]
     problems = {name: answer.get("problem") for name, answer in facts["probes"].items()}
     compile_problem = problems.pop("compile", None)
     command = {"heads": HEADS, "problems": problems, "compile_problem": compile_problem}
     chosen = facts["chosen"] = ask(base, LIMITS["choices"], do="choose", **command)
     if chosen.get("problem"):
-        return [(ERROR, "attention", f"no backend could be chosen: {chosen['problem']}", "")]
+        return [(ERROR, "attention", f"choosing a backend failed: {chosen['problem']}", "")]
 
     lines = [(OK, "dtype", dtype_text(facts), "")]
     packed, single = chosen["packed"], chosen["single"]
-    text = f"{packed['impl']} for packed documents, {single['impl']} for one a row"
+    text = f"{packed['impl']} for packed rows, {single['impl']} for one document a row"
     if packed["impl"] == single["impl"]:
         text = packed["impl"]
     failed = [impl for impl in choices["probes"] if problems.get(impl)]
     right = [impl for impl in choices["probes"] if impl not in failed]
-    text += f"; tried and right: {', '.join(right)}" * bool(right)
+    text += f"; tested against math: {', '.join(right)}" * bool(right)
     against = {impl: why for impl, why in choices["against"].items() if why}
     text += "".join(f"; not {impl}: {why}" for impl, why in against.items())
     lines.append((OK, "attention", text, ""))
     for impl in failed:
-        fix = "another backend is taken; a newer driver or torch may cure it"
+        fix = "nothing to do, another backend is used; a newer driver or torch may help"
         lines.append((WARNING, "attention", f"{impl} fails: {problems[impl]}", fix))
     lines.append(compile_line(packed, single, probes, compile_problem))
     return lines
@@ -217,17 +221,17 @@ def dtype_text(facts) -> str:
     text = f"{choices['dtype']} by default: {choices['dtype_reason']}"
     rates = next((g["rates"] for g in facts.get("gpus", ()) if g.get("rates")), None)
     if rates:
-        text += f"; GPU 0 computes {rates['bf16']:.0f} TFLOP/s in bf16, {rates['fp16']:.0f} in fp16"
+        text += f"; GPU 0: {rates['bf16']:.0f} TFLOP/s in bf16, {rates['fp16']:.0f} in fp16"
     return text
 
 
 def compile_line(packed, single, probes, problem) -> tuple:
     if problem:
-        fix = "training works without it; update torch and triton, or --no_compile"
+        fix = "nothing to do, runs do without it; a newer torch may help"
         if any(word in problem for word in ("compiler", "gcc", "Python.h", "clang")):
             fix = "install a C compiler and Python's headers: apt install gcc python3-dev"
         return WARNING, "compile", f"torch.compile does not work here: {problem}", fix
-    kinds = {"packed documents": packed, "one document a row": single}
+    kinds = {"packed rows": packed, "one document a row": single}
     if len({(kind["compile"], kind["why"]) for kind in kinds.values()}) == 1:
         kinds = {"": packed}
     said = [
@@ -243,41 +247,43 @@ def deepspeed(answer: dict) -> tuple:
     pin = check_machine.pinned("deepspeed")
     fix = f"pip install deepspeed=={pin}"
     if answer.get("problem"):
-        text = f"the pipeline can't run, FSDP can: {answer['problem']}"
+        text = f"import failed: {answer['problem']}; FSDP works without it, the pipeline does not"
         return [(WARNING, "deepspeed", text, fix)]
     if not answer["launcher"]:
-        text = f"{answer['version']} has another launcher than {pin}: the pipeline can't start"
+        text = f"{answer['version']} has a different launcher than {pin}: no pipeline runs"
         return [(WARNING, "deepspeed", text, fix)]
     other = f", tested with {pin}" * (pin not in ("", answer["version"]))
     return [(OK, "deepspeed", answer["version"] + other, "")]
 
 
 def amd(devices, probes, facts) -> list:
-    """What is not known of AMD's cards, MI100 above all: please send these lines, as --json."""
+    """Answers to open questions about AMD cards; see docs/check.md."""
     lines = []
     for backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION"):
         answer = facts["probes"][backend]
         if answer.get("problem"):
             why = (answer.get("said") or [answer["problem"]])[-1]
-            lines.append((OK, "sdpa", f"{backend}: not on {devices[0]['arch']}: {why}", ""))
+            text = f"{backend} does not run on {devices[0]['arch']}: {why}"
+            lines.append((OK, "sdpa", text, ""))
         elif answer["error"] > 4e-2:
-            text = f"{backend} is wrong: off by {answer['error']:.1e} from math"
-            lines.append((WARNING, "sdpa", text, "--attn_impl bucketed_math"))
+            text = f"{backend} differs from math by {answer['error']:.1e}"
+            lines.append((WARNING, "sdpa", text, "train with --attn_impl bucketed_math"))
         else:
-            lines.append((OK, "sdpa", f"{backend} is right: {answer['error']:.1e} from math", ""))
+            text = f"{backend} works: within {answer['error']:.1e} of math"
+            lines.append((OK, "sdpa", text, ""))
     first = facts["gpus"][0]
     blas = first.get("blas", {})
     text = f"default {blas.get('default', 'unknown')}; "
     if first.get("hipblaslt"):
         rates = ", ".join(f"{k} {v:.0f}" for k, v in first["hipblaslt"].items())
-        text += f"hipBLASLt: {rates} TFLOP/s (TORCH_BLAS_PREFER_HIPBLASLT=1 where that is more)"
+        text += f"hipBLASLt: {rates} TFLOP/s (if faster: TORCH_BLAS_PREFER_HIPBLASLT=1)"
     else:
-        text += blas.get("problem") or "hipBLASLt is refused by this torch"
+        text += blas.get("problem") or "this torch refuses hipBLASLt"
     lines.append((OK, "blas", text, ""))
     if found := facts.get("profile"):
         if found.get("problem"):
             text = f"profiling a collective failed: {found['problem']}"
-            lines.append((WARNING, "profile", text, "leave out --profile_steps"))
+            lines.append((WARNING, "profile", text, "train without --profile_steps"))
         else:
             names = ", ".join(found["kernels"]) or "none"
             text = (
@@ -328,9 +334,9 @@ def main() -> int:
         facts = check(args.output_dir, tell)
     except KeyboardInterrupt:
         return 130
-    except Exception as e:  # a defect of this command says nothing about the machine
-        text = f"ended early, by a defect of its own: {type(e).__name__}: {e}"
-        tell([(WARNING, "check", text, "please report it, with this output")])
+    except Exception as e:  # a bug in this command says nothing about the machine
+        text = f"stopped early by a bug of its own: {type(e).__name__}: {e}"
+        tell([(WARNING, "check", text, "please report this output")])
     finally:
         end_all()
     count = {level: sum(line[0] == level for line in lines) for level in (ERROR, WARNING)}
@@ -340,7 +346,7 @@ def main() -> int:
         lines = [dict(zip(keys, line, strict=True)) for line in lines]
         print(json.dumps({"seconds": round(seconds, 1), "lines": lines, "facts": facts}, indent=1))
     else:
-        verdict = "training can't work as it is" if count[ERROR] else "training can work"
+        verdict = "training will not work" if count[ERROR] else "training should work"
         totals = f"{count[ERROR]} errors, {count[WARNING]} warnings, {seconds:.0f} s"
         print(f"{verdict}: {totals}")
     return 1 if count[ERROR] else 0

@@ -1,6 +1,6 @@
-"""Facts of the GPUs for llm_demo.check, from the vendors' tools and /sys, and what they mean.
+"""What the vendors' tools and /sys say about the GPUs, for llm_demo.check.
 
-Lines are as in check_machine. A GPU is known by its bus address, as in "0000:0a:00.0"."""
+Lines are as in check_machine. A GPU is identified by its bus address, as in "0000:0a:00.0"."""
 
 from __future__ import annotations  # so that a Python that is too old gets as far as saying so
 
@@ -16,25 +16,25 @@ from llm_demo.check_machine import ERROR, OK, VISIBLE, WARNING, number, read, ro
 GB_PER_LANE = {"2.5": 0.25, "5": 0.5, "5.0": 0.5, "8": 0.985, "8.0": 0.985, "16": 1.969}
 GB_PER_LANE |= {"16.0": 1.969, "32": 3.938, "32.0": 3.938, "64": 7.563, "64.0": 7.563}
 GB_PER_LANE_OF_GEN = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-# GB/s of one link and direction, where nvidia-smi does not tell; XGMI: between two GPUs.
+# GB/s of one NVLink in one direction, if nvidia-smi does not say; of XGMI between two GPUs.
 NVLINK = {"sm_70": 25.8, "sm_80": 25.0, "sm_86": 14.1, "sm_90": 26.6, "sm_100": 53.1}
 XGMI = {"gfx908": 46.0, "gfx90a": 50.0, "gfx942": 64.0}
 
-# Bits of clocks_event_reasons.active: what slows the clock though there is work.
+# Bits of clocks_event_reasons.active that mean trouble under load.
 SLOWED = {
     0x8: "hardware slowdown",
     0x20: "software thermal slowdown",
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-POWER_CAP = 0x4  # usual under a full load
+POWER_CAP = 0x4  # normal under full load
 
 
 # ---------------------------------------------------------------- GPUs as the system sees them
 
 
 def query(*fields: str, of: str = "gpu") -> list[dict]:
-    """A dict for each GPU from `nvidia-smi --query-gpu`; [] if it does not know a field."""
+    """One dict for each GPU from nvidia-smi --query-...; [] if it does not know a field."""
     said = check_process.tool(
         "nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"
     )
@@ -48,7 +48,7 @@ def bus(text: str) -> str:
 
 
 def nvidia() -> dict:
-    """Driver, its CUDA version and GPUs (index, uuid, bus, memory_used) from nvidia-smi."""
+    """The driver, its CUDA version, and the GPUs (index, uuid, bus, used_gb) from nvidia-smi."""
     found = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", check_process.tool("nvidia-smi"))
     rows = query("index", "uuid", "pci.bus_id", "memory.used", "driver_version")
     gpus = [
@@ -69,8 +69,8 @@ def nvidia() -> dict:
 
 
 def match(devices: list[dict], gpus: list[dict]) -> list[dict]:
-    """nvidia-smi's row of each of PyTorch's devices, {} where none fits: CUDA_VISIBLE_DEVICES may
-    hide and reorder them."""
+    """nvidia-smi's entry for each PyTorch device, {} if there is none. The order may differ, since
+    CUDA_VISIBLE_DEVICES hides and reorders devices."""
     found = []
     for i, device in enumerate(devices):
         rows = [g for g in gpus if device.get("uuid") and g["uuid"] == device["uuid"]]
@@ -82,8 +82,9 @@ def match(devices: list[dict], gpus: list[dict]) -> list[dict]:
 
 
 def under_load() -> dict[str, dict]:
-    """bus -> clock, reasons for a lower one, PCIe link now, from nvidia-smi; to be called while the
-    GPUs work, since idle ones lower clock and link."""
+    """bus -> clock, throttle reasons, temperature and PCIe link, from nvidia-smi.
+
+    Call it while the GPUs are busy: idle GPUs lower their clock and their link."""
     fields = ("pcie.link.gen.current", "pcie.link.width.current")
     fields += ("pcie.link.gen.max", "pcie.link.width.max", "clocks.sm", "temperature.gpu")
     rows = query("pci.bus_id", "clocks_event_reasons.active", *fields)
@@ -102,19 +103,19 @@ def under_load() -> dict[str, dict]:
 
 
 def merge_loads(loads: list[dict]) -> dict[str, dict]:
-    """Of several readings: all reasons, and the largest figures."""
+    """One reading from several: all throttle reasons, the highest figures."""
     merged = {}
     for load in loads:
         for place, now in load.items():
             before = merged.setdefault(place, dict(now))
             before["reasons"] |= now["reasons"]
             for key in ("gen", "width", "clock", "heat"):
-                before[key] = max(before[key] or 0, now[key] or 0) or None
+                before[key] = max(before.get(key) or 0, now.get(key) or 0) or None
     return merged
 
 
 def memory_faults(places: list[str]) -> dict[str, list[str]]:
-    """bus -> what is wrong with a GPU's memory: ECC errors, rows waiting for remapping."""
+    """bus -> memory faults: ECC errors, rows waiting to be remapped."""
     found = {place: [] for place in places}
 
     def note(place, text):
@@ -128,9 +129,9 @@ def memory_faults(places: list[str]) -> dict[str, list[str]]:
     for row in query(*fields, of="remapped-rows"):
         place, pending, failure = row.values()
         if pending.lower() in ("yes", "1"):
-            note(bus(place), "memory rows wait for a reset to be remapped")
+            note(bus(place), "memory rows are waiting for a reset to be remapped")
         if failure.lower() in ("yes", "1"):
-            note(bus(place), "remapping of memory rows has failed")
+            note(bus(place), "remapping memory rows failed")
     for place in places:  # AMD
         for file in sorted((root() / f"sys/bus/pci/devices/{place}/ras").glob("*_err_count")):
             count = re.search(r"ue:\s*(\d+)", read(f"sys/bus/pci/devices/{place}/ras/{file.name}"))
@@ -140,7 +141,7 @@ def memory_faults(places: list[str]) -> dict[str, list[str]]:
 
 
 def amd_gpu(place: str) -> dict:
-    """What the amdgpu driver tells of the GPU at a bus address: GB and MHz."""
+    """What the amdgpu driver says about the GPU at a bus address: GB and MHz."""
     folder = f"sys/bus/pci/devices/{place}"
     sizes = {
         key: (number(read(f"{folder}/mem_info_{name}")) or 0) / 2**30
@@ -155,12 +156,17 @@ def amd_gpu(place: str) -> dict:
     return {**sizes, "clock": now, "clock_max": max((int(m) for m, _ in clocks), default=None)}
 
 
+def amd_under_load(places: list[str]) -> dict[str, dict]:
+    """As `under_load`, as far as the amdgpu driver says: bus -> clock."""
+    return {place: {"reasons": 0, "clock": amd_gpu(place)["clock"]} for place in places}
+
+
 # ---------------------------------------------------------------- each GPU
 
 
 def gpu_lines(gpus: list[dict], used: list[float]) -> list:
-    """A line for each GPU. gpus: facts, product, load and memory faults of each; used: GB that
-    other programs held before."""
+    """One line for each GPU. gpus: facts, rates, load and memory faults of each; used: GB that
+    other programs held before the check started."""
     best = {}
     for gpu in gpus:
         if gpu.get("rates"):
@@ -170,8 +176,10 @@ def gpu_lines(gpus: list[dict], used: list[float]) -> list:
         name = f"gpu {i}"
         text = f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']:.0f} GB"
         if gpu.get("problem"):
-            fix = "sudo dmesg | grep -iE 'xid|amdgpu'; if the memory is full: nvidia-smi, rocm-smi"
-            lines.append((ERROR, name, f"{text}: a product of matrices: {gpu['problem']}", fix))
+            fix = "look for GPU errors: sudo dmesg | grep -iE 'xid|amdgpu'; is its memory full?"
+            if "busy or unavailable" in gpu["problem"]:
+                fix = "end the program that has it for itself, or sudo nvidia-smi -c DEFAULT"
+            lines.append((ERROR, name, f"{text}: matrix product failed: {gpu['problem']}", fix))
             continue
         shares = {}
         said = []
@@ -181,30 +189,30 @@ def gpu_lines(gpus: list[dict], used: list[float]) -> list:
             of_peak = f" ({100 * rate / peak:.0f}%)" if peak else ""
             said.append(f"{dtype} {rate:.0f}{of_peak}")
         text += f": {', '.join(said)} TFLOP/s"
-        text += " (% of the data sheet)" if any(shares.values()) else "; no data sheet known here"
+        text += " (% of peak)" if any(shares.values()) else " (its peak is not known here)"
         text += _load_text(gpu)
         level, fixes, why = OK, [], []
         reasons = [word for bit, word in SLOWED.items() if gpu["load"].get("reasons", 0) & bit]
         if reasons:
-            why.append(f"clock lowered by {', '.join(reasons)}")
-            fixes.append("cooling and power supply; nvidia-smi -q -d PERFORMANCE")
+            why.append(f"throttled: {', '.join(reasons)}")
+            fixes.append("check cooling and power supply; nvidia-smi -q -d PERFORMANCE")
         if gpu["rates"]["bf16"] < 0.9 * best[gpu["name"]]:
             why.append(f"{100 * gpu['rates']['bf16'] / best[gpu['name']]:.0f}% of the fastest GPU")
             if gpu["load"].get("reasons", 0) & POWER_CAP:
                 why.append("at its power cap")
-            fixes.append("is another program using it? else compare power limits and cooling")
+            fixes.append("end other programs on it; compare power limits and cooling")
         elif any(part and part < 0.5 for part in shares.values()):
-            why.append("less than half of the data sheet")
-            fixes.append("is another program using it? else a newer driver and torch")
+            why.append("less than half of its peak")
+            fixes.append("end other programs on it; update driver and torch")
         if gpu["load"].get("width") and gpu["load"]["width"] < (gpu["load"]["width_max"] or 0):
             why.append(f"PCIe x{gpu['load']['width']:.0f} of x{gpu['load']['width_max']:.0f} lanes")
-            fixes.append("reseat the card, or take a slot with all lanes")
+            fixes.append("reseat the card or use a full-width slot")
         if used[i] > max(1, 0.05 * gpu["memory_gb"]):
             why.append(f"{used[i]:.1f} GB in use by other programs")
-            fixes.append("end them: nvidia-smi, rocm-smi --showpids")
+            fixes.append("find them with nvidia-smi or rocm-smi --showpids")
         if gpu["faults"]:
             why += gpu["faults"]
-            fixes.append("reset the GPU or reboot; if they come back, have it replaced")
+            fixes.append("reset the GPU or reboot; if the errors return, replace it")
         if why:
             level, text = WARNING, f"{text}; {'; '.join(why)}"
         lines.append((level, name, text, "; ".join(fixes)))
@@ -220,7 +228,7 @@ def _load_text(gpu: dict) -> str:
 
 
 def nvlink_lines(links: dict, indices: list[int]) -> list:
-    """Warns of GPUs with fewer active NVLinks than the others have."""
+    """A warning if some GPUs have fewer active NVLinks than the others."""
     active = {
         i: sum(bool(speed) for speed in links[index])
         for i, index in enumerate(indices)
@@ -231,7 +239,7 @@ def nvlink_lines(links: dict, indices: list[int]) -> list:
     if not few:
         return []
     said = ", ".join(f"GPU {i} has {active[i]}" for i in few)
-    fix = "nvidia-smi nvlink -s, nvlink -e; reset the GPU; have it looked at"
+    fix = "reset the GPU; nvidia-smi nvlink -s and nvlink -e show the links"
     return [(WARNING, "nvlink", f"{said} of {most} links active", fix)]
 
 
@@ -239,9 +247,9 @@ def nvlink_lines(links: dict, indices: list[int]) -> list:
 
 
 def expected_gb(gpus: list[dict], kinds: dict, links: dict, indices: list[int]) -> dict:
-    """pair -> (GB/s of one direction, name) of its link, None where it is not known.
+    """pair -> (GB/s in one direction, name) of its link; None if unknown.
 
-    kinds: pair -> as `topology` names it; links: see `nvlinks`; indices: nvidia-smi's of each."""
+    kinds: pair -> name in `topology`; links: see `nvlinks`; indices: nvidia-smi's index of each."""
     pcie = [pcie_gb(gpu["bus"], gpu["load"]) if gpu["bus"] else None for gpu in gpus]
     speeds = [speed for found in links.values() for speed in found if speed]
     nvlink = statistics.median(speeds) if speeds else None
@@ -252,7 +260,7 @@ def expected_gb(gpus: list[dict], kinds: dict, links: dict, indices: list[int]) 
 
 
 def topology() -> dict[tuple[int, int], str]:
-    """(i, j) -> how GPUs i and j of the vendor's tool are linked: NV18, PIX, SYS, XGMI …"""
+    """(i, j) -> the link between GPUs i and j of the vendor's tool: NV18, PIX, SYS, XGMI ..."""
     for command in (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopotype")):
         rows = [line.split() for line in check_process.tool(*command).splitlines()]
         rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and len(row) > 1]
@@ -264,7 +272,7 @@ def topology() -> dict[tuple[int, int], str]:
 
 
 def nvlinks() -> dict[int, list[float | None]]:
-    """nvidia-smi's GPU index -> GB/s of each of its NVLinks and direction, None: not active."""
+    """nvidia-smi's GPU index -> GB/s in one direction of each NVLink, None for an inactive one."""
     found = {}
     for line in check_process.tool("nvidia-smi", "nvlink", "-s").splitlines():
         if head := re.match(r"GPU (\d+):", line):
@@ -275,11 +283,12 @@ def nvlinks() -> dict[int, list[float | None]]:
 
 
 def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
-    """(GB/s of one direction, its name) of the PCIe link of the GPU at a bus address."""
+    """(GB/s in one direction, name) of a GPU's PCIe link; None if unknown."""
     if load.get("gen") and load.get("width"):
         gen, width = int(load["gen"]), int(load["width"])
-        return GB_PER_LANE_OF_GEN.get(gen, 0) * width, f"PCIe {gen} x{width}"
-    # AMD's cards have a switch of their own, so the slot's link is one of the way up, the slowest.
+        gb = GB_PER_LANE_OF_GEN.get(gen, 0) * width
+        return (gb, f"PCIe {gen} x{width}") if gb else None
+    # AMD cards contain a PCIe switch: the slot's link is above it. The slowest link counts.
     folder, slowest = root() / "sys/bus/pci/devices" / place, None
     folder = Path(os.path.realpath(folder))
     while re.match(r"[0-9a-f]{4}:", folder.name):
@@ -294,12 +303,12 @@ def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
 
 
 def link_gb(kind: str, arch: str, nvlink: float | None, pcie: list) -> tuple[float, str] | None:
-    """(GB/s of one direction, its name) of a link between two GPUs; None if it is not known.
+    """(GB/s in one direction, name) of the link between two GPUs; None if unknown.
 
     kind: from `topology`; nvlink: GB/s of one NVLink; pcie: `pcie_gb` of both GPUs."""
     if lanes := re.fullmatch(r"NV(\d+)", kind):
         speed = nvlink or NVLINK.get(arch)
-        return (int(lanes[1]) * speed, kind) if speed else None
+        return (int(lanes[1]) * speed, f"NVLink x{lanes[1]}") if speed else None
     if kind == "XGMI":
         return (XGMI[arch], kind) if arch in XGMI else None
     if all(pcie):
@@ -309,7 +318,7 @@ def link_gb(kind: str, arch: str, nvlink: float | None, pcie: list) -> tuple[flo
 
 
 def iommu(places: list[str]) -> str:
-    """ "off", "passthrough", "translating" or "unknown" for the GPUs at these bus addresses."""
+    """What the IOMMU does for these GPUs: "off", "passthrough", "translating" or "unknown"."""
     line = read("proc/cmdline")
     if not any((root() / "sys/class/iommu").glob("*")):
         return "off" if (root() / "sys/class").is_dir() else "unknown"
@@ -322,24 +331,21 @@ def iommu(places: list[str]) -> str:
 
 
 def acs_bridges() -> int:
-    """PCIe bridges with Access Control Services on; 0 as well where lspci may not tell."""
+    """How many PCIe bridges have Access Control Services on; 0 also if lspci can't say."""
     return len(re.findall(r"ACSCtl:.*SrcValid\+", check_process.tool("lspci", "-vvv")))
 
 
 def isolation(places: list[str], amd: bool, all_right: bool) -> list:
-    """IOMMU and ACS: what stands between GPUs that write into each other's memory."""
+    """IOMMU and ACS: both can break or slow peer-to-peer between GPUs."""
     state, bridges = iommu(places), acs_bridges()
-    text = {"off": "the IOMMU is off", "passthrough": "the IOMMU passes through (iommu=pt)"}
-    text = text.get(state, f"IOMMU: {state}") + (
-        f"; ACS is on at {bridges} bridges" * bool(bridges)
-    )
+    text = f"{state}, ACS on at {bridges} bridges" if bridges else state
     if state == "translating" and amd:
-        fix = "add iommu=pt to the kernel's command line (for example in /etc/default/grub), reboot"
-        text = "the IOMMU translates: RCCL warns that this may hang or be unstable"
+        fix = "add iommu=pt to the kernel command line (in /etc/default/grub, say) and reboot"
+        text += ", without iommu=pt: RCCL warns of hangs and instability"
         return [(WARNING, "iommu", text, fix)]
     if not all_right and (state == "translating" or bridges):
-        fix = "boot with iommu=pt and switch ACS off in the BIOS; then check again"
-        return [(WARNING, "iommu", f"{text}: a likely reason for the pairs above", fix)]
+        fix = "boot with iommu=pt and disable ACS in the BIOS, then check again"
+        return [(WARNING, "iommu", f"{text}: a likely cause of the errors above", fix)]
     return [(OK, "iommu", text, "")]
 
 
@@ -347,30 +353,28 @@ def isolation(places: list[str], amd: bool, all_right: bool) -> list:
 
 
 def amd_settings(devices: list[dict], kinds: set[str]) -> list:
-    """Settings that others' reports name: see docs/check.md."""
+    """Settings named in reports of other users: see docs/check.md."""
     lines = []
     env = os.environ
     said = {k: env[k] for k in VISIBLE if env.get(k)}
     if len(said) > 1:
         text = ", ".join(f"{k}={v}" for k, v in said.items())
-        fix = "set CUDA_VISIBLE_DEVICES alone, which works for AMD too"
-        lines.append((WARNING, "visible GPUs", f"{text}: the second counts within the first", fix))
+        fix = "set only CUDA_VISIBLE_DEVICES, which AMD honours too"
+        lines.append((WARNING, "visible GPUs", f"{text}: each renumbers what is left", fix))
     over_pcie = len(devices) > 1 and "XGMI" not in kinds
     if over_pcie and env.get("HSA_FORCE_FINE_GRAIN_PCIE") != "1":
-        text = "HSA_FORCE_FINE_GRAIN_PCIE is not 1: RCCL asks for it to send peer-to-peer over PCIe"
+        text = "HSA_FORCE_FINE_GRAIN_PCIE is not 1; RCCL wants it for peer-to-peer over PCIe"
         lines.append((WARNING, "rccl", text, "export HSA_FORCE_FINE_GRAIN_PCIE=1"))
     for i, device in enumerate(devices):
         memory = amd_gpu(device.get("bus", ""))
         if 0 < memory["visible"] < memory["all"]:
-            text = f"GPU {i} shows {memory['visible']:.1f} of {memory['all']:.0f} GB on the bus"
-            fix = "switch on Above 4G Decoding and Resizable BAR in the BIOS"
-            lines.append((WARNING, "large BAR", f"{text}, so there is no peer-to-peer", fix))
+            text = f"GPU {i} exposes {memory['visible']:.1f} of {memory['all']:.0f} GB on the bus"
+            fix = "enable Above 4G Decoding and Resizable BAR in the BIOS"
+            lines.append((WARNING, "large BAR", f"{text}: no peer-to-peer", fix))
     config = read(f"boot/config-{os.uname().release}")
     if over_pcie and config and "CONFIG_HSA_AMD_P2P=y" not in config:
-        text = "this kernel is built without CONFIG_HSA_AMD_P2P: no peer-to-peer over PCIe"
-        lines.append(
-            (WARNING, "kernel", text, "take a kernel with it, as AMD's driver packages say")
-        )
+        text = "this kernel lacks CONFIG_HSA_AMD_P2P: no peer-to-peer over PCIe"
+        lines.append((WARNING, "kernel", text, "use a kernel built with it"))
     rocm = read("opt/rocm/.info/version") or "not in /opt/rocm"
     names = ("HSA_", "HIP_", "ROCR_", "NCCL_", "RCCL_", "TORCH_BLAS", "PYTORCH_TUNABLE")
     mine = " ".join(f"{k}={v}" for k, v in sorted(env.items()) if k.startswith(names))

@@ -1,7 +1,8 @@
-"""Facts of the host for llm_demo.check, from files and the vendors' tools, and what they mean.
+"""What the host offers, for llm_demo.check: Python, PyTorch's build, memory, cores, disk.
 
-A check returns lines (level, name, text, fix): level is ok, warning or error, and fix is "" where
-there is nothing to do. PROBE_ROOT puts another machine's /proc, /sys and /dev in place."""
+Each check returns lines (level, name, text, fix). The level is ok, warning or error; the fix is ""
+if there is nothing to do. PROBE_ROOT replaces / for /proc, /sys and /dev, so that tests can fake
+other machines."""
 
 from __future__ import annotations  # so that a Python that is too old gets as far as saying so
 
@@ -35,7 +36,7 @@ def read(path: str) -> str:
 
 
 def number(text: str) -> float | None:
-    """The number that a text starts with, None for "[N/A]" and the like."""
+    """The number at the start of a text; None for "[N/A]" and the like."""
     found = re.match(r"\s*-?\d+(\.\d+)?", text or "")
     return float(found[0]) if found else None
 
@@ -45,7 +46,7 @@ def python() -> list:
     here = ".".join(map(str, mine))
     if mine < (3, 10):
         fix = "PYTHON=/path/to/python3.12 bash setup.sh"
-        return [(ERROR, "python", f"{here} is too old: 3.10 to 3.13 are needed", fix)]
+        return [(ERROR, "python", f"{here} is too old: 3.10 to 3.13 work", fix)]
     if mine >= (3, 14):
         return [(WARNING, "python", f"{here} is newer than the versions tested, 3.10 to 3.13", "")]
     return [(OK, "python", here, "")]
@@ -54,7 +55,7 @@ def python() -> list:
 def hidden_gpus() -> tuple[str, str] | None:
     """(vendor, evidence) of a GPU that PyTorch could use with the right build and driver.
 
-    vendor "nvidia?" where there is a card but no driver of NVIDIA's."""
+    The vendor is "nvidia?" if there is an NVIDIA card but no NVIDIA driver. None without a GPU."""
     if "GPU 0" in check_process.tool("nvidia-smi", "-L"):
         return "nvidia", "nvidia-smi lists one"
     if any((root() / "proc/driver/nvidia/gpus").glob("*")):
@@ -89,7 +90,7 @@ def pinned(package: str) -> str:
 
 
 def torch_build(facts: dict, smi: dict) -> list:
-    """PyTorch, its build, and whether the driver carries it."""
+    """PyTorch, its build, and whether that fits the GPUs and the driver."""
     if "torch" not in facts:
         fix = "bash setup.sh, and use its .venv/bin/python"
         return [(ERROR, "torch", f"import torch failed: {facts['problem']}", fix)]
@@ -102,12 +103,11 @@ def torch_build(facts: dict, smi: dict) -> list:
     hidden = None if facts["devices"] else hidden_gpus()
     if facts["devices"]:
         if cuda:
-            text += f"; driver {smi['driver']}".rstrip() + (
-                f", CUDA {_dotted(driver)}" * bool(driver)
-            )
+            text += f"; driver {smi['driver']}".rstrip()
+            text += f", CUDA {_dotted(driver)}" if driver else ""
         if cuda and driver and driver < _version(cuda):
-            fix = f"update the driver to one for CUDA {cuda} if a kernel fails to load"
-            text += f": the driver is older than this build, whose CUDA is {cuda}"
+            fix = f"if kernels fail to load, update the driver to one for CUDA {cuda}"
+            text += ": the driver is older than this build"
             return [(WARNING, "torch", text, fix)]
         return _kernels(facts, text)
     if not cuda and not hip:
@@ -125,24 +125,25 @@ def torch_build(facts: dict, smi: dict) -> list:
         return [(ERROR, "torch", f"{text} sees no GPU: {why}", fix + REBUILD)]
     if visible:
         said = ", ".join(f"{k}={v}" for k, v in visible.items())
-        return [(WARNING, "torch", f"{text} sees no GPU with {said}: {why}", f"unset {said}")]
+        fix = f"unset {' '.join(visible)}"
+        return [(WARNING, "torch", f"{text} sees no GPU with {said}: {why}", fix)]
     if hidden is None:
-        fix = "if there is a GPU, install its driver; a container needs --gpus all or /dev/kfd"
-        return [(WARNING, "torch", f"{text}, but there is no GPU: training runs on the CPU", fix)]
+        fix = "if there is a GPU, install its driver; containers need --gpus all or /dev/kfd"
+        return [(WARNING, "torch", f"{text}, but no GPU was found: training runs on the CPU", fix)]
     kfd = root() / "dev/kfd"
     if hip and kfd.exists() and not os.access(kfd, os.R_OK | os.W_OK):
         fix = "sudo usermod -aG render,video $USER, then log in again"
         return [(ERROR, "torch", f"{text} may not open /dev/kfd", fix)]
     if (hidden[0] == "amd") != bool(hip):
-        return [(ERROR, "torch", f"{text} is for another vendor: {hidden[1]}", REBUILD)]
-    fix = "see dmesg for the driver's errors; update the driver, or reboot"
+        return [(ERROR, "torch", f"{text} is for another vendor's GPU: {hidden[1]}", REBUILD)]
+    fix = "look for driver errors in dmesg; update the driver or reboot"
     if "802" in why or "not yet initialized" in why:
-        fix = "start NVSwitch's service: sudo systemctl start nvidia-fabricmanager"
+        fix = "start the NVSwitch service: sudo systemctl start nvidia-fabricmanager"
     return [(ERROR, "torch", f"{text} sees no GPU, but {hidden[1]}: {why}", fix)]
 
 
 def packages() -> list:
-    """Versions of what training imports beside torch and DeepSpeed."""
+    """Versions of what training imports besides torch and DeepSpeed."""
     found, missing = [], []
     for package in ("transformers", "datasets", "accelerate", "numpy"):
         try:
@@ -168,9 +169,9 @@ def _kernels(facts, text):
                 for a in archs
             )
         if not fits:
-            fix = "take a build that has them: an older torch for an old GPU, a newer for a new one"
+            fix = "install a build that has them: an older torch for an older GPU, or a newer one"
             what = f"{text} has no kernels for {device['name']} ({device['arch']})"
-            return [(ERROR, "torch", f"{what}, but for {' '.join(archs)}", fix)]
+            return [(ERROR, "torch", f"{what}, only for {' '.join(archs)}", fix)]
     return [(OK, "torch", text, "")]
 
 
@@ -188,9 +189,10 @@ def _dotted(version: tuple) -> str:
 
 
 def tools() -> list:
-    fix = "look for errors of the driver: sudo dmesg | grep -iE 'xid|nvrm|amdgpu'; reboot"
+    """Errors for vendors' tools that hung, which means that the driver does."""
+    fix = "look for driver errors: sudo dmesg | grep -iE 'xid|nvrm|amdgpu'; reboot"
     return [
-        (ERROR, "driver", f"{name} gave no answer within {check_process.TOOL_LIMIT} s", fix)
+        (ERROR, "driver", f"{name} did not answer within {check_process.TOOL_LIMIT} s", fix)
         for name in check_process.hung_tools()
         if name != "lspci"
     ]
@@ -206,12 +208,12 @@ def shared_memory(gpus: int) -> list:
     shm = root() / "dev/shm"
     if not shm.is_dir():
         level = WARNING if gpus > 1 else OK
-        return [(level, "/dev/shm", "there is none", "docker run --ipc=host" * (gpus > 1))]
+        return [(level, "/dev/shm", "missing", "docker run --ipc=host" * (gpus > 1))]
     size, free = space(shm)
     text = f"{size / 1e9:.2f} GB, {free / 1e9:.2f} free"
     if gpus > 1 and free < 0.95e9:
-        fix = "docker run --shm-size=1g or --ipc=host; else delete what fills it"
-        return [(WARNING, "/dev/shm", f"{text}: NCCL may die of a bus error", fix)]
+        fix = "docker run --shm-size=1g or --ipc=host; or delete files from it"
+        return [(WARNING, "/dev/shm", f"{text}: NCCL may die with a bus error", fix)]
     return [(OK, "/dev/shm", text, "")]
 
 
@@ -244,27 +246,27 @@ def cores(gpus: int) -> list:
     text += f": {each:.1f} for each of {processes} processes"
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > max(1, each):
-        text += f", but OMP_NUM_THREADS={threads} makes them wait for one another"
-        return [(WARNING, "cores", text, "unset OMP_NUM_THREADS: the launchers set it")]
+        text += f", but OMP_NUM_THREADS={threads} makes them compete for cores"
+        return [(WARNING, "cores", text, "unset OMP_NUM_THREADS: the launchers choose it")]
     if each < (2 if gpus else 0.99):
-        fix = "give this machine or container more cores, or start fewer processes"
-        return [(WARNING, "cores", f"{text}: the host will hold the others up", fix)]
+        fix = "give the machine or container more cores, or start fewer processes"
+        return [(WARNING, "cores", f"{text}: the CPU will slow training down", fix)]
     return [(OK, "cores", text, "")]
 
 
 def numa(places: list[str]) -> list:
-    """NUMA nodes of the GPUs against the cores that this process may use."""
+    """Whether this process may use cores on the NUMA nodes of all GPUs."""
     nodes = sorted((root() / "sys/devices/system/node").glob("node[0-9]*"))
     if len(nodes) < 2:
         return [(OK, "numa", "one node" if nodes else "no information", "")]
     of = [read(f"sys/bus/pci/devices/{place}/numa_node") if place else "" for place in places]
     names = [f"GPU {i} on node {n}" for i, n in enumerate(of) if n and n != "-1"]
-    text = f"{len(nodes)} nodes" + (f": {', '.join(names)}" if names else "; GPUs name none")
+    text = f"{len(nodes)} nodes: {', '.join(names) or 'those of the GPUs are unknown'}"
     mine = set(usable_cores())
     for node in sorted({n for n in of if n and n != "-1"}):
         if not mine & _cpus(read(f"sys/devices/system/node/node{node}/cpulist")):
-            fix = f"let it use node {node}'s cores too: numactl --cpunodebind=all, or the cpuset"
-            what = f"{text}; no core of node {node} may be used here, so its GPUs are far away"
+            fix = f"allow cores of node {node}: numactl --cpunodebind=all; containers: cpuset"
+            what = f"{text}; this process may use no core of node {node}, near those GPUs"
             return [(WARNING, "numa", what, fix)]
     return [(OK, "numa", text, "")]
 
@@ -276,20 +278,20 @@ def _cpus(text: str) -> set[int]:
 
 def disk(answer: dict, folder: str) -> list:
     """Free space and speed below --output_dir, from the worker's answer."""
-    gb = 7.2  # a checkpoint of Qwen3-0.6B: weights and both moments in fp32
+    gb = 7.2  # a checkpoint of Qwen3-0.6B: weights and both AdamW moments in fp32
     if answer.get("problem"):
-        fix = "choose another --output_dir, or free space there"
+        fix = "free space there or choose another --output_dir"
         return [(ERROR, "disk", f"writing below {folder} failed: {answer['problem']}", fix)]
     free, speed, sync = (answer[k] for k in ("free_gb", "mb_per_s", "fsync_ms"))
     text = f"{answer['place']}: {free:.0f} GB free, writes {speed:.0f} MB/s, fsync {sync:.1f} ms"
     if free < 1:
-        return [(ERROR, "disk", text, "free space, or choose another --output_dir")]
+        return [(ERROR, "disk", text, "free space or choose another --output_dir")]
     if free < 3 * gb:
         fix = "free space, choose another --output_dir, or save less: --keep_last 1"
         return [(WARNING, "disk", f"{text}; a checkpoint of a 0.6B model takes {gb} GB", fix)]
     if speed < 100 or sync > 500:
         what = f"{text}: a checkpoint of a 0.6B model takes {gb * 1e3 / max(speed, 1):.0f} s"
-        return [(WARNING, "disk", what, "a faster --output_dir, or --save_async")]
+        return [(WARNING, "disk", what, "choose a faster --output_dir, or save less often")]
     return [(OK, "disk", text, "")]
 
 
@@ -300,6 +302,6 @@ def stale_locks(answer: dict) -> list:
     if not paths:
         return [(OK, "jit locks", "none left behind", "")]
     oldest = max(age for _, age in answer["stale"])
-    text = f"{len(paths)} left by builds that were killed, up to {oldest:.0f} h old: whoever needs"
-    fix = f"unless such a build runs on another machine: rm {' '.join(paths)}"
-    return [(WARNING, "jit locks", f"{text} one of these waits for ever", fix)]
+    text = f"{len(paths)} left by killed builds, up to {oldest:.0f} h old"
+    fix = f"rm {' '.join(paths)}, unless another machine is building there"
+    return [(WARNING, "jit locks", f"{text}: a process that needs one waits forever", fix)]

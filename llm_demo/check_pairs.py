@@ -1,7 +1,7 @@
-"""GPUs that talk to each other, for llm_demo.check: pair by pair, and all together.
+"""Communication between GPUs, for llm_demo.check: pair by pair, then all together.
 
 Lines are as in check_machine. A fleet is a dict: GPU -> its worker. Drivers report peer-to-peer as
-fine on machines where it hangs or returns wrong numbers, so nothing but numbers is believed."""
+working on machines where it hangs or returns wrong values, so every value received is compared."""
 
 from __future__ import annotations  # so that a Python that is too old gets as far as saying so
 
@@ -10,16 +10,18 @@ import statistics
 import time
 from typing import NamedTuple
 
-from llm_demo import check_gpus
 from llm_demo.check_machine import ERROR, OK, WARNING
 from llm_demo.check_process import receive
 
 SLOW = 0.6  # of a link's bandwidth
 P2P_OFF = "NCCL_P2P_DISABLE"
 FIX_P2P = (
-    f"export {P2P_OFF}=1 meanwhile; to cure it boot with iommu=pt (AMD: or amd_iommu=off) and "
-    "switch ACS off in the BIOS"
+    f"boot with iommu=pt (AMD: or amd_iommu=off) and disable ACS in the BIOS; until then, "
+    f"export {P2P_OFF}=1"
 )
+
+
+MORE = "NCCL_DEBUG=INFO python -m llm_demo.check --json shows NCCL's log"
 
 
 class Room(NamedTuple):
@@ -32,7 +34,7 @@ class Room(NamedTuple):
 
 
 def start_all(fleets: list, device: str, limit: float) -> None:
-    """Wait until all workers are ready; one that fails to get ready has a `problem` then."""
+    """Open the devices of all new workers and wait; a worker that fails gets a `problem`."""
     waiting = [
         (i, worker)
         for fleet in fleets
@@ -48,28 +50,32 @@ def start_all(fleets: list, device: str, limit: float) -> None:
             worker.kill(answer["problem"])
 
 
-def products(fleet: dict, seconds: float, amd: bool, limit: float) -> tuple[dict, dict]:
-    """GPU -> what `gemm` measured, all at the same time; and the state of the GPUs meanwhile."""
+def products(fleet: dict, seconds: float, limit: float, look=None, blas=False) -> tuple:
+    """Multiply matrices on all GPUs at once: (GPU -> answer of `gemm`, readings of `look`).
+
+    look: called twice while the GPUs are busy."""
     answers = {i: {"problem": worker.problem} for i, worker in fleet.items()}
     ready = {i: worker for i, worker in fleet.items() if worker.ready}
     for worker in ready.values():
-        worker.send(do="gemm", seconds=seconds, blas=amd)
-    loads = []
-    if next(iter(fleet.values()), None) and not amd:
-        for _ in range(2):
-            time.sleep(seconds / 5)
-            loads.append(check_gpus.under_load())
+        worker.send(do="gemm", seconds=seconds, blas=blas)
+    readings = []
+    for _ in range(2) if look else ():
+        time.sleep(seconds / 5)
+        readings.append(look())
     found = receive([[worker] for worker in ready.values()], limit)
     answers |= {i: answer for i, (answer,) in zip(ready, found, strict=True)}
-    return answers, check_gpus.merge_loads(loads)
+    return answers, readings
 
 
 # ---------------------------------------------------------------- groups at work
 
 
 def talk(fleet: dict, groups: list, room: Room, kind: str, do="group") -> list[dict]:
-    """What came of each group of GPUs, all groups at the same time; workers of a group that failed
-    are replaced. "problem" and "hung" as in check_process.receive, else what `group` measured."""
+    """The result of each group of GPUs; all groups run at the same time.
+
+    A result is what check_worker.group measured, or {"problem", "hung"} as in
+    check_process.receive with what the processes "said". The workers of a group that failed are
+    replaced."""
     start_all([fleet], room.device, room.limits["start"])
     limit = room.limits[kind]
     able = [g for g in groups if all(fleet[i].problem is None for i in g)]
@@ -77,12 +83,13 @@ def talk(fleet: dict, groups: list, room: Room, kind: str, do="group") -> list[d
         file = os.path.join(room.folder, f"{time.monotonic_ns()}-{'-'.join(map(str, g))}")
         for rank, i in enumerate(g):
             where = {"rank": rank, "size": len(g), "file": file, "backend": room.backend}
-            # torch's own limit is behind this one: it would end the process in its own words
+            # PyTorch's own timeout comes later than ours: it would abort the process
             fleet[i].send(do=do, limit=4 * limit, **where)
     answers = receive([[fleet[i] for i in g] for g in able], limit)
     results = {g: joined(answer) for g, answer in zip(able, answers, strict=True)}
     for g in able:
         if results[g].get("problem"):
+            results[g]["said"] = {i: fleet[i].said().splitlines()[-40:] for i in g}
             for i in g:
                 fleet[i].kill()
                 fleet[i] = fleet[i].again()
@@ -93,7 +100,7 @@ def talk(fleet: dict, groups: list, room: Room, kind: str, do="group") -> list[d
 
 
 def joined(answers: list[dict]) -> dict:
-    """The answers of a group's processes as one."""
+    """One result from the answers of a group's processes."""
     problems = [a["problem"] for a in answers if a.get("problem")]
     if problems:
         own = [p for p in problems if not p.startswith("lost its peer")]
@@ -107,7 +114,7 @@ def joined(answers: list[dict]) -> dict:
 
 
 def rounds(gpus: list):
-    """All pairs, in rounds of disjoint ones: n - 1 rounds for an even number of GPUs."""
+    """All pairs, in rounds of disjoint pairs (a round-robin): n - 1 rounds if n is even."""
     ring = [*gpus, None] if len(gpus) % 2 else list(gpus)
     half = len(ring) // 2
     for _ in range(len(ring) - 1):
@@ -117,10 +124,12 @@ def rounds(gpus: list):
 
 
 def try_pairs(fleet: dict, room: Room) -> dict:
-    """pair -> result. Pairs are left out when time is up, or when all of a round have failed."""
+    """pair -> result. Stops early when time is up or a whole round has failed."""
     found, begun = {}, time.monotonic()
     for pairs in rounds(list(fleet)):
         results = talk(fleet, pairs, room, "pair")
+        if len(pairs) == 1:
+            results[0]["alone"] = True
         found |= dict(zip(pairs, results, strict=True))
         if all(map(trouble, results)) or time.monotonic() - begun > room.limits["pairs"]:
             break
@@ -128,12 +137,13 @@ def try_pairs(fleet: dict, room: Room) -> dict:
 
 
 def again_alone(found: dict, expected: dict, fleet: dict, room: Room) -> None:
-    """Measure slow pairs once more, while nobody else communicates: others may have shared their
-    way. Ten seconds at most."""
+    """Measure slow pairs again with the other GPUs idle, since pairs of a round may share a bus.
+
+    Updates `found`; takes ten seconds at most."""
     slow = [p for p in found if (share(found[p], expected.get(p)) or 1) < SLOW]
     begun = time.monotonic()
-    for pair in slow if len(found) > 1 else ():
-        if time.monotonic() - begun < 10:
+    for pair in slow:
+        if not found[pair].get("alone") and time.monotonic() - begun < 10:
             result = talk(fleet, [pair], room, "pair")[0]
             if trouble(result) or speed(result) > speed(found[pair]):
                 found[pair] = result
@@ -150,27 +160,27 @@ def try_all(fleet: dict, room: Room) -> dict:
 
 
 def trouble(result: dict | None) -> str | None:
-    """What is wrong with a group's result, None if its numbers are right."""
+    """What is wrong with a group's result; None if every value was correct."""
     if result is None:
         return None
     if result.get("hung"):
-        return "hang"
+        return f"hang ({result['problem']})"
     if result.get("problem"):
         return f"fail ({result['problem']})"
     wrong = {name: count for name, count in result["wrong"].items() if count}
     if wrong:
         counts = " and ".join(f"{count:,} in {name}" for name, count in wrong.items())
-        return f"return wrong numbers ({counts}, of {result['elements']:,} compared)"
+        return f"return wrong values ({counts}, of {result['elements']:,} compared)"
     return None
 
 
 def speed(result: dict) -> float:
-    """GB/s of a pair's link, as the better of its all-reduce and its slower send has it."""
+    """GB/s over a pair's link: its all-reduce or its slower send, whichever is faster."""
     return max(result["all_reduce"], min(result["send"], default=0.0))
 
 
 def share(result: dict | None, expected) -> float | None:
-    """The part of the link's bandwidth that a pair reached; None if one of them is not known."""
+    """The fraction of the link's bandwidth that a pair reached; None if unknown."""
     if result is None or trouble(result) or not expected:
         return None
     return speed(result) / expected[0]
@@ -187,11 +197,11 @@ def _names(pairs) -> str:
 
 
 def pair_lines(found: dict, control: dict, expected: dict, peers: list, off: bool) -> list:
-    """Lines for all pairs: one for those that are well, one for each kind of trouble.
+    """One line for all healthy pairs, and one for each kind of trouble.
 
-    found, control: pair -> result, without and with NCCL_P2P_DISABLE=1; off: whether the user has
-    set that, so that there is no control. expected: pair -> (GB/s, name) or None; peers[i][j]:
-    whether the driver offers peer-to-peer."""
+    found, control: pair -> result, without and with NCCL_P2P_DISABLE=1. off: the user has set that
+    variable, so there is no control. expected: pair -> (GB/s, name) or None. peers[i][j]: whether
+    the driver offers peer-to-peer."""
     groups, well = {}, []
     for pair in sorted(found):
         result, beside = found[pair], control.get(pair)
@@ -213,25 +223,25 @@ def pair_lines(found: dict, control: dict, expected: dict, peers: list, off: boo
         lines.append(_bad_line(kind, pairs, found, control, expected, off))
     missing = [pair for pair in expected if pair not in found]
     if missing:
-        text = f"{_names(missing)}: not tried, since too many failed or took too long"
-        lines.append((WARNING, "pairs", text, "cure the others, then check again"))
+        text = f"{_names(missing)}: not tried, because other pairs failed or took too long"
+        lines.append((WARNING, "pairs", text, "fix the other pairs, then check again"))
     return lines
 
 
 def _well_line(pairs, found, control, expected, off):
     results = [found[pair] for pair in pairs]
     text = f"{_names(pairs)}: " if len(pairs) < 3 else f"{len(pairs)} of {len(expected)} pairs: "
-    text += f"right in {sum(r['elements'] for r in results):,} numbers"
-    text += f"; {_span([speed(r) for r in results])} GB/s"
+    text += f"all {sum(r['elements'] for r in results):,} values correct"
+    text += f", {_span([speed(r) for r in results])} GB/s"
     shares = [share(found[pair], expected.get(pair)) for pair in pairs]
     links = dict.fromkeys(expected[pair][1] for pair in pairs if expected.get(pair))
     if all(shares):
-        text += f", {_span([100 * s for s in shares])}% of {', '.join(links)}"
+        text += f" ({_span([100 * s for s in shares])}% of {', '.join(links)})"
     text += f", {statistics.median(r['latency_us'] for r in results):.0f} µs"
     if off:
         text += f"; {P2P_OFF} is set, so peer-to-peer was not tried"
     elif beside := [speed(control[p]) for p in pairs if control.get(p)]:
-        text += f"; with {P2P_OFF}=1 right, too, at {_span(beside)} GB/s"
+        text += f"; with {P2P_OFF}=1 also correct, {_span(beside)} GB/s"
     return OK, "pairs", text, ""
 
 
@@ -239,56 +249,56 @@ def _bad_line(kind, pairs, found, control, expected, off):
     first, names = pairs[0], _names(pairs)
     result, beside = found[first], control.get(first)
     if kind[0] == "control":
-        text = f"{names}: right by peer-to-peer, but with {P2P_OFF}=1 they {trouble(beside)}"
-        fix = "more /dev/shm (docker: --ipc=host), if you need that variable"
+        text = f"{names}: correct, but with {P2P_OFF}=1 they {trouble(beside)}"
+        fix = "leave that variable unset; if you need it, enlarge /dev/shm (docker: --ipc=host)"
         return WARNING, "pairs", text, fix
     if kind[0] == "reverse":
-        text = f"{names}: {speed(result):.1f} GB/s, and {speed(beside):.1f} with {P2P_OFF}=1"
-        return WARNING, "pairs", f"{text}: peer-to-peer is slower than the host's memory", FIX_P2P
+        text = f"{names}: {speed(result):.1f} GB/s, but {speed(beside):.1f} with {P2P_OFF}=1"
+        return WARNING, "pairs", f"{text}: peer-to-peer is slower than host memory", FIX_P2P
     if kind[0] == "slow":
         gb, link = expected[first]
-        text = (
-            f"{names}: {_span([speed(found[p]) for p in pairs])} of {gb:.0f} GB/s that {link} has"
-        )
-        text += ", beside other pairs" * (not all(found[p].get("alone") for p in pairs))
+        reached = _span([speed(found[p]) for p in pairs])
+        text = f"{names}: {reached} GB/s of the {gb:.0f} of {link}"
+        text += ", with other pairs active" * (not all(found[p].get("alone") for p in pairs))
         if link.startswith("NV"):
-            fix = "nvidia-smi nvlink -s and nvlink -e: a link that is down or has errors"
+            fix = "look for links that are down or report errors: nvidia-smi nvlink -s; nvlink -e"
         elif not kind[2]:
-            text += "; the driver offers no peer-to-peer here: all goes through the host's memory"
-            fix = "none for GeForce cards; others: iommu=pt, ACS off, Resizable BAR on"
+            text += "; the driver offers no peer-to-peer here, so data goes through host memory"
+            fix = "GeForce cards: nothing; others: iommu=pt, ACS off, Resizable BAR on"
         else:
-            fix = "put the cards into slots with all lanes, of one socket; iommu=pt, ACS off"
+            fix = "use full-width slots on one CPU socket; iommu=pt, ACS off"
         return WARNING, "pairs", text, fix
     text = f"{names}: {trouble(result)}"
     if beside is None:
         more = f" with {P2P_OFF} set" * off
-        return ERROR, "pairs", text + more, "run with NCCL_DEBUG=INFO and read its last lines"
+        return ERROR, "pairs", text + more, f"{MORE}; look at dmesg"
     if trouble(beside):
-        fix = "NCCL_DEBUG=INFO tells more; look at /dev/shm below, and at dmesg"
+        fix = f"{MORE}; look at dmesg and at /dev/shm below"
         return ERROR, "pairs", f"{text}; with {P2P_OFF}=1 they {trouble(beside)}", fix
-    return ERROR, "pairs", f"{text}; right with {P2P_OFF}=1: peer-to-peer is broken", FIX_P2P
+    return ERROR, "pairs", f"{text}; correct with {P2P_OFF}=1, so peer-to-peer is broken", FIX_P2P
 
 
 def all_line(count: int, result: dict | None, control: dict | None) -> list:
     """The line for all GPUs together; control: the result with NCCL_P2P_DISABLE=1."""
     if result is None:
-        return [(WARNING, "together", "not tried, since pairs fail", "cure the pairs first")]
+        return [(WARNING, "together", "not tried, because pairs failed", "fix the pairs first")]
     if bad := trouble(result):
-        text, fix = f"{count} GPUs {bad}", "NCCL_DEBUG=INFO tells more"
+        text, fix = f"{count} GPUs {bad}", MORE
         if control and not trouble(control):
-            text, fix = f"{text}; right with {P2P_OFF}=1: peer-to-peer is broken", FIX_P2P
+            text, fix = f"{text}; correct with {P2P_OFF}=1, so peer-to-peer is broken", FIX_P2P
         return [(ERROR, "together", text, fix)]
-    text = f"{count} GPUs: all-reduce right, {result['all_reduce']:.0f} GB/s"
+    text = f"{count} GPUs: all {result['elements']:,} values correct"
+    text += f", {result['all_reduce']:.0f} GB/s"
     if control and trouble(control):
         text += f"; with {P2P_OFF}=1 they {trouble(control)}"
-        return [(WARNING, "together", text, "more /dev/shm (docker: --ipc=host)")]
+        return [(WARNING, "together", text, "enlarge /dev/shm (docker: --ipc=host)")]
     return [(OK, "together", text, "")]
 
 
 def gloo_line(result: dict) -> list:
     """The line for two processes on a CPU."""
     if bad := trouble(result):
-        fix = "let this machine's name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo"
-        return [(ERROR, "pair", f"two processes {bad} over gloo", fix)]
-    text = f"two processes over gloo: right in {result['elements']:,} numbers"
+        fix = "make the host name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo"
+        return [(ERROR, "pair", f"two processes with gloo {bad}", fix)]
+    text = f"two processes with gloo: all {result['elements']:,} values correct"
     return [(OK, "pair", f"{text}, {speed(result):.1f} GB/s, {result['latency_us']:.0f} µs", "")]

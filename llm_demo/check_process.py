@@ -1,6 +1,6 @@
-"""Processes of llm_demo.check that may hang or crash without taking the check along.
+"""The processes of llm_demo.check, which may hang or crash without harm to the check itself.
 
-Nothing here imports torch: an import that hangs is one of the faults to find."""
+Nothing here imports torch, since that import may be what hangs."""
 
 from __future__ import annotations  # so that a Python that is too old gets as far as saying so
 
@@ -28,7 +28,7 @@ def last_line(text: str) -> str:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill a process and all it has started. One that the kernel can't end is left behind."""
+    """Kill a process and all that it started. One that the kernel can't kill is left behind."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -38,11 +38,11 @@ def end(process: subprocess.Popen) -> None:
 def tool(*command: str) -> str:
     """What a tool such as nvidia-smi prints; "" if it is missing, fails or hangs.
 
-    A tool that hung once is not called again."""
+    A tool that hung is not called again."""
     if command[0] in _hung_tools:
         return ""
     env = {**os.environ, "LC_ALL": "C"}
-    with tempfile.TemporaryFile() as out:  # not a pipe: reading one could outlast the process
+    with tempfile.TemporaryFile() as out:  # not a pipe, whose reader might wait for grandchildren
         try:
             process = subprocess.Popen(
                 command,
@@ -69,14 +69,14 @@ def hung_tools() -> list[str]:
 
 
 def environment() -> dict:
-    """The environment of the workers: the user's, without the traces of a launcher."""
+    """The environment of the workers: the user's, without a launcher's variables."""
     gone = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {k: v for k, v in os.environ.items() if k not in gone and "TORCHELASTIC" not in k}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env["PYTHONUNBUFFERED"] = "1"
     env.setdefault("OMP_NUM_THREADS", "1")
-    env.setdefault("NCCL_DEBUG", "WARN")  # its words are shown where it fails
-    # NVLink's multicast is not needed here, and one more thing that can go wrong.
+    env.setdefault("NCCL_DEBUG", "WARN")  # shown if something fails
+    # NVLink multicast is not needed here, and one more thing that can fail.
     env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     return env
 
@@ -87,7 +87,7 @@ class Worker:
     started = []
 
     def __init__(self, *args, **env):
-        self.problem = None  # why it is of no use any more
+        self.problem = None  # why it can't be used any more
         self.ready = False
         self.begun_with = args, env
         self.stderr = tempfile.TemporaryFile()
@@ -104,12 +104,12 @@ class Worker:
         Worker.started.append(self)
 
     def again(self) -> Worker:
-        """A new one, begun as this one was."""
+        """A new worker, started as this one was."""
         args, env = self.begun_with
         return Worker(*args, **env)
 
     def send(self, **command) -> None:
-        with contextlib.suppress(OSError):  # it has died: receive tells
+        with contextlib.suppress(OSError):  # it has died: receive() says so
             self.process.stdin.write(json.dumps(command).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -125,7 +125,7 @@ class Worker:
         )
 
     def read(self) -> dict | None:
-        """An answer if one is there. Sets `problem` if the process has died."""
+        """The next answer, None if there is none yet. Sets `problem` if the process has died."""
         while b"\n" not in self.rest and self.problem is None:
             try:
                 part = os.read(self.process.stdout.fileno(), 1 << 16)
@@ -148,7 +148,7 @@ class Worker:
             code = self.process.wait(timeout=2)
         except subprocess.TimeoutExpired:
             code = 0
-        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         words = last_line(self.said())
         return f"{how}: {words}" if words else how
 
@@ -156,9 +156,9 @@ class Worker:
 def receive(groups: list[list[Worker]], limit: float) -> list[list[dict]]:
     """The next answer of each worker, in the shape of `groups`.
 
-    A worker that has failed, or is killed because `limit` seconds are over, answers
-    {"problem": text}; with "hung" if it was killed. If one of a group fails, the others get GRACE
-    seconds, since they may be waiting for it."""
+    A worker that has died, or that is killed after `limit` seconds, answers {"problem": text}, with
+    "hung": True if it was killed. If one of a group fails, the others get GRACE more seconds, since
+    they may be waiting for it."""
     begun = time.monotonic()
     deadlines = [begun + limit] * len(groups)
     answers = {}
@@ -172,7 +172,7 @@ def receive(groups: list[list[Worker]], limit: float) -> list[list[dict]]:
                 answer = worker.read()
                 if answer is None and time.monotonic() > deadlines[g]:
                     lost = deadlines[g] < begun + limit
-                    what = "lost its peer" if lost else f"gave no answer within {limit:.0f} s"
+                    what = "lost its peer" if lost else f"no answer within {limit:.0f} s"
                     hint = next((x for x in worker.said().splitlines() if "NCCL WARN" in x), "")
                     worker.kill(what + (hint and f" ({hint.split('NCCL WARN')[1].strip()})"))
                     answer = {"problem": worker.problem, "hung": not lost}
@@ -196,7 +196,7 @@ def ask(worker: Worker, limit: float, **command) -> dict:
 
 
 def end_all() -> None:
-    for worker in Worker.started:  # first all, then wait: several may take their time
+    for worker in Worker.started:  # all of them before waiting for the first
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.process.pid, signal.SIGKILL)
     for worker in Worker.started:

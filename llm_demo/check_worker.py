@@ -1,7 +1,7 @@
-"""What llm_demo.check tries, in a process that may hang or crash: python -m llm_demo.check_worker
+"""The experiments of llm_demo.check, in a process that may hang or crash.
 
-Reads a JSON command a line from standard input and answers each with one JSON line. An argument
-says what to import at once, while the check is busy with something else."""
+Reads JSON commands from standard input, one a line, and answers each with one JSON line. With the
+argument "torch" it imports torch at once, while the check is busy with something else."""
 
 import contextlib
 import ctypes
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def torch_facts() -> dict:
-    """Versions and devices as PyTorch sees them; the keys "problem" and "devices" matter most."""
+    """Versions and devices as PyTorch sees them."""
     import torch
 
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
@@ -64,7 +64,7 @@ def torch_facts() -> dict:
 
 
 def choices() -> dict:
-    """dtype, and for each attention backend what speaks against it from facts alone."""
+    """The dtype, and for each attention backend why it can't run, judged by facts alone."""
     import transformers
 
     from llm_demo import attention, device
@@ -87,7 +87,7 @@ def choices() -> dict:
 
 
 def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dict:
-    """What a run would choose, given what the probes found: impl -> problem or None."""
+    """What a run would choose. problems: backend -> what its probe said, None if it passed."""
     from llm_demo import attention, compiling, device
 
     here = device.this_device()
@@ -105,7 +105,7 @@ def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dic
 
 
 def run_module(name: str, args: list[str]) -> dict:
-    """Run `python -m name args` in this process; "problem" is what it says when it fails."""
+    """Run `python -m name args` in this process; "problem" is its last word if it fails."""
     import runpy
 
     sys.argv = [name, *map(str, args)]
@@ -129,14 +129,15 @@ def deepspeed_facts(env: dict) -> dict:
 
 
 def sdpa(backend: str, dtype: str) -> dict:
-    """Largest relative error of one fused SDPA backend against math in fp32, gradients included."""
+    """Largest relative error of an SDPA backend against math in fp32, gradients included."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from llm_demo.device import DTYPES
 
     torch.manual_seed(0)
-    leaves = [torch.randn(2, 8, 256, 128, device="cuda") for _ in range(4)]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaves = [torch.randn(2, 8, 256, 128, device=device) for _ in range(4)]
     results = []
     for which, cast in ((backend, DTYPES[dtype]), ("MATH", torch.float32)):
         *qkv, up = (x.to(cast) for x in leaves)
@@ -154,8 +155,9 @@ _device = None
 
 
 def start(device: str) -> dict:
-    """Open the device and load the libraries, so that later commands take no longer than they
-    should. device: "cuda:0" or "cpu"."""
+    """Open the device and load its libraries, so that later commands are not slowed by that.
+
+    device: "cuda:0" or "cpu"."""
     import torch
 
     global _device
@@ -170,16 +172,16 @@ def start(device: str) -> dict:
 
 
 def gemm(seconds: float, blas: bool = False) -> dict:
-    """TFLOP/s of square products by dtype, over `seconds` together; half of them in bf16.
+    """TFLOP/s of square products by dtype, for `seconds` in total, half of that in bf16.
 
-    blas: on AMD, also with hipBLASLt in the place of the default library."""
+    blas: on AMD, measure again with hipBLASLt instead of the default library."""
     import torch
 
     shares = [("bf16", torch.bfloat16, 0.5), ("fp16", torch.float16, 0.25)]
     shares += [("fp32", torch.float32, 0.25)]
     n = 8192
     if _device.type == "cpu":
-        n, shares = 512, shares[::2]  # in fp16 most CPUs take seconds
+        n, shares = 512, shares[::2]  # fp16 takes seconds on most CPUs
     elif torch.cuda.mem_get_info(_device)[0] < 4 << 30:
         n = 4096
     rates = {name: _rate(n, dtype, share * seconds) for name, dtype, share in shares}
@@ -200,7 +202,7 @@ def _rate(n, dtype, seconds):
     import torch
 
     wait = torch.cuda.synchronize if _device.type == "cuda" else lambda: None
-    # Not zeros: they cost less power, and so run faster than any training does.
+    # Not zeros: they draw less power, so they run faster than training does.
     a, b = (torch.randn(n, n, device=_device).to(dtype) for _ in range(2))
     out = torch.mm(a, b)
     wait()
@@ -218,17 +220,17 @@ def _rate(n, dtype, seconds):
 
 
 def group(rank: int, size: int, file: str, backend: str, limit: float) -> dict:
-    """Join `size` processes that meet in `file`, check sends and all-reduces, time them, part.
+    """Form a group of `size` processes through `file`; verify and time sends and all-reduces.
 
-    Returns wrong: {operation: elements}, elements: how many were compared in all, and GB/s (1e9
-    bytes) as one GPU's link carries them: send of each direction (two processes only), all_reduce.
-    """
+    Returns "wrong": operation -> wrong elements, "elements": how many were compared, and the rates
+    in GB/s (1e9 bytes) over one GPU's link: "all_reduce" and, with two processes, "send" for each
+    direction and "latency_us" of one small send."""
     import torch.distributed as dist
 
     with _process_group(rank, size, file, backend, limit):
         wrong, elements = _verify(rank, size)
         answer = {"wrong": wrong, "elements": elements, **_bandwidth(rank, size)}
-        if "gloo" in backend and "nccl" in backend:  # as in training: objects go by gloo
+        if "gloo" in backend and "nccl" in backend:  # as in training, objects use gloo
             names = [None] * size
             dist.all_gather_object(names, rank)
             if names != list(range(size)):
@@ -251,7 +253,7 @@ def _process_group(rank, size, file, backend, limit):
         **options,
     )
     yield
-    dist.all_reduce(torch.zeros(1, device=_device))  # nobody leaves while another is at work
+    dist.all_reduce(torch.zeros(1, device=_device))  # nobody leaves early
     _wait()
     dist.destroy_process_group()
 
@@ -264,7 +266,7 @@ def _wait():
 
 
 def _numbers(n, rank, turn):
-    """int32 [n] that differ by place, rank and turn: a value left over from before is noticed."""
+    """int32 [n] that depend on place, rank and turn, so that stale values are noticed."""
     import torch
 
     numbers = torch.arange(n, dtype=torch.int32, device=_device)
@@ -272,7 +274,7 @@ def _numbers(n, rank, turn):
 
 
 def _sizes():
-    # NCCL has a protocol each for small, medium and large messages.
+    # NCCL has different protocols for small, medium and large messages.
     return (1 << 8, 1 << 18, 1 << 24) if _device.type == "cuda" else (1 << 8, 1 << 18)
 
 
@@ -305,7 +307,7 @@ def _bandwidth(rank, size):
     import torch.distributed as dist
 
     def seconds(operation, times):
-        """Of one operation, the slowest process's: the best of three batches."""
+        """Time of one operation: best of three batches, on the slowest process."""
         best = []
         for _ in range(3):
             dist.all_reduce(one)
@@ -321,7 +323,7 @@ def _bandwidth(rank, size):
 
     one = torch.zeros(1, device=_device)
     data = torch.zeros((64 if _device.type == "cuda" else 4) * MIB // 4, device=_device)
-    # A fast link needs more data to show its speed; on a slow one the same would take seconds.
+    # A fast link needs more data to reach its speed; a slow one would take seconds for as much.
     if seconds(lambda: dist.all_reduce(data), 1) < 3e-3 and _device.type == "cuda":
         data = torch.zeros(512 * MIB // 4, device=_device)
         dist.all_reduce(data)
@@ -343,7 +345,7 @@ def _bandwidth(rank, size):
 
 
 def profile(rank: int, size: int, file: str, backend: str, limit: float) -> dict:
-    """How one all-reduce shows in a profile and in the flight recorder."""
+    """How an all-reduce appears in a profile and in the flight recorder."""
     import torch
     import torch.distributed as dist
     from torch.profiler import ProfilerActivity
@@ -373,7 +375,7 @@ def profile(rank: int, size: int, file: str, backend: str, limit: float) -> dict
 
 
 def disk(folder: str) -> dict:
-    """Free space, write speed and fsync below the nearest folder that exists; nothing stays."""
+    """Free space, write speed and fsync time in `folder` or its nearest existing parent."""
     place = Path(folder).absolute()
     while not place.is_dir():
         place = place.parent
@@ -401,7 +403,7 @@ def disk(folder: str) -> dict:
 
 
 def locks() -> dict:
-    """Lock files of builds that nobody on this machine works at: [path, hours old]."""
+    """Lock files of builds that no process of this machine holds open: [path, age in hours]."""
     home = Path.home()
     roots = [
         Path(os.environ.get("TORCH_EXTENSIONS_DIR") or home / ".cache/torch_extensions"),
@@ -446,13 +448,16 @@ def _words(error: BaseException) -> str:
 
 
 def main() -> None:
-    with contextlib.suppress(Exception):  # Linux: die with the check, even where one is hung
+    with contextlib.suppress(Exception):  # Linux: die with the check, even if hung
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    # Answers go where standard output was; what libraries print there goes to standard error.
+    with contextlib.suppress(Exception):  # NCCL's lines must not be lost in a buffer when killed
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
+    # Libraries print to standard output, too: only answers may go there.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if "torch" in sys.argv[1:]:
-        with contextlib.suppress(Exception):  # told when it is asked for
+        with contextlib.suppress(Exception):  # reported by the first command
             import torch  # noqa: F401
     for line in sys.stdin:
         command = json.loads(line)
