@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.checkpoint_files import (
     PART,
+    checked_facts,
     facts_of,
     find,
     load,
@@ -34,6 +35,9 @@ from llm_demo.export import export
 
 # said where a run goes on with others, for they may be meant
 SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")
+
+# what trainer.json must say for a run to go on from there
+NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 
 class Checkpoints:
@@ -56,7 +60,9 @@ class Checkpoints:
         started = time.perf_counter()
         self.path = find(args, plan.run.folder, world, plan.run.say)
         self.seconds = time.perf_counter() - started
-        self.facts = from_rank0(world, lambda: facts_of(self.path)) if self.path else {}
+        self.facts = (
+            from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
+        )
         self.first_step = self.facts.get("step", 0)
         if self.path:
             self._compare()

@@ -30,7 +30,9 @@ class Voice:
         self.said.append(text)
 
     def facts(self, _step):
-        return {"eval_loss": self.eval_loss}
+        more = {"tokens": 0, "label_tokens": 0, "evals": [], "adam_steps": 0}
+        scale = {"scale": 1.0, "good_steps": 0}
+        return {"eval_loss": self.eval_loss, "loss_scale": scale, **more}
 
     eval_loss = None
     flush = restart_clock = lambda self: None
