@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from llm_demo import disk
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
 from llm_demo.metadata import Reader, read_metadata
@@ -52,7 +53,8 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
 
     def make():
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        part.parent.mkdir(exist_ok=True)  # not the run's folder: who deleted it wants it gone
+        part.mkdir()
 
     def hashed():
         names = [file.name for file in part.glob(f"__{world.rank}_*")]
@@ -236,12 +238,14 @@ def _load(path: Path, tensors: dict, **how) -> None:
         raise UserError(f"{path} can't be read: {reason_of(e)}") from e
 
 
-def reason_of(error: BaseException) -> str:
-    """One line of what went wrong, of the rank where it did."""
+def reason_of(error: BaseException, folder: Path | None = None) -> str:
+    """One line of what went wrong, of the rank where it did. folder: where it was writing."""
     if isinstance(error, dcp.CheckpointException):  # no Exception, and its text is a traceback
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # of torch.load(weights_only=True)
         return "a file of tensors holds something else, which is refused"
+    if said := disk.full(error, folder):
+        return said
     cause = error  # a full disk may show as an error of the file's format
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llm_demo import disk
 from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
 from llm_demo.labels import make_codec
@@ -144,13 +145,15 @@ def load_packs(
             os.makedirs(root, exist_ok=True)
             temporary = tempfile.mkdtemp(prefix="building-", dir=root)
         except OSError as error:
-            raise UserError(f"cannot write the cache {root}: {error}; set LLM_DEMO_CACHE") from None
+            what = disk.full(error, root) or error
+            raise UserError(f"cannot write the cache {root}: {what}; set LLM_DEMO_CACHE") from None
         try:
             build(temporary, files, codec, reading, seq_len, pack, overlong)
             os.replace(temporary, folder)  # at once: nothing half-written is ever visible
         except OSError as error:
             if not os.path.isdir(folder):  # otherwise another process was quicker, same content
-                raise UserError(f"cannot build the packs in {root}: {error}") from error
+                what = disk.full(error, root) or error
+                raise UserError(f"cannot build the packs in {root}: {what}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     packs = _open(folder, files, hit)

@@ -14,6 +14,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from llm_demo import disk
 from llm_demo.checkpoint_files import PART, checked_facts, find, read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World, run
@@ -81,8 +82,10 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         if out.exists():
             out.rmdir()
         part.rename(out)
-    except OSError as e:
-        raise UserError(f"{out} can't be written: {e}") from e
+    except Exception as e:  # several libraries write
+        if not (said := disk.full(e, part)) and not isinstance(e, OSError):
+            raise
+        raise UserError(f"{out} can't be written: {said or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
