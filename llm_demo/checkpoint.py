@@ -32,6 +32,7 @@ from llm_demo.checkpoint_files import (
 from llm_demo.dist import TIMEOUT, World, from_rank0
 from llm_demo.errors import Stopped, UserError
 from llm_demo.export import export
+from llm_demo.run_folder import gone, last_checkpoint
 
 # said where a run goes on with others, for they may be meant
 SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")
@@ -122,6 +123,9 @@ class Checkpoints:
             return
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._ask)
+
+    def tidy(self) -> None:
+        """Put the folder in order, once the run has it."""
         if self.world.rank == 0:
             for left in self.folder.glob(f"{PART}*"):  # by a killed run
                 shutil.rmtree(left, ignore_errors=True)
@@ -142,6 +146,8 @@ class Checkpoints:
         after every step. Raises Stopped once a signal on any rank is answered by a checkpoint."""
         if not self.args.save:
             return
+        if step == self.first_step + 1:
+            self.tidy()
         self._report()
         asked = torch.tensor(2 if self.problem else int(self.asked))
         with self.run.comm.mute():  # on the CPU: the GPU works on
@@ -166,6 +172,7 @@ class Checkpoints:
         started = time.perf_counter()
         self.run.flush()  # metrics.jsonl holds all steps up to this one
         self.finish()
+        self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, **self.run.facts(step)}
         facts |= {"identity": self.plan.identity, "settings": self.settings}
@@ -178,6 +185,20 @@ class Checkpoints:
             self.thread = threading.Thread(target=self._write, args=work, daemon=True)
             self.thread.start()
         self.run.restart_clock()
+
+    def _refuse_non_finite(self, step: int, tensors: dict) -> None:
+        """Raise UserError, on all ranks, if a weight or a moment on any of them is not finite."""
+        names = [name for name, t in tensors.items() if t.numel() and _local(t).numel()]
+        largest = torch._foreach_norm([_local(tensors[name]) for name in names], math.inf)
+        bad = ~torch.stack(largest).isfinite().cpu() if names else torch.zeros(0, dtype=torch.bool)
+        found = [None] * self.world.size
+        mine = next((name for name, b in zip(names, bad.tolist(), strict=True) if b), None)
+        dist.all_gather_object(found, mine, group=self.group)
+        if name := next(filter(None, found), None):
+            raise UserError(
+                f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
+                f"or --dtype fp32; {last_checkpoint(self.run.folder)}"
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises UserError if it can't be."""
@@ -208,6 +229,7 @@ class Checkpoints:
             if not (self.run.folder / "summary.json").exists():
                 self.run.resume(self.facts)
                 self.run.begin(self.plan.max_steps, self.plan.flops_per_token, self.plan.dtype)
+                self.run.open_folder()
                 self.run.finish()
 
     def _reserve(self, tensors: dict) -> None:
@@ -277,10 +299,12 @@ class Checkpoints:
             now = time.perf_counter()
             self.done = self.folder / name, size, now - started, (went_on or now) - started
         except (Exception, dcp.CheckpointException) as e:  # of a thread: the next step's business
+            final, reason = self.folder / name, reason_of(e, part)
             self.problem = (
-                f"checkpoint {self.folder / name} can't be written: {reason_of(e)}; those before "
-                "it are whole"
+                f"checkpoint {final} can't be written: {reason}; those before it are whole"
             )
+            if not self.run.folder.is_dir():
+                self.problem = gone(self.run.folder)
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 
