@@ -53,6 +53,7 @@ from llm_demo.plan import (
     rows_of,
     show_answers,
     token_counts,
+    try_forward,
 )
 
 
@@ -150,6 +151,7 @@ def main() -> None:
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
     if args.dry_run:
+        try_forward(plan, args, forward)
         plan.run.say("dry run: everything is ready for step 1")
         return
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)

@@ -99,6 +99,10 @@ class TrainArgs:
     warmup_steps: int = flag(10, "optimizer steps of linear warm-up")
     lr_scheduler: Literal["cosine", "linear", "constant"] = flag("cosine", "after the warm-up")
     max_grad_norm: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping")
+    max_skipped_steps: int = flag(
+        20, "steps in a row with a loss or gradient norm that is not finite (NaN or infinity), "
+        "after which the run ends with an error; 0: no limit"
+    )  # fmt: skip
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto", "of the compute; weights and optimizer states are fp32 always"
     )
@@ -139,7 +143,9 @@ class RunArgs:
     estimate: bool = flag(
         False, "print the memory each rank is expected to need, by part, and exit; allocates none"
     )
-    dry_run: bool = flag(False, "do everything up to step 1, print the plan, exit")
+    dry_run: bool = flag(
+        False, "do everything up to step 1 and one forward pass, print the plan, exit; writes none"
+    )  # fmt: skip
 
 
 class OneLine:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llm_demo import disk
 from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
 from llm_demo.labels import LEFT_OUT, make_codec
@@ -187,7 +188,8 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.makedirs(root, exist_ok=True)
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
-        raise UserError(f"cannot write the cache {root}: {error}; set LLM_DEMO_CACHE") from None
+        what = disk.full(error, root) or error
+        raise UserError(f"cannot write the cache {root}: {what}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
         os.mkdir(built)
@@ -197,7 +199,8 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.replace(built, folder)
     except OSError as error:
         if not os.path.isdir(folder):  # otherwise another process was quicker, same content
-            raise UserError(f"cannot build the packs in {root}: {error}") from error
+            what = disk.full(error, root) or error
+            raise UserError(f"cannot build the packs in {root}: {what}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -1,6 +1,5 @@
 """Which process this is, and how it talks to the others: torch.distributed, started and ended."""
 
-import errno
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llm_demo import disk
 from llm_demo.args import less_memory
 from llm_demo.errors import STOPPED, Stopped, UserError
 from llm_demo.process import minutes, outlive_terminal, raise_on_ctrl_c
@@ -135,8 +135,7 @@ def run(main: Callable[[], None]) -> None:
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
             rank = os.environ["RANK"]
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
-        elif getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            what = f"{e.strerror}: {e.filename or '--output_dir or the cache'}"
+        elif what := disk.full(e):
             print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
         else:
             traceback.print_exc()

@@ -87,7 +87,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     if open_weights(folder) is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    model = model.to(device).eval()
     model.generation_config = GenerationConfig()  # its own may hold a repetition_penalty, say
     keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt")
     options = {key: getattr(args, key) for key in keys}

@@ -48,7 +48,7 @@ def find_model(name: str) -> Path:
 def load_config(folder: Path, max_len: int):
     """The model's configuration, checked against what this project can train exactly."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         raise UserError(f"{folder}/config.json: {str(e).strip().splitlines()[0]}") from e
     if config.model_type not in FAMILIES:
@@ -103,7 +103,7 @@ def load_tokenizer(name: str, chat_template: str | None = None):
     if not any((folder / file).is_file() for file in files):
         raise UserError(f"no tokenizer in {folder}: name one by --tokenizer_name_or_path")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as e:
         raise UserError(f"{folder}: {str(e).strip().splitlines()[0]}") from e
     if chat_template:

@@ -262,6 +262,13 @@ def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:
     return rows
 
 
+def try_forward(plan: Plan, args: Namespace, ask: Callable) -> None:
+    """A dry run's one forward pass, not compiled: a model may be refused only there."""
+    batch = collate(plan.train, rows_of(plan, args, 0)[: args.micro_batch_size], plan.max_docs)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
+
+
 def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:
     """Print the model's answers to three prompts beside those in the data. ask: see generate."""
     if not args.sample_tokens:
