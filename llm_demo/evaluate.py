@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llm_demo.data import IGNORE_INDEX, Packs, load_packs
+from llm_demo.data import IGNORE_INDEX, LEARN_TURNS, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
@@ -47,12 +47,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
-    add("--data", required=True, help="file, several separated by commas, or a glob")
+    add("--data", required=True, help="files, folders, globs or hub splits, as in training")
     add("--seq_len", type=int, default=1024, help="longer documents are truncated, as in training")
-    add("--data_format", default="auto", help="as in training, and so the next three")
+    add("--data_format", default="auto", help="as in training, and so the next four")
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
+    add("--learn_turns", choices=LEARN_TURNS, default="all")
     add("--batch_size", type=int, default=8, help="documents at a time")
     add("--rows", type=int, default=0, help="only the first so many documents of a file; 0: all")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the models")
@@ -73,7 +74,7 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     tokenizer = load_tokenizer(str(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
     model.generation_config = GenerationConfig()  # its own may hold a repetition_penalty, say
-    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt")
+    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
     options = {key: getattr(args, key) for key in keys}
     files = []
     for path in find_files(args.data):
