@@ -24,7 +24,7 @@ from llm_demo import disk
 from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
 from llm_demo.labels import LEFT_OUT, make_codec
-from llm_demo.packing import OVERLONG, build, read_meta
+from llm_demo.packing import LONGEST_DEFAULT, OVERLONG, build, read_meta
 from llm_demo.records import ROLES, content_of, find_files, split_name
 
 IGNORE_INDEX = -100
@@ -91,7 +91,7 @@ class Packs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document; a padding tail is none."""
+        """Tokens of the longest document, padding tails aside."""
         return int(np.diff(self.doc_start).max(initial=0))
 
     @property
@@ -112,7 +112,7 @@ def load_packs(
     tokenizer,
     *,
     seq_len: int = 0,
-    seq_len_limit: int = 4096,
+    seq_len_limit: int = LONGEST_DEFAULT,
     pack: bool = True,
     train_on_prompt: bool = False,
     input_key: str | None = None,
@@ -125,17 +125,18 @@ def load_packs(
     cache_dir: str | None = None,
     log=print,
 ) -> Packs:
-    """Packs of what find_files finds; built once, then read from the cache, where each file is
-    held against its checksum.
+    """Packs of everything that find_files finds; built once, then read from the cache after its
+    checksums have been verified.
 
-    seq_len 0: what holds 99 % of the documents, in a multiple of 128, at most seq_len_limit.
+    seq_len 0: long enough for 99 % of the documents, rounded up to a multiple of 128, at most
+    seq_len_limit.
     pack: best-fit of whole documents into rows; otherwise one document a row, padded.
     overlong, for a document of over seq_len tokens: "truncate" keeps its first seq_len; "split"
     makes pieces of seq_len that do not see each other (a piece's first token has no context, so it
     is not learnt, and its last slot predicts nothing); "drop" leaves it out.
     cache_dir: by default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
     the same packs at once; letting one of each node go first saves work.
-    learn_turns: "last" learns the last answer of a conversation only.
+    learn_turns: "last" learns only the last answer of each conversation.
     Packs.stats: rows_read, documents, packed_rows, skipped {reason: rows}, first_skipped {reason:
     "file:line"}, turns {reason they are not learnt: {turns, rows, first}} of the rows that are not
     skipped, truncated and split (documents), tokens, label_tokens, fill (0..1), files [{path,
@@ -163,7 +164,7 @@ def load_packs(
         try:
             packs = _open(folder, files, True)
         except (OSError, ValueError) as error:
-            log(f"data: the cached {folder} is damaged ({error}), so it is built again")
+            log(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
     if packs is None:
         settings = (files, codec, reading, seq_len, pack, overlong, seq_len_limit)
         _build_in(root, folder, settings)
@@ -181,8 +182,9 @@ def load_packs(
 
 
 def _build_in(root: str, folder: str, settings: tuple) -> None:
-    """Builds packs aside and renames them to `folder`: nothing half-written is ever visible. What
-    is there already is damaged, and is moved away: a process that reads it keeps its files."""
+    """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
+    ever visible. A folder that exists is damaged; it is moved away first, and processes that have
+    mapped its files keep them."""
     damaged = os.path.isdir(folder)
     try:
         os.makedirs(root, exist_ok=True)
@@ -309,8 +311,8 @@ def _content_key(files: list[str], codec, flags: list, limit: int) -> tuple[str,
 
 
 def _reading(stats: dict) -> dict | None:
-    """What has changed since the first version in how rows are read, as far as these rows have it,
-    so that an older checkpoint is resumed on the same rows or not at all."""
+    """What earlier versions read differently, as far as these rows contain it; None if nothing. It
+    keeps an older checkpoint from being resumed on other rows unnoticed."""
     found = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
     left_out = {LEFT_OUT.format(role=role) for role in ROLES.values()}
     found |= {reason: n for reason, n in stats["skipped"].items() if reason in left_out}
@@ -347,14 +349,14 @@ def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
             learnt = " (its answers are learnt)" * ("history" in file["used"])
             log(f"data: {file['path']}: also used: {_counts(file['used'])}{learnt}")
         if file["unused"]:
-            log(f"data: {file['path']}: keys that are not used: {_counts(file['unused'])}")
+            log(f"data: {file['path']}: unused keys: {_counts(file['unused'])}")
         if file["unused_in_turns"]:
             found = _counts(file["unused_in_turns"])
-            log(f"data: {file['path']}: keys of turns that are not used: {found}")
+            log(f"data: {file['path']}: unused keys in turns: {found}")
     if not codec.template and any(f["format"] not in ("text", "tokens") for f in stats["files"]):
         log(
-            "data: the tokenizer has no chat template, so turns are joined by line breaks and each "
-            f"answer ends with {codec.tokenizer.eos_token}; --chat_template FILE sets one"
+            "data: the tokenizer has no chat template: turns are joined by line breaks and each "
+            f"answer ends with {codec.tokenizer.eos_token} (--chat_template FILE sets a template)"
         )
     log(
         f"data: {stats['documents']:,} documents, {stats['tokens']:,} tokens "

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import PlainParser, regex, whole
 from llm_demo.batched import batched, choose_batched
-from llm_demo.data import IGNORE_INDEX, Packs, load_packs
+from llm_demo.data import IGNORE_INDEX, LEARN_TURNS, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
@@ -57,13 +57,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
-    add("--data", required=True, help="file, several separated by commas, or a glob")
+    add("--data", required=True, help="files, folders, globs or hub splits, as in training")
     add("--seq_len", type=whole(1), help="longer documents are truncated; default: the most "
         "positions that all models know")  # fmt: skip
-    add("--data_format", default="auto", help="as in training, and so the next three")
+    add("--data_format", default="auto", help="as in training, and so the next four")
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
+    add("--learn_turns", choices=LEARN_TURNS, default="all")
     add("--batch_size", type=whole(1), help="documents at a time; default: on a GPU as many as "
         "fit in memory, up to 256, on a CPU 8")  # fmt: skip
     add("--rows", type=whole(), default=0,
@@ -90,7 +91,7 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     model = model.to(device).eval()
     model.generation_config = GenerationConfig()  # its own may hold a repetition_penalty, say
-    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt")
+    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
     options = {key: getattr(args, key) for key in keys}
     batch, why = choose_batched(args.generate, device, config)
     files = []

@@ -70,7 +70,7 @@ def position_limit(config) -> int | None:
 
 
 def window_of(config) -> int | None:
-    """How many tokens back the model's attention looks, where some of its layers have a limit."""
+    """The sliding window in tokens, if any of the model's layers uses one."""
     layers = getattr(config, "layer_types", None)
     if layers is not None and "sliding_attention" not in layers:
         return None
@@ -78,15 +78,15 @@ def window_of(config) -> int | None:
 
 
 def without_window(config, longest: int) -> None:
-    """Let all layers look back over whole documents: the same attention, if no document is longer
-    than the window. Raises UserError if one is."""
+    """Turn the sliding window off, which changes nothing if no document is longer than it. Raises
+    UserError if one is."""
     window = window_of(config)
     if window is None:
         return
     if longest > window:
         raise UserError(
-            f"this model attends to the last {window} tokens only, and the longest document has "
-            f"{longest}: no backend here has windows, so set --seq_len {window}"
+            f"this model attends to the last {window} tokens only, but the longest document has "
+            f"{longest}: sliding windows are not supported, so set --seq_len {window}"
         )
     config.sliding_window = None
     if getattr(config, "layer_types", None) is not None:
@@ -94,7 +94,7 @@ def without_window(config, longest: int) -> None:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None):
-    """The tokenizer of a folder or hub id, with the chat template in the file of this name."""
+    """The tokenizer of a folder or hub id; chat_template: a file that replaces its own template."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = find_model(name)
@@ -112,19 +112,19 @@ def load_tokenizer(name: str, chat_template: str | None = None):
 
 
 def read_chat_template(file: Path, tokenizer) -> str:
-    """The text of a Jinja chat template. Raises UserError if it cannot be read or compiled."""
+    """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
     try:
         template = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
     if "messages" not in template:
-        raise UserError(f"--chat_template {file}: no chat template, it never names messages")
+        raise UserError(f"--chat_template {file}: not a chat template: it never uses messages")
     try:
         question = [{"role": "user", "content": "?"}]
         tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
     except TemplateSyntaxError as e:
         raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
-    except Exception:  # it may refuse this conversation and take those of the data
+    except Exception:  # it may refuse this conversation, yet accept those in the data
         pass
     return template
 

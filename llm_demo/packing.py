@@ -32,8 +32,9 @@ from llm_demo.records import (
 
 CHUNK = 1000  # rows tokenised at a time
 OVERLONG = ("truncate", "split", "drop")
-SHARE, STEP = 0.99, 128  # seq_len, where none is given: holds this share, a multiple of this
-TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # what records.py knows
+# the default seq_len: holds this share of the documents, is a multiple of this, and at most this
+SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
+TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
 
 
 def build(
@@ -48,7 +49,7 @@ def build(
 ) -> None:
     """Writes into `folder` all that data.Packs reads: tokens and learnt flags, document after
     document, the table of rows, and meta.json. `reading`: data_format, input_key, target_key.
-    seq_len 0: what holds 99 % of the documents, at most `limit`.
+    seq_len 0: see choose_seq_len.
 
     Own flat files, not a datasets.Dataset: a document is then one slice of a memory map, where an
     Arrow list column costs a look-up and a conversion. UserError if no row has anything to learn.
@@ -98,7 +99,7 @@ def build(
 
 
 def write_meta(folder: str, meta: dict) -> None:
-    """meta.json, with size and CRC-32 of each file beside it, and of its own contents."""
+    """Write meta.json, with the size and CRC-32 of each file and a CRC-32 of its own contents."""
     files = {name: _fingerprint(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
     body = json.dumps({"meta": meta, "files": files})
     with open(f"{folder}/meta.json", "w") as file:
@@ -106,8 +107,8 @@ def write_meta(folder: str, meta: dict) -> None:
 
 
 def read_meta(folder: str) -> dict:
-    """The contents of meta.json. Raises OSError or ValueError if any file is not as it was written:
-    a pack with zeroed tokens would train on."""
+    """Contents of meta.json, after verifying every file of the pack. Raises OSError or ValueError
+    if one is damaged: a pack with zeroed tokens would otherwise be trained on."""
     with open(f"{folder}/meta.json") as file:
         found = json.load(file)
     try:
@@ -116,12 +117,12 @@ def read_meta(folder: str) -> dict:
     except (AttributeError, KeyError, TypeError):
         same = False
     if not same:
-        raise ValueError("meta.json is not what was written")
+        raise ValueError("meta.json has a wrong checksum")
     for name, (size, crc) in found["files"].items():
         if os.path.getsize(f"{folder}/{name}") != size:
-            raise ValueError(f"{name} has not the {size:,} bytes that were written")
+            raise ValueError(f"{name} should have {size:,} bytes")
         if _fingerprint(f"{folder}/{name}")[1] != crc:
-            raise ValueError(f"{name} is not what was written: its checksum differs")
+            raise ValueError(f"{name} has a wrong checksum")
     return found["meta"]
 
 
@@ -134,7 +135,7 @@ def _fingerprint(path: str) -> list[int]:
 
 
 class Documents(NamedTuple):
-    """All documents of the flat files, in their order, and where they come from."""
+    """The documents of the flat files, in their order, and where they come from."""
 
     lengths: np.ndarray  # int64 [documents], tokens
     labels: np.ndarray  # int64 [documents], label tokens
@@ -143,17 +144,19 @@ class Documents(NamedTuple):
 
 
 def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
-    """(slots that hold 99 % of these documents, in a multiple of 128 but at most `limit`, why)."""
+    """(seq_len, reason): enough slots for 99 % of the documents, rounded up to a multiple of 128,
+    at most `limit`."""
     holds = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
     seq_len = -(-holds // STEP) * STEP
     why = f"{SHARE:.0%} of {len(lengths):,} documents have at most {holds:,} tokens"
     if seq_len <= limit:
         return seq_len, f"{why}, rounded up to a multiple of {STEP}"
-    return limit, f"{why}; the limit here is {limit:,}"
+    by = "by default" if limit == LONGEST_DEFAULT else "by the model"
+    return limit, f"{why}; limited to {limit:,} {by}"
 
 
 def _tokenise(folder, files, codec, reading) -> tuple[Documents, dict]:
-    """Appends all documents, uncut, to the flat files; -> the documents, and stats."""
+    """Write all documents, uncut, to the flat files; returns their table and stats."""
     lengths, labels = array("i"), array("i")  # not lists: millions of documents
     file_of, row_of = array("i"), array("q")
     skipped, first_skipped, described = Counter(), {}, []
@@ -208,7 +211,7 @@ def _tokenise(folder, files, codec, reading) -> tuple[Documents, dict]:
 
 
 def _count_keys(keys: dict, row: dict, layout: Layout, record: Record, template: str) -> None:
-    """Counts a row under each of its keys that is optional, or not used at all."""
+    """Count a row under each of its optional keys and each key that nothing uses."""
     used = used_keys(row, layout)
     unseen = [key for key in used if key == "tools" and not _names(template, key)]
     keys["used"].update(key for key in used if key not in unseen)
@@ -226,8 +229,8 @@ def _names(template: str, key: str) -> bool:
 def _cut(
     folder, documents: Documents, files, seq_len: int, overlong: str, stats: dict
 ) -> Documents:
-    """Rewrites the flat files with documents of at most seq_len tokens; -> them. Counts in stats
-    what is cut, and what is left out."""
+    """Rewrite the flat files with documents of at most seq_len tokens; returns their table. Adds to
+    stats what was cut and what was dropped."""
     flat = {
         "tokens.int32": np.memmap(f"{folder}/tokens.int32", np.int32, "r"),
         "learnt.bool": np.memmap(f"{folder}/learnt.bool", bool, "r"),

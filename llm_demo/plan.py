@@ -20,6 +20,7 @@ from llm_demo.args import command_line, parsed
 from llm_demo.attention import choose
 from llm_demo.compiling import choose_compile
 from llm_demo.data import (
+    LONGEST_DEFAULT,
     Batch,
     Packs,
     collate,
@@ -95,7 +96,7 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
-    limit = min(filter(None, (position_limit(config), window_of(config), 4096)))
+    limit = min(filter(None, (position_limit(config), window_of(config), LONGEST_DEFAULT)))
     resumed_seq_len(args, world, run)
     train, heldout = load_data(args, world, tokenizer, run.say, limit)
     fit_window(config, args, [packs for packs in (train, heldout) if packs], run.say)
@@ -160,8 +161,8 @@ def describe_model(model: Path, tokenizer, folder: Path) -> None:
 
 
 def resumed_seq_len(args: Namespace, world: World, run: Run) -> None:
-    """Where a run is resumed and --seq_len is left open, it is what that run had: the default was
-    another one before, and the run goes on with the same rows."""
+    """Without --seq_len, a resumed run keeps the value it had, so that its rows stay the same. The
+    default was a fixed number in earlier versions."""
     if args.seq_len or not args.resume:
         return
     folder = run.folder if args.resume == "auto" else Path(args.resume)
@@ -174,23 +175,23 @@ def resumed_seq_len(args: Namespace, world: World, run: Run) -> None:
 
     args.seq_len = from_rank0(world, look)
     if args.seq_len:
-        run.say(f"seq_len: {args.seq_len}, as in the run that is resumed")
+        run.say(f"seq_len: {args.seq_len} (from the resumed run)")
 
 
 def fit_window(config, args: Namespace, found: list[Packs], say) -> None:
-    """Raise UserError if a document is longer than the window of the model's attention."""
+    """Raise UserError if a document is longer than the model's sliding window."""
     window, longest = window_of(config), max(packs.longest for packs in found)
     without_window(config, longest)
     if window and args.seq_len > window and longest + args.sample_tokens > window:
-        args.sample_tokens = window - longest  # an answer must not outgrow the window, either
-        say(f"answers: at most {args.sample_tokens} tokens, for the model's window is {window}")
+        args.sample_tokens = window - longest  # prompt and answer must fit into the window
+        say(f"answers: limited to {args.sample_tokens} tokens by the sliding window of {window}")
 
 
 def load_data(
-    args: Namespace, world: World, tokenizer, say, limit: int = 4096
+    args: Namespace, world: World, tokenizer, say, limit: int = LONGEST_DEFAULT
 ) -> tuple[Packs, Packs | None]:
-    """(training rows, held-out rows or None), built once a node. Where args.seq_len is 0, it is set
-    to what suits the training rows, at most `limit`."""
+    """(training rows, held-out rows or None), built once per node. If args.seq_len is 0, it is set
+    from the lengths of the training documents, to `limit` at most."""
     heldout = heldout_beside(args.train_json) if args.eval_json == "auto" else args.eval_json
     args.eval_json = heldout or "none"
     flags = (
@@ -202,8 +203,8 @@ def load_data(
     for name in ("dataset_config", "dataset_split"):
         if getattr(args, name) and not hub:
             raise UserError(
-                f"--{name} {getattr(args, name)}: it is for a dataset on the hub, and "
-                f"--train_json {args.train_json} is none"
+                f"--{name} {getattr(args, name)} applies only to hub datasets, and "
+                f"--train_json {args.train_json} is not one"
             )
 
     def load(path: str, split: str | None = None) -> Packs:
@@ -227,7 +228,7 @@ def load_data(
     heldout = once_per_node(world, functools.partial(load, args.eval_json))
     both = {f["path"] for f in train.stats["files"]} & {f["path"] for f in heldout.stats["files"]}
     for path in sorted(both):
-        say(f"held-out: {path} is trained on, too, so its loss is no held-out loss")
+        say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
     return train, heldout
 
 

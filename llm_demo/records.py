@@ -107,7 +107,7 @@ def find_files(
         elif hub := hub_parts(part):
             name, own_config, own_split = hub
             if not (own_split or split):
-                raise UserError(f"{part}: which split? Name it, such as {part}:test")
+                raise UserError(f"{part}: name the split to read, for example {part}:test")
             files.append(":".join(filter(None, (name, own_config or config, own_split or split))))
         elif glob.has_magic(part):
             found = sorted(p for p in glob.glob(part, recursive=True) if os.path.isfile(p))
@@ -123,7 +123,7 @@ def find_files(
 
 def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
     """(id, configuration, split) if this names a dataset on the hub, not a file: what begins with
-    a folder that is here is a file, maybe a mistyped one."""
+    a folder that is here is a file, possibly a mistyped one."""
     found = HUB.fullmatch(name)
     if not found or os.path.isdir(name.split("/")[0]) or _suffix(name) in FILES:
         return None
@@ -150,10 +150,9 @@ def _in_folder(folder: str, say) -> list[str]:
 
 
 def _without(files: list[str], leave_out: Callable, say) -> list[str]:
-    out = [path for path in files if leave_out(path)]
-    if out and say:
-        say(f"data: left out, for it is not training data by its name: {', '.join(out)}")
-    return [path for path in files if path not in out]
+    if (out := [path for path in files if leave_out(path)]) and say:
+        say(f"data: skipped as held-out or test data, by name: {', '.join(out)}")
+    return [path for path in files if not leave_out(path)]
 
 
 def split_name(path: str) -> tuple[str, str]:
@@ -232,7 +231,7 @@ def _opened(path: str, progress=None):
     except (EOFError, zlib.error, OSError) as error:
         if isinstance(error, OSError) and error.errno:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        raise UserError(f"{path}: no whole {compressed[1:]} file: {error}") from None
+        raise UserError(f"{path}: damaged or truncated {compressed} file: {error}") from None
 
 
 class _Counted(io.RawIOBase):
@@ -254,7 +253,9 @@ def _zstd(path: str, raw):
     import pyarrow  # datasets brings it, and it brings the codec
 
     if not pyarrow.Codec.is_available("zstd"):
-        raise UserError(f"{path}: this pyarrow cannot read .zst: decompress the file (zstd -d)")
+        raise UserError(
+            f"{path}: the installed pyarrow cannot read .zst: decompress the file with zstd -d"
+        )
     return pyarrow.CompressedInputStream(raw, "zstd")
 
 
@@ -266,7 +267,7 @@ def _refuse_pointer(path: str) -> None:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     if start == LFS:
         raise UserError(
-            f"{path} is a Git LFS pointer, not the data: run git lfs pull where it comes from, or "
+            f"{path} is a Git LFS pointer, not the data: run git lfs pull in its repository, or "
             "download the file itself"
         )
 
@@ -340,15 +341,15 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[str, dict]]:
             for number, row in enumerate(reader, 1):
                 if None in row:
                     raise UserError(
-                        f"{path}:{number}: {len(names) + len(row[None])} cells under "
-                        f"{len(names)} column names: quote cells that hold the separator"
+                        f"{path}:{number}: {len(names) + len(row[None])} cells, but "
+                        f"{len(names)} columns: quote cells that contain the separator"
                     )
                 yield f"{path}:{number}", {k: v for k, v in row.items() if v is not None}
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 ({error.reason}); re-encode the file") from None
         except csv.Error as error:
-            kind = _suffix(path)[1:]
-            raise UserError(f"{path}:{number + 1}: no {kind} file: {error}") from None
+            kind = _suffix(path)[1:].upper()
+            raise UserError(f"{path}:{number + 1}: not valid {kind}: {error}") from None
 
 
 def _read_parquet(path: str, progress=None) -> Iterator[tuple[str, dict]]:
@@ -378,8 +379,8 @@ def _hub_rows(source: str):
     except Exception as error:  # of several libraries below it
         reason = " ".join(str(error).split())[:300] or repr(error)
         raise UserError(
-            f"{source}: no such file here, and not from the hub: {reason} "
-            "(--dataset_config and --dataset_split choose among its parts)"
+            f"{source}: not a local file, and loading it from the hub failed: {reason} "
+            "(see --dataset_config and --dataset_split)"
         ) from None
 
 
@@ -474,7 +475,7 @@ def _system(more: dict, where: str, messages: list[dict]) -> list[dict]:
         return [{"role": "system", "content": content}]
     if messages[0]["content"].strip() != content.strip():
         raise UserError(
-            f"{where}: 'system' is not the system turn that the conversation begins with: keep one"
+            f"{where}: 'system' differs from the conversation's own system turn: keep only one"
         )
     return []
 
@@ -486,8 +487,8 @@ def _history(history, where: str) -> list[dict]:
         return _messages(history, where, "history")
     if not (isinstance(history, list) and all(_is_pair(pair) for pair in history)):
         raise UserError(
-            f"{where}: 'history' must be a list of [question, answer] pairs; give the key another "
-            "name if it means something else"
+            f"{where}: 'history' must be a list of [question, answer] pairs; rename the key "
+            "if it means something else"
         )
     return [
         {"role": role, "content": _text(pair[side], where, f"history[{number}]")}
@@ -537,8 +538,8 @@ def _messages(turns, where: str, key: str) -> list[dict]:
         for mark in MARKS:
             if (value := turn.get(mark)) is not None and value not in (0, 1):
                 raise UserError(
-                    f"{where}: {place}: {mark} must be 0 or 1 (or false or true), not {value!r}: a "
-                    "turn is learnt or it is not"
+                    f"{where}: {place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
+                    "fractional weights are not supported"
                 )
         if turn.get("reasoning_content") is not None:
             _text(turn["reasoning_content"], where, f"{place}: reasoning_content")

@@ -91,7 +91,7 @@ def test_system_beside_a_prompt_and_beside_messages(tmp_path):
         packs = load(write(tmp_path / "x.jsonl", row))
         assert first(packs) == golden(f"<S>system\ns<E>\n{YO}"), row
     row = {"messages": [system, *turns], "system": "another"}
-    refused(write(tmp_path / "x.jsonl", row), r"x.jsonl:1: 'system' is not the system turn")
+    refused(write(tmp_path / "x.jsonl", row), r"x.jsonl:1: 'system' differs from")
 
 
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss_mask": 0.0}])
@@ -129,10 +129,10 @@ def test_keys_that_are_not_used_are_listed_once_a_file(tmp_path):
     again = []
     load(path, CHATML.replace("m.role", "(m.name or m.role)"), again)
     for lines in (said, again):  # a cache hit says the same
-        used = [line for line in lines if "not used" in line]
+        used = [line for line in lines if "unused" in line]
         assert used == [
-            f"data: {path}: keys that are not used: id (3 rows), source (1 rows), tools (1 rows)",
-            f"data: {path}: keys of turns that are not used: mood (3 rows)",
+            f"data: {path}: unused keys: id (3 rows), source (1 rows), tools (1 rows)",
+            f"data: {path}: unused keys in turns: mood (3 rows)",
         ]
     assert not [line for line in said if "also used" in line]
 
@@ -148,7 +148,7 @@ def test_tool_calls_of_sharegpt(tmp_path):
     turns[1] = {"from": "gpt", "value": "b"}
     path = write(tmp_path / "x.jsonl", {"conversations": turns})
     no_tools = CHATML.replace("m.content", "(m.content if m.role != 'tool' else '')")
-    refused(path, "1 x the chat template leaves out the tool turn", template=no_tools)
+    refused(path, "1 x the chat template drops the tool turn", template=no_tools)
     as_json = CHATML.replace("m.content", "(m.content if m.role != 'tool' else m.content | tojson)")
     assert first(load(path, as_json))[0]
     turns[1] = {"from": "function_call", "value": "call f"}
@@ -214,9 +214,9 @@ def test_csv_cells_are_text(tmp_path):
     packs = load(str(tmp_path / "x.csv"), pack=False)
     assert first(packs, 0) == golden(YO.replace("hi", "None").replace("yo", "007"))
     for content, message in (
-        ("a,b\n1,2,3\n", r"x.csv:1: 3 cells under 2 column names"),
+        ("a,b\n1,2,3\n", r"x.csv:1: 3 cells, but 2 columns"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
-        ('a,b\n1,"2\n', "x.csv:1: no csv file: unexpected end of data"),
+        ('a,b\n1,"2\n', "x.csv:1: not valid CSV: unexpected end of data"),
         ("a,b\n", "is empty"),
     ):
         (tmp_path / "x.csv").write_text(content)
@@ -289,10 +289,10 @@ def test_arrays_and_compressed_files(tmp_path):
         "x.json": (b"[{}, 1]", "x.json:2: a row must be a JSON object, not a number"),
         "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
         "x.jsonl": (b"[1]", "must be named .json"),
-        "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: no whole gz file"),
-        "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: no whole gz file"),
-        "x.jsonl.zst": (files["e.jsonl.zst"][:-9], "x.jsonl.zst: no whole zst file"),
-        "y.jsonl.zst": (b"no zstd at all", "y.jsonl.zst: no whole zst file"),
+        "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated .gz file"),
+        "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: damaged or truncated .gz file"),
+        "x.jsonl.zst": (files["e.jsonl.zst"][:-9], "x.jsonl.zst: damaged or truncated .zst file"),
+        "y.jsonl.zst": (b"no zstd at all", "y.jsonl.zst: damaged or truncated .zst file"),
         "p.jsonl": (pointer, "p.jsonl is a Git LFS pointer"),
         "p.parquet": (pointer, "p.parquet is a Git LFS pointer"),
         "p.csv": (pointer, "p.csv is a Git LFS pointer"),
@@ -361,15 +361,18 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     train, heldout = load_both([], eval_json="openai/gsm8k:main:train")  # the one configuration
     assert train.stats["cache_hit"] and heldout.stats["documents"] == 3  # a hit by its rows
     for flags, message in (
-        ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: which split"),
-        ({"dataset_split": "validation"}, "openai/gsm8k:validation: .*not from the hub: .*split"),
+        ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: name the split"),
+        ({"dataset_split": "validation"}, "openai/gsm8k:validation: .*the hub failed: .*split"),
         ({"dataset_config": "other"}, "openai/gsm8k:other:train: .*other"),
-        ({"train_json": "x.jsonl", "dataset_config": "main"}, "--dataset_config main: .* is none"),
+        (
+            {"train_json": "x.jsonl", "dataset_config": "main"},
+            "--dataset_config main .* is not one",
+        ),
     ):
         with pytest.raises(UserError, match=message) as error:
             load_data(Args(**(keys | flags)), None, make_tokenizer(), print)
         assert "\n" not in str(error.value)
-    (tmp_path / "openai").mkdir()  # then it is a path, maybe a mistyped one
+    (tmp_path / "openai").mkdir()  # then it is a path, possibly a mistyped one
     with pytest.raises(UserError, match="no such data file: openai/gsm8k"):
         load_both([])
 
@@ -379,7 +382,9 @@ def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch)
     path, said = write(tmp_path / "x.jsonl", PAIR), []
     args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=path)
     load_data(args, None, make_tokenizer(), said.append)
-    assert f"held-out: {path} is trained on, too, so its loss is no held-out loss" in said
+    assert (
+        f"held-out: {path} is also in the training data, so its loss is not a held-out loss" in said
+    )
 
 
 # ------------------------------------------------------------------ templates
@@ -388,7 +393,7 @@ def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch)
 def test_without_a_template_the_log_says_what_is_done(tmp_path):
     path, said = write(tmp_path / "x.jsonl", PAIR), []
     assert first(load(path, None, said)) == golden("hi\n⟦yo<E>⟧")
-    line = "no chat template, so turns are joined by line breaks and each answer ends with <E>"
+    line = "no chat template: turns are joined by line breaks and each answer ends with <E>"
     assert [line in text for text in said].count(True) == 1
     said.clear()
     load(write(tmp_path / "y.jsonl", {"text": "abc"}), None, said)
@@ -407,7 +412,7 @@ def test_chat_template_is_set_and_kept(tmp_path):
     for content, message in (
         ("{% for m in messages %}\n{{ m.role ", r"bad.jinja:2: "),
         ("{{ messages | upside_down }}", r"bad.jinja:1: No filter named 'upside_down'"),
-        ("hello", "never names messages"),
+        ("hello", "never uses messages"),
         (b"\xff messages", "codec can't decode"),
         (None, "No such file"),
     ):
@@ -428,7 +433,7 @@ def test_seq_len_holds_99_percent(tmp_path):
     assert choose_seq_len(np.array([5] * 99 + [4000]), 4096)[0] == 128
     assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 4096)[0] == 4096
     assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 300) == (
-        300, "99% of 100 documents have at most 4,000 tokens; the limit here is 300",
+        300, "99% of 100 documents have at most 4,000 tokens; limited to 300 by the model",
     )  # fmt: skip
     rows = [{"text": "a" * (150 if i == 7 else 3)} for i in range(200)]
     path = write(tmp_path / "x.jsonl", *rows)
@@ -560,7 +565,7 @@ def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
     write(tmp_path / "x.jsonl", {"text": "word " * 40})
     flags += ["--model_name_or_path", "window", "--output_dir", "run window", "--overwrite"]
     for more in ([], ["--dry_run"]):
-        with pytest.raises(UserError, match="the last 32 tokens only, and the longest document"):
+        with pytest.raises(UserError, match="the last 32 tokens only, but the longest document"):
             alone(*flags, *more)
     assert len(losses(tmp_path / "run window")) == 2
     alone(*flags, "--seq_len", "0", "--dry_run")  # the default is no longer than the window
@@ -593,7 +598,7 @@ def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
         args = SimpleNamespace(seq_len=0, resume=resume)
         resumed_seq_len(args, None, run)
         assert args.seq_len == 1024
-    assert said == ["seq_len: 1024, as in the run that is resumed"] * 3
+    assert said == ["seq_len: 1024 (from the resumed run)"] * 3
     for args in (
         SimpleNamespace(seq_len=64, resume="auto"),  # asked for: an error later, as before
         SimpleNamespace(seq_len=0, resume=None),
