@@ -95,6 +95,11 @@ def from_rank0(world: World, make: Callable):
     return box[0]
 
 
+def _let_others_speak() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no checkpoint first
+    time.sleep(3)
+
+
 def run(main: Callable[[], None]) -> None:
     """Call main(); end with one line for bad input, a traceback for a defect, never with a hang."""
     code = 0
@@ -112,8 +117,7 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 has found the same, as a rule, and says it; the launcher then ends this one. If
             # this one went first, rank 0 would be ended before it has spoken.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no checkpoint first
-            time.sleep(3)
+            _let_others_speak()
         print(f"error: {e}", file=sys.stderr)
     except Stopped as e:
         code = STOPPED
@@ -134,6 +138,7 @@ def run(main: Callable[[], None]) -> None:
         code = 1
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
             rank = os.environ["RANK"]
+            _let_others_speak()  # the peer has said why, and the launcher ends this one
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
         elif what := disk.full(e):
             print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
