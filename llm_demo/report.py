@@ -121,7 +121,7 @@ def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
         run.letter = string.ascii_uppercase[i % 26] + str(i // 26 or "")
         run.color = RUN_COLORS[i % len(RUN_COLORS)]
         run.dash = DASHES[i // len(RUN_COLORS) % len(DASHES)]
-        run.below = 2.4 * min(2, len(runs) - 1 - i)  # wider, to show below a line that hides it
+        run.below = 2.2 * min(2, len(runs) - 1 - i)  # wider, to show below a line that hides it
     return runs
 
 
@@ -390,7 +390,7 @@ def plot_line(axes, run, x: list[float], y: list[float], what: str, more: float 
         axes.plot(x, y, linewidth=1.6 + more, gid=f"{run.letter}-{what}", **style, **dots)
         return
     axes.plot(*thin(x, y), linewidth=0.7, alpha=0.35, gid=f"{run.letter}-{what}", **style)
-    axes.plot(*smooth(x, y), linewidth=1.9 + more, gid=f"{run.letter}-{what}-median", **style)
+    axes.plot(*smooth(x, y), linewidth=1.9 + more / 2, gid=f"{run.letter}-{what}-median", **style)
 
 
 def plot_evals(axes, run, x: list[float]) -> None:
@@ -852,8 +852,9 @@ def split_figure(runs: list) -> str:
 <b>Waiting</b> is what an operation took beyond its time on the fastest rank; in a pipeline that is
 the bubble and what an uneven split costs. <b>Compute and idle</b> is the rest of the step.</p>
 <p>How much of the waiting was hidden behind compute is not recorded. As much as fits is counted as
-exposed, so here waiting is an upper bound and transfer a lower one. In a pipeline and on a CPU
-nothing is hidden, and both are exact. The last two columns count all, hidden or not.{more}</p>"""
+exposed, so here waiting is an upper bound and transfer a lower one. Where all communication is
+exposed, as in a pipeline or on a CPU, both are exact. The last two columns count hidden time,
+too.{more}</p>"""
     said = "; ".join(
         f"{label}: {', '.join(f'{name} {bar[part]:.4g} ms' for part, name in PARTS.items())}"
         for label, bar in split_bars(runs)
@@ -919,7 +920,7 @@ h3 { font-size: .98rem; margin: 0 0 6px; }
 .card p { margin: 0 0 10px; font-size: .85rem; }
 .badge { display: inline-grid; place-items: center; flex: none; min-width: 1.5em; height: 1.5em;
   padding: 0 .3em; border-radius: 5px; color: var(--panel); font-size: .85em; line-height: 1; }
-.status { border: 1px solid; border-radius: 99px; padding: 1px 10px; }
+.status { display: inline-block; border: 1px solid; border-radius: 12px; padding: 1px 10px; }
 .finished { color: var(--good); } .unfinished { color: var(--warn); }
 .empty { color: var(--muted); }
 .figures { display: grid; grid-template-columns: 1fr 1fr; gap: 12px; margin: 0 0 12px; }
