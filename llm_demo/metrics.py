@@ -46,6 +46,7 @@ class Run:
         self.early, self.early_records = [], []  # said and recorded before the folder is there
         self.resolved = {}
         self.records, self.evals, self.pending = [], [], None
+        self.doubts = {}  # of each logged step: see comm.py
         self.comm = CommTimer(world.device, world.rank, world.size)
         self.gather = Gather(world)
         steps = parse_steps(args.profile_steps)
@@ -218,12 +219,14 @@ class Run:
     def _log_step(self, step, i, totals, numbers, lr, memory, comm, data_s, since, ended) -> None:
         ended.synchronize()
         seconds = since.elapsed_time(ended) / 1e3 / i.steps
-        busy, exposed, operations = self.comm.read(comm, since)
+        busy, exposed, doubt, operations = self.comm.read(comm, since)
         loss, grad_norm = map(float, numbers)
         with self.comm.mute():
-            mine = [loss, memory, busy / i.steps, exposed / i.steps, data_s * 1e3 / i.steps]
+            times = (busy, exposed, doubt, data_s * 1e3)
+            mine = [loss, memory, *(x / i.steps for x in times)]
             ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
-        share, memory, busy, exposed, data_ms = map(list, zip(*ranks, strict=True))
+        share, memory, busy, exposed, doubt, data_ms = map(list, zip(*ranks, strict=True))
+        self.doubts[step] = doubt
         loss = math.fsum(share)
         per_s = i.tokens / i.steps / seconds
         flops = self.flops * i.slots / i.steps / seconds / self.world.size
@@ -382,6 +385,7 @@ class Run:
         same = [r for r in self.records if a <= r["step"] <= b]
         keys = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
         ranks = {k: zip(*(r[k] for r in same), strict=True) for k in keys}
+        ranks["doubt"] = zip(*(self.doubts[r["step"]] for r in same), strict=True)
         return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}
 
     def _write(self, record: dict) -> None:
