@@ -6,7 +6,7 @@ import sys
 import torch
 from transformers import GenerationConfig
 
-from llm_demo.model import head_size
+from llm_demo.model import head_size, length_dependent_rope
 
 try:
     from transformers import ContinuousBatchingConfig
@@ -23,9 +23,8 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
         return False, "as asked"
     if ContinuousBatchingConfig is None:
         return False, "this transformers has no continuous batching"
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind == "longrope" or "dynamic" in kind:
-        return False, f"rotary {kind} depends on the longest document of a batch"
+    if kind := length_dependent_rope(config):
+        return False, f"{kind} frequencies depend on the longest document of a batch"
     if asked == "batch":
         return True, "as asked"
     if device.type == "cpu":

@@ -27,7 +27,13 @@ from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.generate import prompts_of
 from llm_demo.loss import cross_entropy_sum, learnt
-from llm_demo.model import find_model, load_config, load_tokenizer, open_weights
+from llm_demo.model import (
+    find_model,
+    length_dependent_rope,
+    load_config,
+    load_tokenizer,
+    open_weights,
+)
 from llm_demo.records import find_files
 
 
@@ -94,6 +100,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
     options = {key: getattr(args, key) for key in keys}
     batch, why = choose_batched(args.generate, device, config)
+    if length_dependent_rope(config):  # others in the batch would change a document's numbers
+        args = argparse.Namespace(**{**vars(args), "batch_size": 1})
     files = []
     for path in find_files(args.data):
         packs = load_packs(path, tokenizer, pack=False, log=lambda _: None, **options)
@@ -195,7 +203,12 @@ def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[
             ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[k, longest - len(prompts[i]) :] = 1
         ids, mask = ids.to(model.device), mask.to(model.device)
-        found = model.generate(input_ids=ids, attention_mask=mask, **how)
+        # the answer of the longest goes beyond the model's positions: what is beyond is cut off
+        room = model.config.max_position_embeddings - len(prompts[rows[-1]])
+        most = min(how["max_new_tokens"], room)
+        found = model.generate(
+            input_ids=ids, attention_mask=mask, **{**how, "max_new_tokens": most}
+        )
         for k, i in enumerate(rows):
             answers[i] = found[k, longest:].tolist()
     return answers

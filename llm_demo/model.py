@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.attention import IMPLS  # noqa: F401  registers the names that skeleton asks for
+from llm_demo.attention import document_lengths  # this module registers what skeleton asks for
 from llm_demo.errors import UserError
 from llm_demo.loss import cross_entropy_sum, next_tokens
 
@@ -59,6 +60,11 @@ def load_config(folder: Path, max_len: int):
         config.attention_dropout = 0.0  # fine-tuning wants none; pretrained configurations have 0
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
+    if rope_type(config) == "longrope":
+        try:
+            LongRope(config)
+        except (KeyError, TypeError, ValueError, RuntimeError) as e:
+            raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
     most = position_limit(config)
     if most and max_len > most:
         raise UserError(f"--seq_len {max_len}: {folder} knows positions up to {most} only")
@@ -187,6 +193,8 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
     shape, or that the model does not have."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
+    if rope_type(config) == "longrope":
+        model.model.rotary_emb = LongRope(config)
     model.float()
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
@@ -262,6 +270,47 @@ def _random(model: PreTrainedModel, part: nn.Module, seed: str) -> dict[str, tor
     return made
 
 
+def rope_type(config) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def length_dependent_rope(config) -> str | None:
+    """The type of the model's rotary embedding if transformers picks its frequencies by the longest
+    document of a batch: with others beside it, a document may get other ones than alone."""
+    kind = rope_type(config)
+    return kind if kind in ("longrope", "dynamic") else None
+
+
+class LongRope(nn.Module):
+    """The rotary embedding of type longrope, with the frequencies of each document's own length.
+
+    transformers has one choice for a whole batch. Its other type that depends on lengths, dynamic,
+    needs none: up to the model's max_position_embeddings its frequencies stay the same."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.short_up_to = config.rope_parameters["original_max_position_embeddings"]
+        frequencies = ROPE_INIT_FUNCTIONS["longrope"]
+        for name, length in (("short", self.short_up_to), ("long", self.short_up_to + 1)):
+            inv_freq, self.scaling = frequencies(config, torch.device("cpu"), seq_len=length)
+            self.register_buffer(name, inv_freq, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, hidden, position_ids, cu_seqlens):
+        """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1]."""
+        lengths = document_lengths(cu_seqlens, tuple(position_ids.shape))
+        is_long = (lengths > self.short_up_to)[..., None]
+        angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
+        angles = torch.cat((angles, angles), dim=-1)
+        return tuple((f(angles) * self.scaling).to(hidden.dtype) for f in (torch.cos, torch.sin))
+
+
+def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
+    """(cos, sin) for packed documents."""
+    more = (documents.cu_seqlens,) if isinstance(rotary, LongRope) else ()
+    return rotary(hidden, position_ids, *more)
+
+
 class Blocks(nn.Module):
     """Consecutive decoder blocks: what is compiled, sharded or sent to a stage as one unit.
 
@@ -327,7 +376,7 @@ class DecoderLoss(nn.Module):
         """Loss sum over the flat positions `index` with `targets` [n], or without targets the
         likeliest next tokens there. input_ids, position_ids: int64 [B, S]."""
         hidden = self.embed_tokens(input_ids)
-        rotary = self.rotary(hidden, position_ids)
+        rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:
             hidden = unit(hidden, rotary, position_ids, documents)
         return self.tail(hidden, index, targets)
