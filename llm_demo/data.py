@@ -23,7 +23,7 @@ import torch
 from llm_demo import disk
 from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
-from llm_demo.labels import LEFT_OUT, make_codec
+from llm_demo.labels import LEFT_OUT, NOT_OURS, make_codec
 from llm_demo.packing import LONGEST_DEFAULT, OVERLONG, build, read_meta
 from llm_demo.records import ROLES, content_of, find_files, split_name
 
@@ -314,6 +314,7 @@ def _reading(stats: dict) -> dict | None:
     """What earlier versions read differently, as far as these rows contain it; None if nothing. It
     keeps an older checkpoint from being resumed on other rows unnoticed."""
     found = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
+    found.pop(NOT_OURS, None)  # those never were learnt
     left_out = {LEFT_OUT.format(role=role) for role in ROLES.values()}
     found |= {reason: n for reason, n in stats["skipped"].items() if reason in left_out}
     for file in stats["files"]:

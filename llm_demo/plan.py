@@ -198,10 +198,9 @@ def load_data(
         "seq_len", "train_on_prompt", "input_key", "target_key", "data_format", "overlong",
         "learn_turns", "dataset_config",
     )  # fmt: skip
-    named = f"{args.train_json},{args.eval_json}".split(",")
-    hub = any(hub_parts(part.strip()) for part in named)
-    for name in ("dataset_config", "dataset_split"):
-        if getattr(args, name) and not hub:
+    both = f"{args.train_json},{args.eval_json}"
+    for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
+        if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
             raise UserError(
                 f"--{name} {getattr(args, name)} applies only to hub datasets, and "
                 f"--train_json {args.train_json} is not one"

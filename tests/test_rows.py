@@ -114,6 +114,7 @@ def test_marks_that_cannot_be_done(tmp_path):
     turns = [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "yo"}]
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
     assert first(packs) == golden(YO) and list(packs.stats["turns"]) == [labels.NOT_OURS]
+    assert packs.stats["identity"]["reading"] is None
     for bad in (0.5, "no", [1, 0], -1, float("nan")):
         turns[1]["weight"] = bad
         path = write(tmp_path / "x.jsonl", {"messages": turns})
@@ -367,6 +368,10 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
         (
             {"train_json": "x.jsonl", "dataset_config": "main"},
             "--dataset_config main .* is not one",
+        ),
+        (
+            {"train_json": "x.jsonl", "eval_json": "openai/gsm8k:test", "dataset_split": "test"},
+            "--dataset_split test .* is not one",
         ),
     ):
         with pytest.raises(UserError, match=message) as error:
