@@ -12,12 +12,18 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 
 from llm_demo.checkpoint_files import PART, facts_of, find, read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World, run
 from llm_demo.errors import UserError
+from llm_demo.generate import stop_tokens
 from llm_demo.model import load_tokenizer
 from llm_demo.optim import MOMENTS
 
@@ -73,10 +79,12 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         config = AutoConfig.from_pretrained(source / "model")
         size = write_weights(checkpoint, part, config, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
+        if not config.architectures:  # servers such as vLLM go by it
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(part)
-        if (source / "model/generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source / "model").save_pretrained(part)
-        load_tokenizer(str(source / "model")).save_pretrained(part)
+        tokenizer = load_tokenizer(str(source / "model"))
+        tokenizer.save_pretrained(part)
+        generation_config(source / "model", tokenizer).save_pretrained(part)
         (part / "README.md").write_text(card(checkpoint, out.name))
         if out.exists():
             out.rmdir()
@@ -86,6 +94,18 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
+
+
+def generation_config(folder: Path, tokenizer) -> GenerationConfig:
+    """The model's own, which ends answers where its training data did as well: a base model's
+    knows the end of a text only, not that of an assistant's turn."""
+    found = GenerationConfig()
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder)
+    own = found.eos_token_id
+    own = own if isinstance(own, list) else [own] * (own is not None)
+    found.eos_token_id = [*own, *(t for t in stop_tokens(tokenizer) if t not in own)] or None
+    return found
 
 
 def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size) -> int:
