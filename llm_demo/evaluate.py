@@ -25,7 +25,7 @@ from llm_demo.data import IGNORE_INDEX, LEARN_TURNS, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
-from llm_demo.generate import prompts_of
+from llm_demo.generate import prompts_of, stop_tokens
 from llm_demo.loss import cross_entropy_sum, learnt
 from llm_demo.model import (
     find_model,
@@ -166,8 +166,7 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
 def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
     """(the likeliest continuation of each prompt, up to the token that ends it, how). Prompt and
     continuation stay within the positions that the model knows."""
-    stop = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    stop = [t for t in stop if isinstance(t, int)]
+    stop = stop_tokens(tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     room = [model.config.max_position_embeddings - len(p) for p in prompts]
     most = min(args.max_new_tokens, max(room, default=0))

@@ -12,7 +12,12 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 
 from llm_demo import disk
 from llm_demo.args import PlainParser, size
@@ -20,6 +25,7 @@ from llm_demo.checkpoint_files import PART, checked_facts, find, read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World, run
 from llm_demo.errors import UserError
+from llm_demo.generate import stop_tokens
 from llm_demo.model import load_tokenizer
 from llm_demo.optim import MOMENTS
 
@@ -75,10 +81,12 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         config, wanted = model_of(source / "model")
         size = write_weights(checkpoint, part, wanted, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
+        if not config.architectures:  # servers such as vLLM go by it
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(part)
-        if (source / "model/generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source / "model").save_pretrained(part)
-        load_tokenizer(str(source / "model")).save_pretrained(part)
+        tokenizer = load_tokenizer(str(source / "model"))
+        tokenizer.save_pretrained(part)
+        generation_config(source / "model", tokenizer).save_pretrained(part)
         (part / "README.md").write_text(card(checkpoint, out.name))
         if out.exists():
             out.rmdir()
@@ -105,6 +113,18 @@ def model_of(folder: Path) -> tuple:
     except Exception as e:  # it may be somebody else's
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise UserError(f"{folder}/config.json: {reason}") from e
+
+
+def generation_config(folder: Path, tokenizer) -> GenerationConfig:
+    """The model's own, which ends answers where its training data did as well: a base model's
+    knows the end of a text only, not that of an assistant's turn."""
+    found = GenerationConfig()
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder)
+    own = found.eos_token_id
+    own = own if isinstance(own, list) else [own] * (own is not None)
+    found.eos_token_id = [*own, *(t for t in stop_tokens(tokenizer) if t not in own)] or None
+    return found
 
 
 def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:

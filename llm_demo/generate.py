@@ -8,6 +8,19 @@ from llm_demo.attention import position_ids
 from llm_demo.data import IGNORE_INDEX, Batch, Packs
 
 
+def stop_tokens(tokenizer) -> list[int]:
+    """The tokens that end an answer: the tokenizer's own, and the special one that its chat
+    template puts behind an assistant's turn."""
+    stop = {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False).input_ids
+        known = tokenizer.added_tokens_decoder
+        stop |= {t for t in behind[:1] if t in known and known[t].special}
+    return sorted(stop - {None})
+
+
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) token lists of the first `count` documents with a prompt of at most `most`
     tokens: what precedes the first learnt token, and what is to be learnt after it."""

@@ -105,7 +105,7 @@ def test_where_it_fails_the_reference_answers(model, tokenizer, monkeypatch):
         evaluate.answer(model, tokenizer, [[1, 2]], args, HERE, True, "as asked")
 
 
-def test_a_batch_that_does_not_fit_is_halved(monkeypatch):
+def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):
     tried = []
 
     def work(batch, x):
