@@ -14,6 +14,7 @@ from llm_demo.comm import CommTimer, Gather
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
+from llm_demo.next_steps import next_steps
 from llm_demo.profiling import StepProfiler, parse_steps
 from llm_demo.run_folder import choose_folder, describe_run, take_folder, write_json
 from llm_demo.tracker import open_tracker
@@ -34,6 +35,7 @@ class Run:
         self.early = []  # said before the folder is there
         self.resolved = {}
         self.records, self.evals, self.pending = [], [], None
+        self.exact = []  # (step, share of the held-out rows answered exactly)
         self.comm = CommTimer(world.device, world.rank, world.size)
         self.gather = Gather(world)
         steps = parse_steps(args.profile_steps)
@@ -45,6 +47,7 @@ class Run:
         self.first_step = facts["step"]
         self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
         self.evals = [tuple(pair) for pair in facts["evals"]]
+        self.exact = [tuple(pair) for pair in facts.get("exact", [])]  # older ones lack it
 
     def facts(self, step: int) -> dict:
         """What a checkpoint of this step keeps, for `resume` and to find the best."""
@@ -52,6 +55,7 @@ class Run:
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
             "evals": list(self.evals),
+            "exact": list(self.exact),
             "eval_loss": dict(self.evals).get(step),
         }
 
@@ -224,10 +228,15 @@ class Run:
             self.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
         self.say(line)
 
-    def log_eval(self, step: int, loss: float) -> None:
+    def log_eval(self, step: int, loss: float, right: int, rows: int) -> None:
+        """right: how many of the held-out rows are answered exactly."""
         self.evals.append((step, loss))
-        self._write({"step": step, "eval/loss": loss})
-        self.say(f"step {step}/{self.max_steps} | held-out loss {loss:.4f}")
+        self.exact.append((step, right / rows))
+        self._write({"step": step, "eval/loss": loss, "eval/exact": right / rows})
+        self.say(
+            f"step {step}/{self.max_steps} | held-out loss {loss:.4f} | {right / rows:.1%} of "
+            f"{rows:,} rows answered exactly"
+        )
         self.restart_clock()
 
     def log_save(self, path: Path, size: int, seconds: float, stall: float) -> None:
@@ -279,6 +288,7 @@ class Run:
             "last_loss": losses[-1],
             "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
             "eval_loss": _finite(dict(self.evals)),
+            "eval_exact": dict(self.exact),
             "skipped_steps": sum(r["train/skipped"] for r in self.records),
             "median_step_ms": median("perf/step_ms"),
             "spread_step_ms": [pick(r["perf/step_ms"] for r in steady) for pick in (min, max)],
@@ -301,7 +311,12 @@ class Run:
         self.say(
             "(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)"
         )
+        if len(self.exact) > 1:
+            before, after = self.exact[0][1], self.exact[-1][1]
+            self.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
         self.say(f"run: {self.folder}")
+        if lines := next_steps(self.folder, a, summary["steps"]):
+            self.say("\n".join(["what can be done next, as commands:", *lines]))
         self.log_file.close()
 
     def _timed_while_profiled(self) -> dict:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from tqdm import tqdm
 
@@ -15,7 +16,11 @@ EVERY = 10  # seconds between two lines where stderr is no terminal
 
 
 def progress(
-    iterable: Iterable | None = None, what: str = "", total: float | None = None, unit: str = "it"
+    iterable: Iterable | None = None,
+    what: str = "",
+    total: float | None = None,
+    unit: str = "it",
+    show: bool = True,
 ) -> tqdm:
     """Show the progress of `what` on stderr once it has taken DELAY seconds; rank 0 only.
 
@@ -25,7 +30,7 @@ def progress(
     shown = tqdm if sys.stderr.isatty() else _Lines
     return shown(
         iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY,
-        file=sys.stderr, disable=os.environ.get("RANK", "0") != "0",
+        file=sys.stderr, disable=not show or os.environ.get("RANK", "0") != "0",
         ncols=size.columns, nrows=size.lines,
         mininterval=0.1 if shown is tqdm else EVERY,
     )  # fmt: skip
@@ -52,6 +57,15 @@ def watched(what: str, total: float | None, measure: Callable[[], float], unit: 
             if not bar.disable:
                 thread.join()
                 bar.update(max(0, measure() - bar.n))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder that is being written; 0 where there is none."""
+    total = 0
+    with contextlib.suppress(OSError):  # a file may be renamed meanwhile
+        for file in folder.iterdir():
+            total += file.stat().st_size
+    return total
 
 
 class _Lines(tqdm):
