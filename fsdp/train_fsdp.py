@@ -22,13 +22,14 @@ from llm_demo.compiling import compile_forward
 from llm_demo.data import to_device
 from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
-from llm_demo.loss import learnt
+from llm_demo.loss import answers_of, learnt
 from llm_demo.masters import Masters
 from llm_demo.model import (
     Blocks,
     DecoderLoss,
     allocate,
     fill,
+    loading,
     param_count,
     skeleton,
     unit_sizes,
@@ -48,6 +49,7 @@ from llm_demo.optim import (
 from llm_demo.plan import (
     Plan,
     heldout_rows,
+    heldout_score,
     make_plan,
     micro_batches,
     rows_of,
@@ -99,7 +101,8 @@ def main() -> None:
     # model
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)
     n_params = param_count(lm)
-    model = build(lm, plan, args, world, shard if args.fsdp else None)
+    with loading(plan.weights, world.size):
+        model = build(lm, plan, args, world, shard if args.fsdp else None)
     flat = not args.fsdp and plan.dtype != torch.float32
     compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say, flat)
     model_params = params = list(model.parameters())
@@ -131,21 +134,22 @@ def main() -> None:
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
 
-    def forward(batch, index, targets=None):
+    def forward(batch, index, targets=None, answers=None):
         shape = tuple(batch.input_ids.shape)
         documents = make_documents(batch.cu_seqlens, shape, plan.attn_impl, world.device)
         inputs = to_device(world.device, batch.input_ids, batch.position_ids)
-        return model(*inputs, documents, *to_device(world.device, index, targets))
+        return model(*inputs, documents, *to_device(world.device, index, targets, answers))
 
     @torch.no_grad()
-    def evaluate() -> float:
+    def evaluate() -> tuple[float, int, int]:
         micro = args.eval_batch_size or B
         rows = heldout_rows(plan, micro)
-        total = torch.zeros((), device=world.device)
+        total = torch.zeros(2, device=world.device)
         for batch in micro_batches(plan, plan.heldout, rows, world.rank, micro):
-            total += forward(batch, *learnt(batch.labels))
+            index, targets = learnt(batch.labels)
+            total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
         dist.all_reduce(total)
-        return total.item() / token_counts(plan.heldout, rows)[1]
+        return heldout_score(plan, total)
 
     def facts() -> dict:
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
@@ -157,7 +161,7 @@ def main() -> None:
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
     checkpoints.begin()
     if plan.heldout and not checkpoints.path:
-        plan.run.log_eval(0, evaluate())
+        plan.run.log_eval(0, *evaluate())
 
     for step in range(checkpoints.first_step, plan.max_steps):
         # rows and label count of the whole step, over all ranks: known without communication
@@ -186,7 +190,7 @@ def main() -> None:
         if plan.heldout and (
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
-            plan.run.log_eval(step + 1, evaluate())
+            plan.run.log_eval(step + 1, *evaluate())
         checkpoints.after_step(step + 1, state, facts)
 
     checkpoints.finish()

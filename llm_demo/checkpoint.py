@@ -32,7 +32,9 @@ from llm_demo.checkpoint_files import (
 from llm_demo.dist import World, from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.export import export
+from llm_demo.next_steps import resume
 from llm_demo.process import stop_signals
+from llm_demo.progress import size_of, watched
 from llm_demo.run_folder import gone, last_checkpoint
 
 # said where a run goes on with others, for they may be meant
@@ -163,8 +165,7 @@ class Checkpoints:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
         if asked and not last:
             raise Stopped(
-                f"stopped after step {step}, which is saved: the same command with --resume auto "
-                "goes on"
+                f"stopped after step {step}, which is saved; to go on: {resume(self.run.folder)}"
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
@@ -179,7 +180,10 @@ class Checkpoints:
         facts |= {"identity": self.plan.identity, "settings": self.settings}
         name = f"step_{step:08d}"
         if wait or not self.args.save_async:
-            self._write(name, tensors, facts, started)
+            size = sum(_local(t).nbytes for t in tensors.values()) * self.world.size
+            part = self.folder / f"{PART}{name}"
+            with watched("saving", size, lambda: min(size, size_of(part))):
+                self._write(name, tensors, facts, started)
             self.finish()
         else:
             work = (name, self._stage(tensors), facts, started, time.perf_counter())

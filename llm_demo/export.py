@@ -28,6 +28,7 @@ from llm_demo.errors import UserError
 from llm_demo.generate import stop_tokens
 from llm_demo.model import load_tokenizer
 from llm_demo.optim import MOMENTS
+from llm_demo.progress import size_of, watched
 
 WEIGHTS = "model{suffix}.safetensors"
 CARD = """---
@@ -144,16 +145,17 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
         filename_pattern=WEIGHTS,
         max_shard_size=max_shard_size,
     )
-    for file, names in plan.filename_to_tensors.items():
-        tensors = {name: torch.empty(shapes[name]) for name in names}
-        read(checkpoint, tensors)
-        tensors = {name: t.to(dtype) for name, t in tensors.items()}
-        for name, t in tensors.items():
-            if not t.isfinite().all():
-                raise UserError(
-                    f"{checkpoint}: {name} is not finite in {dtype}; nothing is exported"
-                )
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+    with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
+        for file, names in plan.filename_to_tensors.items():
+            tensors = {name: torch.empty(shapes[name]) for name in names}
+            read(checkpoint, tensors)
+            tensors = {name: t.to(dtype) for name, t in tensors.items()}
+            for name, t in tensors.items():
+                if not t.isfinite().all():
+                    raise UserError(
+                        f"{checkpoint}: {name} is not finite in {dtype}; nothing is exported"
+                    )
+            save_file(tensors, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

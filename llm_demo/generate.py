@@ -1,5 +1,6 @@
 """Greedy answers from a model in training: no cache, the training forward, any parallelism."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -22,20 +23,17 @@ def stop_tokens(tokenizer) -> list[int]:
 
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) token lists of the first `count` documents with a prompt of at most `most`
-    tokens: what precedes the first learnt token, and what is to be learnt after it."""
+    """(prompt, answer) token lists of the first `count` documents of the file with a prompt of at
+    most `most` tokens: what precedes the first learnt token, and what is to be learnt after it."""
     found = []
-    for i in range(len(packs)):
-        ids, labels, lengths = packs.row(i)
-        start = 0
-        for n in lengths:
-            learnt = [t for t in range(start, start + n) if labels[t] != IGNORE_INDEX]
-            if learnt and 0 < learnt[0] + 1 - start <= most:
-                answer = [int(labels[t]) for t in learnt]
-                found.append((ids[start : learnt[0] + 1].tolist(), answer))
-                if len(found) == count:
-                    return found
-            start += n
+    for start, end in itertools.pairwise(packs.doc_start.tolist()):
+        ids, learnt = packs.tokens[start:end], packs.learnt[start:end].copy()
+        learnt[:1] = False  # nothing predicts a first token
+        where = learnt.nonzero()[0]
+        if len(where) and where[0] <= most:
+            found.append((ids[: where[0]].tolist(), ids[where].tolist()))
+            if len(found) == count:
+                break
     return found
 
 

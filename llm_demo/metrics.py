@@ -16,6 +16,7 @@ from llm_demo.comm import CommTimer, Gather
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
+from llm_demo.next_steps import next_steps
 from llm_demo.profiling import StepProfiler, parse_steps
 from llm_demo.run_folder import (
     choose_folder,
@@ -47,6 +48,7 @@ class Run:
         self.resolved = {}
         self.records, self.evals, self.pending = [], [], None
         self.doubts = {}  # of each logged step: see comm.py
+        self.exact = []  # (step, share of the held-out rows answered exactly)
         self.comm = CommTimer(world.device, world.rank, world.size)
         self.gather = Gather(world)
         steps = parse_steps(args.profile_steps)
@@ -62,6 +64,7 @@ class Run:
         self.first_step = facts["step"]
         self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
         self.evals = [tuple(pair) for pair in facts["evals"]]
+        self.exact = [tuple(pair) for pair in facts.get("exact", [])]  # older ones lack it
 
     def facts(self, step: int) -> dict:
         """What a checkpoint of this step keeps, for `resume` and to find the best."""
@@ -69,6 +72,7 @@ class Run:
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
             "evals": list(self.evals),
+            "exact": list(self.exact),
             "eval_loss": dict(self.evals).get(step),
         }
 
@@ -297,10 +301,15 @@ class Run:
                 f" {last_checkpoint(self.folder)}"
             )
 
-    def log_eval(self, step: int, loss: float) -> None:
+    def log_eval(self, step: int, loss: float, right: int, rows: int) -> None:
+        """right: how many of the held-out rows are answered exactly."""
         self.evals.append((step, loss))
-        self._write({"step": step, "eval/loss": loss})
-        self.say(f"step {step}/{self.max_steps} | held-out loss {loss:.4f}")
+        self.exact.append((step, right / rows))
+        self._write({"step": step, "eval/loss": loss, "eval/exact": right / rows})
+        self.say(
+            f"step {step}/{self.max_steps} | held-out loss {loss:.4f} | {right / rows:.1%} of "
+            f"{rows:,} rows answered exactly"
+        )
         self.restart_clock()
 
     def log_save(self, path: Path, size: int, seconds: float, stall: float) -> None:
@@ -352,6 +361,7 @@ class Run:
             "last_loss": losses[-1],
             "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
             "eval_loss": _finite(dict(self.evals)),
+            "eval_exact": dict(self.exact),
             "skipped_steps": sum(r["train/skipped"] for r in self.records),
             "median_step_ms": median("perf/step_ms"),
             "spread_step_ms": [pick(r["perf/step_ms"] for r in steady) for pick in (min, max)],
@@ -375,7 +385,12 @@ class Run:
         self.say(
             "(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)"
         )
+        if len(self.exact) > 1:
+            before, after = self.exact[0][1], self.exact[-1][1]
+            self.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
         self.say(f"run: {self.folder}")
+        if lines := next_steps(self.folder, a, summary["steps"]):
+            self.say("\n".join(["what can be done next, as commands:", *lines]))
         self.log_file.close()
         self.lock.close()
 

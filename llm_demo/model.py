@@ -18,7 +18,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.attention import document_lengths  # this module registers what skeleton asks for
 from llm_demo.errors import UserError
-from llm_demo.loss import cross_entropy_sum, next_tokens
+from llm_demo.loss import cross_entropy_sum, next_tokens, score
+from llm_demo.progress import watched
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): trained through the
@@ -143,6 +144,8 @@ class Weights:
 
     def __init__(self, folder: Path, files: dict[str, Path]):
         self.folder, self.files, self.shapes = folder, files, {}
+        self.bytes = sum(file.stat().st_size for file in set(files.values()))
+        self.bytes_read = 0
         for file in sorted(set(files.values())):
             with self._open(file) as opened:
                 for name in (n for n, f in files.items() if f == file):
@@ -151,7 +154,9 @@ class Weights:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows start to stop of a tensor, in the file's dtype, on the CPU. Raises UserError."""
         with self._open(self.files[name]) as opened:
-            return opened.get_slice(name)[start:stop]
+            found = opened.get_slice(name)[start:stop]
+        self.bytes_read += found.nbytes
+        return found
 
     @contextlib.contextmanager
     def _open(self, file: Path):
@@ -183,6 +188,14 @@ def open_weights(folder: Path) -> Weights | None:
             "model.safetensors.index.json): save them again with save_pretrained"
         )
     return None
+
+
+def loading(weights: Weights | None, shares: int):
+    """A context manager that shows the progress of reading one of so many equal shares."""
+    if weights is None:
+        return contextlib.nullcontext()
+    share = weights.bytes / shares
+    return watched("loading weights", share, lambda: min(weights.bytes_read, share))
 
 
 def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
@@ -357,10 +370,12 @@ class Tail(nn.Module):
         super().__init__()
         self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
 
-    def forward(self, hidden, index, targets=None):
+    def forward(self, hidden, index, targets=None, answers=None):
         hidden, weight = self.norm(hidden), self.lm_head.weight
         if targets is None:
             return next_tokens(hidden, weight, index)
+        if answers is not None:
+            return score(hidden, weight, index, targets, answers, self.compiled)
         return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
 
 
@@ -372,14 +387,15 @@ class DecoderLoss(nn.Module):
         self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
         self.tail, self.rotary = Tail(lm.model.norm, lm.lm_head, compiled), lm.model.rotary_emb
 
-    def forward(self, input_ids, position_ids, documents, index, targets=None):
-        """Loss sum over the flat positions `index` with `targets` [n], or without targets the
-        likeliest next tokens there. input_ids, position_ids: int64 [B, S]."""
+    def forward(self, input_ids, position_ids, documents, index, targets=None, answers=None):
+        """Loss sum over the flat positions `index` with `targets` [n], with `answers` [n] what
+        loss.score returns, or without targets the likeliest next tokens there. input_ids,
+        position_ids: int64 [B, S]."""
         hidden = self.embed_tokens(input_ids)
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:
             hidden = unit(hidden, rotary, position_ids, documents)
-        return self.tail(hidden, index, targets)
+        return self.tail(hidden, index, targets, answers)
 
 
 def flops_per_token(config, seq_len: int) -> tuple[float, float]:

@@ -15,10 +15,10 @@ from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from llm_demo.errors import UserError
 from llm_demo.labels import Codec, Sample, encode
+from llm_demo.progress import progress
 from llm_demo.records import (
     Layout,
     Record,
@@ -165,7 +165,7 @@ def _tokenise(folder, files, codec, reading) -> tuple[Documents, dict]:
     with (
         open(f"{folder}/tokens.int32", "wb") as tokens_out,
         open(f"{folder}/learnt.bool", "wb") as learnt_out,
-        tqdm(total=size, desc="tokenising", unit="B", unit_scale=True, disable=None) as bar,
+        progress(what="tokenising", total=size, unit="B") as bar,
     ):
         for number, path in enumerate(files):
             rows, layout, n_rows = read_rows(path, bar), None, 0
@@ -306,7 +306,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 insort(sizes, size)
             free[size].append(rows)
 
-    for n in np.flatnonzero(n_of)[::-1].tolist():
+    for n in progress(np.flatnonzero(n_of)[::-1].tolist(), "packing", unit="lengths"):
         documents = by_length[done : done + n_of[n]]
         done += n_of[n]
         while len(documents):

@@ -46,6 +46,7 @@ from llm_demo.model import (
     window_of,
     without_window,
 )
+from llm_demo.progress import progress
 from llm_demo.records import hub_parts
 
 
@@ -136,6 +137,12 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
         "rows; "
         f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
     )
+    if args.warmup_steps > max_steps:
+        run.say(
+            f"warning: --warmup_steps {args.warmup_steps} is longer than the run of {max_steps} "
+            f"steps: the learning rate only rises, to {lr * max_steps / args.warmup_steps:.2g} in "
+            "the last step; give a shorter warm-up"
+        )
     block, head = flops_per_token(config, args.seq_len)
     plan = Plan(
         run, dtype, attn_impl, compiled, config, weights, tokenizer, train, heldout,
@@ -246,11 +253,15 @@ def micro_batches(
     plan: Plan, packs: Packs, rows: np.ndarray, replica: int, micro: int
 ) -> Iterator[Batch]:
     """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
-    for group in rows.reshape(-1, plan.replicas, micro)[:, replica]:
-        started = time.perf_counter()
-        batch = collate(packs, group, plan.max_docs)
-        plan.run.data_seconds += time.perf_counter() - started
-        yield batch
+    groups = rows.reshape(-1, plan.replicas, micro)[:, replica]
+    evaluating = packs is plan.heldout
+    with progress(what="evaluating", total=len(groups), unit="batches", show=evaluating) as bar:
+        for group in groups:
+            started = time.perf_counter()
+            batch = collate(packs, group, plan.max_docs)
+            plan.run.data_seconds += time.perf_counter() - started
+            bar.update(1)
+            yield batch
 
 
 def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:
@@ -267,6 +278,13 @@ def try_forward(plan: Plan, args: Namespace, ask: Callable) -> None:
     batch = collate(plan.train, rows_of(plan, args, 0)[: args.micro_batch_size], plan.max_docs)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
+
+
+def heldout_score(plan: Plan, total: torch.Tensor) -> tuple[float, int, int]:
+    """(held-out loss, rows answered exactly, rows) from loss.score's sum over all held-out rows."""
+    loss, wrong = total.tolist()
+    rows = len(plan.heldout.row_docs)
+    return loss / int(plan.heldout.label_counts.sum()), rows - round(wrong), rows
 
 
 def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:

@@ -108,12 +108,13 @@ def describe_run(folder: Path, settings: dict, world: World, script: str) -> Non
     given = os.environ
     several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
     nodes = [f"{name}={given[name]}" for name in several if name in given]
-    # Not through the launcher: its defaults would fill what this run left to the script.
+    # Not through the launcher: its defaults would fill what this run left to the script. With exec,
+    # because a run that goes on in this folder rewrites the file while bash would still read it.
     (folder / "cmd.sh").write_text(
         f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-        f"{' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
+        f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
         f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
-        f"{kind} {shlex.quote(str(ROOT / path))} {shlex.join(argv)}\n"
+        f'{kind} {shlex.quote(str(ROOT / path))} {shlex.join(argv)} "$@"\n'
     )
 
 

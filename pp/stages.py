@@ -10,7 +10,7 @@ from torch import nn
 from llm_demo.attention import make_documents, position_ids
 from llm_demo.compiling import compile_forward
 from llm_demo.errors import UserError
-from llm_demo.loss import cross_entropy_sum, next_tokens
+from llm_demo.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model import Blocks, flops_per_token, materialise, rotary_tables, unit_sizes
 
 
@@ -121,6 +121,11 @@ def loss_fn(outputs, labels, compiled: bool = False):
     """(hidden, weight), (index, targets, factor) -> the micro-batch's share of the step's loss."""
     index, targets, factor = labels
     return cross_entropy_sum(*outputs, index, targets, compiled) * factor
+
+
+def score_fn(outputs, labels, compiled: bool = False):
+    """(hidden, weight), (index, targets, answers) -> loss.score of the micro-batch, fp32 [2]."""
+    return score(*outputs, *labels, compiled)
 
 
 def ask_fn(outputs, labels):
