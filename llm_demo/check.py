@@ -347,8 +347,8 @@ def main() -> int:
         print(json.dumps({"seconds": round(seconds, 1), "lines": lines, "facts": facts}, indent=1))
     else:
         verdict = "training will not work" if count[ERROR] else "training should work"
-        totals = f"{count[ERROR]} errors, {count[WARNING]} warnings, {seconds:.0f} s"
-        print(f"{verdict}: {totals}")
+        totals = ", ".join(f"{n} {level}{'s' * (n != 1)}" for level, n in count.items())
+        print(f"{verdict}: {totals}, {seconds:.0f} s")
     return 1 if count[ERROR] else 0
 
 

@@ -591,6 +591,21 @@ def test_this_machine(tmp_path):
     assert report["seconds"] < 60 and not any(tmp_path.iterdir())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_these_gpus(tmp_path):
+    command = [sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", tmp_path / "runs"]
+    done = run(command)
+    report = json.loads(done.stdout)
+    seen = {line["name"]: line for line in report["lines"] if line["level"] != "error"}
+    expected = {"torch", "dtype", "attention", "compile"}
+    expected |= {f"gpu {i}" for i in range(torch.cuda.device_count())}
+    expected |= {"pairs", "together"} if torch.cuda.device_count() > 1 else set()
+    assert expected <= set(seen), done.stdout + done.stderr
+    for pair in report["facts"].get("pairs", ()):
+        assert set(pair["result"]["wrong"].values()) == {0}, pair
+
+
 def test_a_bug_in_the_check_is_a_line(machine, monkeypatch, capsys):
     def broken():
         raise KeyError("x")
@@ -616,6 +631,8 @@ def test_setup_sh_runs_it(tmp_path):
     files = "setup.sh requirements.txt constraints.txt pyproject.toml .venv/pyvenv.cfg"
     stamp = subprocess.check_output(f"cat {files} | cksum", shell=True, cwd=repo, text=True)
     (repo / ".venv/.setup-stamp").write_text(f"{stamp.strip()}\n\n")
+    done = run(["bash", repo / "setup.sh", "--check"], cwd=tmp_path, SETUP_DRY_RUN="1")
+    assert done.stderr == f"+ {python} -m llm_demo.check\n" and done.returncode == 0
     done = run(["bash", repo / "setup.sh", "--check", "--json"], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stdout == "ran -m llm_demo.check --json\n"
