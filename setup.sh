@@ -28,6 +28,8 @@ run() {
     [[ -n $DRY_RUN ]] || "$@"
 }
 
+trap 'printf "error: stopped by SIGINT; start it again to go on\n" >&2; exit 130' INT
+
 check=
 if [[ ${1:-} == --check ]]; then
     shift
@@ -112,7 +114,9 @@ else
     if [[ -z $DRY_RUN ]]; then # an interrupted run leaves this file empty: ours, but not finished
         rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"
     fi
-    run "$base" -m venv "$VENV"
+    errors=/dev/null # shown if it fails; after Ctrl-C they are a traceback
+    [[ -n $DRY_RUN ]] || errors=$VENV/venv.log
+    run "$base" -m venv "$VENV" 2>"$errors" || { cat "$errors" >&2 && exit 1; }
     if [[ -n $torch && -z $DRY_RUN ]]; then
         # Not --system-site-packages: made from a venv, that shows the packages of the Python below
         # it, not the venv's own. These folders come last in sys.path, so .venv's packages win.

@@ -29,6 +29,7 @@ from llm_demo.plan import (
     rows_of,
     show_answers,
     token_counts,
+    try_forward,
 )
 
 
@@ -142,6 +143,7 @@ def main() -> None:
         return tokens
 
     if args.dry_run:
+        try_forward(plan, args, ask)
         plan.run.say("dry run: everything is ready for step 1")
         return
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)

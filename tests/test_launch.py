@@ -96,7 +96,8 @@ def repo(tmp_path):
     for folder in ("fsdp", "pp", "llm_demo"):
         (repo / folder).mkdir(parents=True)
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
-    for name in [*files, "llm_demo/__init__.py", "llm_demo/errors.py", "llm_demo/launch.py"]:
+    ours = ("__init__", "errors", "launch", "nodes", "process")
+    for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
         shutil.copy(ROOT / name, repo / name)
     for name in SCRIPTS.values():
         (repo / name).write_text(SHOW)

@@ -1,0 +1,444 @@
+"""The page of runs: its charts show the numbers of the files, and nothing in a file breaks it."""
+
+import html
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from conftest import ROOT, run
+
+from llm_demo import metrics, report
+from llm_demo.errors import UserError
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
+)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def record(step, ranks=2, **more):
+    return {
+        "step": step, "train/loss": 8 / step**0.3, "train/grad_norm": 1 + 1 / step,
+        "train/lr": 1e-3, "train/skipped": False, "perf/step_ms": 100.0,
+        "perf/comm_ms": [30.0] * ranks, "perf/comm_exposed_ms": [20.0] * ranks,
+        "perf/comm_wait_ms": [5.0] * ranks, "perf/data_ms": 0.5, "perf/toks_per_s": 1000.0 + step,
+        "perf/label_toks_per_s": 600.0, "perf/slots_per_s": 1100.0, "perf/mfu": 0.4,
+        "perf/peak_mem_gb": [1.5 + rank for rank in range(ranks)], "data/tokens": 100 * step,
+        "data/label_tokens": 60 * step, "data/fill": 0.9, **more,
+    }  # fmt: skip
+
+
+def write(folder, records, config=None, env=None, ended=True):
+    """A run's folder as a run leaves it."""
+    folder.mkdir(parents=True)
+    config = {"max_steps": 12, "dtype": "fp32", "seq_len": 256, "fsdp": True} | (config or {})
+    env = {"device": "CPU, 2 cores", "world_size": 2, "revision": "abc123"} | (env or {})
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "env.json").write_text(json.dumps(env))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    if ended:
+        (folder / "summary.json").write_text(json.dumps({"steps": 12}))
+    return folder
+
+
+def make(out, *runs):
+    report.main([*map(str, runs), "--out", str(out)])
+    return out.read_text()
+
+
+def charts(page):
+    """{title: the chart's element tree}; an <svg> that is no XML fails here."""
+    found = re.findall(r"<h3>([^<]*)</h3>(?:<div.*?>)*(<svg.*?</svg>)", page, re.S)
+    return {html.unescape(title): ET.fromstring(svg) for title, svg in found}
+
+
+def points(svg, name):
+    """The corners of a line, or of a bar, as an array of (x, y)."""
+    group = next(g for g in svg.iter(f"{SVG}g") if g.get("id", "").endswith(f"-{name}"))
+    path = group.find(f"{SVG}path").get("d")
+    return np.array(re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", path), float)
+
+
+def assert_drawn(found, expected):
+    """Equal up to the scale of the axis."""
+    slope, offset = np.polyfit(expected, found, 1)
+    assert found == pytest.approx(slope * np.array(expected) + offset, abs=1e-3)
+    assert abs(slope) > 0
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    evals = [{"step": s, "eval/loss": 9 - s / 4} for s in (0, 6, 12)]
+    fsdp = write(folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3})
+    slower = {"perf/step_ms": 150.0, "perf/comm_exposed_ms": [30.0, 40.0]}
+    pipe = [record(s, **slower, **{"train/loss": 7 / s**0.2}) for s in range(1, 13)]
+    pipe[4] |= {"train/grad_norm": None, "train/skipped": True}
+    pp = write(folder / "pp", pipe, {"stages": 2, "lr": 2e-3, "schedule": "1f1b"})
+    return fsdp, pp, make(folder / "two.html", fsdp, pp)
+
+
+def test_lines_are_the_numbers_of_the_files(two):
+    fsdp, pp, page = two
+    drawn = charts(page)
+    assert len(drawn) == 7
+    steps = list(range(1, 13))
+    for name, losses in (("A", [8 / s**0.3 for s in steps]), ("B", [7 / s**0.2 for s in steps])):
+        for over, x in (("steps", steps), ("learnt tokens", steps), ("time", steps)):
+            line = points(drawn[f"Loss over {over}"], f"{name}-loss")
+            assert_drawn(line[:, 0], x)
+            assert_drawn(line[:, 1], losses)
+    # both lines share the axes: where one is twice as far, it is drawn so
+    a, b = (points(drawn["Loss over time"], f"{name}-loss")[:, 0] for name in "AB")
+    assert_drawn(np.concatenate([a, b]), [s * 100 for s in steps] + [s * 150 for s in steps])
+    a, b = (points(drawn["Loss over steps"], f"{name}-loss")[:, 1] for name in "AB")
+    heldout = points(drawn["Loss over steps"], "A-heldout")
+    both = [8 / s**0.3 for s in steps] + [7 / s**0.2 for s in steps]
+    assert_drawn(np.concatenate([a, b, heldout[:, 1]]), [*both, 9, 7.5, 6])
+    heldout = points(drawn["Loss over learnt tokens"], "A-heldout")[:, 0]
+    line = points(drawn["Loss over learnt tokens"], "A-loss")[:, 0]
+    assert_drawn(np.concatenate([line, heldout]), [60 * s for s in steps] + [0, 360, 720])
+    assert_drawn(points(drawn["Tokens a second"], "A-speed")[:, 1], steps)
+    norms = points(drawn["Gradient norm and skipped steps"], "B-norm")
+    assert_drawn(norms[:, 1], [1 + 1 / s for s in steps if s != 5])
+    crosses = drawn["Gradient norm and skipped steps"].iter(f"{SVG}use")
+    xs = {float(use.get("x")) for use in crosses}
+    alone = set(np.round(norms[:, 0], 4)) ^ {round(x, 4) for x in xs}
+    assert any(abs(x - (norms[3, 0] + norms[4, 0]) / 2) < 0.1 for x in alone)
+    assert "(A: 0; B: 1)" in page
+
+
+def test_bars_are_the_numbers_of_the_files(two):
+    drawn = charts(two[2])
+
+    def size(chart, name, axis):
+        corners = points(drawn[chart], name)[:, axis]
+        return corners.max() - corners.min()
+
+    memory = [
+        size("Memory of each rank", f"{run}-memory-{rank}", 1) for run in "AB" for rank in (0, 1)
+    ]
+    assert memory == pytest.approx(np.array([1.5, 2.5, 1.5, 2.5]) * memory[0] / 1.5, abs=1e-3)
+    parts = {"A-0": (80, 15, 5), "B-0": (120, 25, 5), "B-1": (110, 35, 5)}
+    unit = size("Where a step's time goes", "A-0-compute", 0) / 80
+    for name, expected in parts.items():
+        widths = [size("Where a step's time goes", f"{name}-{part}", 0) for part in report.PARTS]
+        assert widths == pytest.approx(np.array(expected) * unit, abs=1e-3)
+    table = two[2].split("Where a step's time goes")[-1]
+    assert re.search("150.0</td><td>110.0</td><td>35.0</td><td>5.0</td><td>30.0</td><td>5.0", table)
+
+
+def test_cards_and_settings(two):
+    page = two[2]
+    for said in (
+        "FSDP, 2 processes", "pipeline of 2 stages, 2 processes", "2 × CPU, 2 cores", "abc123",
+        "finished, 12 steps", "6.0000<small>best 6.0000 at step 12", "1.01k", "2.50 GB",
+        "100 ms, MFU 40.0%", "1.2k tokens, 720 learnt", "1 of 12 logged steps",
+    ):  # fmt: skip
+        assert said in page, said
+    differ, same = page.split("Settings that differ</h2>")[1].split("<details>")
+    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', differ)
+    absent = '<span class="absent">absent</span>'
+    assert rows == [
+        ("lr", "0.001", "0.002"), ("stages", absent, "2"), ("schedule", absent, "1f1b")
+    ]  # fmt: skip
+    assert "seq_<wbr>len" in same and "machine: device" in same
+
+
+def test_the_page_needs_nothing_but_itself(two):
+    page = two[2]
+    addresses = set(re.findall(r"\w+://[^\s\"'<>]+", page))
+    assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert not re.search(r"<script|<link|<img|<iframe|@import|\son\w+=", page)
+    assert "default-src 'none'" in page
+    ids = re.findall(r'\sid="(.*?)"', page)
+    assert len(ids) == len(set(ids))
+    assert {name for name in re.findall(r"(?:url\(|href=\")#([\w-]+)", page)} <= set(ids)
+    assert all(len(svg.get("aria-label")) > 40 for svg in charts(page).values())
+    defined = set(re.findall(r"--([\w]+):", page))
+    assert set(re.findall(r"var\(--(\w+)\)", page)) <= defined
+
+
+def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
+    def parts(**more):
+        run = report.SimpleNamespace(steps=[record(s, **more) for s in range(1, 6)], config={})
+        return report.step_parts(run)
+
+    for exposed, wait in ((20, 5), (20, 25), (0, 5), (120, 3)):
+        keys = {"perf/comm_exposed_ms": [exposed] * 2, "perf/comm_wait_ms": [wait] * 2}
+        for rank in parts(**keys):
+            assert sum(rank[part] for part in report.PARTS) == rank["step"] == 100
+            assert rank["waiting"] == min(exposed, wait) and rank["wait"] == wait
+            assert min(rank.values()) >= 0
+    # of an older run that did not record it, and of one that did not measure
+    assert parts(**{"perf/comm_exposed_ms": None}) is None
+    untimed = report.SimpleNamespace(steps=[record(1)], config={"comm_timer": False})
+    assert report.step_parts(untimed) is None
+    # the first steps are slow; then the run went on with three ranks
+    steps = [record(s, ranks=2, **{"perf/step_ms": 1e6}) for s in (1, 2)] + [record(3)]
+    steps += [record(s, ranks=3) for s in (4, 5)]
+    ranks = report.step_parts(report.SimpleNamespace(steps=steps, config={}))
+    assert len(ranks) == 3 and ranks[0]["step"] == 100
+    assert report.WARMUP == metrics.WARMUP
+
+
+def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path):
+    live = write(tmp_path / "live", map(record, range(1, 8)), ended=False)
+    whole = (live / "metrics.jsonl").read_bytes()
+    (found,) = report.read_runs([live])
+    assert report.status(found) == ("unfinished", "running or interrupted at step 7 of 12")
+    last = len(whole) - whole[:-1].rindex(b"\n") - 2
+    for cut in (1, 2, last // 2, last - 1):  # a line may end anywhere
+        (live / "metrics.jsonl").write_bytes(whole[:-cut])
+        (found,) = report.read_runs([live])
+        torn = cut > 1
+        assert found.notes == ["1 unreadable line of metrics.jsonl left out"] * torn
+        assert f"running or interrupted at step {7 - torn} of 12" in report.status(found)
+    page = make(tmp_path / "live.html", live)
+    assert "running or interrupted at step 6 of 12" in page and "1 unreadable line" in page
+    assert len(points(charts(page)["Loss over steps"], "A-loss")) == 6
+    # longer than its summary says: resumed with more steps
+    (live / "summary.json").write_text('{"steps": 5}')
+    (found,) = report.read_runs([live])
+    assert report.status(found)[0] == "unfinished"
+
+
+def test_a_run_without_a_step_yet(tmp_path, two):
+    new = write(tmp_path / "new", [{"step": 0, "eval/loss": 8.5}], ended=False)
+    page = make(tmp_path / "new.html", new)
+    assert "No step is logged yet" in page and "no step logged yet" in page and "8.5000" in page
+    (new / "metrics.jsonl").unlink()
+    assert "No step is logged yet" in make(tmp_path / "none.html", new)
+    page = make(tmp_path / "new.html", two[0], new)
+    assert "no step logged yet" in page and len(charts(page)) == 7
+
+
+def test_an_old_run_and_broken_files(tmp_path):
+    old = []
+    for step in range(1, 6):
+        keys = ("step", "train/loss", "train/grad_norm", "perf/step_ms", "perf/peak_mem_gb")
+        old.append({k: v for k, v in record(step).items() if k in keys} | {"perf/mfu": None})
+    old[2]["train/loss"] = None
+    old[3] |= {"train/loss": "text", "train/grad_norm": True, "perf/peak_mem_gb": 3}
+    folder = write(tmp_path / "old", old)
+    with open(folder / "metrics.jsonl", "ab") as f:
+        f.write(b'12\n[1]\n{"step": null, "train/loss": 1}\n{"step": "7"}\n\xff\xfe\n{"loss": 1}\n')
+        f.write(b"[" * 100_000 + b'\n\n{"step": 6, "train/loss": ' + b"9" * 400 + b"}\n")
+    (folder / "config.json").write_text('{"max_st')
+    (folder / "env.json").write_text("[]")
+    page = make(tmp_path / "old.html", folder)
+    assert "7 unreadable lines" in page
+    assert "config.json could not be read" in page and "env.json could not be read" in page
+    drawn = charts(page)
+    assert drawn.keys() == {
+        "Loss over steps", "Loss over time", "Gradient norm and skipped steps",
+        "Memory of each rank",
+    }  # fmt: skip
+    assert page.count("Not recorded in these runs") == 3
+    assert len(points(drawn["Loss over steps"], "A-loss")) == 3  # 1, 2 and 5
+    bad = [record(s, **{"train/loss": None, "train/grad_norm": None, "train/skipped": True,
+                        "perf/step_ms": None}) for s in range(1, 5)]  # fmt: skip
+    page = make(tmp_path / "bad.html", write(tmp_path / "bad", bad))
+    assert "not finite" in page and "(A: 4)" in page
+
+
+class Texts(HTMLParser):
+    """The elements of a page and its text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.tags, self.text = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+EVIL = "</td></title></style><script>document.title='x'</script><img src=x onerror=alert(1)>\"'&$a$"
+
+
+def test_what_files_say_is_text(tmp_path):
+    name = "<script>alert(1)<|script> & $x^{$ 'a' \"b\" ünï\udcff"
+    config = {"model_name_or_path": EVIL, "train_json": EVIL, "dtype": EVIL, EVIL: EVIL,
+              "max_steps": EVIL, "log_every": EVIL, "stages": EVIL, "replicas": EVIL,
+              "micro_batch_size": {EVIL: [EVIL]}}  # fmt: skip
+    env = {"device": EVIL, "revision": EVIL, "versions": {EVIL: EVIL}, "world_size": EVIL}
+    steps = [record(s, **{EVIL: EVIL, "train/lr": EVIL}) for s in range(1, 5)]
+    runs = [write(tmp_path / sub / name, steps, config | {"sub": sub}, env) for sub in "ab"]
+    page = make(tmp_path / "evil.html", *runs)
+    found = Texts(page)
+    tags = {tag for tag, _ in found.tags}
+    assert tags.isdisjoint({"script", "img", "iframe", "object", "link"})
+    assert not any(key.startswith("on") for _, attributes in found.tags for key in attributes)
+    assert EVIL in found.text and "a/<script>alert(1)<|script>" in "".join(found.text)
+    assert len(charts(page)) == 7
+
+
+def test_a_long_run_is_a_small_page(tmp_path):
+    rng = random.Random(0)
+    records = []
+    keys = ("data/label_tokens", "perf/step_ms", "train/grad_norm")
+    for step in range(1, 30_001):
+        loss, speed = 2 + 6 / step**0.3 + rng.gauss(0, 0.2), rng.gauss(1000, 50)
+        values = 60 * step, 100, rng.gauss(2, 0.3)
+        records.append({"step": step, "train/loss": loss, "perf/toks_per_s": speed})
+        records[-1].update(zip(keys, values, strict=True))
+    records[18_540]["train/loss"] = 13.0
+    records += [{"step": s, "eval/loss": 8 - s / 6e3} for s in range(0, 30_001, 100)]
+    long = write(tmp_path / "long", records, {"max_steps": 30_000})
+    out = tmp_path / "long.html"
+    chart = charts(make(out, long))["Loss over steps"]
+    assert out.stat().st_size < 600_000
+    line = points(chart, "A-loss")
+    assert 500 < len(line) <= 2 * report.POINTS
+    top = line[line[:, 1].argmin()]  # the spike is there, in its place
+    first, last = line[0, 0], line[-1, 0]
+    assert (top[0] - first) / (last - first) == pytest.approx(0.618, abs=2e-3)
+    # the median is smooth, and where the loss is
+    x, y = report.smooth([r["step"] for r in records[:30_000]],
+                         [r["train/loss"] for r in records[:30_000]])  # fmt: skip
+    assert len(x) <= report.POINTS and max(y) < 9
+    assert y[-1] == pytest.approx(2 + 6 / 3e4**0.3, abs=0.05)
+    assert len(points(chart, "A-loss-median")) > 100
+
+
+def test_many_ranks_and_many_runs(tmp_path):
+    def many(step):
+        exposed = [float(rank) for rank in range(64)]
+        return record(step, ranks=64, **{"perf/comm_exposed_ms": exposed})
+
+    big = write(tmp_path / "big", map(many, range(1, 6)))
+    others = [write(tmp_path / f"r{i}", map(record, (1, 2, 3))) for i in range(27)]
+    page = make(tmp_path / "many.html", big, *others)
+    bars = [label for label, _ in report.split_bars([report.read_runs([big])[0]])]
+    assert len(bars) == report.BARS and bars[0] == "A rank 0" and bars[-1] == "A rank 63"
+    assert "The bars show 16 ranks" in page and "rank 40</th>" in page
+    assert ">B1</b>" in page and "var(--run5)" in page
+
+
+@pytest.mark.parametrize("case", ["no run", "missing", "a file", "twice", "out is a folder",
+                                  "out has no folder", "out is no report"])  # fmt: skip
+def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path):
+    good = write(tmp_path / "good", map(record, range(1, 4)))
+    (tmp_path / "empty").mkdir()
+    before = (good / "metrics.jsonl").read_text()
+    out = tmp_path / "page.html"
+    runs, out, said = {
+        "no run": ([tmp_path / "empty"], out, "is not a run's folder"),
+        "missing": ([tmp_path / "nothing"], out, "does not exist"),
+        "a file": ([good / "config.json"], out, "is a file: name the run's folder"),
+        "twice": ([good, tmp_path / "empty/../good"], out, "is given twice"),
+        "out is a folder": ([good], tmp_path / "empty", "is a folder: name a file in it"),
+        "out has no folder": ([good], tmp_path / "a/b.html", "there is no folder"),
+        "out is no report": ([good], good / "metrics.jsonl", "is not a report: choose another"),
+    }[case]
+    with pytest.raises(UserError, match=re.escape(said)) as e:
+        make(out, *runs)
+    assert "\n" not in str(e.value)
+    assert not (tmp_path / "page.html").exists()
+    assert (good / "metrics.jsonl").read_text() == before
+
+
+def test_the_command(two, tmp_path):
+    """One line for an error; a page in the current folder by default, replaced by the next one;
+    no PyTorch to wait for, none of a user's matplotlib settings, nothing new in the run."""
+    before = sorted(two[0].iterdir())
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    code = (
+        "import sys; from llm_demo import report; report.main(sys.argv[1:]); "
+        "report.main(sys.argv[1:]); assert 'torch' not in sys.modules"
+    )
+    done = run([sys.executable, "-c", code, two[0]], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (
+        done.stdout == "report: report.html\n" * 2
+        and "Loss over steps" in (tmp_path / "report.html").read_text()
+    )
+    assert sorted(two[0].iterdir()) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"matplotlibrc", "report.html"}
+    done = run(
+        [sys.executable, "-m", "llm_demo.report", "nowhere", "--out", "x.html"], cwd=tmp_path
+    )
+    assert done.returncode == 2 and done.stderr == "error: nowhere does not exist\n"
+
+
+def test_the_keys_that_are_read_are_those_that_runs_write():
+    texts = [(ROOT / f"llm_demo/{name}.py").read_text() for name in ("report", "metrics")]
+    read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
+    assert len(read) >= 10 and read <= written
+
+
+MEASURE = """<!doctype html><meta charset="utf-8"><body><pre id="found"></pre><script>
+const pages = %s, widths = [1200, 760, 360], found = [];
+for (const [which, text] of pages.entries()) for (const width of widths) {
+  const frame = document.createElement("iframe");
+  frame.style = `width: ${width}px; height: 900px; border: 0`;
+  frame.srcdoc = text;
+  frame.onload = () => {
+    const d = frame.contentDocument, root = d.documentElement;
+    d.querySelectorAll("details").forEach(x => x.open = true);
+    const boxes = s => [...d.querySelectorAll(s)].map(x => x.getBoundingClientRect());
+    const svgs = boxes("figure svg");
+    const outside = [...d.querySelectorAll("svg text")].filter(t => {
+      const a = t.getBoundingClientRect(), b = t.ownerSVGElement.getBoundingClientRect();
+      return a.left < b.left - 2 || a.right > b.right + 2 || a.bottom > b.bottom + 2;
+    }).map(t => t.textContent);
+    found.push({which, width, client: root.clientWidth, scroll: root.scrollWidth,
+      svgs: svgs.map(b => [b.width, b.height]),
+      columns: new Set(boxes(".grid > figure").map(b => b.left)).size,
+      inked: d.querySelectorAll("svg path").length, outside, title: d.title,
+      background: getComputedStyle(d.body).backgroundColor,
+      line: getComputedStyle(d.querySelector("svg [id$=A-loss] path")).stroke});
+    document.getElementById("found").textContent = JSON.stringify(found);
+  };
+  document.body.append(frame);
+}
+</script>"""
+
+
+def browse(file, profile, *flags):
+    """The page's document once its scripts have run, by a browser of its own."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
+               "--no-first-run", "--disable-background-networking", "--disable-component-update",
+               "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={profile}",
+               "--virtual-time-budget=20000", *flags, "--dump-dom", f"file://{file}"]  # fmt: skip
+    environment = {**os.environ, "HOME": str(profile)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.skipif(not BROWSER, reason="no Chromium or Chrome on the PATH")
+def test_in_a_browser(two, tmp_path):
+    """Laid out at the width of a desk, a tablet and a phone, and no script of a file's runs."""
+    steps = [record(s, **{"train/loss": 1 + math.sin(s) ** 2}) for s in range(1, 400)]
+    long = write(tmp_path / f"{'long' * 40}", steps, {"a": "x" * 500, "train_json": EVIL})
+    pages = [two[2], make(tmp_path / "long.html", long)]
+    measure = tmp_path / "measure.html"
+    measure.write_text(MEASURE % json.dumps(pages).replace("</", "<\\/"))
+    dumped = browse(measure, tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
+    text = re.search(r'<pre id="found">(.*?)</pre>', dumped, re.S)[1]
+    found = json.loads(html.unescape(text))
+    assert len(found) == 6
+    for one in found:
+        assert one["client"] == pytest.approx(one["width"], abs=20)
+        assert one["scroll"] <= one["client"], one  # nothing is wider than the page
+        assert len(one["svgs"]) == 7 and one["inked"] > 100
+        assert all(w > 240 and h > 80 for w, h in one["svgs"]), one
+        assert one["columns"] == (1 if one["width"] == 360 else 2)
+        assert not one["outside"]
+        assert one["title"].startswith("llm_demo report")
+    assert {one["background"] for one in found} == {"rgb(20, 23, 28)"}  # COLORS: a dark page
+    assert {one["line"] for one in found} == {"rgb(92, 184, 240)"}
