@@ -3,9 +3,8 @@
 One line for each thing checked: ok, warning or error, and what to do about it. Exit code 1 if there
 is an error, that is if training can't work. docs/check.md explains every line."""
 
-from __future__ import annotations  # so that a Python that is too old can report itself
-
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -70,7 +69,6 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
     for device in devices:
         row = smi["gpus"].get(device.pop("uuid"), {})  # no serial numbers in a public report
         device["bus"] = row.get("bus") or device.get("bus", "")
-        device["used_gb"] = row.get("used_gb") or gpus.amd_gb(device["bus"], "vram_used")
         device["index"] = row.get("index", devices.index(device))
     places = [device["bus"] for device in devices]
     # The timing is for the question whether RCCL's flight recorder has durations.
@@ -91,21 +89,20 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
     if len(devices) < 2:
         return
 
-    kinds = gpus.topology()
+    names = gpus.topology()
     kinds = {
-        (i, j): kinds.get((indices[i], indices[j]), "")
-        for j in range(len(devices))
-        for i in range(j)
+        (i, j): names.get((indices[i], indices[j]), "")
+        for i, j in itertools.combinations(range(len(devices)), 2)
     }
     expected = gpus.expected_gb(devices, kinds, links)
     found = fleet.try_pairs()
     fleet.again_alone(found, expected)
     without = control.try_pairs() if control else {}
     # If a pair fails, all together would fail too, and take longer.
-    together = None if any(map(pairs.trouble, found.values())) else fleet.try_all()
-    together_without = None
-    if control and not any(map(pairs.trouble, without.values())):
-        together_without = control.try_all()
+    together, together_without = (
+        None if not results or any(map(pairs.trouble, results.values())) else these.try_all()
+        for these, results in ((fleet, found), (control, without))
+    )
     if amd and together and not together.get("problem"):
         facts["profile"] = fleet.talk([tuple(range(len(devices)))], "all", "profile")[0]
     facts["pairs"] = [
@@ -272,9 +269,6 @@ def main() -> int:
             print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
 
     try:
-        if machine.python()[0][0] == ERROR:
-            tell(machine.python())
-            return 1
         facts = check(args.output_dir, tell)
     except Exception as e:  # a bug in this command is no fault of the machine
         text = f"stopped early by a bug of its own: {processes.first_line(e)}"

@@ -1,7 +1,5 @@
 """Disk and stale lock files. A worker measures, since a file system may hang; see `lines`."""
 
-from __future__ import annotations  # so that a Python that is too old can report itself
-
 import contextlib
 import glob
 import os

@@ -2,8 +2,7 @@
 
 A GPU is identified by its bus address, as in "0000:0a:00.0"."""
 
-from __future__ import annotations  # so that a Python that is too old can report itself
-
+import collections
 import os
 import re
 import statistics
@@ -41,21 +40,15 @@ def bus(text: str) -> str:
 
 
 def nvidia() -> dict:
-    """The driver, its CUDA version, and uuid -> GPU (index, bus, used_gb) from nvidia-smi."""
+    """The driver, its CUDA version, and uuid -> GPU (index, bus) from nvidia-smi."""
     found = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", processes.tool("nvidia-smi"))
     rows = query("index", "uuid", "pci.bus_id", "memory.used", "driver_version")
     gpus = {
-        uuid.removeprefix("GPU-"): {
-            "index": int(index),
-            "bus": bus(place),
-            "used_gb": (number(used) or 0) / 1024,
-        }
-        for index, uuid, place, used, _ in rows
+        uuid.removeprefix("GPU-"): {"index": int(index), "bus": bus(place)}
+        for index, uuid, place, _, _ in rows
     }
-    driver = rows[0][-1] if rows else ""
-    return {"driver": driver, "cuda": tuple(map(int, found.groups())) if found else None} | {
-        "gpus": gpus
-    }
+    cuda = tuple(map(int, found.groups())) if found else None
+    return {"driver": rows[0][-1] if rows else "", "cuda": cuda, "gpus": gpus}
 
 
 def under_load() -> dict[str, dict]:
@@ -79,18 +72,16 @@ def under_load() -> dict[str, dict]:
 
 def memory_faults(places: list[str]) -> dict[str, list[str]]:
     """bus -> memory faults: ECC errors, rows waiting to be remapped."""
-    found = {place: [] for place in places}
+    found = collections.defaultdict(list)
     for place, count in query("pci.bus_id", "ecc.errors.uncorrected.volatile.total"):
         if number(count):
-            text = f"{count} uncorrected ECC errors since the last reset"
-            found.setdefault(bus(place), []).append(text)
+            found[bus(place)].append(f"{count} uncorrected ECC errors since the last reset")
     fields = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
     for place, pending, failure in query(*fields, of="remapped-rows"):
         if pending in ("Yes", "1"):
-            text = "memory rows are waiting for a reset to be remapped"
-            found.setdefault(bus(place), []).append(text)
+            found[bus(place)].append("memory rows are waiting for a reset to be remapped")
         if failure in ("Yes", "1"):
-            found.setdefault(bus(place), []).append("remapping memory rows failed")
+            found[bus(place)].append("remapping memory rows failed")
     for place in places:  # AMD
         for file in sorted((root() / f"sys/bus/pci/devices/{place}/ras").glob("*_err_count")):
             count = re.search(r"ue:\s*(\d+)", read(file))
@@ -101,25 +92,19 @@ def memory_faults(places: list[str]) -> dict[str, list[str]]:
 
 
 def amd_gb(place: str, name: str) -> float:
-    """2**30 bytes of an AMD GPU's memory; name: vram_used, vram_total or vis_vram_total."""
+    """2**30 bytes of an AMD GPU's memory; name: vram_total or vis_vram_total."""
     return (number(read(f"sys/bus/pci/devices/{place}/mem_info_{name}")) or 0) / 2**30
 
 
 def gpu_lines(gpus: list[dict]) -> list:
-    """One line for each GPU. gpus: facts, rates, load, memory faults and used_gb of each."""
-    best = {}
-    for gpu in gpus:
-        rate = gpu.get("rates", {}).get("bf16", 0)
-        best[gpu["name"]] = max(best.get(gpu["name"], 0), rate)
-    return [(*_gpu_line(gpu, best[gpu["name"]], f"gpu {i}"),) for i, gpu in enumerate(gpus)]
+    """One line for each GPU. gpus: facts, rates, load and memory faults of each."""
+    return [_gpu_line(gpu, gpus, f"gpu {i}") for i, gpu in enumerate(gpus)]
 
 
-def _gpu_line(gpu, best, name):
+def _gpu_line(gpu, gpus, name):
     text = f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']:.0f} GB"
     if gpu.get("problem"):
         fix = "look for GPU errors: sudo dmesg | grep -iE 'xid|amdgpu'; is its memory full?"
-        if "busy or unavailable" in gpu["problem"]:
-            fix = "end the program that has it for itself, or sudo nvidia-smi -c DEFAULT"
         return ERROR, name, f"{text}: matrix product failed: {gpu['problem']}", fix
     rates, load = gpu["rates"], gpu["load"]
     shares = {dtype: rates[dtype] / peak for dtype, peak in gpu["peak"].items() if peak}
@@ -134,6 +119,7 @@ def _gpu_line(gpu, best, name):
     text += f", {link[1]}" if link else ""
 
     why, fixes = [], []
+    best = max(g["rates"]["bf16"] for g in gpus if g["name"] == gpu["name"] and "rates" in g)
     slow = rates["bf16"] < 0.9 * best
     throttled = load.get("throttled", [])
     if slow and throttled or set(throttled) - {POWER_CAP}:
@@ -148,9 +134,6 @@ def _gpu_line(gpu, best, name):
     if load.get("width") and load["width"] < (load["width_max"] or 0):
         why.append(f"PCIe x{load['width']:.0f} of x{load['width_max']:.0f} lanes")
         fixes.append("reseat the card or use a full-width slot")
-    if gpu["used_gb"] > max(1, 0.05 * gpu["memory_gb"]):
-        why.append(f"{gpu['used_gb']:.1f} GB in use by other programs")
-        fixes.append("find them with nvidia-smi or rocm-smi --showpids")
     if gpu["faults"]:
         why += gpu["faults"]
         fixes.append("reset the GPU or reboot; if the errors return, replace it")
@@ -221,17 +204,13 @@ def expected_gb(gpus: list[dict], kinds: dict, links: dict) -> dict:
     found = {}
     for (i, j), kind in kinds.items():
         pcie = [pcie_gb(gpus[k]["bus"], gpus[k]["load"]) for k in (i, j)]
-        if lanes := re.fullmatch(r"NV(\d+)", kind):
-            count = int(lanes[1])
-            found[i, j] = (count * nvlink, f"NVLink x{count}") if nvlink else None
+        gb, name = min(pcie) if all(pcie) else (None, "")
+        name += f" ({kind})" * bool(kind)
+        if kind.startswith("NV"):
+            gb, name = int(kind[2:]) * nvlink, f"NVLink x{kind[2:]}"
         elif kind == "XGMI":
-            gb = XGMI.get(gpus[i]["arch"])
-            found[i, j] = (gb, kind) if gb else None
-        elif all(pcie):
-            gb, name = min(pcie)
-            found[i, j] = gb, f"{name} ({kind})" if kind else name
-        else:
-            found[i, j] = None
+            gb, name = XGMI.get(gpus[i]["arch"]), kind
+        found[i, j] = (gb, name) if gb else None
     return found
 
 

@@ -3,8 +3,6 @@
 Each check returns lines (level, name, text, fix); the fix is "" if there is nothing to do.
 PROBE_ROOT replaces / for /proc, /sys and /dev, so that tests can fake other machines."""
 
-from __future__ import annotations  # so that a Python that is too old can report itself
-
 import contextlib
 import os
 import re
@@ -42,12 +40,8 @@ def number(text: str) -> float | None:
 
 
 def python() -> list:
-    mine = sys.version_info[:2]
     here = sys.version.split()[0]
-    if mine < (3, 10):
-        fix = "PYTHON=/path/to/python3.12 bash setup.sh"
-        return [(ERROR, "python", f"{here} is too old: 3.10 to 3.13 work", fix)]
-    if mine >= (3, 14):
+    if sys.version_info >= (3, 14):
         return [(WARNING, "python", f"{here} is newer than the versions tested, 3.10 to 3.13", "")]
     return [(OK, "python", here, "")]
 

@@ -4,8 +4,6 @@ Drivers report peer-to-peer as working on machines where it hangs or returns wro
 value received is compared, and a control runs without it. A result is what experiments.group
 measured, or {"problem", "hung", "log"}."""
 
-from __future__ import annotations  # so that a Python that is too old can report itself
-
 import os
 import re
 import statistics

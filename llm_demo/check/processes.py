@@ -2,8 +2,6 @@
 
 Nothing here imports torch, because that import may be what hangs."""
 
-from __future__ import annotations  # so that a Python that is too old can report itself
-
 import contextlib
 import ctypes
 import importlib
