@@ -52,9 +52,10 @@ def check(output_dir: str, tell) -> dict:
     tell(files.disk_line(facts["disk"], output_dir))
     tell(files.locks_line(facts["locks"]))
     if works:
-        facts["deepspeed"] = receive([[base]], LIMIT)[0][0]
-        tell(attention(probes, facts))
-        tell(deepspeed(facts["deepspeed"]))
+        answers = receive([[worker] for worker in probes.values()], LIMIT)
+        facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
+        tell(attention(base, facts))
+        tell(deepspeed(facts["probes"]["deepspeed"]))
     if devices and devices[0]["vendor"] == "amd":
         tell(amd(devices, facts))
     return facts
@@ -66,10 +67,11 @@ def check(output_dir: str, tell) -> dict:
 def check_gpus(devices, smi, folder, facts, tell) -> None:
     """Each GPU alone, each pair, all together."""
     amd = devices[0]["vendor"] == "amd"
-    for device in devices:
-        row = smi["gpus"].get(device.pop("uuid"), {})  # no serial numbers in a public report
+    for i, device in enumerate(devices):
+        uuid = device.pop("uuid").removeprefix("GPU-")  # not for a public report
+        row = smi["gpus"].get(uuid, {})
         device["bus"] = row.get("bus") or device.get("bus", "")
-        device["index"] = row.get("index", devices.index(device))
+        device["index"] = row.get("index", i)
     places = [device["bus"] for device in devices]
     # The timing is for the question whether RCCL's flight recorder has durations.
     timed = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"} if amd else {}
@@ -120,15 +122,6 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
 def check_cpu(folder, facts, tell) -> None:
     """Two processes on the CPU, as the launchers would start."""
     fleet = pairs.Fleet(2, "cpu", folder)
-    fleet.start()
-    answers, _ = fleet.products(0.3)
-    facts["cpu"] = answers[0]
-    if problem := answers[0].get("problem"):
-        fix = "reinstall torch: rm -r .venv, then bash setup.sh"
-        tell([(ERROR, "cpu", f"matrix product failed: {problem}", fix)])
-    else:
-        rates = ", ".join(f"{k} {rate * 1e3:.0f}" for k, rate in answers[0]["rates"].items())
-        tell([(OK, "cpu", f"{rates} GFLOP/s in each of two processes", "")])
     facts["pairs"] = [{"pair": (0, 1), "result": fleet.try_all()}]
     tell(pairs.gloo_line(facts["pairs"][0]["result"]))
 
@@ -140,8 +133,8 @@ def start_probes(base, facts) -> dict:
     """Start the probes that run while the devices are checked: name -> worker."""
     choices = facts["choices"] = ask(base, LIMIT, "choices")
     devices = facts["torch"]["devices"]
-    base.send("deepspeed_facts", accelerator="cuda" if devices else "cpu")
-    probes = {}
+    probes = {"deepspeed": Worker(**({} if devices else {"DS_ACCELERATOR": "cpu"}))}
+    probes["deepspeed"].send("deepspeed_facts")
     for impl in choices.get("probes", ()):
         probes[impl] = Worker()
         args = [impl, choices["dtype"], *HEADS]
@@ -155,24 +148,18 @@ def start_probes(base, facts) -> dict:
     return probes
 
 
-def attention(probes: dict, facts: dict) -> list:
+def attention(base: Worker, facts: dict) -> list:
     """dtype, attention and torch.compile: what a run would choose, and why."""
-    answers = receive([[worker] for worker in probes.values()], LIMIT)
-    facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
     choices = facts["choices"]
     problems = {name: answer.get("problem") for name, answer in facts["probes"].items()}
     arguments = {"problems": problems, "compile_problem": problems.get("compile")}
-    chosen = ask(Worker(), LIMIT, "choose", heads=HEADS, **arguments)
+    chosen = ask(base, LIMIT, "choose", heads=HEADS, **arguments)
     if problem := choices.get("problem") or chosen.get("problem"):
         fix = f"pip install transformers=={machine.pinned('transformers')}"
         return [(ERROR, "attention", f"choosing a backend failed: {problem}", fix)]
 
     text = f"{choices['dtype']} by default: {choices['dtype_reason']}"
-    for gpu in facts["torch"]["devices"][:1]:
-        if rates := gpu.get("rates"):
-            text += f"; GPU 0: {rates['bf16']:.0f} TFLOP/s in bf16, {rates['fp16']:.0f} in fp16"
     lines = [(OK, "dtype", text, "")]
-
     packed, single = chosen["packed"], chosen["single"]
     text = packed["impl"]
     if packed["impl"] != single["impl"]:
@@ -190,7 +177,7 @@ def attention(probes: dict, facts: dict) -> list:
         fix = "training runs without it; it needs a C compiler: apt install gcc python3-dev"
         lines.append((WARNING, "compile", f"torch.compile does not work here: {problem}", fix))
     else:
-        text = "works here; " * ("compile" in probes)
+        text = "works here; " * ("compile" in problems)
         text += f"{'on' if packed['compile'] else 'off'} by default: {packed['why']}"
         lines.append((OK, "compile", text, ""))
     return lines

@@ -42,7 +42,7 @@ class Fleet:
             if not worker.ready:
                 worker.kill(answer["problem"])
 
-    def products(self, seconds: float, hipblaslt=False, look=dict) -> tuple[list[dict], dict]:
+    def products(self, seconds: float, hipblaslt: bool, look) -> tuple[list[dict], dict]:
         """(each worker's answer to `gemm`, what look() returned while they were busy)"""
         for worker in self.workers:
             worker.send("gemm", seconds=seconds, hipblaslt=hipblaslt)
