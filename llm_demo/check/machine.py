@@ -59,7 +59,7 @@ def packages() -> list:
 
 def pinned(package: str) -> str:
     """The tested version of a package."""
-    found = re.search(rf"^{package}==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.M)
+    found = re.search(rf"^{package}==([\w.]+)", read(ROOT / "constraints.txt"), re.M)
     return found[1] if found else ""
 
 
@@ -72,7 +72,7 @@ def hidden_gpu() -> tuple[str, str] | None:
     The vendor is "nvidia?" if there is an NVIDIA card but no NVIDIA driver. None without a GPU."""
     if "GPU 0" in processes.tool("nvidia-smi", "-L"):
         return "nvidia", "nvidia-smi lists one"
-    supported = re.search(r"ROCM_ARCHS='([^']*)'", (ROOT / "setup.sh").read_text())[1].split()
+    supported = re.findall(r"gfx\w+", read(ROOT / "setup.sh"))
     for node in (root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         found = re.search(r"gfx_target_version (\d+)", read(node))
         code = int(found[1]) if found else 0
