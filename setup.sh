@@ -35,15 +35,16 @@ if [[ ${1:-} == --check ]]; then
     shift
     check=1 check_args=("$@")
     set --
+    exec 3>&1 >&2 # standard output is for the check alone
 fi
 [[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev, --check or nothing"
 extras=${1:+dev}
 check_if_asked() {
-    if [[ -n $check && -z $DRY_RUN ]]; then
-        export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-        # without the lock on .venv, which others may wait for
-        exec "$VENV_PYTHON" -m llm_demo.check ${check_args[@]+"${check_args[@]}"} 9>&-
-    fi
+    [[ -n $check ]] || return 0
+    set -- "$VENV_PYTHON" -m llm_demo.check ${check_args[@]+"${check_args[@]}"}
+    [[ -z $DRY_RUN ]] || { run "$@" && return; }
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    exec "$@" >&3 3>&- 9>&- # 9 is the lock on .venv, which others may be waiting for
 }
 
 # ---- is there anything to do? ----------------------------------------------------------------

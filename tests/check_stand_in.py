@@ -55,4 +55,5 @@ def answer(do, command):
 
 for line in sys.stdin:
     command = json.loads(line)
-    print(json.dumps(answer(command.pop("do"), command)), flush=True)
+    do = command.pop("do").removeprefix("run_").removesuffix("_facts")
+    print(json.dumps(answer(do, command)), flush=True)

@@ -16,7 +16,13 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from llm_demo import check, check_gpus, check_machine, check_pairs, check_process, check_worker
+from llm_demo.check import __main__ as check
+from llm_demo.check import experiments as check_worker
+from llm_demo.check import files as check_files
+from llm_demo.check import gpus as check_gpus
+from llm_demo.check import machine as check_machine
+from llm_demo.check import pairs as check_pairs
+from llm_demo.check import processes as check_process
 
 STAND_IN = [sys.executable, "-I", "-S", str(ROOT / "tests/check_stand_in.py")]
 H200 = {"vendor": "nvidia", "name": "NVIDIA H200", "arch": "sm_90", "memory_gb": 140.0}
@@ -109,7 +115,8 @@ class Machine:
     def check(self, **limits):
         """(lines, exit code, facts) of the check on this machine."""
         self.monkeypatch.setenv("SCENARIO", json.dumps(self.scenario))
-        self.monkeypatch.setattr(check, "LIMITS", check.LIMITS | limits)
+        for kind, limit in limits.items():
+            self.monkeypatch.setitem(check_pairs.LIMITS, kind, limit)
         self.monkeypatch.setattr(check_pairs.time, "sleep", lambda seconds: None)
         lines = []
         try:
@@ -453,17 +460,17 @@ def test_settings_of_the_host(machine, monkeypatch):
 
 def test_disk_and_locks(machine, monkeypatch, tmp_path):
     place = tmp_path / "not yet/there"
-    answer = check_worker.disk(str(place))
+    answer = check_files.disk(str(place))
     assert answer["place"] == str(tmp_path) and answer["mb_per_s"] > 0 and answer["fsync_ms"] > 0
     before = sorted(tmp_path.rglob("*"))
-    check_worker.disk(str(place))
+    check_files.disk(str(place))
     assert sorted(tmp_path.rglob("*")) == before
     slow = {"place": "/nfs", "free_gb": 900, "mb_per_s": 20, "fsync_ms": 2}
     for changes, level in (
         ({}, "warning"), ({"mb_per_s": 900}, "ok"), ({"free_gb": 0.5}, "error"),
         ({"free_gb": 15}, "warning"), ({"problem": "OSError: Input/output error"}, "error"),
     ):  # fmt: skip
-        assert check_machine.disk(slow | changes, "/nfs")[0][0] == level
+        assert check_files.disk_line(slow | changes, "/nfs")[0][0] == level
 
     for name in ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -476,15 +483,15 @@ def test_disk_and_locks(machine, monkeypatch, tmp_path):
     for path in (lock, held):
         os.utime(path, (time.time() - 7200,) * 2)
     with held.open():
-        found = check_worker.locks()
+        found = check_files.locks()
     assert [path for path, _ in found["stale"]] == [str(lock)]
-    (line,) = check_machine.stale_locks(found)
+    (line,) = check_files.locks_line(found)
     assert line[0] == "warning" and f"rm {lock}" in line[3] and "up to 2 h old" in line[2]
 
 
 def test_a_tool_that_hangs_is_called_once(monkeypatch):
     monkeypatch.setattr(check_process, "TOOL_LIMIT", 0.2)
-    monkeypatch.setattr(check_process, "_hung_tools", set())
+    monkeypatch.setattr(check_process, "hung_tools", set())
     begun = time.monotonic()
     assert check_process.tool("sleep", "60") == "" == check_process.tool("sleep", "60")
     assert time.monotonic() - begun < 5
@@ -591,6 +598,21 @@ def test_this_machine(tmp_path):
     assert report["seconds"] < 60 and not any(tmp_path.iterdir())
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_these_gpus(tmp_path):
+    command = [sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", tmp_path / "runs"]
+    done = run(command)
+    report = json.loads(done.stdout)
+    seen = {line["name"]: line for line in report["lines"] if line["level"] != "error"}
+    expected = {"torch", "dtype", "attention", "compile"}
+    expected |= {f"gpu {i}" for i in range(torch.cuda.device_count())}
+    expected |= {"pairs", "together"} if torch.cuda.device_count() > 1 else set()
+    assert expected <= set(seen), done.stdout + done.stderr
+    for pair in report["facts"].get("pairs", ()):
+        assert set(pair["result"]["wrong"].values()) == {0}, pair
+
+
 def test_a_bug_in_the_check_is_a_line(machine, monkeypatch, capsys):
     def broken():
         raise KeyError("x")
@@ -616,6 +638,8 @@ def test_setup_sh_runs_it(tmp_path):
     files = "setup.sh requirements.txt constraints.txt pyproject.toml .venv/pyvenv.cfg"
     stamp = subprocess.check_output(f"cat {files} | cksum", shell=True, cwd=repo, text=True)
     (repo / ".venv/.setup-stamp").write_text(f"{stamp.strip()}\n\n")
+    done = run(["bash", repo / "setup.sh", "--check"], cwd=tmp_path, SETUP_DRY_RUN="1")
+    assert done.stderr == f"+ {python} -m llm_demo.check\n" and done.returncode == 0
     done = run(["bash", repo / "setup.sh", "--check", "--json"], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stdout == "ran -m llm_demo.check --json\n"
@@ -624,7 +648,7 @@ def test_setup_sh_runs_it(tmp_path):
 
 def test_the_page_explains_every_line():
     page = (ROOT / "docs/check.md").read_text()
-    sources = "".join(p.read_text() for p in (ROOT / "llm_demo").glob("check*.py"))
+    sources = "".join(p.read_text() for p in (ROOT / "llm_demo/check").glob("*.py"))
     names = set(re.findall(r'(?:OK|WARNING|ERROR|level), "([^"{]+)"', sources))
     assert len(names) > 20
     assert {name for name in names if f"`{name}`" not in page} == set()

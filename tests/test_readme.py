@@ -10,7 +10,8 @@ from conftest import ROOT
 
 from bench.run import make_parser
 from fsdp.train_fsdp import FsdpArgs
-from llm_demo import args, attention, check, evaluate, export, metrics, records
+from llm_demo import args, attention, evaluate, export, metrics, records
+from llm_demo.check import __main__ as check
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
