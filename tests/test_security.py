@@ -98,8 +98,12 @@ def resume_from(folder):
     return tensors
 
 
-def refused(folder, message, marker=None):
-    for use in (export_of, resume_from):
+def read_of(folder):
+    checkpoint_files.read(folder, {"lm_head.weight": torch.zeros(64, 8)})
+
+
+def refused(folder, message, marker=None, uses=(export_of, resume_from)):
+    for use in uses:
         with pytest.raises(UserError, match=message) as raised:
             use(folder)
         assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
@@ -153,6 +157,7 @@ def test_no_command_of_the_metadata_is_run(command, where, folder, tmp_path):
 
     change_metadata(folder, change)
     refused(folder, "metadata is refused: it asks for ", tmp_path / "marker")
+    refused(folder, "can't be read: ", tmp_path / "marker", [read_of])
 
 
 def test_the_crafted_file_runs_under_pytorchs_own_reader(folder, tmp_path):
@@ -291,13 +296,10 @@ def test_facts_of_another_kind(text, folder):
 REMOTE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
 
 
-def asks(*_):
-    raise AssertionError("it asks whether to run the code")
-
-
 def test_a_configuration_brings_no_code(folder, tmp_path, monkeypatch):
     """Unless told not to, transformers asks on the terminal whether to run it."""
-    monkeypatch.setattr("builtins.input", asks)
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     config = {"model_type": "mine", **REMOTE}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -312,7 +314,7 @@ def test_a_configuration_brings_no_code(folder, tmp_path, monkeypatch):
     (target.parent / "evil.py").write_text((tmp_path / "evil.py").read_text())
     with pytest.raises(UserError, match="model/config.json: .*contains custom code"):
         export_of(folder)
-    assert not (tmp_path / "marker").exists()
+    assert not (tmp_path / "marker").exists() and not asked
 
 
 def test_a_configuration_downloads_no_kernel(folder, monkeypatch):
