@@ -114,7 +114,7 @@ class RunArgs:
     output_dir: str | None = flag(None, "the run's folder; default: runs/<script>-<model>-<time>")
     overwrite: bool = flag(False, "empty a non-empty output_dir first")
     save: bool = flag(
-        True, "checkpoints at the end, and when SIGTERM or Ctrl-C ends the run after a step"
+        True, "checkpoints at the end, and when SIGTERM, SIGHUP or Ctrl-C ends the run after a step"
     )
     save_every: int = flag(0, "optimizer steps between checkpoints besides those; 0: none")
     save_async: bool = flag(True, "write those in the background, from copies in the host's memory")

@@ -71,6 +71,7 @@ def bindable(port: int) -> int | None:
 def this_node() -> Node:
     """Read the environment. Raises UserError for what can't work, before anything slow is done."""
     number("STOP_MINUTES", 10)
+    number("NPROC_PER_NODE", 2, at_least=1)
     minutes("DIST_TIMEOUT_MINUTES", 30)
     wait = number("JOIN_SECONDS", 50, at_least=1)
     count = number("NNODES", 1, at_least=1)

@@ -93,6 +93,8 @@ def test_variables_of_the_launchers(name, monkeypatch, record_property):
         one_line(raised, f"{name}={value[:80]}")
     record_property("bad inputs", len(values))
     if name == "DIST_TIMEOUT_MINUTES":
+        for ours in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+            monkeypatch.setenv(ours, "1" if ours == "WORLD_SIZE" else "0")  # gone afterwards
         with pytest.raises(UserError, match="DIST_TIMEOUT_MINUTES"):
             dist.start()  # also without the launcher
     else:

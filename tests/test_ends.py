@@ -1,10 +1,11 @@
 """How runs end: a launcher that is killed, a terminal that is closed, Ctrl-C before step 1."""
 
+import fcntl
 import os
-import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -36,7 +37,8 @@ def started(command, **options):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, options.get("hup", signal.SIG_DFL))
 
-    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(ROOT), "NPROC_PER_NODE": "2"}
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": "2"}
     return subprocess.Popen(
         list(map(str, command)), env={**env, **options.get("env", {})}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=usual,
@@ -76,27 +78,28 @@ def test_no_rank_outlives_its_launcher(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_terminal_saves(kind, tmp_path):
     """A real terminal: SIGHUP to the group, and whatever is printed from then on fails."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        try:
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            os.chdir(ROOT)
-            os.environ.update(PYTHON=sys.executable, NPROC_PER_NODE="2", OMP_NUM_THREADS="1")
-            flags = [*TRAIN.split(), "--output_dir", str(tmp_path / "run")]
-            os.execvp("bash", ["bash", str(SHELLS[kind]), *flags])
-        finally:
-            os._exit(99)
+
+    def take_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    terminal, theirs = os.openpty()
+    launcher = subprocess.Popen(
+        ["bash", SHELLS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"],
+        env={**os.environ, "PYTHON": sys.executable, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"},
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
+        preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(theirs)
     said = b""
     try:
         while b"step 2/" not in said:
             said += os.read(terminal, 65536)
-        ranks = [p.pid for p in psutil.Process(pid).children() if "RANK" in p.environ()]
+        ranks = [p.pid for p in psutil.Process(launcher.pid).children() if "RANK" in p.environ()]
         assert len(ranks) == 2
     finally:
         os.close(terminal)
-    wait_for(lambda: psutil.Process(pid).status() == "zombie", seconds=60)
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 75
+    assert launcher.wait(90) == 75
     assert not running(ranks)
     assert (tmp_path / "run/checkpoints/latest").exists()
     log = (tmp_path / "run/train.log").read_text()

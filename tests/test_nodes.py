@@ -134,7 +134,7 @@ def test_a_master_that_cant_be_reached_is_one_line(kind, addr, port, tmp_path, r
     """An address is looked up before torch is imported; then both launchers wait for node 0."""
     record_property("bad inputs", 1)
     (tmp_path / "script.py").touch()
-    path = str(ROOT)
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     if addr == "none.invalid":
         (tmp_path / "torch.py").write_text("raise SystemExit('too late: torch is imported')")
         path = f"{tmp_path}:{path}"
