@@ -222,8 +222,31 @@ def become(request: dict) -> tuple:
     return code, vars(main)
 
 
+def end(code, namespace) -> None:
+    """Run code and end as an interpreter does, but for clearing away what was imported: 0.3 s."""
+    import atexit
+    import threading
+
+    status = 0
+    try:
+        exec(code, namespace)
+    except SystemExit as e:
+        status = e.code
+        if not isinstance(status, int | None):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
         ask(sys.argv[2], sys.argv[3:])
     sockets = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
-    exec(*become(serve(*sockets)))  # and then ends as any interpreter does
+    end(*become(serve(*sockets)))

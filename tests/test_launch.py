@@ -279,6 +279,7 @@ def two_nodes(commands) -> tuple[list[int], list[str]]:
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
                 NPROC_PER_NODE="1",
+                OMP_NUM_THREADS="1",
             ),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -344,13 +345,12 @@ def test_a_missing_script_is_named(tmp_path):
 )
 def test_one_dead_rank_ends_all_within_ten_seconds(script, tmp_path, kind, how, code, last_line):
     (tmp_path / "pids").mkdir()
-    start = time.monotonic()
     ranks = {"fresh": True, "NPROC_PER_NODE": "2"}
     result = launch(kind, script(FAIL), tmp_path / "pids", how, **ranks)
-    seconds = time.monotonic() - start
+    seconds = time.time() - max(path.stat().st_mtime for path in (tmp_path / "pids").iterdir())
     pids = [int(path.read_text()) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2 and not any(psutil.pid_exists(pid) for pid in pids)
-    assert seconds < 13  # 3 to start
+    assert seconds < 10
     assert result.returncode == code
     lines = [line for line in result.stderr.splitlines() if line != "error: --seq_len 1: too small"]
     assert lines == ([] if how == "2" else [last_line])
