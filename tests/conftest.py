@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def environment(**more):
     """This process's environment, the project's modules in reach, one thread for a process."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **more}
 
 
 @functools.cache

@@ -11,7 +11,8 @@ in each rank. Here one process imports them once, and every further process is a
                                        If this process is killed, the fork is killed too.
 
 A fork can't undo an import. Where the environment says something else that packages read while they
-are imported (PYTHONPATH, HF_HUB_OFFLINE), and for -c, PYTHON starts a new interpreter instead.
+are imported (HF_HUB_OFFLINE), where another folder of PYTHONPATH has one of them, or for -c,
+PYTHON starts a new interpreter instead.
 """
 
 import array
@@ -43,8 +44,14 @@ def read_by_imports(environ) -> dict:
     a launcher runs, and that doesn't compute."""
     found = {k: v for k, v in environ.items() if k.startswith(READ_BY_IMPORTS)}
     found = {k: v for k, v in found.items() if not f"{k}=".startswith(NOT_READ)}
-    folders = found.get("PYTHONPATH", "").split(os.pathsep)  # launchers add the same once more
-    return {**ALWAYS, **found, "PYTHONPATH": sorted(set(filter(None, folders)))}
+    packages = {name.split(".")[0] for name in PACKAGES}
+    shadows = [f for f in folders(environ) if packages & {n.split(".")[0] for n in os.listdir(f)}]
+    return {**ALWAYS, **found, "PYTHONPATH": shadows}
+
+
+def folders(environ) -> list[str]:
+    found = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [f for f in dict.fromkeys(found) if os.path.isdir(f)]
 
 
 # ---------------------------------------------------------------- what stands for `python`
@@ -183,6 +190,7 @@ def become(request: dict) -> tuple:
     """Make this fork what the request describes; returns what to run: (code, its namespace)."""
     os.setpgid(0, 0)
     os.chdir(request["folder"])
+    sys.path[1 : 1 + len(folders(os.environ))] = folders(request["environ"])
     os.environ.clear()
     os.environ.update(request["environ"])
     for which, limits in zip(LIMITS, request["limits"], strict=True):
@@ -214,8 +222,31 @@ def become(request: dict) -> tuple:
     return code, vars(main)
 
 
+def end(code, namespace) -> None:
+    """Run code and end as an interpreter does, but for clearing away what was imported: 0.3 s."""
+    import atexit
+    import threading
+
+    status = 0
+    try:
+        exec(code, namespace)
+    except SystemExit as e:
+        status = e.code
+        if not isinstance(status, int | None):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "ask":
         ask(sys.argv[2], sys.argv[3:])
     sockets = (socket.socket(fileno=int(number)) for number in sys.argv[2:])
-    exec(*become(serve(*sockets)))  # and then ends as any interpreter does
+    end(*become(serve(*sockets)))
