@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import find_executable_batch_size
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.batched import batched, choose_batched
@@ -33,6 +32,7 @@ from llm_demo.model import (
     load_tokenizer,
     open_weights,
 )
+from llm_demo.progress import progress
 from llm_demo.records import find_files
 
 
@@ -145,7 +145,7 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
     Longest first, padded at the end, where causal attention does not look."""
     order = sorted(range(count), key=lambda i: -int(packs.token_counts[i]))
     total, tokens = 0.0, 0
-    for start in tqdm(range(0, count, batch), "loss", disable=None, leave=False):
+    for start in progress(range(0, count, batch), "loss", unit="batches"):
         rows = order[start : start + batch]
         longest = int(packs.token_counts[rows].max())
         # copies: a row of the model's limit may be 100 times as long as its document
@@ -189,7 +189,7 @@ def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[
     """The likeliest continuation of each prompt, `batch` of them at a time, padded on the left."""
     answers = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in tqdm(range(0, len(prompts), batch), "answers", disable=None, leave=False):
+    for start in progress(range(0, len(prompts), batch), "answers", unit="batches"):
         rows = order[start : start + batch]
         longest = len(prompts[rows[0]])
         ids = torch.full((len(rows), longest), how["pad_token_id"])
