@@ -35,6 +35,8 @@ from llm_demo.model import (
 from llm_demo.progress import progress
 from llm_demo.records import find_files
 
+TOKENS = 1 << 16  # of a batch, padding included
+
 
 def main() -> None:
     args = make_parser().parse_args()
@@ -69,15 +71,15 @@ def make_parser() -> argparse.ArgumentParser:
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
-    add("--batch_size", type=int, help="documents at a time; default: on a GPU as many as fit in "
-        "memory, up to 256, on a CPU 8")  # fmt: skip
+    add("--batch_size", type=int, help="documents at a time, fewer where they are long; default: "
+        "as many as fit in a GPU's memory, up to 256; on a CPU 32")  # fmt: skip
     add("--rows", type=int, default=0, help="only the first so many documents of a file; 0: all")
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the models")
     add("--show", type=int, default=3, help="rows whose greedy answers are shown")
     add("--max_new_tokens", type=int, default=256, help="of an answer")
     add("--generate", choices=("auto", "batch", "reference"), default="auto", help="how answers "
         "are made: batch is continuous batching over a paged cache, reference one padded batch "
-        "after another; auto: batch on a GPU where it works")  # fmt: skip
+        "after another; auto: batch where it works")  # fmt: skip
     add("--answer_regex", help="the last match of its first group is an answer's result, such as "
         r"'#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
     add("--out", type=Path, help="a folder for evaluation.json and evaluation.md")
@@ -135,18 +137,28 @@ def say(what: str, started: float) -> None:
 def in_batches(args, device, function, *rest):
     """function(batch_size, *rest), with --batch_size or else as many as the memory holds."""
     if args.batch_size or device.type == "cpu":
-        return function(args.batch_size or 8, *rest)
+        return function(args.batch_size or 32, *rest)
     return find_executable_batch_size(function, starting_batch_size=256)(*rest)
+
+
+def batches(lengths: list[int], most: int, what: str):
+    """Indices of documents of these lengths, the longest first, at most `most` at a time and of at
+    most TOKENS together, padding included."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    with progress(what=what, total=len(order), unit="documents") as bar:
+        while order:
+            count = max(1, min(most, TOKENS // max(1, lengths[order[0]])))
+            rows, order = order[:count], order[count:]
+            yield rows
+            bar.update(len(rows))
 
 
 @torch.no_grad()
 def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
     """(sum of -log p over the learnt tokens / their number, their number) of the first documents.
     Longest first, padded at the end, where causal attention does not look."""
-    order = sorted(range(count), key=lambda i: -int(packs.token_counts[i]))
     total, tokens = 0.0, 0
-    for start in progress(range(0, count, batch), "loss", unit="batches"):
-        rows = order[start : start + batch]
+    for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
         # copies: a row of the model's limit may be 100 times as long as its document
         found = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
@@ -169,7 +181,7 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
     how = dict(do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=pad)
     answers = None
     if batch and prompts:
-        answers, said = batched(model, prompts, how)
+        answers, said = batched(model, prompts, how, args.batch_size)
         why = said if answers is None else f"{why}, {said}"
     if answers is None and args.generate == "batch" and prompts:
         raise UserError(f"--generate batch: {why}; --generate reference works everywhere")
@@ -188,9 +200,7 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
 def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[int]]:
     """The likeliest continuation of each prompt, `batch` of them at a time, padded on the left."""
     answers = [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in progress(range(0, len(prompts), batch), "answers", unit="batches"):
-        rows = order[start : start + batch]
+    for rows in batches(list(map(len, prompts)), batch, "answers"):
         longest = len(prompts[rows[0]])
         ids = torch.full((len(rows), longest), how["pad_token_id"])
         mask = torch.zeros_like(ids)
