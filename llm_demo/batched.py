@@ -13,7 +13,7 @@ try:
 except ImportError:
     ContinuousBatchingConfig = None
 
-ROWS = 256  # in flight at once, if the memory holds them
+ROWS = {"cuda": 256, "cpu": 32}  # in flight at once, if the memory holds them
 QUERIES = 2048  # tokens of a forward: prompts are read in pieces of this size
 
 
@@ -25,18 +25,19 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
         return False, "this transformers has no continuous batching"
     if kind := length_dependent_rope(config):
         return False, f"{kind} frequencies depend on the longest document of a batch"
-    if asked == "batch":
-        return True, "as asked"
-    if device.type == "cpu":
-        return False, "a CPU gains nothing by more"
-    return True, "a GPU"
+    if device.type == "cpu" and not importlib.util.find_spec("psutil"):
+        return False, "on a CPU it needs psutil"
+    return True, "as asked" if asked == "batch" else "the faster way"
 
 
-def batched(model, prompts: list[list[int]], how: dict) -> tuple[list[list[int]] | None, str]:
+def batched(
+    model, prompts: list[list[int]], how: dict, rows: int | None = None
+) -> tuple[list[list[int]] | None, str]:
     """(the continuation of each prompt, the attention) or (None, what went wrong). how: arguments
-    of GenerationConfig."""
+    of GenerationConfig; rows: at most so many prompts at a time."""
     before, kernel = model.config._attn_implementation, paged_attention(model)
-    config = ContinuousBatchingConfig(**size(model, prompts, how["max_new_tokens"], kernel))
+    rows = rows or ROWS[model.device.type]
+    config = ContinuousBatchingConfig(**size(model, prompts, how["max_new_tokens"], rows, kernel))
     try:
         model.set_attn_implementation(f"paged|{kernel}")
         found = model.generate_batch(
@@ -64,21 +65,31 @@ def paged_attention(model) -> str:
     return "sdpa"
 
 
-def size(model, prompts: list[list[int]], new: int, kernel: str) -> dict:
+def free_memory(device: torch.device) -> int:
+    """Bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    import psutil
+
+    return psutil.virtual_memory().available
+
+
+def size(model, prompts: list[list[int]], new: int, rows: int, kernel: str) -> dict:
     """How large a cache to ask for. Left alone it takes nearly all memory, and sdpa looks at every
     token in the cache for each one that it computes."""
     block = 32 if kernel == "sdpa" else 256  # what paged flash attention wants
     blocks = -(-(max(map(len, prompts)) + new) // block) + 1  # of the longest row
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
     bytes_a_row = blocks * block * 2 * layers * heads * head_size(model.config)
-    rows = min(ROWS, len(prompts))
-    if model.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(model.device)
-        rows = max(1, min(rows, int(free * 0.4 / (bytes_a_row * model.dtype.itemsize))))
+    rows = min(
+        rows,
+        len(prompts),
+        int(free_memory(model.device) * 0.4 / (bytes_a_row * model.dtype.itemsize)),
+    )
     return {
         "block_size": block,
-        "num_blocks": rows * blocks,
+        "num_blocks": max(1, rows) * blocks,
         "max_batch_tokens": min(QUERIES, max(256, sum(map(len, prompts)))),
-        "max_requests_per_batch": rows,
+        "max_requests_per_batch": max(1, rows),
         "allow_block_sharing": False,
     }

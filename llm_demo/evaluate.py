@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import find_executable_batch_size
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import PlainParser, regex, whole
@@ -34,7 +33,10 @@ from llm_demo.model import (
     load_tokenizer,
     open_weights,
 )
+from llm_demo.progress import progress
 from llm_demo.records import find_files
+
+TOKENS = 1 << 16  # of a batch, padding included
 
 
 def main() -> None:
@@ -71,8 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--target_key")
     add("--train_on_prompt", action="store_true")
     add("--learn_turns", choices=LEARN_TURNS, default="all")
-    add("--batch_size", type=whole(1), help="documents at a time; default: on a GPU as many as "
-        "fit in memory, up to 256, on a CPU 8")  # fmt: skip
+    add("--batch_size", type=whole(1), help="documents at a time, fewer where they are long; "
+        "default: as many as fit in a GPU's memory, up to 256; on a CPU 32")  # fmt: skip
     add("--rows", type=whole(), default=0,
         help="only the first so many documents of a file; 0: all")  # fmt: skip
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the models")
@@ -80,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max_new_tokens", type=whole(1), default=256, help="of an answer")
     add("--generate", choices=("auto", "batch", "reference"), default="auto", help="how answers "
         "are made: batch is continuous batching over a paged cache, reference one padded batch "
-        "after another; auto: batch on a GPU where it works")  # fmt: skip
+        "after another; auto: batch where it pays")  # fmt: skip
     add("--answer_regex", type=regex, help="the last match of its first group is an answer's "
         r"result, such as '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
     add("--out", type=Path, help="a folder for evaluation.json and evaluation.md")
@@ -139,18 +141,28 @@ def say(what: str, started: float) -> None:
 def in_batches(args, device, function, *rest):
     """function(batch_size, *rest), with --batch_size or else as many as the memory holds."""
     if args.batch_size or device.type == "cpu":
-        return function(args.batch_size or 8, *rest)
+        return function(args.batch_size or 32, *rest)
     return find_executable_batch_size(function, starting_batch_size=256)(*rest)
+
+
+def batches(lengths: list[int], most: int, what: str):
+    """Indices of documents of these lengths, the longest first, at most `most` at a time and of at
+    most TOKENS together, padding included."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    with progress(what=what, total=len(order), unit="documents") as bar:
+        while order:
+            count = max(1, min(most, TOKENS // max(1, lengths[order[0]])))
+            rows, order = order[:count], order[count:]
+            yield rows
+            bar.update(len(rows))
 
 
 @torch.no_grad()
 def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
     """(sum of -log p over the learnt tokens / their number, their number) of the first documents.
     Longest first, padded at the end, where causal attention does not look."""
-    order = sorted(range(count), key=lambda i: -int(packs.token_counts[i]))
     total, tokens = 0.0, 0
-    for start in tqdm(range(0, count, batch), "loss", disable=None, leave=False):
-        rows = order[start : start + batch]
+    for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
         # copies: a row of the model's limit may be 100 times as long as its document
         found = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
@@ -173,7 +185,7 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
     how = dict(do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=pad)
     answers = None
     if batch and prompts:
-        answers, said = batched(model, prompts, how)
+        answers, said = batched(model, prompts, how, args.batch_size)
         why = said if answers is None else f"{why}, {said}"
     if answers is None and args.generate == "batch" and prompts:
         raise UserError(f"--generate batch: {why}; --generate reference works everywhere")
@@ -192,9 +204,7 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
 def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[int]]:
     """The likeliest continuation of each prompt, `batch` of them at a time, padded on the left."""
     answers = [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in tqdm(range(0, len(prompts), batch), "answers", disable=None, leave=False):
-        rows = order[start : start + batch]
+    for rows in batches(list(map(len, prompts)), batch, "answers"):
         longest = len(prompts[rows[0]])
         ids = torch.full((len(rows), longest), how["pad_token_id"])
         mask = torch.zeros_like(ids)

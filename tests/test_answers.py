@@ -81,7 +81,7 @@ def test_what_is_chosen_and_why(model, tokenizer, monkeypatch):
     gpu, cpu, plain = torch.device("cuda"), torch.device("cpu"), MODELS["tied"]
     longrope = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     assert batched.choose_batched("auto", gpu, plain)[0]
-    assert not batched.choose_batched("auto", cpu, plain)[0]
+    assert batched.choose_batched("auto", cpu, plain) == (True, "the faster way")
     assert batched.choose_batched("reference", gpu, plain) == (False, "as asked")
     chosen, why = batched.choose_batched("batch", gpu, longrope)
     assert not chosen and "longrope" in why
@@ -117,7 +117,13 @@ def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):
     args = SimpleNamespace(batch_size=None)
     assert evaluate.in_batches(args, torch.device("cuda"), work, "done") == "done"
     assert tried[0] == 256 and tried[-1] <= 100 < tried[-2]
-    assert evaluate.in_batches(args, torch.device("cpu"), work, 1) == 1 and tried[-1] == 8
+    assert evaluate.in_batches(args, torch.device("cpu"), work, 1) == 1 and tried[-1] == 32
+
+
+def test_batches_take_the_longest_first_and_no_more_than_fit(monkeypatch):
+    monkeypatch.setattr(evaluate, "TOKENS", 20)
+    found = list(evaluate.batches([3, 30, 7, 6, 3, 3], 3, "x"))
+    assert found == [[1], [2, 3], [0, 4, 5]]
 
 
 def test_seq_len_is_what_the_models_know_by_default(

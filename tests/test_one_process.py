@@ -30,6 +30,10 @@ def train(tmp_path, monkeypatch):
 
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     (tmp_path / "data.jsonl").write_text("\n".join(lines[:60]))
+    # two blocks and short rows: CPUs are slow in bf16
+    config = json.loads((ROOT / "models/qwen3-tiny/config.json").read_text())
+    config |= {"num_hidden_layers": 2, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     for name, value in ALONE.items():
         monkeypatch.setenv(name, str(value))
     made = []
@@ -40,8 +44,9 @@ def train(tmp_path, monkeypatch):
     def train(name, *flags):
         out = tmp_path / name
         argv = [
-            "--model_name_or_path", ROOT / "models/qwen3-tiny", "--train_json",
-            tmp_path / "data.jsonl", "--eval_json", "none", "--seq_len", 64, "--max_steps", 4,
+            "--model_name_or_path", tmp_path, "--tokenizer_name_or_path",
+            ROOT / "models/qwen3-tiny", "--train_json", tmp_path / "data.jsonl",
+            "--eval_json", "none", "--seq_len", 32, "--max_steps", 4, "--blocks_per_unit", 1,
             "--sample_tokens", 0, "--lr", 1e-3, "--warmup_steps", 2, "--output_dir", out,
             "--micro_batch_size", 1, "--save_every", 2, "--keep_last", 0, *flags,
         ]  # fmt: skip
