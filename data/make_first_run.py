@@ -2,10 +2,9 @@
 
     python data/make_first_run.py
 
-The words and numbers of the held-out questions occur in training, but no held-out question does:
-these numbers were never added or compared, these words never sorted together, in any order, and
-this word was never asked for in this wording. Memorised answers do not help; the rule does. The
-same seed gives the same files.
+The words and numbers of the held-out questions occur in training, but never together: these two
+numbers were never added, these three words never sorted, this name never had this age, in any
+order. A memorised answer does not help, the rule does. The same seed gives the same files.
 """
 
 import itertools
@@ -16,8 +15,7 @@ from pathlib import Path
 
 DATA = Path(__file__).resolve().parent
 SEED = 15
-TRAIN, HELDOUT = 4800, 200  # rows, the same number of each task
-SHARE = 8  # one in so many combinations is held out
+HELD_OUT = 8  # one in so many combinations
 
 OPPOSITES = (
     "hot cold, early late, big small, fast slow, open closed, full empty, high low, long short, "
@@ -35,7 +33,7 @@ MONTHS = (
 UNITS = "m cm 00, km m 000, kg g 000, cm mm 0, euros cents 00, centuries years 00"
 NAMES = "Adam Anna Ben Carl Carla Lena".split()
 
-Question = tuple[frozenset, str, str]  # what is held out as one, question, answer
+Question = tuple[object, str, str]  # what is held out as one, question, answer
 
 
 def opposites() -> Iterator[Question]:
@@ -48,22 +46,27 @@ def plurals() -> Iterator[Question]:
     yield from pairs("What is the plural of {} and {}?", words)
 
 
-def calendar() -> Iterator[Question]:
-    for names, what in ((DAYS, "days"), (MONTHS, "months")):
-        after = dict(zip(names, names[1:] + names[:1], strict=True))
-        before = {b: a for a, b in after.items()}
-        yield from pairs(f"Which {what} come after {{}} and {{}}?", after)
-        yield from pairs(f"Which {what} come before {{}} and {{}}?", before)
+def days() -> Iterator[Question]:
+    after = dict(zip(DAYS, DAYS[1:] + DAYS[:1], strict=True))
+    yield from pairs("Which days come after {} and {}?", after)
+    yield from pairs("Which days come before {} and {}?", {b: a for a, b in after.items()})
+
+
+def months() -> Iterator[Question]:
+    after = dict(zip(MONTHS, MONTHS[1:] + MONTHS[:1], strict=True))
+    yield from pairs("Which months come after {} and {}?", after)
 
 
 def pairs(ask: str, answers: dict[str, str]) -> Iterator[Question]:
     for a, b in itertools.permutations(answers, 2):
-        yield frozenset((ask, a, b)), ask.format(a, b), f"{answers[a]}, {answers[b]}"
+        if (answers[a], answers[b]) != (b, a):  # not the opposites of two opposites
+            yield frozenset((ask, a, b)), ask.format(a, b), f"{answers[a]}, {answers[b]}"
 
 
 def sums() -> Iterator[Question]:
-    for a, b in itertools.product(range(1, 10), repeat=2):
-        yield (a, b), f"What is {a} + {b}?", str(a + b)
+    numbers = [n for n in range(10, 45) if n % 10 < 5]  # nothing to carry
+    for a, b in itertools.product(numbers, repeat=2):
+        yield frozenset((a, b)), f"What is {a} + {b}?", str(a + b)
 
 
 def sorting() -> Iterator[Question]:
@@ -83,23 +86,30 @@ def reply_format() -> Iterator[Question]:
         yield (name, age), f"Reply in JSON: {name} is {age} years old.", answer
 
 
-TASKS = (opposites, plurals, calendar, sums, sorting, units, reply_format)
+# The share of each: digits take longer to learn than words.
+TASKS = {
+    opposites: 1, plurals: 1, days: 1, months: 1, sums: 2, sorting: 1, units: 1, reply_format: 1,
+}  # fmt: skip
+SHOWN = (opposites, days, reply_format)  # first in the held-out file: a run shows three answers
 
 
 def main() -> None:
     rng = random.Random(SEED)
-    train, heldout = [], []
-    for task in TASKS:
+    train, heldout, shown = [], [], []
+    for task, share in TASKS.items():
         questions = list(task())
         keys = list(dict.fromkeys(key for key, *_ in questions))
-        kept = set(rng.sample(keys, max(3, len(keys) // SHARE)))
+        kept = set(rng.sample(keys, len(keys) // HELD_OUT))
         new = [row for key, *row in questions if key in kept]
         known = [row for key, *row in questions if key not in kept]
-        heldout += rng.sample(new, min(len(new), HELDOUT // len(TASKS)))
+        rng.shuffle(new)
         rng.shuffle(known)
-        train += itertools.islice(itertools.cycle(known), TRAIN // len(TASKS))
-    for name, rows in (("first_run", train), ("first_run.heldout", heldout)):
-        rng.shuffle(rows)
+        shown += [new.pop()] * (task in SHOWN)
+        heldout += new[:24]
+        train += itertools.islice(itertools.cycle(known), 600 * share)
+    rng.shuffle(train)
+    rng.shuffle(heldout)
+    for name, rows in (("first_run", train), ("first_run.heldout", shown + heldout)):
         with (DATA / f"{name}.jsonl").open("w", encoding="utf-8") as out:
             for prompt, answer in rows:
                 out.write(json.dumps({"prompt": prompt, "completion": f"Answer: {answer}"}) + "\n")

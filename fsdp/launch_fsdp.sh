@@ -55,7 +55,7 @@ OVERWRITE=${OVERWRITE-}
 DRY_RUN=${DRY_RUN-}
 RESHARD_AFTER_FORWARD=${RESHARD_AFTER_FORWARD-} # less memory, more communication
 # Only with the bundled model and data, for those of the settings above that are empty:
-FIRST_RUN="SEQ_LEN=128 MAX_STEPS=400 LR=5e-3 WARMUP_STEPS=20 LOG_EVERY=10"
+FIRST_RUN="SEQ_LEN=64 MAX_STEPS=220 LR=2e-3 LOG_EVERY=10"
 # --------------------------------------------------------------------------------------------------
 source "$ROOT/launch_common.sh"
 launch torchrun "$ROOT/fsdp/train_fsdp.py" RESHARD_AFTER_FORWARD "$@"

@@ -20,10 +20,9 @@ DEFAULTS = {
     "--grad_accum_steps": "4",
 }
 FIRST_RUN = {  # only with the bundled model and data
-    "--seq_len": "128",
-    "--max_steps": "400",
-    "--lr": "5e-3",
-    "--warmup_steps": "20",
+    "--seq_len": "64",
+    "--max_steps": "220",
+    "--lr": "2e-3",
     "--log_every": "10",
 }
 

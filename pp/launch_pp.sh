@@ -61,7 +61,7 @@ PARTITION=${PARTITION-}   # balanced, uniform, parameters, or the blocks of each
 DEEPSPEED_CONFIG=${DEEPSPEED_CONFIG-} # the engine's switches; default pp/ds_pp_2gpus.json
 CHECK_TIED_EVERY=${CHECK_TIED_EVERY-} # steps between checks that tied copies are equal
 # Only with the bundled model and data, for those of the settings above that are empty:
-FIRST_RUN="SEQ_LEN=128 MAX_STEPS=400 LR=5e-3 WARMUP_STEPS=20 LOG_EVERY=10"
+FIRST_RUN="SEQ_LEN=64 MAX_STEPS=220 LR=2e-3 LOG_EVERY=10"
 # --------------------------------------------------------------------------------------------------
 source "$ROOT/launch_common.sh"
 launch deepspeed "$ROOT/pp/pp_train.py" "STAGES SCHEDULE PARTITION DEEPSPEED_CONFIG CHECK_TIED_EVERY" "$@"

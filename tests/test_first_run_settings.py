@@ -11,7 +11,7 @@ from conftest import ROOT
 
 SHELLS = ["fsdp/launch_fsdp.sh", "pp/launch_pp.sh"]
 SETTINGS = ("TRAIN_JSON", "MODEL", "SEQ_LEN", "MAX_STEPS", "NUM_EPOCHS", "LR", "LOG_EVERY")
-FIRST_RUN = {"seq_len", "max_steps", "lr", "warmup_steps", "log_every"}
+FIRST_RUN = {"seq_len", "max_steps", "lr", "log_every"}
 
 
 def flags_of(words):
@@ -27,7 +27,7 @@ def flags_of(words):
 
 def from_shell(shell, *flags, **environ):
     """The flags that a launcher gives to the script; none is started."""
-    env = {k: v for k, v in os.environ.items() if k not in SETTINGS and k != "WARMUP_STEPS"}
+    env = {k: v for k, v in os.environ.items() if k not in SETTINGS}
     done = subprocess.run(
         ["bash", str(ROOT / shell), *flags], env={**env, "PYTHON": "true", **environ},
         capture_output=True, text=True, timeout=60,
