@@ -10,7 +10,7 @@ trap stopped INT
 
 # launch torchrun|deepspeed SCRIPT "SETTING ..." [flags of the command line]
 launch() {
-    local launcher=$1 script=$2 settings=$3 name flag flags=()
+    local launcher=$1 script=$2 settings=$3 bundled=yes epochs='' name value flag flags=()
     shift 3
     if [[ -n ${PYTHON:-} ]]; then
         # Without Ctrl-C, which would be a traceback here: the trap answers it afterwards.
@@ -29,14 +29,26 @@ launch() {
     for flag in "$@"; do
         case $flag in
         -h | --help) exec "$PYTHON" "$script" --help ;;
-        --num_epochs*) NUM_EPOCHS=flag ;;
+        --num[_-]epochs*) epochs=flag ;;
+        --train[_-]json* | --model[_-]name[_-]or[_-]path*) bundled=no ;;
         esac
     done
-    # Who asks for epochs doesn't mean the default number of steps; nor, by a flag, the environment's.
-    if [[ $NUM_EPOCHS == flag ]] || { [[ -n $NUM_EPOCHS ]] && ! printenv MAX_STEPS >/dev/null; }; then
-        MAX_STEPS=
+    # A number of epochs replaces a default number of steps; as a flag, also the environment's.
+    if [[ $epochs == flag ]]; then
+        NUM_EPOCHS='' MAX_STEPS=''
+    elif [[ -n $NUM_EPOCHS ]]; then
+        epochs=setting
+        printenv MAX_STEPS >/dev/null || MAX_STEPS=''
     fi
-    [[ $NUM_EPOCHS != flag ]] || NUM_EPOCHS=
+    [[ $MODEL == "$ROOT/models/qwen3-tiny" ]] || bundled=no
+    [[ $TRAIN_JSON == "$ROOT/data/first_run.jsonl" ]] || bundled=no
+    if [[ $bundled == yes ]]; then
+        for name in $FIRST_RUN; do
+            value=${name#*=} name=${name%%=*}
+            [[ $name != MAX_STEPS || -z $epochs ]] || continue
+            [[ -n ${!name} ]] || printenv "$name" >/dev/null || printf -v "$name" %s "$value"
+        done
+    fi
 
     for name in MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE \
         GRAD_ACCUM_STEPS MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER \

@@ -15,19 +15,25 @@ ROOT = Path(__file__).resolve().parent.parent
 
 DEFAULTS = {
     "--model_name_or_path": str(ROOT / "models/qwen3-tiny"),
-    "--train_json": str(ROOT / "data/sft_en.jsonl"),
-    "--seq_len": "256",
+    "--train_json": str(ROOT / "data/first_run.jsonl"),
     "--micro_batch_size": "4",
     "--grad_accum_steps": "4",
-    "--max_steps": "60",
+}
+FIRST_RUN = {  # only with the bundled model and data
+    "--seq_len": "64",
+    "--max_steps": "220",
+    "--lr": "2e-3",
+    "--log_every": "10",
 }
 
 
 def main() -> None:
-    given = {flag.split("=")[0] for flag in sys.argv[1:]}
+    given = {flag.split("=")[0].replace("-", "_").replace("__", "--", 1) for flag in sys.argv[1:]}
     defaults = DEFAULTS.copy()
-    if "--num_epochs" in given:  # who asks for epochs doesn't mean the default number of steps
-        del defaults["--max_steps"]
+    if not given & {"--model_name_or_path", "--train_json"}:
+        defaults |= FIRST_RUN
+    if "--num_epochs" in given:  # a number of epochs replaces the default number of steps
+        defaults.pop("--max_steps", None)
     script = ROOT / "fsdp/train_fsdp.py"
     sys.argv = [str(script), *(word for pair in defaults.items() for word in pair), *sys.argv[1:]]
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

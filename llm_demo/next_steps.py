@@ -1,6 +1,5 @@
 """What can be done with a run that has ended, as commands to paste."""
 
-import importlib.util
 import os
 import shlex
 import sys
@@ -25,7 +24,7 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has a command of its own
             lines.append(("train on", resume(folder, "--max_steps", 2 * steps)))
-    if importlib.util.find_spec("llm_demo.report"):
+    if (ROOT / "llm_demo/report.py").is_file():
         page = shown(folder / "report.html")
         lines.append(("report", module("report", shown(folder), "--out", page)))
     return [f"  {what + ':':<10}{line}" for what, line in lines]

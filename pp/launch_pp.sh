@@ -18,17 +18,17 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # ---- settings; an empty one leaves the choice to the script ------------------------------------
 MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
-TRAIN_JSON=${TRAIN_JSON-$ROOT/data/sft_en.jsonl}
+TRAIN_JSON=${TRAIN_JSON-$ROOT/data/first_run.jsonl}
 EVAL_JSON=${EVAL_JSON-}   # empty: X.heldout.jsonl beside X.jsonl, if there is one
 INPUT_KEY=${INPUT_KEY-}   # names of the prompt's and the answer's column, where they have
 TARGET_KEY=${TARGET_KEY-} # unusual ones
-SEQ_LEN=${SEQ_LEN-256}    # token slots of a row
+SEQ_LEN=${SEQ_LEN-}       # token slots of a row
 # rows of an optimizer step = processes / STAGES x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS; with few
 # micro-batches the stages wait for one another
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE-4}
 GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS-4}
-MAX_STEPS=${MAX_STEPS-60} # optimizer steps
-NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data
+MAX_STEPS=${MAX_STEPS-}   # optimizer steps
+NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data; with neither: one
 LR=${LR-}
 WEIGHT_DECAY=${WEIGHT_DECAY-}
 WARMUP_STEPS=${WARMUP_STEPS-}
@@ -60,6 +60,8 @@ SCHEDULE=${SCHEDULE-} # 1f1b, dualpipev
 PARTITION=${PARTITION-}   # balanced, uniform, parameters, or the blocks of each piece: "18,10"
 DEEPSPEED_CONFIG=${DEEPSPEED_CONFIG-} # the engine's switches; default pp/ds_pp_2gpus.json
 CHECK_TIED_EVERY=${CHECK_TIED_EVERY-} # steps between checks that tied copies are equal
+# Only with the bundled model and data, for those of the settings above that are empty:
+FIRST_RUN="SEQ_LEN=64 MAX_STEPS=220 LR=2e-3 LOG_EVERY=10"
 # --------------------------------------------------------------------------------------------------
 source "$ROOT/launch_common.sh"
 launch deepspeed "$ROOT/pp/pp_train.py" "STAGES SCHEDULE PARTITION DEEPSPEED_CONFIG CHECK_TIED_EVERY" "$@"

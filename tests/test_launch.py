@@ -141,7 +141,6 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
         "seq_len": "512",
         "micro_batch_size": "4",
         "grad_accum_steps": "2" if kind == "torchrun" else "4",
-        "max_steps": "60",
         "lr": "2e-5",
         "pack_sequences": "false",
     }

@@ -1,0 +1,96 @@
+"""The bundled tasks, and what a first run of either launcher learns from them."""
+
+import json
+import os
+import re
+import runpy
+import sys
+
+import pytest
+from conftest import ROOT, run
+from test_next_steps import paste
+
+LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
+FILES = [ROOT / f"data/first_run{part}.jsonl" for part in ("", ".heldout")]
+BEFORE = 6.08  # the held-out loss at which the first run ended on data/sft_en.jsonl
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_the_script_writes_the_files(tmp_path, monkeypatch):
+    script = runpy.run_path(str(ROOT / "data/make_first_run.py"))
+    monkeypatch.setitem(script["main"].__globals__, "DATA", tmp_path)
+    script["main"]()
+    for file in FILES:
+        assert (tmp_path / file.name).read_text() == file.read_text()
+    said = (ROOT / "data/README.md").read_text()
+    train, heldout = map(rows, FILES)
+    assert f"| `first_run.jsonl` | {len(train):,} " in said
+    assert f"| `first_run.heldout.jsonl` | {len(heldout):,} " in said
+
+
+def test_heldout_rows_need_the_rule():
+    """No question is in both files; a sorted set, a sum and a pair of words are not, either."""
+    train, heldout = map(rows, FILES)
+    assert {r["prompt"] for r in train}.isdisjoint(r["prompt"] for r in heldout)
+    assert len({r["prompt"] for r in heldout}) == len(heldout) >= 150
+
+    def words(prompt):
+        return frozenset(re.findall(r"\w+", prompt))
+
+    unordered = ("Sort", "opposite", "plural", "Which")
+    for start in unordered:
+        trained = {words(r["prompt"]) for r in train if start in r["prompt"]}
+        new = {words(r["prompt"]) for r in heldout if start in r["prompt"]}
+        assert len(new) >= 10 and trained.isdisjoint(new)
+
+
+def test_the_answers_are_true():
+    for r in (r for file in FILES for r in rows(file)):
+        answer = r["completion"].removeprefix("Answer: ")
+        numbers = [int(n) for n in re.findall(r"\d+", r["prompt"])]
+        if "+" in r["prompt"]:
+            assert int(answer) == sum(numbers)
+        elif r["prompt"].startswith("Sort"):
+            asked = re.findall(r"\w+", r["prompt"])[1:]
+            assert answer.split(", ") == sorted(asked)
+        elif "JSON" in r["prompt"]:
+            assert list(json.loads(answer)) == ["name", "age"] and numbers == [
+                json.loads(answer)["age"]
+            ]
+        elif r["prompt"].startswith("How many"):
+            small, large = re.match(r"How many (\w+) are \d+ (\w+)\?", r["prompt"]).groups()
+            factor = {"cm m": 100, "m km": 1000, "g kg": 1000, "mm cm": 10, "cents euros": 100,
+                      "years centuries": 100}[f"{small} {large}"]  # fmt: skip
+            assert answer == f"{numbers[0] * factor} {small}"
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_first_run_learns_the_rules(kind, tmp_path):
+    """Nothing but the launcher: held-out rows it has never seen, answered by the rule."""
+    started = os.times()
+    done = run(["bash", LAUNCHERS[kind]], cwd=tmp_path, timeout=600, PYTHON=sys.executable,
+               OUTPUT_DIR="run")  # fmt: skip
+    ended = os.times()
+    assert done.returncode == 0, done.stderr
+    logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    before, after = (r for r in logged if "eval/loss" in r)
+    print(f"{kind}: {before} -> {after}")
+    assert after["eval/loss"] <= BEFORE / 2
+    assert before["eval/exact"] < 0.05 and after["eval/exact"] >= 0.6
+    shares = before["eval/exact"], after["eval/exact"]
+    line = "held-out rows answered exactly: {:.1%} before, {:.1%} after\n".format(*shares)
+    assert line in done.stdout
+    shown = re.findall(r"\nprompt .*\nanswer +(.*)\nexpected +(.*)\n", done.stdout)
+    assert len(shown) == 3 and all(answer == expected for answer, expected in shown)
+    # 90 s of two cores, at most: a machine that is busy with other things shows its own seconds
+    spent = sum(b - a for a, b in zip(started[2:4], ended[2:4], strict=True))
+    print(f"{kind}: {spent:.0f} s of processor time")
+    assert spent < 180
+    if kind == "fsdp":  # the model is worth exporting, and the export answers the same
+        paste(done.stdout, "export", tmp_path)
+        table = paste(done.stdout, "evaluate", tmp_path)
+        (loss,) = re.findall(r"first_run.heldout.jsonl \| \S+ \| (\S+) \|", table)
+        assert float(loss) == pytest.approx(after["eval/loss"], rel=0.1)  # of bf16 weights

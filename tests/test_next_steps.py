@@ -1,0 +1,127 @@
+"""What a run says at its end: commands that work when pasted, and none that cannot."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, run
+
+from llm_demo import evaluate, export, next_steps
+from llm_demo.next_steps import resume
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A run's folder, with a checkpoint, inside the folder where the user works."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NNODES", raising=False)
+    (tmp_path / "my run/checkpoints").mkdir(parents=True)
+    (tmp_path / "my run/checkpoints/latest").write_text("step_00000003\n")
+    return tmp_path / "my run"
+
+
+def said(folder, steps=3, **settings):
+    """name -> command"""
+    of_a_run = {
+        "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
+        "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
+        "input_key": None, "target_key": None, "train_on_prompt": False,
+    }  # fmt: skip
+    lines = next_steps.next_steps(folder, argparse.Namespace(**of_a_run | settings), steps)
+    return dict(re.match(r"  ([\w ]+): +(.*)", line).groups() for line in lines)
+
+
+def words(line):
+    """The words of a command after python -m NAME, as a shell splits them."""
+    found = shlex.split(line)
+    assert found.pop(0) == f"PYTHONPATH={ROOT}"  # the folder is not the repository's
+    assert found[:2] == [sys.executable, "-m"]
+    return found[3:]
+
+
+def test_commands_are_quoted_and_parse(folder):
+    found = said(folder)
+    args = export.make_parser().parse_args(words(found["export"]))
+    assert (args.source, str(args.out)) == ("my run", "my run/hf")
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert (args.models, args.data) == (["my run/hf"], "my data.heldout.jsonl")
+    assert args.seq_len == 128  # random weights: there is no base model to compare with
+    assert shlex.split(found["train on"]) == [
+        "bash", "my run/cmd.sh", "--output_dir", str(folder), "--no_overwrite", "--resume", "auto",
+        "--max_steps", "6",
+    ]  # fmt: skip
+
+
+def test_the_datas_flags_and_a_trained_base_are_kept(folder):
+    keys = {"input_key": "the question", "target_key": "answer", "train_on_prompt": True}
+    found = said(folder, model_name_or_path="Qwen/Qwen3-0.6B", **keys)
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert args.models == ["Qwen/Qwen3-0.6B", "my run/hf"]
+    assert (args.input_key, args.target_key) == ("the question", "answer")
+    assert args.train_on_prompt
+
+
+def test_only_commands_that_can_work(folder, monkeypatch):
+    assert "evaluate" not in said(folder, eval_json="none")
+    (folder / "hf").mkdir()
+    assert "export" not in said(folder) and "evaluate" in said(folder)
+    monkeypatch.setenv("NNODES", "2")  # each node has a command of its own
+    assert "train on" not in said(folder) and "same command on every node" in resume(folder)
+    (folder / "checkpoints/latest").unlink()
+    assert not {"export", "evaluate", "train on"} & said(folder).keys()
+
+
+def test_the_report_is_named_where_it_exists(folder):
+    line = said(folder).get("report")
+    assert (line is not None) == (ROOT / "llm_demo/report.py").is_file()
+    assert line is None or words(line) == ["my run", "--out", "my run/report.html"]
+
+
+def paste(said, name, folder):
+    """Run a command that a run has printed, in that folder; -> its output."""
+    (line,) = re.findall(rf"^  {name}: +(.*)$", said, re.M)
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def loss_of(table):
+    """The loss in the only row of what llm_demo.evaluate prints."""
+    (loss,) = re.findall(r"^\| my data.heldout.jsonl \| \S+ \| (\S+) \|", table, re.M)
+    return float(loss)
+
+
+def heldout_loss(folder, step):
+    logged = map(json.loads, (folder / "metrics.jsonl").open())
+    return next(r["eval/loss"] for r in logged if r["step"] == step and "eval/loss" in r)
+
+
+def test_pasted_commands_run(tmp_path):
+    """Export, evaluation and more training, from a folder of the user's with a space in its name.
+    Also: a warm-up that is longer than the run, in the run's own words."""
+    here = tmp_path / "a user"
+    here.mkdir()
+    rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
+    (here / "my data.jsonl").write_text("\n".join(rows[:12]))
+    (here / "my data.heldout.jsonl").write_text("\n".join(rows[12:15]))
+    flags = "--no_fsdp --max_steps 2 --seq_len 64 --sample_tokens 0 --output_dir run --train_json"
+    script = ROOT / "fsdp/train_fsdp.py"
+    done = run([sys.executable, script, *flags.split(), "my data.jsonl"], cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "warning: --warmup_steps 10 is longer than the run of 2 steps: the learning rate only "
+        "rises, to 0.0002 in the last step; give a shorter warm-up" in done.stdout
+    )
+    lines = re.findall(r"^  (export|evaluate|train on): +(.*)$", done.stdout, re.M)
+    assert [name for name, _ in lines] == ["export", "evaluate", "train on"]
+    said = {name: paste(done.stdout, name, here) for name, _ in lines}
+    assert loss_of(said["evaluate"]) == pytest.approx(heldout_loss(here / "run", 2), rel=1e-3)
+    assert "after step 2, checked" in said["train on"] and "step 4/4" in said["train on"]
