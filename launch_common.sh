@@ -2,17 +2,27 @@
 # Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh: turns the settings at their top into flags of
 # the training script, and starts it.
 
+stopped() {
+    echo "error: stopped by SIGINT" >&2
+    exit 130
+}
+trap stopped INT
+
 # launch torchrun|deepspeed SCRIPT "SETTING ..." [flags of the command line]
 launch() {
     local launcher=$1 script=$2 settings=$3 name flag flags=()
     shift 3
     if [[ -n ${PYTHON:-} ]]; then
-        "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))' || {
+        # Without Ctrl-C, which would be a traceback here: the trap answers it afterwards.
+        (trap '' INT && exec "$PYTHON" -c \
+            'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))') || {
             echo "error: PYTHON=$PYTHON has no torch: unset PYTHON, and .venv is prepared and used" >&2
             exit 2
         }
     else
+        trap 'exit 130' INT # setup.sh says why
         bash "$ROOT/setup.sh"
+        trap stopped INT
         PYTHON=$ROOT/.venv/bin/python
     fi
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
@@ -39,5 +49,7 @@ launch() {
     done
     set -- "$PYTHON" -m llm_demo.launch "$launcher" "$script" "${flags[@]}" "$@"
     echo "+ $(printf '%q ' "$@")"
+    # Ctrl-C would be a traceback while Python starts. Where env can, it waits until we listen.
+    if env --block-signal=INT true 2>/dev/null; then set -- env --block-signal=INT "$@"; fi
     exec "$@"
 }

@@ -4,6 +4,7 @@
 #
 #   bash setup.sh          # what training needs
 #   bash setup.sh --dev    # and what the tests and the lint need
+#   bash setup.sh --check  # then check this machine; further arguments go to llm_demo.check
 #
 # PYTHON=python3.12   build .venv on this interpreter (default: the active environment's, else
 #                     python3, else the newest of 3.10 to 3.13)
@@ -27,8 +28,24 @@ run() {
     [[ -n $DRY_RUN ]] || "$@"
 }
 
-[[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev or nothing"
+trap 'printf "error: stopped by SIGINT; start it again to go on\n" >&2; exit 130' INT
+
+check=
+if [[ ${1:-} == --check ]]; then
+    shift
+    check=1 check_args=("$@")
+    set --
+    exec 3>&1 >&2 # standard output is for the check alone
+fi
+[[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev, --check or nothing"
 extras=${1:+dev}
+check_if_asked() {
+    [[ -n $check ]] || return 0
+    set -- "$VENV_PYTHON" -m llm_demo.check ${check_args[@]+"${check_args[@]}"}
+    [[ -z $DRY_RUN ]] || { run "$@" && return; }
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    exec "$@" >&3 3>&- 9>&- # 9 is the lock on .venv, which others may be waiting for
+}
 
 # ---- is there anything to do? ----------------------------------------------------------------
 fingerprint() {
@@ -38,7 +55,11 @@ ready() {
     [[ -x $VENV_PYTHON && -f $STAMP && $(head -n 1 "$STAMP") == "$(fingerprint)" ]] &&
         [[ -z $extras || $(tail -n 1 "$STAMP") == "$extras" ]]
 }
-if ready; then say "$VENV is ready" && exit; fi
+if ready; then
+    [[ -n $check ]] || say "$VENV is ready"
+    check_if_asked
+    exit
+fi
 [[ ! -e $VENV || -e $OURS ]] ||
     die "$VENV was not made by setup.sh, so it is left alone. Move it away; or install into it" \
         "yourself (a PyTorch for this machine first) by" \
@@ -47,7 +68,10 @@ if ready; then say "$VENV is ready" && exit; fi
 if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
     exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same moment
     flock 9 || true
-    if ready; then exit; fi
+    if ready; then
+        check_if_asked
+        exit
+    fi
 fi
 if [[ -f $STAMP && -z $extras ]]; then extras=$(tail -n 1 "$STAMP"); fi
 
@@ -90,7 +114,9 @@ else
     if [[ -z $DRY_RUN ]]; then # an interrupted run leaves this file empty: ours, but not finished
         rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"
     fi
-    run "$base" -m venv "$VENV"
+    errors=/dev/null # shown if it fails; after Ctrl-C they are a traceback
+    [[ -n $DRY_RUN ]] || errors=$VENV/venv.log
+    run "$base" -m venv "$VENV" 2>"$errors" || { cat "$errors" >&2 && exit 1; }
     if [[ -n $torch && -z $DRY_RUN ]]; then
         # Not --system-site-packages: made from a venv, that shows the packages of the Python below
         # it, not the venv's own. These folders come last in sys.path, so .venv's packages win.
@@ -204,3 +230,4 @@ if [[ -z $DRY_RUN ]]; then
     { fingerprint && echo "$extras"; } >"$STAMP"
     say "$VENV is ready: torch $torch"
 fi
+check_if_asked

@@ -36,6 +36,7 @@ _8B = [
     # the pipeline's tokens a step
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
+_GA_8 = {"micro": 8, "ga": 8, "steps": 12}
 _NO_P2P = "NCCL_P2P_DISABLE=1"
 _SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
 _PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
@@ -68,6 +69,12 @@ PRESETS = {
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 12, "flags": DUALPIPEV},
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
         *_8B,
+    ],
+    # one process: the plain path, FSDP2 as before, and its peer
+    "one_gpu": [
+        {"engine": engine, "gpus": 1, **row, **more}
+        for row in ({"micro": 8}, {"micro": 16}, {"micro": 8, "ckpt": True}, _GA_8)
+        for engine, more in (("fsdp", {}), ("fsdp", {"flags": "--fsdp"}), ("torchtitan", {}))
     ],
     # through the host's memory; and through sockets, as slow as a network
     "no_p2p": _pairs((2,), env=_NO_P2P, steps=10)

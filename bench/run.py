@@ -20,7 +20,7 @@ import numpy as np
 
 from bench.peers.torchtitan import measure as measure_torchtitan
 from bench.presets import DEFAULTS, PRESETS
-from llm_demo.args import ROOT
+from llm_demo.args import ROOT, PlainParser, regex, whole
 from llm_demo.errors import UserError
 
 RESULTS = ROOT / "bench/results"
@@ -56,29 +56,29 @@ def main() -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--preset", choices=PRESETS, help="a set of rows; below: rows of your own")
     for name, kind, text in (
         ("engines", str, "fsdp, pp, torchtitan"),
-        ("micro", int, "rows of a micro-batch"),
-        ("ga", int, "micro-batches a step"),
+        ("micro", whole(1), "rows of a micro-batch"),
+        ("ga", whole(1), "micro-batches a step"),
         ("ckpt", str, "true, false: activation checkpointing"),
         ("dtype", str, "fp32, bf16, fp16"),
-        ("seq_len", int, "token slots of a row"),
+        ("seq_len", whole(1), "token slots of a row"),
         ("model", str, "folder or hub id"),
-        ("gpus", int, "processes; 0: all GPUs"),
+        ("gpus", whole(), "processes; 0: all GPUs"),
         ("data", str, "full: rows of random tokens; packed: documents; or a data file"),
     ):
         parser.add_argument(
             f"--{name}", type=lambda s, k=kind: [k(x) for x in s.split(",")],
             help=f"{text}; several with commas", metavar="A,B",
         )  # fmt: skip
-    parser.add_argument("--steps", type=int, help="optimizer steps of a row (default 32)")
+    parser.add_argument("--steps", type=whole(1), help="optimizer steps of a row (default 32)")
     parser.add_argument("--flags", default=None, help='further flags: --flags="--a 1"')
     parser.add_argument("--env", default=None, help='further environment, "NAME=value ..."')
-    parser.add_argument("--only", help="rows whose name this regular expression finds")
+    parser.add_argument("--only", type=regex, help="rows whose name this regular expression finds")
     parser.add_argument("--out", help="folder below bench/results/; default: the preset's name")
-    parser.add_argument("--timeout", type=int, default=1800, help="seconds a row may take")
+    parser.add_argument("--timeout", type=whole(1), default=1800, help="seconds a row may take")
     parser.add_argument("--resume", action="store_true", help="measure what is missing or failed")
     parser.add_argument("--overwrite", action="store_true", help="measure all again")
     return parser

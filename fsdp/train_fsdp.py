@@ -2,7 +2,7 @@
 
 bash fsdp/launch_fsdp.sh                                     all GPUs, or 2 processes on a CPU
 bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
-python fsdp/train_fsdp.py --no_fsdp                          the plain model in one process
+python fsdp/train_fsdp.py                                    one process: the plain model
 """
 
 import dataclasses
@@ -22,12 +22,14 @@ from llm_demo.compiling import compile_forward
 from llm_demo.data import to_device
 from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
-from llm_demo.loss import learnt
+from llm_demo.loss import answers_of, learnt
+from llm_demo.masters import Masters
 from llm_demo.model import (
     Blocks,
     DecoderLoss,
     allocate,
     fill,
+    loading,
     param_count,
     skeleton,
     unit_sizes,
@@ -37,28 +39,32 @@ from llm_demo.optim import (
     LossScale,
     Shards,
     adam_steps,
+    adam_views,
     clipped_step,
     compiles_adamw,
-    copy_masters,
     fill_adam_state,
     lr_at,
     make_adamw,
-    with_fp32_masters,
 )
 from llm_demo.plan import (
     Plan,
     heldout_rows,
+    heldout_score,
     make_plan,
     micro_batches,
     rows_of,
     show_answers,
     token_counts,
+    try_forward,
 )
 
 
 @dataclasses.dataclass
 class FsdpArgs:
-    fsdp: bool = flag(True, "--no_fsdp: the plain model in one process, to compare with")
+    fsdp: bool | None = flag(
+        None, "shard with FSDP2; unset: with several processes, or --reshard_after_forward. One "
+        "process has nothing to share: it trains the plain model, faster and in less memory"
+    )  # fmt: skip
     reshard_after_forward: bool = flag(
         False, "free each block's gathered weights after use and gather them again in each forward "
         "and backward, not once a step: less memory, more communication, the more with GA"
@@ -73,8 +79,10 @@ class FsdpArgs:
 def main() -> None:
     args = parse_args(__doc__, FsdpArgs)
     world = start()
-    if not args.fsdp and world.size > 1:
+    if args.fsdp is False and world.size > 1:
         raise UserError(f"--no_fsdp is for one process, here are {world.size}: NPROC_PER_NODE=1")
+    if args.fsdp is None:
+        args.fsdp = world.size > 1 or args.reshard_after_forward
 
     # decisions and data
     plan = make_plan(args, world, "fsdp", replicas=world.size)
@@ -93,56 +101,67 @@ def main() -> None:
     # model
     lm = skeleton(plan.config, plan.attn_impl, plan.weights)
     n_params = param_count(lm)
-    model = build(lm, plan, args, world, shard if args.fsdp else None)
+    with loading(plan.weights, world.size):
+        model = build(lm, plan, args, world, shard if args.fsdp else None)
+    flat = not args.fsdp and plan.dtype != torch.float32
+    compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say, flat)
+    model_params = params = list(model.parameters())
+    masters = sharded_over = None
     if args.fsdp:
         shards = Shards(model)
         params, sharded_over = shards.local, dist.group.WORLD
-    else:
-        params, sharded_over = with_fp32_masters(model, plan.dtype), None
+    elif flat:
+        accumulates = args.grad_accum_steps > 1
+        masters = Masters(model, list(model.units), plan.dtype, accumulates, compiled)
+        params = masters.params
     how = f"FSDP2 over {world.size} processes" if args.fsdp else "one plain process"
     plan.run.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
 
     # optimizer
-    compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say)
     optimizer = make_adamw(params, plan.lr, args.weight_decay, compiled)
-    update_model = None if args.fsdp else copy_masters(optimizer, model, params)
+    if masters:
+        masters.follow(optimizer)
     loss_scale = LossScale(plan.dtype, world.device)
-    # taken now: after an evaluation the model has its gathered weights for parameters
-    masters = list(zip(model.parameters(), params, strict=True))
-    state = functools.partial(training_state, masters, optimizer)
+    # of `model_params`: after an evaluation the model has its gathered weights for parameters
+    pairs = functools.partial(adam_views, list(zip(model_params, params, strict=False)))
+    state = functools.partial(training_state, masters.views if masters else pairs, optimizer)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
-        checkpoints.load(state())
+        tensors = state()
+        checkpoints.load(tensors)
+        if masters:
+            masters.store({p: tensors.pop(p.hf_name) for p in model_params})
+        del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
-        if update_model:
-            update_model()
 
-    def forward(batch, index, targets=None):
+    def forward(batch, index, targets=None, answers=None):
         shape = tuple(batch.input_ids.shape)
         documents = make_documents(batch.cu_seqlens, shape, plan.attn_impl, world.device)
         inputs = to_device(world.device, batch.input_ids, batch.position_ids)
-        return model(*inputs, documents, *to_device(world.device, index, targets))
+        return model(*inputs, documents, *to_device(world.device, index, targets, answers))
 
     @torch.no_grad()
-    def evaluate() -> float:
+    def evaluate() -> tuple[float, int, int]:
         micro = args.eval_batch_size or B
         rows = heldout_rows(plan, micro)
-        total = torch.zeros((), device=world.device)
+        total = torch.zeros(2, device=world.device)
         for batch in micro_batches(plan, plan.heldout, rows, world.rank, micro):
-            total += forward(batch, *learnt(batch.labels))
+            index, targets = learnt(batch.labels)
+            total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
         dist.all_reduce(total)
-        return total.item() / token_counts(plan.heldout, rows)[1]
+        return heldout_score(plan, total)
 
     def facts() -> dict:
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
     if args.dry_run:
+        try_forward(plan, args, forward)
         plan.run.say("dry run: everything is ready for step 1")
         return
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
     checkpoints.begin()
     if plan.heldout and not checkpoints.path:
-        plan.run.log_eval(0, evaluate())
+        plan.run.log_eval(0, *evaluate())
 
     for step in range(checkpoints.first_step, plan.max_steps):
         # rows and label count of the whole step, over all ranks: known without communication
@@ -154,6 +173,8 @@ def main() -> None:
                 accumulate(model, args, last=i == args.grad_accum_steps - 1)
             loss = forward(batch, *learnt(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
+            if masters:
+                masters.take_grads()
             total += loss.detach()
 
         # clip and step, or skip on all ranks
@@ -169,7 +190,7 @@ def main() -> None:
         if plan.heldout and (
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
-            plan.run.log_eval(step + 1, evaluate())
+            plan.run.log_eval(step + 1, *evaluate())
         checkpoints.after_step(step + 1, state, facts)
 
     checkpoints.finish()
@@ -179,13 +200,12 @@ def main() -> None:
     plan.run.finish()
 
 
-def training_state(masters: list[tuple], optimizer) -> dict[str, torch.Tensor]:
+def training_state(views, optimizer) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place; sharded
-    as the parameters are. masters: [(parameter, what is optimized for it)]."""
+    as the parameters are. views: as `adam_views`."""
     found = {}
-    for p, master in masters:
-        state = optimizer.state[master]
-        for key, t in {"": master.detach(), **{f".{k}": state[k] for k in MOMENTS}}.items():
+    for p, *tensors in views(optimizer):
+        for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):
             if isinstance(p, DTensor):
                 how = {"shape": p.shape, "stride": p.stride()}
                 t = DTensor.from_local(t, p.device_mesh, p.placements, **how)

@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import difflib
+import math
+import re
 import sys
 from pathlib import Path
 from typing import Literal
@@ -25,6 +27,10 @@ class ModelArgs:
         "Hugging Face folder or hub id; a folder without weights starts from random ones",
     )
     tokenizer_name_or_path: str | None = flag(None, "folder or hub id; default: the model's own")
+    chat_template: str | None = flag(
+        None, "file with a Jinja chat template to use in place of the tokenizer's; exported with "
+        "the model"
+    )  # fmt: skip
     attn_impl: str = flag(
         "auto",
         "auto | sdpa (one document a row) | varlen | flash_attn | bucketed | bucketed_math (no "
@@ -50,10 +56,15 @@ class ModelArgs:
 class DataArgs:
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
-        "JSONL, Parquet or CSV; several files separated by commas, or a glob",
+        "JSON Lines, JSON, Parquet, CSV or TSV; several files separated by commas, a glob, a "
+        "folder, or the id of a dataset on the hub",
     )
+    dataset_config: str | None = flag(None, "configuration of a hub dataset, such as main")
+    dataset_split: str | None = flag(None, "split of a hub dataset to train on; default: train")
     eval_json: str = flag(
-        "auto", "held-out file; auto: X.heldout.jsonl beside X.jsonl if it is there; none: no eval"
+        "auto",
+        "held-out file, or a split on the hub such as openai/gsm8k:test; auto: "
+        "X.heldout.jsonl beside X.jsonl if it is there; none: no eval",
     )
     data_format: str = flag(
         "auto",
@@ -61,12 +72,18 @@ class DataArgs:
     )
     input_key: str | None = flag(None, "name of the prompt column, with --target_key")
     target_key: str | None = flag(None, "name of the answer column, with --input_key")
-    seq_len: int = flag(1024, "token slots of a row")
+    seq_len: int = flag(
+        0, "token slots of a row; 0: enough for 99 %% of the documents, rounded up to a multiple "
+        "of 128, at most 4096 and the model's limit"
+    )  # fmt: skip
     pack_sequences: bool = flag(True, "several whole documents in a row; off: one, padded")
     overlong: Literal["truncate", "split", "drop"] = flag(
         "truncate", "what becomes of a document longer than seq_len"
     )
     train_on_prompt: bool = flag(False, "learn every token, not the assistant's alone")
+    learn_turns: Literal["all", "last"] = flag(
+        "all", "of a conversation: every turn of the assistant, or only the last one"
+    )
 
 
 @dataclasses.dataclass
@@ -82,6 +99,10 @@ class TrainArgs:
     warmup_steps: int = flag(10, "optimizer steps of linear warm-up")
     lr_scheduler: Literal["cosine", "linear", "constant"] = flag("cosine", "after the warm-up")
     max_grad_norm: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping")
+    max_skipped_steps: int = flag(
+        20, "steps in a row with a loss or gradient norm that is not finite (NaN or infinity), "
+        "after which the run ends with an error; 0: no limit"
+    )  # fmt: skip
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto", "of the compute; weights and optimizer states are fp32 always"
     )
@@ -93,7 +114,7 @@ class RunArgs:
     output_dir: str | None = flag(None, "the run's folder; default: runs/<script>-<model>-<time>")
     overwrite: bool = flag(False, "empty a non-empty output_dir first")
     save: bool = flag(
-        True, "checkpoints at the end, and when SIGTERM or Ctrl-C ends the run after a step"
+        True, "checkpoints at the end, and when SIGTERM, SIGHUP or Ctrl-C ends the run after a step"
     )
     save_every: int = flag(0, "optimizer steps between checkpoints besides those; 0: none")
     save_async: bool = flag(True, "write those in the background, from copies in the host's memory")
@@ -122,12 +143,54 @@ class RunArgs:
     estimate: bool = flag(
         False, "print the memory each rank is expected to need, by part, and exit; allocates none"
     )
-    dry_run: bool = flag(False, "do everything up to step 1, print the plan, exit")
+    dry_run: bool = flag(
+        False, "do everything up to step 1 and one forward pass, print the plan, exit; writes none"
+    )  # fmt: skip
 
 
-class Parser(HfArgumentParser):
+class OneLine:
     def error(self, message):  # argparse prints its 60-line usage first; the line is what helps
         raise UserError(f"{message} (see --help)")
+
+
+class Parser(OneLine, HfArgumentParser):
+    pass
+
+
+class PlainParser(OneLine, argparse.ArgumentParser):
+    pass
+
+
+def whole(at_least: int = 0):
+    """A type for argparse: a whole number of at least this."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = -1
+        if not at_least <= value <= MOST:
+            said = f"{text[:80]}: must be a whole number, {at_least} or more"
+            raise argparse.ArgumentTypeError(said)
+        return value
+
+    return parse
+
+
+def size(text: str) -> str:
+    """A type for argparse: a number of bytes with its unit."""
+    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", text, re.I | re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be a size such as 500MB or 5GB")
+    return text
+
+
+def regex(text: str) -> str:
+    """A type for argparse: a regular expression."""
+    try:
+        re.compile(text)
+    except re.error as e:
+        raise argparse.ArgumentTypeError(f"{text}: not a regular expression ({e})") from None
+    return text
 
 
 def parse_args(description: str, *more: type, argv: list[str] | None = None) -> argparse.Namespace:
@@ -179,32 +242,36 @@ def less_memory() -> str:
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 
+MOST = 2**31 - 1  # for whole numbers
+# Every number must be finite, not negative and at most MOST. Further bounds:
+POSITIVE = ("lr", "peak_tflops")
+AT_LEAST_1 = ("micro_batch_size", "grad_accum_steps", "log_every", "stages")
+AT_MOST = {"seed": 2**63 - 1, "num_epochs": 1e9}
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raises UserError for the first numeric flag whose value can't be meant."""
+    for name, value in vars(args).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        said = f"--{name} {str(value)[:80]}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{said}: must be a finite number")
+        if name == "activation_memory_budget" and not 0 <= value <= 1:
+            raise UserError(f"{said}: a share, from 0 to 1")
+        if name in POSITIVE and not value > 0:
+            raise UserError(f"{said}: must be positive")
+        if name in AT_LEAST_1 and value < 1:
+            raise UserError(f"{said}: must be at least 1")
+        if value < 0:
+            raise UserError(f"{said}: must not be negative")
+        most = AT_MOST.get(name, MOST if isinstance(value, int) else math.inf)
+        if value > most:
+            raise UserError(f"{said}: must be at most {most:,}")
+
+
 def check(args: argparse.Namespace) -> None:
-    for name in ("micro_batch_size", "grad_accum_steps", "log_every"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: must be at least 1")
-    if not 0 <= args.activation_memory_budget <= 1:
-        raise UserError(
-            f"--activation_memory_budget {args.activation_memory_budget}: a share, from 0 to 1"
-        )
-    if args.peak_tflops is not None and not args.peak_tflops > 0:
-        raise UserError(f"--peak_tflops {args.peak_tflops}: must be positive")
-    not_negative = (
-        "blocks_per_unit",
-        "max_steps",
-        "warmup_steps",
-        "eval_every",
-        "eval_batch_size",
-        "save_every",
-        "keep_last",
-        "weight_decay",
-        "max_grad_norm",
-    )
-    for name in (*not_negative, "seed", "sample_tokens"):
-        if getattr(args, name) < 0:
-            raise UserError(f"--{name} {getattr(args, name)}: must not be negative")
-    if args.lr is not None and not args.lr > 0:
-        raise UserError(f"--lr {args.lr}: must be positive")
+    check_numbers(args)
     if args.max_steps == 0 and not args.num_epochs > 0:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
     if args.resume == "auto" and not args.output_dir:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.checkpoint_files import (
     PART,
+    checked_facts,
     facts_of,
     find,
     load,
@@ -28,12 +29,19 @@ from llm_demo.checkpoint_files import (
     together,
     write,
 )
-from llm_demo.dist import TIMEOUT, World, from_rank0
+from llm_demo.dist import World, from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.export import export
+from llm_demo.next_steps import resume
+from llm_demo.process import stop_signals
+from llm_demo.progress import size_of, watched
+from llm_demo.run_folder import gone, last_checkpoint
 
 # said where a run goes on with others, for they may be meant
 SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")
+
+# what trainer.json must say for a run to go on from there
+NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 
 class Checkpoints:
@@ -47,7 +55,7 @@ class Checkpoints:
         self.settings = {name: getattr(args, name) for name in SETTINGS}
         self.settings |= {"lr": plan.lr, "max_steps": plan.max_steps}
         # the writing thread talks to its peers while the others train: a group of its own
-        self.group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread, self.problem, self.done = None, None, None
         self.staged, self.mesh, self.reserving = {}, None, None
         self.asked = False  # by a signal, to stop
@@ -56,7 +64,9 @@ class Checkpoints:
         started = time.perf_counter()
         self.path = find(args, plan.run.folder, world, plan.run.say)
         self.seconds = time.perf_counter() - started
-        self.facts = from_rank0(world, lambda: facts_of(self.path)) if self.path else {}
+        self.facts = (
+            from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
+        )
         self.first_step = self.facts.get("step", 0)
         if self.path:
             self._compare()
@@ -114,8 +124,11 @@ class Checkpoints:
         """From here on a signal ends the run at the end of a step, with a checkpoint."""
         if not self.args.save:
             return
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in stop_signals():
             signal.signal(number, self._ask)
+
+    def tidy(self) -> None:
+        """Put the folder in order, once the run has it."""
         if self.world.rank == 0:
             for left in self.folder.glob(f"{PART}*"):  # by a killed run
                 shutil.rmtree(left, ignore_errors=True)
@@ -136,6 +149,8 @@ class Checkpoints:
         after every step. Raises Stopped once a signal on any rank is answered by a checkpoint."""
         if not self.args.save:
             return
+        if step == self.first_step + 1:
+            self.tidy()
         self._report()
         asked = torch.tensor(2 if self.problem else int(self.asked))
         with self.run.comm.mute():  # on the CPU: the GPU works on
@@ -150,8 +165,7 @@ class Checkpoints:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
         if asked and not last:
             raise Stopped(
-                f"stopped after step {step}, which is saved: the same command with --resume auto "
-                "goes on"
+                f"stopped after step {step}, which is saved; to go on: {resume(self.run.folder)}"
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
@@ -160,18 +174,36 @@ class Checkpoints:
         started = time.perf_counter()
         self.run.flush()  # metrics.jsonl holds all steps up to this one
         self.finish()
+        self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, **self.run.facts(step)}
         facts |= {"identity": self.plan.identity, "settings": self.settings}
         name = f"step_{step:08d}"
         if wait or not self.args.save_async:
-            self._write(name, tensors, facts, started)
+            size = sum(_local(t).nbytes for t in tensors.values()) * self.world.size
+            part = self.folder / f"{PART}{name}"
+            with watched("saving", size, lambda: min(size, size_of(part))):
+                self._write(name, tensors, facts, started)
             self.finish()
         else:
             work = (name, self._stage(tensors), facts, started, time.perf_counter())
             self.thread = threading.Thread(target=self._write, args=work, daemon=True)
             self.thread.start()
         self.run.restart_clock()
+
+    def _refuse_non_finite(self, step: int, tensors: dict) -> None:
+        """Raise UserError, on all ranks, if a weight or a moment on any of them is not finite."""
+        names = [name for name, t in tensors.items() if t.numel() and _local(t).numel()]
+        largest = torch._foreach_norm([_local(tensors[name]) for name in names], math.inf)
+        bad = ~torch.stack(largest).isfinite().cpu() if names else torch.zeros(0, dtype=torch.bool)
+        found = [None] * self.world.size
+        mine = next((name for name, b in zip(names, bad.tolist(), strict=True) if b), None)
+        dist.all_gather_object(found, mine, group=self.group)
+        if name := next(filter(None, found), None):
+            raise UserError(
+                f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
+                f"or --dtype fp32; {last_checkpoint(self.run.folder)}"
+            )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written. Raises UserError if it can't be."""
@@ -202,6 +234,7 @@ class Checkpoints:
             if not (self.run.folder / "summary.json").exists():
                 self.run.resume(self.facts)
                 self.run.begin(self.plan.max_steps, self.plan.flops_per_token, self.plan.dtype)
+                self.run.open_folder()
                 self.run.finish()
 
     def _reserve(self, tensors: dict) -> None:
@@ -271,10 +304,12 @@ class Checkpoints:
             now = time.perf_counter()
             self.done = self.folder / name, size, now - started, (went_on or now) - started
         except (Exception, dcp.CheckpointException) as e:  # of a thread: the next step's business
+            final, reason = self.folder / name, reason_of(e, part)
             self.problem = (
-                f"checkpoint {self.folder / name} can't be written: {reason_of(e)}; those before "
-                "it are whole"
+                f"checkpoint {final} can't be written: {reason}; those before it are whole"
             )
+            if not self.run.folder.is_dir():
+                self.problem = gone(self.run.folder)
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 

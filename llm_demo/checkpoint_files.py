@@ -14,7 +14,9 @@ import contextlib
 import hashlib
 import json
 import os
+import pickle
 import shutil
+import stat
 import warnings
 from pathlib import Path
 
@@ -22,8 +24,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from llm_demo import disk
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
+from llm_demo.metadata import Reader, read_metadata
 
 PART = ".part-"  # of what is not published, or not any more: never looked at, removed by the next
 
@@ -49,7 +53,8 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
 
     def make():
         shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        part.parent.mkdir(exist_ok=True)  # not the run's folder: who deleted it wants it gone
+        part.mkdir()
 
     def hashed():
         names = [file.name for file in part.glob(f"__{world.rank}_*")]
@@ -93,10 +98,51 @@ def published(folder: Path) -> list[Path]:
 
 
 def facts_of(path: Path) -> dict:
-    try:
-        return json.loads((path / "trainer.json").read_text())
-    except (OSError, ValueError):
-        return {}
+    """A checkpoint's trainer.json; {} if it can't be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        facts = json.loads((path / "trainer.json").read_text())
+        return facts if isinstance(facts, dict) else {}
+    return {}
+
+
+def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
+    """The same, for use. Raises UserError if an entry of `needed` is missing, or any entry is not
+    of its kind: the file may be somebody else's."""
+    facts = facts_of(path)
+    for name in needed:
+        if name not in facts:
+            raise UserError(
+                f"{path}/trainer.json has no {name}: it is no checkpoint of this project"
+            )
+    for name, fits in FACTS.items():
+        if name in facts and not fits(facts[name]):
+            raise UserError(f"{path}/trainer.json: {name} can't be {str(facts[name])[:60]!r}")
+    return facts
+
+
+def _count(x) -> bool:
+    return type(x) is int and 0 <= x < 2**53
+
+
+def _number(x) -> bool:
+    return type(x) in (int, float)
+
+
+FACTS = {  # what trainer.json may say, by name
+    **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
+    **dict.fromkeys(("identity", "settings"), lambda x: isinstance(x, dict)),
+    "eval_loss": lambda x: x is None or _number(x),
+    "evals": lambda x: (
+        isinstance(x, list)
+        and all(isinstance(e, list) and len(e) == 2 and all(map(_number, e)) for e in x)
+    ),
+    "loss_scale": lambda x: (
+        isinstance(x, dict)
+        and {"scale", "good_steps"} <= x.keys()
+        and all(_number(n) and 0 <= n < 2**128 for n in x.values())
+        and x["scale"] > 0
+    ),
+}
 
 
 def problem_of(path: Path, world: World) -> str | None:
@@ -105,16 +151,24 @@ def problem_of(path: Path, world: World) -> str | None:
     def look():
         try:
             files = json.loads((path / "manifest.json").read_text())["files"]
-        except (OSError, ValueError, KeyError) as e:
-            return {}, f"manifest.json: {getattr(e, 'strerror', None) or e}"
-        for name, (size, _) in files.items():
+            named = {name: (size, str(sha)) for name, (size, sha) in files.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            return {}, f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}"
+        for name, (size, _) in named.items():
+            # the file may be somebody else's: nothing outside of the folder, no device, no pipe
+            if Path(name).name != name or type(size) is not int:
+                return {}, f"manifest.json: {name[:80]!r} is no file of a checkpoint"
             try:
-                found = (path / name).stat().st_size
-            except OSError as e:
-                return files, f"{name}: {e.strerror}"
-            if found != size:
-                return files, f"{name} has {found:,} bytes, not {size:,}"
-        return files, None
+                found = (path / name).stat()
+            except (OSError, ValueError) as e:
+                return {}, f"{name}: {getattr(e, 'strerror', None) or e}"
+            if not stat.S_ISREG(found.st_mode):
+                return {}, f"{name} is no regular file"
+            if found.st_size != size:
+                return {}, f"{name} has {found.st_size:,} bytes, not {size:,}"
+        if missing := {".metadata", "trainer.json"} - named.keys():
+            return {}, f"manifest.json lacks {min(missing)}"
+        return named, None
 
     files, problem = from_rank0(world, look)
     if problem:
@@ -154,10 +208,10 @@ def find(args, run_folder: Path, world: World, say) -> Path | None:
     return None
 
 
-def shapes_of(path: Path) -> dict[str, tuple]:
-    """{name: shape} of a checkpoint's weights and moments."""
-    there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    return {name: tuple(t.size) for name, t in there.items() if not name.startswith("rng.")}
+def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
+    """{name: shape} of a checkpoint's weights and moments, or of its random generators."""
+    there = read_metadata(path).state_dict_metadata
+    return {name: tuple(t.size) for name, t in there.items() if name.startswith("rng.") == rng}
 
 
 def load(path: Path, tensors: dict, world: World, group=None) -> None:
@@ -174,16 +228,24 @@ def load(path: Path, tensors: dict, world: World, group=None) -> None:
                 f"{path} is of another model: {name} is {there.get(name, 'missing')} there, "
                 f"{wanted.get(name, 'missing')} here"
             )
+    _load(path, tensors, process_group=group)
+
+
+def _load(path: Path, tensors: dict, **how) -> None:
     try:
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=group)
-    except dcp.CheckpointException as e:
+        dcp.load(tensors, storage_reader=Reader(path), **how)
+    except (dcp.CheckpointException, OSError) as e:
         raise UserError(f"{path} can't be read: {reason_of(e)}") from e
 
 
-def reason_of(error: BaseException) -> str:
-    """One line of what went wrong, of the rank where it did."""
+def reason_of(error: BaseException, folder: Path | None = None) -> str:
+    """One line of what went wrong, of the rank where it did. folder: where it was writing."""
     if isinstance(error, dcp.CheckpointException):  # no Exception, and its text is a traceback
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, pickle.UnpicklingError):  # of torch.load(weights_only=True)
+        return "a file of tensors holds something else, which is refused"
+    if said := disk.full(error, folder):
+        return said
     cause = error  # a full disk may show as an error of the file's format
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
@@ -201,10 +263,10 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 def load_rng(path: Path, world: World) -> None:
     """Set them again where the checkpoint has those of a rank of this number."""
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    state = {name: t for name, t in rng_state(world).items() if name in names}
+    there = shapes_of(path, rng=True)
+    state = {name: t for name, t in rng_state(world).items() if there.get(name) == tuple(t.shape)}
+    read(path, state)
     with contextlib.suppress(RuntimeError):  # of another kind of device
-        read(path, state)
         for name, t in state.items():
             torch.cuda.set_rng_state(t) if "cuda" in name else torch.set_rng_state(t)
 
@@ -213,7 +275,7 @@ def read(path: Path, tensors: dict) -> None:
     """Fill whole tensors by name, in this process alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no_dist means a single process
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        _load(path, tensors, no_dist=True)
 
 
 def digest(file: Path) -> str:

@@ -13,10 +13,15 @@ where a pipeline sends and receives. On a CPU the clock is read instead.
 profiling.py takes busy and wait from a profiler's trace; exposed is there what goes on while no
 kernel runs though one is launched. The two differ where the host is late: events can't know of
 launches, and count a wait from when it is asked for.
+
+    doubt    how far busy may be off because the stream was idle while the host was still launching.
+             An operation lies between its two events, and fills the time between them but for what
+             the host took from recording the first to recording the second
 """
 
 import contextlib
 import functools
+import math
 import time
 from collections import Counter
 
@@ -124,7 +129,7 @@ class CommTimer:
             ends = (self.rank, peer) if name == "send" else (peer, self.rank)
         else:
             ends = (name, group.group_name if group is not None else "")
-        start, called = self.event(), time.perf_counter()
+        begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
         result = call(*args, **kwargs)
         # Where the stream was idle it has passed the event long before the operation is launched,
         # as the last thing that the call does; copies are several launches, the first at once.
@@ -132,16 +137,16 @@ class CommTimer:
         late = 0.0
         if self.cuda and launched_last and start.query():
             late = (time.perf_counter() - called) * 1e3
-        self._note(ends, start, late)
+        self._note(ends, start, begun, late)
         return result
 
     def _timed_batch(self, call, args, kwargs):
         ops = args[0]
         if self.muted or any(op.tensor.device.type != self.device.type for op in ops):
             return call(*args, **kwargs)
-        start = self.event()
+        begun, start = time.perf_counter(), self.event()
         works = call(*args, **kwargs)
-        return [_Waited(works, lambda: self._note(("batch", ""), start))]
+        return [_Waited(works, lambda: self._note(("batch", ""), start, begun))]
 
     def _timed_wait(self, call, args, kwargs):
         stream = args[0]
@@ -154,11 +159,14 @@ class CommTimer:
         self.waits.append((start, end))
         return result
 
-    def _note(self, ends, start, late=0.0):
+    def _note(self, ends, start, begun, late=0.0):
         on_compute = not self.cuda or torch.cuda.current_stream().cuda_stream == self.compute
         key = (*ends, self.counts[ends])
         self.counts[ends] += 1
-        self.ops.append((key, start, self.event(), on_compute, late))
+        end, doubt = self.event(), 0.0
+        if self.cuda and start.query():
+            doubt = (time.perf_counter() - begun) * 1e3
+        self.ops.append((key, start, end, on_compute, late, doubt))
 
     def take(self):
         """What was recorded since the last call, to be given to `read` when the step has ended."""
@@ -166,8 +174,9 @@ class CommTimer:
         self.ops, self.waits, self.counts = [], [], Counter()
         return taken
 
-    def read(self, taken, origin) -> tuple[float, float, dict]:
-        """(busy ms, exposed ms, {operation: ms}) of what `take` gave. origin: an earlier event."""
+    def read(self, taken, origin) -> tuple[float, float, float, dict]:
+        """(busy ms, exposed ms, doubt ms, {operation: ms}) of what `take` gave. origin: an earlier
+        event."""
         ops, waits = taken
 
         def interval(start, end, late=0.0):
@@ -175,7 +184,7 @@ class CommTimer:
             # AMD's drivers have given small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        timed = [(key, here, interval(s, e, late)) for key, s, e, here, late in ops]
+        timed = [(key, here, interval(s, e, late)) for key, s, e, here, late, _ in ops]
         spans = [span for _, _, span in timed]
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in timed if on_compute]
@@ -185,7 +194,7 @@ class CommTimer:
         durations = {key: end - start for key, _, (start, end) in timed}
         self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
         self.spare += [event for pair in waits for event in pair]
-        return busy, exposed, durations
+        return busy, exposed, math.fsum(op[-1] for op in ops), durations
 
 
 class _Waited:

@@ -20,20 +20,22 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from llm_demo import disk
 from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
-from llm_demo.labels import make_codec
-from llm_demo.packing import OVERLONG, build
-from llm_demo.records import find_files
+from llm_demo.labels import LEFT_OUT, NOT_OURS, make_codec
+from llm_demo.packing import LONGEST_DEFAULT, OVERLONG, build, read_meta
+from llm_demo.records import ROLES, content_of, find_files, split_name
 
 IGNORE_INDEX = -100
 _NONE = np.empty(0, np.int64)
 # what the packs depend on besides files and tokenizer, in the order of load_packs' own list
 FLAGS = (
     "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
-    "overlong",
+    "overlong", "learn_turns",
 )  # fmt: skip
-CACHE_VERSION = 2  # raise it with every change of what records.py, labels.py or packing.py make
+LEARN_TURNS = ("all", "last")
+CACHE_VERSION = 3  # raise it with every change of what records.py, labels.py or packing.py make
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,11 @@ class Packs:
         return self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else _NONE
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document, padding tails aside."""
+        return int(np.diff(self.doc_start).max(initial=0))
+
+    @property
     def single(self) -> bool:
         """Whether no row holds more than one document."""
         return int(np.diff(self.row_start).max(initial=0)) <= 1
@@ -104,59 +111,100 @@ def load_packs(
     train_json: str,
     tokenizer,
     *,
-    seq_len: int,
+    seq_len: int = 0,
+    seq_len_limit: int = LONGEST_DEFAULT,
     pack: bool = True,
     train_on_prompt: bool = False,
     input_key: str | None = None,
     target_key: str | None = None,
     data_format: str = "auto",
     overlong: str = "truncate",
+    learn_turns: str = "all",
+    dataset_config: str | None = None,
+    dataset_split: str | None = None,
     cache_dir: str | None = None,
     log=print,
 ) -> Packs:
-    """Packs of a path, paths separated by commas, or globs; built once, then read from the cache.
+    """Packs of everything that find_files finds; built once, then read from the cache after its
+    checksums have been verified.
 
+    seq_len 0: long enough for 99 % of the documents, rounded up to a multiple of 128, at most
+    seq_len_limit.
     pack: best-fit of whole documents into rows; otherwise one document a row, padded.
     overlong, for a document of over seq_len tokens: "truncate" keeps its first seq_len; "split"
     makes pieces of seq_len that do not see each other (a piece's first token has no context, so it
     is not learnt, and its last slot predicts nothing); "drop" leaves it out.
     cache_dir: by default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
     the same packs at once; letting one of each node go first saves work.
+    learn_turns: "last" learns only the last answer of each conversation.
     Packs.stats: rows_read, documents, packed_rows, skipped {reason: rows}, first_skipped {reason:
-    "file:line"}, truncated and split (documents), tokens, label_tokens, fill (0..1),
-    files [{path, format, keys, why, rows}], cache_hit.
+    "file:line"}, turns {reason they are not learnt: {turns, rows, first}} of the rows that are not
+    skipped, truncated and split (documents), tokens, label_tokens, fill (0..1), files [{path,
+    format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
     UserError for whatever is wrong with the flags, the file or the tokenizer.
     """
-    if seq_len < 8:
+    if seq_len and seq_len < 8:
         raise UserError(f"--seq_len {seq_len} is too small: 8 is the least")
     if overlong not in OVERLONG:
         raise UserError(f"--overlong {overlong}: choose from {', '.join(OVERLONG)}")
-    files = find_files(train_json)
-    codec = make_codec(tokenizer, train_on_prompt)
+    if learn_turns not in LEARN_TURNS:
+        raise UserError(f"--learn_turns {learn_turns}: choose from {', '.join(LEARN_TURNS)}")
+    if learn_turns == "last" and train_on_prompt:
+        raise UserError("--learn_turns last and --train_on_prompt contradict: choose one")
+    files = find_files(train_json, dataset_config, dataset_split, log)
+    codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
     reading = (data_format, input_key, target_key)
-    flags = [seq_len, pack, train_on_prompt, *reading, overlong]
-    key, identity = _content_key(files, codec, flags)
+    turns = None if learn_turns == "all" else learn_turns
+    flags = [seq_len, pack, train_on_prompt, *reading, overlong, turns]
+    key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
     root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
     folder = os.path.join(root, f"packs-{key}")
-    hit = os.path.isdir(folder)
-    if not hit:
+    packs = None
+    if os.path.isdir(folder):
         try:
-            os.makedirs(root, exist_ok=True)
-            temporary = tempfile.mkdtemp(prefix="building-", dir=root)
-        except OSError as error:
-            raise UserError(f"cannot write the cache {root}: {error}; set LLM_DEMO_CACHE") from None
+            packs = _open(folder, files, True)
+        except (OSError, ValueError) as error:
+            log(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
+    if packs is None:
+        settings = (files, codec, reading, seq_len, pack, overlong, seq_len_limit)
+        _build_in(root, folder, settings)
         try:
-            build(temporary, files, codec, reading, seq_len, pack, overlong)
-            os.replace(temporary, folder)  # at once: nothing half-written is ever visible
-        except OSError as error:
-            if not os.path.isdir(folder):  # otherwise another process was quicker, same content
-                raise UserError(f"cannot build the packs in {root}: {error}") from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-    packs = _open(folder, files, hit)
+            packs = _open(folder, files, False)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder} is damaged ({error}) and could not be replaced: remove it, or set "
+                "LLM_DEMO_CACHE"
+            ) from None
+    identity |= {"seq_len": packs.seq_len, "reading": _reading(packs.stats)}
     packs.stats["identity"] = identity
-    _report(packs.stats, seq_len, folder, log)
+    _report(packs.stats, packs.seq_len, folder, codec, log)
     return packs
+
+
+def _build_in(root: str, folder: str, settings: tuple) -> None:
+    """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
+    ever visible. A folder that exists is damaged; it is moved away first, and processes that have
+    mapped its files keep them."""
+    damaged = os.path.isdir(folder)
+    try:
+        os.makedirs(root, exist_ok=True)
+        temporary = tempfile.mkdtemp(prefix="building-", dir=root)
+    except OSError as error:
+        what = disk.full(error, root) or error
+        raise UserError(f"cannot write the cache {root}: {what}; set LLM_DEMO_CACHE") from None
+    built = os.path.join(temporary, "packs")
+    try:
+        os.mkdir(built)
+        build(built, *settings)
+        if damaged and os.path.isdir(folder):
+            os.rename(folder, os.path.join(temporary, "damaged"))
+        os.replace(built, folder)
+    except OSError as error:
+        if not os.path.isdir(folder):  # otherwise another process was quicker, same content
+            what = disk.full(error, root) or error
+            raise UserError(f"cannot build the packs in {root}: {what}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def step_rows(
@@ -232,18 +280,18 @@ def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
 
 def heldout_beside(train_json: str) -> str | None:
     """x.heldout.jsonl for the single file x.jsonl, where there is one."""
-    stem, extension = os.path.splitext(train_json)
+    stem, extension = split_name(train_json)
     beside = f"{stem}.heldout{extension}"
     return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
-def _content_key(files: list[str], codec, flags: list) -> tuple[str, dict]:
+def _content_key(files: list[str], codec, flags: list, limit: int) -> tuple[str, dict]:
     """All that the packs depend on, as 24 hex digits, and by part. Bytes, not names and dates: a
     copy hits."""
     key, identity = hashlib.sha256(), {}
     for path in files:
         try:
-            content = digest(Path(path))
+            content = content_of(path, lambda path: digest(Path(path)))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         key.update(bytes.fromhex(content))
@@ -251,7 +299,7 @@ def _content_key(files: list[str], codec, flags: list) -> tuple[str, dict]:
     tokenizer = codec.tokenizer
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
     key.update(codec.backend.to_str().encode())
-    rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template, flags]
+    rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template, flags, limit]
     key.update(json.dumps(rest, default=str).encode())
     specials = json.dumps(rest[1:3], default=str)
     for name, text in (
@@ -262,9 +310,23 @@ def _content_key(files: list[str], codec, flags: list) -> tuple[str, dict]:
     return key.hexdigest()[:24], identity | dict(zip(FLAGS, flags, strict=True))
 
 
+def _reading(stats: dict) -> dict | None:
+    """What earlier versions read differently, as far as these rows contain it; None if nothing. It
+    keeps an older checkpoint from being resumed on other rows unnoticed."""
+    found = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
+    found.pop(NOT_OURS, None)  # those never were learnt
+    left_out = {LEFT_OUT.format(role=role) for role in ROLES.values()}
+    found |= {reason: n for reason, n in stats["skipped"].items() if reason in left_out}
+    for file in stats["files"]:
+        for key in ("system", "history"):
+            if file["format"] != "conversations" and key in file["used"]:
+                found[key] = found.get(key, 0) + file["used"][key]
+    return found or None
+
+
 def _open(folder: str, files: list[str], hit: bool) -> Packs:
-    with open(f"{folder}/meta.json") as file:
-        meta = json.load(file)
+    """Raises OSError or ValueError if a file is not as it was written."""
+    meta = read_meta(folder)
     for path, layout in zip(files, meta["stats"]["files"], strict=True):
         layout["path"] = path  # the same bytes may have been cached under another name
     meta["stats"]["cache_hit"] = hit
@@ -278,10 +340,24 @@ def _open(folder: str, files: list[str], hit: bool) -> Packs:
     return Packs(**meta, **arrays, tokens=tokens, learnt=learnt)
 
 
-def _report(stats: dict, seq_len: int, folder: str, log) -> None:
+def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
     for file in stats["files"]:
         log(
             f"data: {file['path']}: {'/'.join(file['keys'])} ({file['why']}), {file['rows']:,} rows"
+        )
+    for file in stats["files"]:
+        if file["used"]:
+            learnt = " (its answers are learnt)" * ("history" in file["used"])
+            log(f"data: {file['path']}: also used: {_counts(file['used'])}{learnt}")
+        if file["unused"]:
+            log(f"data: {file['path']}: unused keys: {_counts(file['unused'])}")
+        if file["unused_in_turns"]:
+            found = _counts(file["unused_in_turns"])
+            log(f"data: {file['path']}: unused keys in turns: {found}")
+    if not codec.template and any(f["format"] not in ("text", "tokens") for f in stats["files"]):
+        log(
+            "data: the tokenizer has no chat template: turns are joined by line breaks and each "
+            f"answer ends with {codec.tokenizer.eos_token} (--chat_template FILE sets a template)"
         )
     log(
         f"data: {stats['documents']:,} documents, {stats['tokens']:,} tokens "
@@ -291,5 +367,15 @@ def _report(stats: dict, seq_len: int, folder: str, log) -> None:
     for what in ("truncated", "split"):
         if stats[what]:
             log(f"data: {stats[what]:,} documents longer than {seq_len:,} tokens were {what}")
+    for reason, found in stats["turns"].items():
+        log(
+            f"data: {found['turns']:,} turns in {found['rows']:,} rows are not learnt: {reason} "
+            f"(first {found['first']})"
+        )
     for reason, n in stats["skipped"].items():
         log(f"data: skipped {n:,} rows: {reason} (first {stats['first_skipped'][reason]})")
+
+
+def _counts(rows: dict, most: int = 12) -> str:
+    found = [f"{key or '(no name)'} ({n:,} rows)" for key, n in rows.items()]
+    return ", ".join(found[:most]) + f" and {len(found) - most:,} more" * (len(found) > most)

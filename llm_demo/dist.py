@@ -1,6 +1,5 @@
 """Which process this is, and how it talks to the others: torch.distributed, started and ended."""
 
-import errno
 import os
 import signal
 import sys
@@ -13,10 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llm_demo import disk
 from llm_demo.args import less_memory
 from llm_demo.errors import STOPPED, Stopped, UserError
-
-TIMEOUT = timedelta(minutes=float(os.environ.get("DIST_TIMEOUT_MINUTES", "30")))  # of a wait
+from llm_demo.process import minutes, outlive_terminal, raise_on_ctrl_c
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,11 @@ class World:
     def local_size(self) -> int:
         """Ranks of this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+
+
+def timeout() -> timedelta:
+    """How long a rank waits for the others in one operation. Raises UserError for a bad setting."""
+    return timedelta(minutes=minutes("DIST_TIMEOUT_MINUTES", 30))
 
 
 def start() -> World:
@@ -51,10 +55,10 @@ def start() -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo beside NCCL: objects and barriers before step 1 need no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout(), device_id=device)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=TIMEOUT)
+        dist.init_process_group("gloo", timeout=timeout())
     return World(rank, size, local_rank, device)
 
 
@@ -91,9 +95,16 @@ def from_rank0(world: World, make: Callable):
     return box[0]
 
 
+def _let_others_speak() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no checkpoint first
+    time.sleep(3)
+
+
 def run(main: Callable[[], None]) -> None:
     """Call main(); end with one line for bad input, a traceback for a defect, never with a hang."""
     code = 0
+    outlive_terminal()
+    raise_on_ctrl_c()
     try:
         main()
         if dist.is_initialized():
@@ -106,8 +117,7 @@ def run(main: Callable[[], None]) -> None:
         if os.environ.get("RANK", "0") != "0":
             # Rank 0 has found the same, as a rule, and says it; the launcher then ends this one. If
             # this one went first, rank 0 would be ended before it has spoken.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no checkpoint first
-            time.sleep(3)
+            _let_others_speak()
         print(f"error: {e}", file=sys.stderr)
     except Stopped as e:
         code = STOPPED
@@ -116,6 +126,7 @@ def run(main: Callable[[], None]) -> None:
         dist.barrier()
     except KeyboardInterrupt:
         code = 130
+        print("error: stopped by SIGINT", file=sys.stderr)
     except torch.OutOfMemoryError as e:
         code = 1
         rank = os.environ.get("RANK", "0")
@@ -127,9 +138,9 @@ def run(main: Callable[[], None]) -> None:
         code = 1
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
             rank = os.environ["RANK"]
+            _let_others_speak()  # the peer has said why, and the launcher ends this one
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
-        elif getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-            what = f"{e.strerror}: {e.filename or '--output_dir or the cache'}"
+        elif what := disk.full(e):
             print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
         else:
             traceback.print_exc()

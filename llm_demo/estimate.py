@@ -97,9 +97,9 @@ def _saved_by_kernel(plan) -> float:
     if keys := _keys_kept(plan):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
         return 3 * heads * D * 4 + heads * keys * 4
-    if plan.attn_impl == "bucketed" and not plan.train.single:  # copies in the buckets
-        size = torch.finfo(plan.dtype).bits // 8
-        return (2 * heads + 2 * plan.config.num_key_value_heads) * D * size
+    if plan.attn_impl == "bucketed" and not plan.train.single:
+        # q, k and v are kept in the buckets only, the output there and in the order of the tokens
+        return heads * D * torch.finfo(plan.dtype).bits // 8
     return 0
 
 
@@ -126,29 +126,35 @@ def of_fsdp(plan, args, ranks: int) -> list[dict[str, float]]:
     total, size = n * block + ends, torch.finfo(plan.dtype).bits // 8
     unit = unit_sizes(plan.config, n, args.blocks_per_unit)[0] * block
     tokens = args.micro_batch_size * args.seq_len
-    gathered = ends + 2 * unit if args.reshard_after_forward else total
-    left = embedding + unit  # of gathered weights, at the end of the backward
-    if not args.fsdp:
-        gathered, left = (0, 0) if size == 4 else (total, total)
+    accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(plan, args, tokens * n, head=True)
-    shards = {"weights": total / ranks * 4, "optimizer": total / ranks * 8}
-    early = {
-        **shards,
-        "weights": shards["weights"] + gathered * size,
+    if args.fsdp:
+        early = (
+            total / ranks * 4 + (ends + 2 * unit if args.reshard_after_forward else total) * size
+        )
+        late = total / ranks * 4 + (embedding + unit) * size
         # between micro-batches gradients stay whole and in fp32
-        "gradients": total * 4 if args.fsdp and args.grad_accum_steps > 1 else 0,
-        "activations": activations,
-        "loss": loss,
-    }
-    late = {
-        **shards,
-        "weights": shards["weights"] + left * size,
+        kept = total * 4 if accumulates else 0
         # the shards, and what the embedding's is reduced from and to
-        "gradients": (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size,
-        "activations": 0,
-        "loss": 0,
-    }
-    parts = max(early, late, key=lambda parts: sum(parts.values()))
+        grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
+    else:
+        kept = total * 4 if accumulates else 0
+        halves = plan.dtype == torch.bfloat16 and plan.compile  # see llm_demo/masters.py
+        early = late = total * (4 if halves or size == 4 else 4 + size)
+        if size == 4:
+            grads = (total + embedding) * 4
+        elif accumulates:  # a micro-batch's are there before they are added
+            grads = total * (4 + size)
+        elif halves:  # a unit's are made one tensor
+            grads = (total + max(unit, ends)) * size
+        else:
+            grads = total * 4 + 2 * ends * size
+    rest = {"optimizer": total / ranks * 8}
+    moments = (
+        {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
+        {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},
+    )
+    parts = max(moments, key=lambda parts: sum(parts.values()))
     return [{k: v / GB for k, v in parts.items()}] * ranks
 
 

@@ -1,7 +1,8 @@
 """Compare models on held-out data: python -m llm_demo.evaluate --models BASE TUNED --data FILE
 
 Loss and perplexity over the learnt tokens of each file, answers to its first rows side by side, and
-with --answer_regex how many answers end in the right number. Hub ids or folders; CPU or one GPU."""
+with --answer_regex how many answers end in the right number. Hub ids or folders; CPU or one GPU.
+Answers are greedy, by transformers' continuous batching (generate.batched) or batch by batch."""
 
 import argparse
 import functools
@@ -9,19 +10,33 @@ import gc
 import json
 import math
 import re
+import sys
+import time
 from pathlib import Path
 
 import torch
+from accelerate.utils import find_executable_batch_size
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llm_demo.data import IGNORE_INDEX, Packs, load_packs
+from llm_demo.args import PlainParser, regex, whole
+from llm_demo.batched import batched, choose_batched
+from llm_demo.data import IGNORE_INDEX, LEARN_TURNS, Packs, load_packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
-from llm_demo.generate import prompts_of
+from llm_demo.generate import prompts_of, stop_tokens
 from llm_demo.loss import cross_entropy_sum, learnt
-from llm_demo.model import find_model, load_config, load_tokenizer, open_weights
+from llm_demo.model import (
+    find_model,
+    length_dependent_rope,
+    load_config,
+    load_tokenizer,
+    open_weights,
+)
+from llm_demo.progress import progress
 from llm_demo.records import find_files
+
+TOKENS = 1 << 16  # of a batch, padding included
 
 
 def main() -> None:
@@ -30,6 +45,9 @@ def main() -> None:
         raise UserError("--answer_regex looks into answers, --train_on_prompt knows none: drop one")
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
+    if args.seq_len is None:  # the same documents for all models
+        configs = [load_config(find_model(name), 1) for name in args.models]
+        args.seq_len = min(config.max_position_embeddings for config in configs)
     results = []
     for name in args.models:
         results.append(evaluate(name, args, torch.device(device.type), dtype))
@@ -44,22 +62,29 @@ def main() -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--models", nargs="+", required=True, help="folders or hub ids, the base first")
-    add("--data", required=True, help="file, several separated by commas, or a glob")
-    add("--seq_len", type=int, default=1024, help="longer documents are truncated, as in training")
-    add("--data_format", default="auto", help="as in training, and so the next three")
+    add("--data", required=True, help="files, folders, globs or hub splits, as in training")
+    add("--seq_len", type=whole(1), help="longer documents are truncated; default: the most "
+        "positions that all models know")  # fmt: skip
+    add("--data_format", default="auto", help="as in training, and so the next four")
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
-    add("--batch_size", type=int, default=8, help="documents at a time")
-    add("--rows", type=int, default=0, help="only the first so many documents of a file; 0: all")
+    add("--learn_turns", choices=LEARN_TURNS, default="all")
+    add("--batch_size", type=whole(1), help="documents at a time, fewer where they are long; "
+        "default: as many as fit in a GPU's memory, up to 256; on a CPU 32")  # fmt: skip
+    add("--rows", type=whole(), default=0,
+        help="only the first so many documents of a file; 0: all")  # fmt: skip
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="of the models")
-    add("--show", type=int, default=3, help="rows whose greedy answers are shown")
-    add("--max_new_tokens", type=int, default=256, help="of an answer")
-    add("--answer_regex", help="the last match of its first group is an answer's result, such as "
-        r"'#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
+    add("--show", type=whole(), default=3, help="rows whose greedy answers are shown")
+    add("--max_new_tokens", type=whole(1), default=256, help="of an answer")
+    add("--generate", choices=("auto", "batch", "reference"), default="auto", help="how answers "
+        "are made: batch is continuous batching over a paged cache, reference one padded batch "
+        "after another; auto: batch where it pays")  # fmt: skip
+    add("--answer_regex", type=regex, help="the last match of its first group is an answer's "
+        r"result, such as '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
     add("--out", type=Path, help="a folder for evaluation.json and evaluation.md")
     return parser
 
@@ -67,28 +92,36 @@ def make_parser() -> argparse.ArgumentParser:
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     """One model's figures, file by file: loss, perplexity, tokens, exact matches and answers."""
     folder = find_model(name)
-    load_config(folder, args.seq_len)  # refuses what this project computes otherwise
+    config = load_config(folder, args.seq_len)  # refuses what this project computes otherwise
     if open_weights(folder) is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    model = model.to(device).eval()
     model.generation_config = GenerationConfig()  # its own may hold a repetition_penalty, say
-    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt")
+    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
     options = {key: getattr(args, key) for key in keys}
+    batch, why = choose_batched(args.generate, device, config)
+    if length_dependent_rope(config):  # others in the batch would change a document's numbers
+        args = argparse.Namespace(**{**vars(args), "batch_size": 1})
     files = []
     for path in find_files(args.data):
         packs = load_packs(path, tokenizer, pack=False, log=lambda _: None, **options)
         if not len(packs):
             raise UserError(f"{path}: nothing to learn in any row")
         count = min(args.rows or len(packs), len(packs))
-        loss, tokens = mean_loss(model, packs, count, args.batch_size, device)
+        started = time.perf_counter()
+        loss, tokens = in_batches(args, device, mean_loss, model, packs, count)
+        say(f"{name}: loss of {count:,} documents of {path}", started)
         found = {"file": path, "rows": count, "loss": loss, "perplexity": math.exp(min(loss, 700))}
         found |= {"tokens": tokens}
         asked = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
         prompts, expected = [p for p, _ in asked], [e for _, e in asked]
+        started = time.perf_counter()
+        answers, how = answer(model, tokenizer, prompts, args, device, batch, why)
+        say(f"{name}: {len(prompts):,} answers {how}", started)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-        answers = [decode(a) for a in greedy(model, tokenizer, prompts, args, device)]
-        expected = [decode(e) for e in expected]
+        answers, expected = list(map(decode, answers)), list(map(decode, expected))
         if args.answer_regex:
             ends = [[result(text, args) for text in texts] for texts in (answers, expected)]
             known = [(a, e) for a, e in zip(*ends, strict=True) if e is not None]
@@ -101,47 +134,89 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     return {"model": name, "files": files}
 
 
+def say(what: str, started: float) -> None:
+    print(f"{what} in {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+
+
+def in_batches(args, device, function, *rest):
+    """function(batch_size, *rest), with --batch_size or else as many as the memory holds."""
+    if args.batch_size or device.type == "cpu":
+        return function(args.batch_size or 32, *rest)
+    return find_executable_batch_size(function, starting_batch_size=256)(*rest)
+
+
+def batches(lengths: list[int], most: int, what: str):
+    """Indices of documents of these lengths, the longest first, at most `most` at a time and of at
+    most TOKENS together, padding included."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    with progress(what=what, total=len(order), unit="documents") as bar:
+        while order:
+            count = max(1, min(most, TOKENS // max(1, lengths[order[0]])))
+            rows, order = order[:count], order[count:]
+            yield rows
+            bar.update(len(rows))
+
+
 @torch.no_grad()
-def mean_loss(model, packs: Packs, count: int, batch: int, device) -> tuple[float, int]:
+def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
     """(sum of -log p over the learnt tokens / their number, their number) of the first documents.
     Longest first, padded at the end, where causal attention does not look."""
-    order = sorted(range(count), key=lambda i: -int(packs.token_counts[i]))
     total, tokens = 0.0, 0
-    for start in range(0, count, batch):
-        rows = order[start : start + batch]
+    for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
-        found = [packs.row(i) for i in rows]
-        ids = torch.stack([torch.from_numpy(ids[:longest]) for ids, _, _ in found]).to(device)
-        labels = torch.stack([torch.from_numpy(labels[:longest]) for _, labels, _ in found])
-        index, targets = (t.to(device) for t in learnt(labels))
+        # copies: a row of the model's limit may be 100 times as long as its document
+        found = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
+        ids = torch.stack([torch.from_numpy(ids) for ids, _ in found]).to(model.device)
+        labels = torch.stack([torch.from_numpy(labels) for _, labels in found])
+        index, targets = (t.to(model.device) for t in learnt(labels))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         total += cross_entropy_sum(hidden, model.lm_head.weight, index, targets).item()
         tokens += int((labels != IGNORE_INDEX).sum())
     return total / max(1, tokens), tokens
 
 
+def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
+    """(the likeliest continuation of each prompt, up to the token that ends it, how). Prompt and
+    continuation stay within the positions that the model knows."""
+    stop = stop_tokens(tokenizer)
+    pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    room = [model.config.max_position_embeddings - len(p) for p in prompts]
+    most = min(args.max_new_tokens, max(room, default=0))
+    how = dict(do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=pad)
+    answers = None
+    if batch and prompts:
+        answers, said = batched(model, prompts, how, args.batch_size)
+        why = said if answers is None else f"{why}, {said}"
+    if answers is None and args.generate == "batch" and prompts:
+        raise UserError(f"--generate batch: {why}; --generate reference works everywhere")
+    if answers is None:
+        answers = in_batches(args, device, greedy, model, prompts, how)
+        why = f"batch by batch ({why})"
+    else:
+        why = f"by continuous batching ({why})"
+    for i, found in enumerate(answers):
+        ends = [n for n, t in enumerate(found) if t in stop]
+        answers[i] = found[: min([*ends, room[i]])]
+    return answers, why
+
+
 @torch.no_grad()
-def greedy(model, tokenizer, prompts: list[list[int]], args, device) -> list[list[int]]:
-    """The likeliest continuation of each prompt, several at a time, padded on the left."""
-    stop = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
-    stop = [t for t in stop if isinstance(t, int)]
-    pad, answers = tokenizer.pad_token_id or stop[0], [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    for start in range(0, len(prompts), args.batch_size):
-        rows = order[start : start + args.batch_size]
+def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[int]]:
+    """The likeliest continuation of each prompt, `batch` of them at a time, padded on the left."""
+    answers = [None] * len(prompts)
+    for rows in batches(list(map(len, prompts)), batch, "answers"):
         longest = len(prompts[rows[0]])
-        ids = torch.full((len(rows), longest), pad)
+        ids = torch.full((len(rows), longest), how["pad_token_id"])
         mask = torch.zeros_like(ids)
         for k, i in enumerate(rows):
             ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[k, longest - len(prompts[i]) :] = 1
+        ids, mask = ids.to(model.device), mask.to(model.device)
+        # the answer of the longest goes beyond the model's positions: what is beyond is cut off
+        room = model.config.max_position_embeddings - len(prompts[rows[-1]])
+        most = min(how["max_new_tokens"], room)
         found = model.generate(
-            input_ids=ids.to(device),
-            attention_mask=mask.to(device),
-            do_sample=False,
-            max_new_tokens=args.max_new_tokens,
-            eos_token_id=stop,
-            pad_token_id=pad,
+            input_ids=ids, attention_mask=mask, **{**how, "max_new_tokens": most}
         )
         for k, i in enumerate(rows):
             answers[i] = found[k, longest:].tolist()

@@ -12,14 +12,23 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+)
 
-from llm_demo.checkpoint_files import PART, facts_of, find, read, shapes_of
+from llm_demo import disk
+from llm_demo.args import PlainParser, size
+from llm_demo.checkpoint_files import PART, checked_facts, find, read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World, run
 from llm_demo.errors import UserError
+from llm_demo.generate import stop_tokens
 from llm_demo.model import load_tokenizer
 from llm_demo.optim import MOMENTS
+from llm_demo.progress import size_of, watched
 
 WEIGHTS = "model{suffix}.safetensors"
 CARD = """---
@@ -37,11 +46,11 @@ Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("source", help="a run's folder, for its newest whole checkpoint, or one's")
     parser.add_argument("out", type=Path, help="the folder to make")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights")
-    parser.add_argument("--max_shard_size", default="5GB", help="of a file of weights")
+    parser.add_argument("--max_shard_size", type=size, default="5GB", help="of a file of weights")
     parser.add_argument("--push_to_hub", metavar="REPO", help="upload it there too, private")
     parser.add_argument("--public", action="store_true", help="--push_to_hub: make it public")
     return parser
@@ -70,32 +79,60 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        config = AutoConfig.from_pretrained(source / "model")
-        size = write_weights(checkpoint, part, config, DTYPES[dtype], max_shard_size)
+        config, wanted = model_of(source / "model")
+        size = write_weights(checkpoint, part, wanted, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
+        if not config.architectures:  # servers such as vLLM go by it
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(part)
-        if (source / "model/generation_config.json").is_file():
-            GenerationConfig.from_pretrained(source / "model").save_pretrained(part)
-        load_tokenizer(str(source / "model")).save_pretrained(part)
+        tokenizer = load_tokenizer(str(source / "model"))
+        tokenizer.save_pretrained(part)
+        generation_config(source / "model", tokenizer).save_pretrained(part)
         (part / "README.md").write_text(card(checkpoint, out.name))
         if out.exists():
             out.rmdir()
         part.rename(out)
-    except OSError as e:
-        raise UserError(f"{out} can't be written: {e}") from e
+    except Exception as e:  # several libraries write
+        if not (said := disk.full(e, part)) and not isinstance(e, OSError):
+            raise
+        raise UserError(f"{out} can't be written: {said or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
 
 
-def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size) -> int:
-    """Safetensors, in shards with an index if they are more than one; -> bytes. A tied head is not
-    there, as transformers has it. UserError if the tensors are not this configuration's."""
+def model_of(folder: Path) -> tuple:
+    """(the configuration that a run has kept, {name: shape} of its model's weights, a tied one
+    once). Raises UserError, whatever is wrong with it."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            # eager, for a configuration may name a kernel to be downloaded
+            how = {"attn_implementation": "eager", "trust_remote_code": False}
+            model = AutoModelForCausalLM.from_config(config, **how)
+        return config, {name: tuple(p.shape) for name, p in model.named_parameters()}
+    except Exception as e:  # it may be somebody else's
+        reason = (str(e).strip().splitlines() or [repr(e)])[0]
+        raise UserError(f"{folder}/config.json: {reason}") from e
+
+
+def generation_config(folder: Path, tokenizer) -> GenerationConfig:
+    """The model's own, which ends answers where its training data did as well: a base model's
+    knows the end of a text only, not that of an assistant's turn."""
+    found = GenerationConfig()
+    if (folder / "generation_config.json").is_file():
+        found = GenerationConfig.from_pretrained(folder)
+    own = found.eos_token_id
+    own = own if isinstance(own, list) else [own] * (own is not None)
+    found.eos_token_id = [*own, *(t for t in stop_tokens(tokenizer) if t not in own)] or None
+    return found
+
+
+def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:
+    """Safetensors, in shards with an index if they are more than one; -> bytes. wanted: {name:
+    shape} of the configuration's model. UserError if the tensors are others, or not finite."""
     ends = tuple(f".{name}" for name in MOMENTS)
     shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}  # a tied one once
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
@@ -108,11 +145,17 @@ def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size)
         filename_pattern=WEIGHTS,
         max_shard_size=max_shard_size,
     )
-    for file, names in plan.filename_to_tensors.items():
-        tensors = {name: torch.empty(shapes[name]) for name in names}
-        read(checkpoint, tensors)
-        tensors = {name: t.to(dtype) for name, t in tensors.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
+    with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
+        for file, names in plan.filename_to_tensors.items():
+            tensors = {name: torch.empty(shapes[name]) for name in names}
+            read(checkpoint, tensors)
+            tensors = {name: t.to(dtype) for name, t in tensors.items()}
+            for name, t in tensors.items():
+                if not t.isfinite().all():
+                    raise UserError(
+                        f"{checkpoint}: {name} is not finite in {dtype}; nothing is exported"
+                    )
+            save_file(tensors, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
@@ -121,14 +164,19 @@ def write_weights(checkpoint: Path, folder: Path, config, dtype, max_shard_size)
 
 def card(checkpoint: Path, name: str) -> str:
     """A model card with the run's own facts."""
-    facts, source = facts_of(checkpoint), checkpoint.parent.parent
-    settings = json.loads((source / "config.json").read_text())
+    facts = checked_facts(checkpoint, ("step", "tokens", "label_tokens", "eval_loss"))
+    file = checkpoint.parent.parent / "config.json"
+    try:
+        settings = json.loads(file.read_text())
+        base, data = (Path(settings[k]).name for k in ("model_name_or_path", "train_json"))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UserError(f"{file} is no run's: {e!r}") from e
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     return CARD.format(
         name=name, steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
         script="a pipeline" if "stages" in settings else "FSDP2",
-        base=Path(settings["model_name_or_path"]).name, data=Path(settings["train_json"]).name,
+        base=base, data=data,
         heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """Greedy answers from a model in training: no cache, the training forward, any parallelism."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -8,21 +9,31 @@ from llm_demo.attention import position_ids
 from llm_demo.data import IGNORE_INDEX, Batch, Packs
 
 
+def stop_tokens(tokenizer) -> list[int]:
+    """The tokens that end an answer: the tokenizer's own, and the special one that its chat
+    template puts behind an assistant's turn."""
+    stop = {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False).input_ids
+        known = tokenizer.added_tokens_decoder
+        stop |= {t for t in behind[:1] if t in known and known[t].special}
+    return sorted(stop - {None})
+
+
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) token lists of the first `count` documents with a prompt of at most `most`
-    tokens: what precedes the first learnt token, and what is to be learnt after it."""
+    """(prompt, answer) token lists of the first `count` documents of the file with a prompt of at
+    most `most` tokens: what precedes the first learnt token, and what is to be learnt after it."""
     found = []
-    for i in range(len(packs)):
-        ids, labels, lengths = packs.row(i)
-        start = 0
-        for n in lengths:
-            learnt = [t for t in range(start, start + n) if labels[t] != IGNORE_INDEX]
-            if learnt and 0 < learnt[0] + 1 - start <= most:
-                answer = [int(labels[t]) for t in learnt]
-                found.append((ids[start : learnt[0] + 1].tolist(), answer))
-                if len(found) == count:
-                    return found
-            start += n
+    for start, end in itertools.pairwise(packs.doc_start.tolist()):
+        ids, learnt = packs.tokens[start:end], packs.learnt[start:end].copy()
+        learnt[:1] = False  # nothing predicts a first token
+        where = learnt.nonzero()[0]
+        if len(where) and where[0] <= most:
+            found.append((ids[: where[0]].tolist(), ids[where].tolist()))
+            if len(found) == count:
+                break
     return found
 
 

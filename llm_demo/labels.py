@@ -4,11 +4,12 @@ The whole conversation is rendered once and tokenised once, so the ids are those
 own apply_chat_template. Learnt is what follows the generation prompt of an assistant turn, up to
 and with the turn's stop token; never the whitespace after it. A turn counts as found only where it
 decodes to the text of the row (leading and trailing whitespace aside, which many templates trim)
-plus the stop token. Anything else skips the row, with a reason: a guessed mask trains silently on
-the wrong tokens.
+plus the stop token. Any other turn is not learnt, with a reason, and a row without a learnt turn is
+skipped: a guessed mask trains silently on the wrong tokens.
 """
 
 import re
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,14 @@ from llm_demo.records import Record
 NOTHING = "nothing to learn"
 REFUSED = "the chat template refuses the conversation"
 REWRITTEN = "the chat template does not keep the assistant text as given"
+NO_REASONING = (
+    "the chat template drops the turn's reasoning; set one that keeps it with --chat_template"
+)
+NO_CALLS = "the chat template does not support tool calls (function_call turns)"
+LEFT_OUT = "the chat template drops the {role} turn"
+EMPTY_TURN = "the assistant turn is empty"
+MARKED = "marked with weight 0, train false or the like"
+NOT_OURS = "marked to be learnt, but only the assistant's answers can be"
 UNSTOPPED = "no stop token after an assistant turn"
 STRADDLED = "a token straddles the start of an assistant turn"
 
@@ -28,6 +37,7 @@ STRADDLED = "a token straddles the start of an assistant turn"
 # generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is the row's text.
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
 THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
+REASONING = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class Sample(NamedTuple):
@@ -40,15 +50,16 @@ class Codec(NamedTuple):
 
     tokenizer: object
     backend: Tokenizer  # the same ids, with exact offsets
-    template: bool
+    template: str  # the source of all its templates; "" without one
     tagged: bool  # the template marks the assistant's tokens itself: {% generation %}
     stops: re.Pattern  # any special token
     special_ids: frozenset[int]
     bos: list[int]  # what this tokenizer puts before plain text: one id or none
     train_on_prompt: bool
+    last_turn_only: bool
 
 
-def make_codec(tokenizer, train_on_prompt: bool = False) -> Codec:
+def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = False) -> Codec:
     """UserError for a tokenizer without offsets (not "fast"), or with nothing to end a document."""
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     if not getattr(tokenizer, "is_fast", False):
@@ -69,20 +80,26 @@ def make_codec(tokenizer, train_on_prompt: bool = False) -> Codec:
     texts = sorted(map(re.escape, special.values()), key=len, reverse=True)
     bos = [tokenizer.bos_token_id]
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
+    every = tokenizer.chat_template  # some have one more, for tools
+    source = "\n".join(every.values()) if isinstance(every, dict) else template
     return Codec(
         tokenizer,
         backend,
-        template=bool(template),
+        template=source,
         tagged=re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None,
         stops=re.compile("|".join(texts) or "(?!)"),
         special_ids=frozenset(special),
         bos=bos if tokenizer("a")["input_ids"][:1] == bos else [],
         train_on_prompt=train_on_prompt,
+        last_turn_only=last_turn_only,
     )
 
 
-def encode(codec: Codec, records: list[Record]) -> list[Sample | str]:
-    """Samples in the order of `records`; for a row that is skipped, the reason instead.
+def encode(
+    codec: Codec, records: list[Record], turns: list[Counter] | None = None
+) -> list[Sample | str]:
+    """Samples in the order of `records`; for a row that is skipped, the reason instead. `turns`
+    receives a Counter for each record: {why a turn is not learnt: turns}.
 
     One call tokenises all rows, on all cores: the tokenizers library has its own threads. Rendering
     takes some 10 us, so worker processes (or datasets.map) would cost more than they save.
@@ -91,10 +108,28 @@ def encode(codec: Codec, records: list[Record]) -> list[Sample | str]:
     encodings = codec.backend.encode_batch(
         [text or "" for text, _ in texts], add_special_tokens=False
     )
-    return [
-        reason or _sample(codec, record, text, encoding)
-        for record, (text, reason), encoding in zip(records, texts, encodings, strict=True)
-    ]
+    samples = []
+    for record, (text, reason), encoding in zip(records, texts, encodings, strict=True):
+        left = Counter()
+        samples.append(reason or _sample(codec, record, text, encoding, left))
+        if turns is not None:
+            turns.append(left)
+    return samples
+
+
+def answers_of(record: Record, last_only: bool = False) -> list[int]:
+    """The messages to learn, by what the row says: its assistant turns with something in them."""
+    found = [i for i in _assistant_turns(record) if record.marks.get(i, True)]
+    found = [i for i in found if _says_something(record.messages[i])]
+    return found[-1:] if last_only else found
+
+
+def _assistant_turns(record: Record) -> list[int]:
+    return [i for i, m in enumerate(record.messages) if _assistant(m) and i not in record.context]
+
+
+def _says_something(message: dict) -> bool:
+    return bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
@@ -105,19 +140,35 @@ def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
     if record.messages is None:
         text = record.text if record.text.endswith(eos) else record.text + eos
         return text, "" if record.text.strip() else NOTHING
-    turns = record.messages[record.learn_from :]
-    answers = any(m["content"].strip() or m.get("tool_calls") for m in turns if _assistant(m))
-    if not record.messages or not (answers or codec.train_on_prompt):
+    if not record.messages or not (codec.train_on_prompt or answers_of(record)):
         return "", NOTHING
+    if "tool_calls" not in codec.template and any(m.get("tool_calls") for m in record.messages):
+        return "", NO_CALLS
     if not codec.template:
         return _plain(record.messages, eos), ""
     try:
-        return _render(codec, record, len(record.messages)), ""
+        text = _render(codec, record.messages, record)
     except _REFUSALS:
         return "", REFUSED
+    for number, message in enumerate(record.messages):
+        if not _assistant(message) and message["content"].strip() not in text:
+            if _leaves_out(codec, record, number, text):
+                return "", LEFT_OUT.format(role=message["role"])
+    return text, ""
 
 
-def _sample(codec: Codec, record: Record, text: str, encoding) -> Sample | str:
+def _leaves_out(codec: Codec, record: Record, number: int, text: str) -> bool:
+    """Whether the text is the same without this message's content: a template may also write it in
+    another way, as JSON for example."""
+    messages = [*record.messages]
+    messages[number] = messages[number] | {"content": ""}
+    try:
+        return _render(codec, messages, record) == text
+    except _REFUSALS:
+        return False
+
+
+def _sample(codec: Codec, record: Record, text: str, encoding, left: Counter) -> Sample | str:
     if record.tokens:
         ids, learnt = np.array(record.tokens[0], np.int32), np.array(record.tokens[1], bool)
         learnt[:1] = False
@@ -129,15 +180,10 @@ def _sample(codec: Codec, record: Record, text: str, encoding) -> Sample | str:
     if record.messages is None or codec.train_on_prompt:
         learnt[:] = True
     else:
-        spans = _learnt_spans(codec, record, text, encoding)
-        if isinstance(spans, str):
-            return spans
-        for start, stop in spans:
-            first, last = encoding.char_to_token(start), encoding.char_to_token(stop)
-            if first is None or encoding.token_to_chars(first)[0] != start:
-                return STRADDLED
-            if last is None or encoding.ids[last] not in codec.special_ids:
-                return UNSTOPPED
+        spans, why = _learnt_spans(codec, record, text, encoding, left)
+        if not spans:
+            return why
+        for first, last in spans:
             learnt[first : last + 1] = True
     if codec.bos and not (codec.template and record.messages) and list(ids[:1]) != codec.bos:
         ids, learnt = np.append(np.int32(codec.bos), ids), np.append(False, learnt)
@@ -145,53 +191,88 @@ def _sample(codec: Codec, record: Record, text: str, encoding) -> Sample | str:
     return Sample(ids, learnt) if learnt.any() else NOTHING
 
 
-def _learnt_spans(codec: Codec, record: Record, text: str, encoding) -> list[tuple[int, int]] | str:
-    """(first character, first character of the stop token) of every learnt turn in `text`."""
-    turns = [i for i, m in enumerate(record.messages) if _assistant(m) and i >= record.learn_from]
-    try:
-        starts = _turn_starts(codec, record, turns, text, encoding)
-    except _REFUSALS:
-        return REFUSED
-    if starts is None:
-        return REWRITTEN
-    spans = []
-    for turn, start in zip(turns, starts, strict=True):
-        stop = codec.stops.search(text, start)
-        if stop is None:
-            return UNSTOPPED
-        body = text[start : stop.start()]
-        think = EMPTY_THINK.match(body)
-        if think and not EMPTY_THINK.match(record.messages[turn]["content"]):
-            start += think.end()
-            body = body[think.end() :]
-        if not _as_given(body, record.messages[turn]):
-            return REWRITTEN
-        spans.append((start, stop.start()))
-    return spans
+def _learnt_spans(
+    codec: Codec, record: Record, text: str, encoding, left: Counter
+) -> tuple[list[tuple[int, int]], str]:
+    """((first token, stop token) of every learnt turn, why the first of the others is not learnt).
+    `left` counts the turns that the row has and that are not learnt, by reason."""
+    turns, spans, why = answers_of(record, codec.last_turn_only), [], NOTHING
+    for i in _assistant_turns(record):
+        if not record.marks.get(i, True):
+            left[MARKED] += 1
+        elif not _says_something(record.messages[i]):
+            left[EMPTY_TURN] += 1
+    left[NOT_OURS] += sum(
+        learn and not (_assistant(record.messages[i]) and i not in record.context)
+        for i, learn in record.marks.items()
+    )
+    starts = _turn_starts(codec, record, turns, text, encoding)
+    for turn, span in zip(turns, starts, strict=True):
+        if isinstance(span, int):
+            span = _span(codec, record, turn, span, text, encoding)
+        if isinstance(span, str):
+            left[span] += 1
+            why = span if why == NOTHING else why
+        else:
+            spans.append(span)
+    return spans, why
+
+
+def _span(
+    codec: Codec, record: Record, turn: int, start: int, text: str, encoding
+) -> tuple[int, int] | str:
+    """(first token, stop token) of the turn that starts at this character, or why it has none."""
+    message = record.messages[turn]
+    stop = codec.stops.search(text, start)
+    if stop is None:
+        return UNSTOPPED
+    body = text[start : stop.start()]
+    think = EMPTY_THINK.match(body)
+    if think and not EMPTY_THINK.match(message["content"]):
+        start += think.end()
+        body = body[think.end() :]
+    if not _as_given(body, message):
+        return NO_REASONING if _without_reasoning(body, message) else REWRITTEN
+    first, last = encoding.char_to_token(start), encoding.char_to_token(stop.start())
+    if first is None or encoding.token_to_chars(first)[0] != start:
+        return STRADDLED
+    if last is None or encoding.ids[last] not in codec.special_ids:
+        return UNSTOPPED
+    return first, last
 
 
 def _turn_starts(
     codec: Codec, record: Record, turns: list[int], text: str, encoding
-) -> list[int] | None:
-    """The first character of each turn's own text, or None where the template hides it."""
+) -> list[int | str]:
+    """The first character of each turn's own text, or why it cannot be known."""
     if not codec.template:
         eos = codec.tokenizer.eos_token
         heads = [_plain(record.messages[:turn], eos) for turn in turns]
         return [len(head) + bool(head) for head in heads]
     if codec.tagged:
-        marked = codec.tokenizer.apply_chat_template(
-            record.messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
-        )
+        try:
+            marked = codec.tokenizer.apply_chat_template(
+                record.messages,
+                tools=record.tools,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+        except _REFUSALS:
+            return [REFUSED] * len(turns)
         flags = np.diff(marked["assistant_masks"], prepend=0)
         runs = [encoding.token_to_chars(int(token))[0] for token in np.flatnonzero(flags == 1)]
         every = [i for i, message in enumerate(record.messages) if _assistant(message)]
-        return [runs[every.index(turn)] for turn in turns] if len(runs) == len(every) else None
+        found = dict(zip(every, runs, strict=True)) if len(runs) == len(every) else {}
+        return [found.get(turn, REWRITTEN) for turn in turns]
     starts = []
     for turn in turns:
-        head = THINK_PROMPT.sub("", _render(codec, record, turn, add_generation_prompt=True))
-        if not text.startswith(head):
-            return None
-        starts.append(len(head))
+        try:
+            head = _render(codec, record.messages[:turn], record, add_generation_prompt=True)
+        except _REFUSALS:
+            starts.append(REFUSED)
+            continue
+        head = THINK_PROMPT.sub("", head)
+        starts.append(len(head) if text.startswith(head) else REWRITTEN)
     return starts
 
 
@@ -205,9 +286,16 @@ def _as_given(body: str, message: dict) -> bool:
     return all(piece.strip() in body for piece in wanted)
 
 
-def _render(codec: Codec, record: Record, end: int, **options) -> str:
+def _without_reasoning(body: str, message: dict) -> bool:
+    """Whether the rendered turn is the row's text, but for the reasoning before the answer."""
+    answer = REASONING.sub("", message["content"])
+    reasoned = answer != message["content"] or (message.get("reasoning_content") or "").strip()
+    return bool(reasoned) and answer.strip() in body and "</think>" not in body
+
+
+def _render(codec: Codec, messages: list[dict], record: Record, **options) -> str:
     return codec.tokenizer.apply_chat_template(
-        record.messages[:end], tools=record.tools, tokenize=False, **options
+        messages, tools=record.tools, tokenize=False, **options
     )
 
 

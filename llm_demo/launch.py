@@ -3,12 +3,14 @@
 NPROC_PER_NODE   processes on this node (default: one a GPU, 2 without a GPU)
 NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same line on each of them, with
                  NODE_RANK 0 on the one at MASTER_ADDR (port: 29500, or any free one for 1 node)
-STOP_MINUTES     how long ranks may take to save when SIGTERM or Ctrl-C stops them (default: 10); a
-                 second signal, 2 s later or more, ends them at once
+JOIN_SECONDS     how long nodes wait for one another at the start (default: 50)
+DIST_TIMEOUT_MINUTES   how long a rank waits for the others in one operation (default: 30)
+STOP_MINUTES     how long ranks may take to save when SIGTERM, SIGHUP or Ctrl-C stops them (default:
+                 10); a second signal, 2 s later or more, ends them at once
 LOGLEVEL=INFO    what the launcher below has to tell (silent by default)
 
 The exit code is that of the process that failed first, 128 + n for one that signal n killed, 75 for
-a run that a signal stopped and that has saved.
+a run that a signal stopped and that has saved. No rank outlives this process, even a SIGKILL of it.
 """
 
 import base64
@@ -24,7 +26,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from llm_demo import nodes
 from llm_demo.errors import STOPPED, UserError
+from llm_demo.process import (
+    PARENT,
+    end_with_parent,
+    minutes,
+    number,
+    outlive_terminal,
+    quit_on,
+    stop_signals,
+)
 
 GRACE = 3  # seconds between SIGTERM and SIGKILL for the processes that are left when one has failed
 
@@ -36,13 +48,13 @@ class Node:
     rank: int  # of this node
     master_addr: str
     master_port: int
+    wait: int  # seconds, for the other nodes
 
-
-def number(name: str, default: int, at_least: int = 0) -> int:
-    text = os.environ.get(name) or str(default)
-    if not text.isdecimal() or int(text) < at_least:
-        raise UserError(f"{name}={text}: must be a whole number, {at_least} or more")
-    return int(text)
+    def meet_others(self) -> None:
+        """Wait for the other nodes, once nothing slow is left to be done before the ranks start."""
+        if self.nodes > 1:
+            seconds = nodes.time_left(self.wait)
+            nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds)
 
 
 def bindable(port: int) -> int | None:
@@ -58,25 +70,33 @@ def bindable(port: int) -> int | None:
 
 def this_node() -> Node:
     """Read the environment. Raises UserError for what can't work, before anything slow is done."""
-    nodes = number("NNODES", 1, at_least=1)
-    if nodes == 1:
+    number("STOP_MINUTES", 10)
+    number("NPROC_PER_NODE", 2, at_least=1)
+    minutes("DIST_TIMEOUT_MINUTES", 30)
+    wait = number("JOIN_SECONDS", 50, at_least=1)
+    count = number("NNODES", 1, at_least=1)
+    if count == 1:
         rank, addr, port = 0, "127.0.0.1", number("MASTER_PORT", 0)
     elif not (os.environ.get("MASTER_ADDR") and os.environ.get("NODE_RANK")):
-        raise UserError(f"NNODES={nodes} needs MASTER_ADDR (node 0's) and NODE_RANK, on every node")
+        raise UserError(f"NNODES={count} needs MASTER_ADDR (node 0's) and NODE_RANK, on every node")
     else:
         rank, addr = number("NODE_RANK", 0), os.environ["MASTER_ADDR"]
-        port = number("MASTER_PORT", 29500)
-    if rank >= nodes:
-        raise UserError(f"NODE_RANK={rank}: must be below NNODES={nodes}")
+        port = number("MASTER_PORT", 29500, at_least=1)
+    if rank >= count:
+        raise UserError(f"NODE_RANK={rank}: must be below NNODES={count}")
+    if port > 65535:
+        raise UserError(f"port {port} does not exist: MASTER_PORT goes up to 65535")
     if rank == 0:
         asked, port = port, bindable(port)
         if port is None:
             raise UserError(f"port {asked} is busy on this machine: give another MASTER_PORT")
+    if count > 1:
+        nodes.resolve(addr, port, nodes.time_left(wait))
     gpus = count_gpus()
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
-    return Node(processes, nodes, rank, addr, port)
+    return Node(processes, count, rank, addr, port, wait)
 
 
 def count_gpus() -> int:
@@ -104,7 +124,7 @@ def set_defaults(node: Node) -> None:
 def deaf():
     """Hear no signal: one that was sent to a group may arrive twice (timeout of the coreutils sends
     two), and the second would kill who is saving."""
-    heard = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
+    heard = {n: signal.signal(n, signal.SIG_IGN) for n in stop_signals()}
     try:
         yield
     finally:
@@ -119,15 +139,24 @@ class Ranks:
         self.started = {}
         self.failed = {}  # rank -> code of those that had failed when the others were stopped
         self.stopping = False
-        init = subprocess.Popen.__init__
+        init, parent = subprocess.Popen.__init__, os.getpid()
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
         def init_and_note(process, *args, **kwargs):
             env = kwargs.get("env") or {}
-            if "RANK" in env and visible is not None:
+            if "RANK" not in env:
+                return init(process, *args, **kwargs)
+            if nohup:  # torchrun has just taken SIGHUP for itself
+                signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            if visible is not None:
                 env["CUDA_VISIBLE_DEVICES"] = visible
+            env[PARENT] = str(parent)
+            if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
+                kwargs["preexec_fn"] = lambda: end_with_parent(parent)
+            # The terminal's signals are for the launcher, which asks the ranks to stop.
+            kwargs["start_new_session"] = True
             init(process, *args, **kwargs)
-            if "RANK" in env:
-                self.started[int(env["RANK"])] = process
+            self.started[int(env["RANK"])] = process
 
         subprocess.Popen.__init__ = init_and_note
 
@@ -187,6 +216,7 @@ def torchrun(node: Node, command: list[str]) -> int:
         "master_port": node.master_port,
     }
     args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
+    node.meet_others()
     try:
         # Not its main(): that prints a 40-line traceback below the failing rank's own line.
         run.run(args)
@@ -234,6 +264,9 @@ def deepspeed(node: Node, command: list[str]) -> int:
         "--log_level=critical",
         *command,
     ]
+    if stop_signals()[2:]:  # DeepSpeed has no handler of its own for SIGHUP
+        signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
+    node.meet_others()
     heard, note = socket.socketpair()
     note.setblocking(False)
     signal.set_wakeup_fd(note.fileno())  # DeepSpeed's handlers don't tell which signal it was
@@ -269,6 +302,8 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     command = sys.argv[2:]
+    outlive_terminal()
+    quit_on(*stop_signals())  # until there are ranks, which may have something to save
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # in this process only, not in those it starts
     try:

@@ -38,10 +38,48 @@ def cross_entropy_sum(
     return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), pieces)
 
 
+def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Which answer each learnt position belongs to: int64 [n], documents with something to learn,
+    numbered from 0. index: as of `learnt`; cu_seqlens: as in data.Batch. On the CPU, too."""
+    documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
+    return documents.unique_consecutive(return_inverse=True)[1]
+
+
+@torch.no_grad()
+def score(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    index: torch.Tensor,
+    targets: torch.Tensor,
+    answers: torch.Tensor,
+    compiled: bool = False,
+) -> torch.Tensor:
+    """(what `cross_entropy_sum` returns, answers with a token that is not the likeliest): fp32 [2].
+
+    The other answers are those that greedy decoding gives: each of their tokens is the likeliest
+    one after the prompt and the tokens before it. answers: int64 [n] as of `answers_of`."""
+    rows = hidden.flatten(0, 1).index_select(0, index)
+    piece = _compiled_score_piece() if compiled else _score_piece
+    loss = torch.zeros((), device=rows.device)
+    wrong = torch.zeros(len(rows), device=rows.device)  # by answer: there are no more than rows
+    for part in _parts(len(rows)):
+        loss_sum, misses = piece(rows[part], weight, targets[part])
+        loss += loss_sum
+        wrong.index_add_(0, answers[part], misses)
+    return torch.stack((loss, (wrong > 0).sum()))
+
+
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The likeliest next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     return (rows @ weight.T).argmax(-1)
+
+
+def _parts(count: int) -> list[slice]:
+    """Chunks of `count` rows, of like size: a short rest is slow."""
+    chunks = -(-count // CHUNK)
+    size = -(-count // max(1, chunks))
+    return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
 
 def _piece(h, weight, targets):
@@ -57,6 +95,28 @@ def _piece(h, weight, targets):
     p /= total  # d/dlogits = softmax - one-hot
     p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1.0, dtype=p.dtype))
     return loss, p.to(h.dtype)
+
+
+def _score_piece(h, weight, targets):
+    """(loss sum, 1.0 where the target is not the likeliest token) of one chunk of rows."""
+    logits = h @ weight.T
+    misses = (logits.argmax(-1) != targets).float()
+    logits = logits.float()
+    logits -= logits.amax(-1, keepdim=True)
+    hit = logits.gather(1, targets[:, None])
+    return (logits.exp_().sum(-1, keepdim=True).log() - hit).sum(), misses
+
+
+@functools.cache
+def _compiled_score_piece():
+    def piece(h, weight, targets):
+        logits = h @ weight.T
+        misses = (logits.argmax(-1) != targets).float()
+        logits = logits.float()
+        loss = (logits.logsumexp(-1, keepdim=True) - logits.gather(1, targets[:, None])).sum()
+        return loss, misses
+
+    return torch.compile(piece)
 
 
 @functools.cache
@@ -118,10 +178,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = None  # a sum over chunks in bf16 would round once a chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
-        chunks = -(-len(hidden) // CHUNK)
-        size = -(-len(hidden) // max(1, chunks))  # of like size: a short rest is slow
-        for start in range(0, len(hidden), max(1, size)):
-            part = slice(start, start + size)
+        for part in _parts(len(hidden)):
             loss, p = piece(hidden[part], weight, targets[part])
             total += loss
             if needs_grad:

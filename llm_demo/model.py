@@ -8,15 +8,18 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
+from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.attention import IMPLS  # noqa: F401  registers the names that skeleton asks for
+from llm_demo.attention import document_lengths  # this module registers what skeleton asks for
 from llm_demo.errors import UserError
-from llm_demo.loss import cross_entropy_sum, next_tokens
+from llm_demo.loss import cross_entropy_sum, next_tokens, score
+from llm_demo.progress import watched
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): trained through the
@@ -47,7 +50,7 @@ def find_model(name: str) -> Path:
 def load_config(folder: Path, max_len: int):
     """The model's configuration, checked against what this project can train exactly."""
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
         raise UserError(f"{folder}/config.json: {str(e).strip().splitlines()[0]}") from e
     if config.model_type not in FAMILIES:
@@ -58,14 +61,47 @@ def load_config(folder: Path, max_len: int):
         config.attention_dropout = 0.0  # fine-tuning wants none; pretrained configurations have 0
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
-    most = getattr(config, "max_position_embeddings", None)
+    if rope_type(config) == "longrope":
+        try:
+            LongRope(config)
+        except (KeyError, TypeError, ValueError, RuntimeError) as e:
+            raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
+    most = position_limit(config)
     if most and max_len > most:
         raise UserError(f"--seq_len {max_len}: {folder} knows positions up to {most} only")
     return config
 
 
-def load_tokenizer(name: str):
-    """The tokenizer of a folder or hub id."""
+def position_limit(config) -> int | None:
+    return getattr(config, "max_position_embeddings", None)
+
+
+def window_of(config) -> int | None:
+    """The sliding window in tokens, if any of the model's layers uses one."""
+    layers = getattr(config, "layer_types", None)
+    if layers is not None and "sliding_attention" not in layers:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def without_window(config, longest: int) -> None:
+    """Turn the sliding window off, which changes nothing if no document is longer than it. Raises
+    UserError if one is."""
+    window = window_of(config)
+    if window is None:
+        return
+    if longest > window:
+        raise UserError(
+            f"this model attends to the last {window} tokens only, but the longest document has "
+            f"{longest}: sliding windows are not supported, so set --seq_len {window}"
+        )
+    config.sliding_window = None
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+
+
+def load_tokenizer(name: str, chat_template: str | None = None):
+    """The tokenizer of a folder or hub id; chat_template: a file that replaces its own template."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = find_model(name)
@@ -74,9 +110,30 @@ def load_tokenizer(name: str):
     if not any((folder / file).is_file() for file in files):
         raise UserError(f"no tokenizer in {folder}: name one by --tokenizer_name_or_path")
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as e:
         raise UserError(f"{folder}: {str(e).strip().splitlines()[0]}") from e
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
+    return tokenizer
+
+
+def read_chat_template(file: Path, tokenizer) -> str:
+    """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
+    if "messages" not in template:
+        raise UserError(f"--chat_template {file}: not a chat template: it never uses messages")
+    try:
+        question = [{"role": "user", "content": "?"}]
+        tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+    except TemplateSyntaxError as e:
+        raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
+    except Exception:  # it may refuse this conversation, yet accept those in the data
+        pass
+    return template
 
 
 class Weights:
@@ -87,6 +144,8 @@ class Weights:
 
     def __init__(self, folder: Path, files: dict[str, Path]):
         self.folder, self.files, self.shapes = folder, files, {}
+        self.bytes = sum(file.stat().st_size for file in set(files.values()))
+        self.bytes_read = 0
         for file in sorted(set(files.values())):
             with self._open(file) as opened:
                 for name in (n for n, f in files.items() if f == file):
@@ -95,7 +154,9 @@ class Weights:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Rows start to stop of a tensor, in the file's dtype, on the CPU. Raises UserError."""
         with self._open(self.files[name]) as opened:
-            return opened.get_slice(name)[start:stop]
+            found = opened.get_slice(name)[start:stop]
+        self.bytes_read += found.nbytes
+        return found
 
     @contextlib.contextmanager
     def _open(self, file: Path):
@@ -129,6 +190,14 @@ def open_weights(folder: Path) -> Weights | None:
     return None
 
 
+def loading(weights: Weights | None, shares: int):
+    """A context manager that shows the progress of reading one of so many equal shares."""
+    if weights is None:
+        return contextlib.nullcontext()
+    share = weights.bytes / shares
+    return watched("loading weights", share, lambda: min(weights.bytes_read, share))
+
+
 def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
     """The decoder with its fp32 parameters on the meta device; buffers (rotary frequencies) are
     real. `materialise` gives parts of it their weights.
@@ -137,6 +206,8 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
     shape, or that the model does not have."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
+    if rope_type(config) == "longrope":
+        model.model.rotary_emb = LongRope(config)
     model.float()
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
@@ -212,6 +283,47 @@ def _random(model: PreTrainedModel, part: nn.Module, seed: str) -> dict[str, tor
     return made
 
 
+def rope_type(config) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def length_dependent_rope(config) -> str | None:
+    """The type of the model's rotary embedding if transformers picks its frequencies by the longest
+    document of a batch: with others beside it, a document may get other ones than alone."""
+    kind = rope_type(config)
+    return kind if kind in ("longrope", "dynamic") else None
+
+
+class LongRope(nn.Module):
+    """The rotary embedding of type longrope, with the frequencies of each document's own length.
+
+    transformers has one choice for a whole batch. Its other type that depends on lengths, dynamic,
+    needs none: up to the model's max_position_embeddings its frequencies stay the same."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.short_up_to = config.rope_parameters["original_max_position_embeddings"]
+        frequencies = ROPE_INIT_FUNCTIONS["longrope"]
+        for name, length in (("short", self.short_up_to), ("long", self.short_up_to + 1)):
+            inv_freq, self.scaling = frequencies(config, torch.device("cpu"), seq_len=length)
+            self.register_buffer(name, inv_freq, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, hidden, position_ids, cu_seqlens):
+        """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1]."""
+        lengths = document_lengths(cu_seqlens, tuple(position_ids.shape))
+        is_long = (lengths > self.short_up_to)[..., None]
+        angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
+        angles = torch.cat((angles, angles), dim=-1)
+        return tuple((f(angles) * self.scaling).to(hidden.dtype) for f in (torch.cos, torch.sin))
+
+
+def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
+    """(cos, sin) for packed documents."""
+    more = (documents.cu_seqlens,) if isinstance(rotary, LongRope) else ()
+    return rotary(hidden, position_ids, *more)
+
+
 class Blocks(nn.Module):
     """Consecutive decoder blocks: what is compiled, sharded or sent to a stage as one unit.
 
@@ -258,10 +370,12 @@ class Tail(nn.Module):
         super().__init__()
         self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
 
-    def forward(self, hidden, index, targets=None):
+    def forward(self, hidden, index, targets=None, answers=None):
         hidden, weight = self.norm(hidden), self.lm_head.weight
         if targets is None:
             return next_tokens(hidden, weight, index)
+        if answers is not None:
+            return score(hidden, weight, index, targets, answers, self.compiled)
         return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
 
 
@@ -273,14 +387,15 @@ class DecoderLoss(nn.Module):
         self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
         self.tail, self.rotary = Tail(lm.model.norm, lm.lm_head, compiled), lm.model.rotary_emb
 
-    def forward(self, input_ids, position_ids, documents, index, targets=None):
-        """Loss sum over the flat positions `index` with `targets` [n], or without targets the
-        likeliest next tokens there. input_ids, position_ids: int64 [B, S]."""
+    def forward(self, input_ids, position_ids, documents, index, targets=None, answers=None):
+        """Loss sum over the flat positions `index` with `targets` [n], with `answers` [n] what
+        loss.score returns, or without targets the likeliest next tokens there. input_ids,
+        position_ids: int64 [B, S]."""
         hidden = self.embed_tokens(input_ids)
-        rotary = self.rotary(hidden, position_ids)
+        rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:
             hidden = unit(hidden, rotary, position_ids, documents)
-        return self.tail(hidden, index, targets)
+        return self.tail(hidden, index, targets, answers)
 
 
 def flops_per_token(config, seq_len: int) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -11,14 +11,19 @@ from torch.optim.adamw import adamw
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
+LOW = "low"  # and of a bf16 parameter that is half of its master: the other half
 
 
-def compiles_adamw(works: bool, n_params: int, world_size: int, say: Callable) -> bool:
-    """Whether to compile AdamW. works: torch.compile does here; n_params: the whole model's. On two
-    H200 it was worth 3 % for 8B, for 0.6B nothing that could be told from noise (bench/LOG.md)."""
-    chosen = works and n_params / world_size >= 1e9
+def compiles_adamw(
+    works: bool, n_params: int, world_size: int, say: Callable, flat: bool = False
+) -> bool:
+    """Whether to compile AdamW. works: torch.compile does here; n_params: the whole model's; flat:
+    a unit's parameters are one tensor. On two H200 it was worth 3 % for 8B, for 0.6B with small
+    tensors nothing that could be told from noise (bench/LOG.md)."""
+    chosen = works and (flat or n_params / world_size >= 1e9)
     if chosen:
-        say("adamw: compiled (faster from 1e9 parameters a process on)")
+        why = "for large tensors" if flat else "faster from 1e9 parameters a process on"
+        say(f"adamw: compiled ({why})")
     return chosen
 
 
@@ -61,7 +66,8 @@ class CompiledAdamW(torch.optim.AdamW):
             (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
             large, small = [], []
             for each in zip(*(lists[i] for i in (0, 1, 2, 3, 5)), strict=True):
-                (large if each[0].numel() >= self.LARGE else small).append(each)
+                compiles = each[0].numel() >= self.LARGE or LOW in self.state[each[0]]
+                (large if compiles else small).append(each)
             if small:
                 params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*small, strict=True))
                 adamw(
@@ -79,9 +85,11 @@ class CompiledAdamW(torch.optim.AdamW):
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
             for *tensors, _ in large:
                 # flat, for shapes of a size to share their code
-                pieces = (t.detach().view(-1).split(self.PIECE) for t in tensors)
-                for piece in zip(*pieces, strict=True):
-                    compiled_adamw()(*piece, *numbers)
+                pieces = [t.detach().view(-1).split(self.PIECE) for t in tensors]
+                low = self.state[tensors[0]].get(LOW)
+                low = [None] * len(pieces[0]) if low is None else low.view(-1).split(self.PIECE)
+                for *piece, other_half in zip(*pieces, low, strict=True):
+                    compiled_adamw()(*piece, *numbers, other_half)
 
 
 @functools.cache
@@ -90,10 +98,17 @@ def compiled_adamw():
     return torch.compile(_adamw, dynamic=False)
 
 
-def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps):
+def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=None):
     """As in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019), in place, or not
-    at all. less: lr * decay; size: lr / (1 - beta1**step); root: sqrt(1 - beta2**step)."""
-    g = g / divisor
+    at all. less: lr * decay; size: lr / (1 - beta1**step); root: sqrt(1 - beta2**step).
+    low: of a p in bf16, the other half of its master."""
+    if low is not None:
+        master = join(p, low)
+        _adamw(master, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps)
+        for old, new in zip((p, low), split(master), strict=True):
+            old.copy_(new)
+        return
+    g = g.float() / divisor
     new_m = m.lerp(g, 1 - beta1)
     new_v = v.lerp(g * g, 1 - beta2)
     # not p * (1 - less): fp32 has no 1 - 2e-7, the decay of a usual lr, but only 1 - 1.8e-7
@@ -102,39 +117,22 @@ def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps):
         old.copy_(torch.where(skip > 0, old, new))
 
 
-def with_fp32_masters(model: nn.Module, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Turn the model's fp32 parameters into `dtype` and return the fp32 masters to optimize.
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights in bf16, what they lack in int16) of an fp32 tensor: `join` makes it of them.
 
-    Each micro-batch's gradient is added to the master's in fp32, as sharded training does it; the
-    optimizer made from the masters must be passed to `copy_masters` (fp32: the parameters)."""
-    if dtype == torch.float32:
-        return list(model.parameters())
-    masters = []
-
-    def accumulate(param, master):
-        grad = param.grad.float()
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
-        param.grad = None
-
-    for param in model.parameters():
-        master = nn.Parameter(param.detach().clone())
-        param.data = param.data.to(dtype)
-        param.register_post_accumulate_grad_hook(functools.partial(accumulate, master=master))
-        masters.append(master)
-    return masters
+    The weights are rounded to the nearest, to even in a tie. What is added to the bits of a weight
+    to get those of its master fits in 16 bits but for every second tie, where it is 32,768: such a
+    master comes back one unit of fp32's last place nearer to zero."""
+    bits = master.view(torch.int32)
+    high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    low = (bits - (high << 16)).clamp(max=0x7FFF)
+    return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
-def copy_masters(optimizer: torch.optim.Optimizer, model: nn.Module, masters: list):
-    """After each step of the optimizer, bring the model's parameters up to their masters. Returns
-    the function that does it."""
-
-    def copy(*_):
-        with torch.no_grad():
-            torch._foreach_copy_(list(model.parameters()), masters)
-
-    if masters and masters[0].dtype != next(model.parameters()).dtype:
-        optimizer.register_step_post_hook(copy)
-    return copy
+def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 tensor that `split` made these two of."""
+    high = weights.view(torch.int16).to(torch.int32) << 16
+    return (high + low).view(torch.float32)
 
 
 def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
@@ -143,8 +141,14 @@ def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             step = torch.tensor(float(steps), device=p.device)
-            moments = {name: torch.zeros_like(p) for name in MOMENTS}
-            optimizer.state[p] = {"step": step, **moments}
+            moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in MOMENTS}
+            optimizer.state[p].update({"step": step, **moments})
+
+
+def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+    """(parameter, its fp32 master, *MOMENTS of it) of each of `pairs`, (parameter, master)."""
+    for p, master in pairs:
+        yield p, master.detach(), *(optimizer.state[master][name] for name in MOMENTS)
 
 
 def adam_steps(optimizer: torch.optim.AdamW) -> int:

@@ -2,7 +2,9 @@
 
 Both scripts make the same plan from the same flags; each decision is printed with its reason."""
 
+import contextlib
 import functools
+import json
 import math
 import shutil
 import time
@@ -14,10 +16,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llm_demo.args import command_line
+from llm_demo.args import command_line, parsed
 from llm_demo.attention import choose
 from llm_demo.compiling import choose_compile
 from llm_demo.data import (
+    LONGEST_DEFAULT,
     Batch,
     Packs,
     collate,
@@ -39,7 +42,12 @@ from llm_demo.model import (
     load_config,
     load_tokenizer,
     open_weights,
+    position_limit,
+    window_of,
+    without_window,
 )
+from llm_demo.progress import progress
+from llm_demo.records import hub_parts
 
 
 class Plan(NamedTuple):
@@ -84,12 +92,15 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     )
     run.say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
 
-    tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder))
+    tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
-    train, heldout = load_data(args, world, tokenizer, run.say)
+    limit = min(filter(None, (position_limit(config), window_of(config), LONGEST_DEFAULT)))
+    resumed_seq_len(args, world, run)
+    train, heldout = load_data(args, world, tokenizer, run.say, limit)
+    fit_window(config, args, [packs for packs in (train, heldout) if packs], run.say)
 
     for packs in filter(None, (train, heldout)):
         if any(f["format"] == "tokens" for f in packs.stats["files"]):
@@ -126,6 +137,12 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
         "rows; "
         f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
     )
+    if args.warmup_steps > max_steps:
+        run.say(
+            f"warning: --warmup_steps {args.warmup_steps} is longer than the run of {max_steps} "
+            f"steps: the learning rate only rises, to {lr * max_steps / args.warmup_steps:.2g} in "
+            "the last step; give a shorter warm-up"
+        )
     block, head = flops_per_token(config, args.seq_len)
     plan = Plan(
         run, dtype, attn_impl, compiled, config, weights, tokenizer, train, heldout,
@@ -150,26 +167,75 @@ def describe_model(model: Path, tokenizer, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def load_data(args: Namespace, world: World, tokenizer, say) -> tuple[Packs, Packs | None]:
-    """(training rows, held-out rows or None), built once a node."""
+def resumed_seq_len(args: Namespace, world: World, run: Run) -> None:
+    """Without --seq_len, a resumed run keeps the value it had, so that its rows stay the same. The
+    default was a fixed number in earlier versions."""
+    if args.seq_len or not args.resume:
+        return
+    folder = run.folder if args.resume == "auto" else Path(args.resume)
+
+    def look() -> int:
+        for settings in (folder / "config.json", folder.parent.parent / "config.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return int(json.loads(settings.read_text())["seq_len"])
+        return 0
+
+    args.seq_len = from_rank0(world, look)
+    if args.seq_len:
+        run.say(f"seq_len: {args.seq_len} (from the resumed run)")
+
+
+def fit_window(config, args: Namespace, found: list[Packs], say) -> None:
+    """Raise UserError if a document is longer than the model's sliding window."""
+    window, longest = window_of(config), max(packs.longest for packs in found)
+    without_window(config, longest)
+    if window and args.seq_len > window and longest + args.sample_tokens > window:
+        args.sample_tokens = window - longest  # prompt and answer must fit into the window
+        say(f"answers: limited to {args.sample_tokens} tokens by the sliding window of {window}")
+
+
+def load_data(
+    args: Namespace, world: World, tokenizer, say, limit: int = LONGEST_DEFAULT
+) -> tuple[Packs, Packs | None]:
+    """(training rows, held-out rows or None), built once per node. If args.seq_len is 0, it is set
+    from the lengths of the training documents, to `limit` at most."""
     heldout = heldout_beside(args.train_json) if args.eval_json == "auto" else args.eval_json
     args.eval_json = heldout or "none"
-    flags = ("seq_len", "train_on_prompt", "input_key", "target_key", "data_format", "overlong")
+    flags = (
+        "seq_len", "train_on_prompt", "input_key", "target_key", "data_format", "overlong",
+        "learn_turns", "dataset_config",
+    )  # fmt: skip
+    both = f"{args.train_json},{args.eval_json}"
+    for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
+        if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
+            raise UserError(
+                f"--{name} {getattr(args, name)} applies only to hub datasets, and "
+                f"--train_json {args.train_json} is not one"
+            )
 
-    def load(path: str) -> Packs:
+    def load(path: str, split: str | None = None) -> Packs:
         options = {name: getattr(args, name) for name in flags}
-        packs = load_packs(path, tokenizer, pack=args.pack_sequences, log=say, **options)
+        options |= {"dataset_split": split, "seq_len_limit": limit, "log": say}
+        packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
         if not len(packs):
             raise UserError(
                 f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}"
             )
         return packs
 
-    train = once_per_node(world, functools.partial(load, args.train_json))
+    split = args.dataset_split or "train"
+    train = once_per_node(world, functools.partial(load, args.train_json, split))
+    if not args.seq_len:
+        args.seq_len = parsed["seq_len"] = train.seq_len
+        say(f"seq_len: {args.seq_len} ({train.stats['seq_len_why']})")
     if args.eval_json == "none":
         say("held-out: none given, so no held-out loss")
         return train, None
-    return train, once_per_node(world, functools.partial(load, args.eval_json))
+    heldout = once_per_node(world, functools.partial(load, args.eval_json))
+    both = {f["path"] for f in train.stats["files"]} & {f["path"] for f in heldout.stats["files"]}
+    for path in sorted(both):
+        say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
+    return train, heldout
 
 
 def rows_of(plan: Plan, args: Namespace, step: int) -> np.ndarray:
@@ -187,11 +253,15 @@ def micro_batches(
     plan: Plan, packs: Packs, rows: np.ndarray, replica: int, micro: int
 ) -> Iterator[Batch]:
     """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
-    for group in rows.reshape(-1, plan.replicas, micro)[:, replica]:
-        started = time.perf_counter()
-        batch = collate(packs, group, plan.max_docs)
-        plan.run.data_seconds += time.perf_counter() - started
-        yield batch
+    groups = rows.reshape(-1, plan.replicas, micro)[:, replica]
+    evaluating = packs is plan.heldout
+    with progress(what="evaluating", total=len(groups), unit="batches", show=evaluating) as bar:
+        for group in groups:
+            started = time.perf_counter()
+            batch = collate(packs, group, plan.max_docs)
+            plan.run.data_seconds += time.perf_counter() - started
+            bar.update(1)
+            yield batch
 
 
 def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:
@@ -201,6 +271,20 @@ def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:
     rows = np.full(count * plan.replicas * micro, -1)
     rows[:n] = np.arange(n)
     return rows
+
+
+def try_forward(plan: Plan, args: Namespace, ask: Callable) -> None:
+    """A dry run's one forward pass, not compiled: a model may be refused only there."""
+    batch = collate(plan.train, rows_of(plan, args, 0)[: args.micro_batch_size], plan.max_docs)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
+
+
+def heldout_score(plan: Plan, total: torch.Tensor) -> tuple[float, int, int]:
+    """(held-out loss, rows answered exactly, rows) from loss.score's sum over all held-out rows."""
+    loss, wrong = total.tolist()
+    rows = len(plan.heldout.row_docs)
+    return loss / int(plan.heldout.label_counts.sum()), rows - round(wrong), rows
 
 
 def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from llm_demo.device import this_device
+from llm_demo.process import PARENT
 
 
 def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
@@ -28,6 +29,7 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     if file.exists():
         return file.read_text() or None
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env[PARENT] = str(os.getpid())
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
     command = [sys.executable, "-m", module, *map(str, args)]
     try:

@@ -29,6 +29,8 @@ def choose_folder(args: Namespace, world: World, script: str) -> Path:
             raise UserError(f"--output_dir {folder}: can't be made in {above}")
         if folder.exists() and not folder.is_dir():
             raise UserError(f"--output_dir {folder} is a file: choose another name")
+        if args.overwrite:
+            _refuse_inputs_in(folder, args)
         if folder.exists() and any(folder.iterdir()):
             if not (args.overwrite or args.resume == "auto"):
                 raise UserError(
@@ -47,14 +49,42 @@ def choose_folder(args: Namespace, world: World, script: str) -> Path:
     return from_rank0(world, choose)
 
 
-def take_folder(folder: Path, args: Namespace):
-    """Make the folder, or empty it for --overwrite; returns its lock, a file to keep open. Raises
-    UserError where another run is at work, whose lock ends with its process, however that does."""
+def _refuse_inputs_in(folder: Path, args: Namespace) -> None:
+    """Raise UserError if --overwrite would delete what this run reads."""
+    for flag in ("model_name_or_path", "tokenizer_name_or_path", "train_json", "eval_json"):
+        for name in (getattr(args, flag) or "").split(","):
+            path = Path(name).expanduser()
+            if path.exists() and folder.resolve() in (path.resolve(), *path.resolve().parents):
+                raise UserError(f"--overwrite would delete --{flag} {name}: choose another folder")
+
+
+def lock_folder(folder: Path, args: Namespace):
+    """Lock the folder of an earlier run, before its checkpoints are looked for: a file to keep
+    open, or None where there is none to lock. Creates nothing in a dry run. Raises UserError if
+    another run is at work there; its lock ends with its process, however that ends."""
+    made = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
+    try:
+        return None if args.estimate else _lock(folder / "cmd.sh", "r+" if made else "a")
+    except FileNotFoundError:
+        return None
+    except BlockingIOError:
+        raise UserError(f"--output_dir {folder}: another run is at work there") from None
+    except OSError as e:
+        raise UserError(f"--output_dir {folder}: {e.strerror}: {e.filename}") from None
+
+
+def take_folder(folder: Path, args: Namespace, held):
+    """Make the folder, or empty it for --overwrite; returns its lock. held: what `lock_folder`
+    returned. Raises UserError if another run has taken the folder since then."""
     try:
         if args.overwrite and folder.exists():
-            _lock(folder / "cmd.sh", "a").close()
+            _lock(folder / "cmd.sh", "a").close() if not held else None
             shutil.rmtree(folder.resolve())
+        elif held:
+            return held
         folder.mkdir(parents=True, exist_ok=True)
+        if published(folder / "checkpoints"):
+            raise FileExistsError
         return _lock(folder / "cmd.sh", "a" if args.resume == "auto" else "x")
     except (FileExistsError, BlockingIOError):
         raise UserError(f"--output_dir {folder}: another run is at work there") from None
@@ -78,12 +108,27 @@ def describe_run(folder: Path, settings: dict, world: World, script: str) -> Non
     given = os.environ
     several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
     nodes = [f"{name}={given[name]}" for name in several if name in given]
-    # Not through the launcher: its defaults would fill what this run left to the script.
+    # Not through the launcher: its defaults would fill what this run left to the script. With exec,
+    # because a run that goes on in this folder rewrites the file while bash would still read it.
     (folder / "cmd.sh").write_text(
         f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-        f"{' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
+        f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
         f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
-        f"{kind} {shlex.quote(str(ROOT / path))} {shlex.join(argv)}\n"
+        f'{kind} {shlex.quote(str(ROOT / path))} {shlex.join(argv)} "$@"\n'
+    )
+
+
+def gone(folder: Path) -> str:
+    return f"{folder} is gone: it was deleted or moved while the run was at work there"
+
+
+def last_checkpoint(folder: Path) -> str:
+    """A clause that names the checkpoint to go on from."""
+    names = [path.name for path in published(folder / "checkpoints")]
+    return (
+        f"the last good checkpoint is {folder}/checkpoints/{names[0]}"
+        if names
+        else ("there is no checkpoint yet")
     )
 
 

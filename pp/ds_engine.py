@@ -178,6 +178,8 @@ def make_engine(
     """deepspeed.initialize, with the engine's instructions corrected. compiled: bf16's sums too."""
     with quiet():  # it prints the memory in use at each step of its way
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
+    if scaler := getattr(engine.optimizer, "loss_scaler", None):
+        scaler.raise_error_at_min_scale = False  # --max_skipped_steps ends the run
     # Instructions are looked up in a map of the class: overriding a method would change nothing.
     instructions = dict(need(vars(type(engine)), "_INSTRUCTION_MAP"))
     need(instructions, schedule.ReduceTiedGrads)

@@ -98,7 +98,8 @@ def facts_of(engine) -> dict:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scale = {"scale": 1.0, "good_steps": 0}
     if getattr(scaler, "dynamic", False):
-        # DeepSpeed's count does not begin anew where the scale grows
-        good = (scaler.cur_iter - scaler.last_overflow_iter - 1) % scaler.scale_window
+        # DeepSpeed's count does not restart where the scale grows: in the step after a full window
+        good = scaler.cur_iter - scaler.last_overflow_iter - 1
+        good = (good - 1) % scaler.scale_window + 1 if good else 0
         scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
     return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}

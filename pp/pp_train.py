@@ -19,16 +19,18 @@ from llm_demo.checkpoint import Checkpoints
 from llm_demo.data import boundaries, to_device
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
-from llm_demo.loss import learnt
-from llm_demo.model import param_count, skeleton
+from llm_demo.loss import answers_of, learnt
+from llm_demo.model import loading, param_count, skeleton
 from llm_demo.optim import compiles_adamw, lr_at, make_adamw
 from llm_demo.plan import (
     heldout_rows,
+    heldout_score,
     make_plan,
     micro_batches,
     rows_of,
     show_answers,
     token_counts,
+    try_forward,
 )
 
 
@@ -89,8 +91,10 @@ def main() -> None:
     n_params = param_count(lm)
     specs, bounds, layouts = stages.layer_specs(lm, plan, args, counts, world.device)
     loss_fn = functools.partial(stages.loss_fn, compiled=plan.compile)
+    score_fn = functools.partial(stages.score_fn, compiled=plan.compile)
     kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
-    module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
+    with loading(plan.weights, args.stages):
+        module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
     compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say)
@@ -107,28 +111,31 @@ def main() -> None:
         ds_state.make_moments(engine)
     replica = engine.grid.get_data_parallel_id()
 
-    def feed(packs, rows, factor, micro=B):
-        """(inputs, labels) of each micro-batch; the first stage takes one, the last the other."""
+    def feed(packs, rows, factor=None, micro=B):
+        """(inputs, labels) of each micro-batch; the first stage takes one, the last the other.
+        Without a factor: labels for `score_fn`."""
         mine = rows.reshape(-1, plan.replicas, micro)[:, replica]
         for layout in layouts:
             layout.follow(boundaries(packs, group, plan.max_docs) for group in mine)
 
         def pairs():
             for batch in micro_batches(plan, packs, rows, replica, micro):
-                labels = (*learnt(batch.labels), torch.tensor(factor))
-                yield to_device(world.device, batch.input_ids)[0], to_device(world.device, *labels)
+                index, targets = learnt(batch.labels)
+                last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
+                labels = to_device(world.device, index, targets, last)
+                yield to_device(world.device, batch.input_ids)[0], labels
 
         return pairs()
 
-    def evaluate() -> float:
+    def evaluate() -> tuple[float, int, int]:
         micro = args.eval_batch_size or B
         rows = heldout_rows(plan, micro, at_least=pieces)
         count = rows.size // plan.replicas // micro
-        batches = feed(plan.heldout, rows, 1.0, micro)
-        losses = ds_engine.forward_only(engine, batches, count, loss_fn, reshape=micro != B)
-        total = torch.stack(losses).sum() if losses else torch.zeros((), device=world.device)
+        batches = feed(plan.heldout, rows, micro=micro)
+        scores = ds_engine.forward_only(engine, batches, count, score_fn, reshape=micro != B)
+        total = torch.stack(scores).sum(0) if scores else torch.zeros(2, device=world.device)
         dist.all_reduce(total)
-        return total.item() / token_counts(plan.heldout, rows)[1]
+        return heldout_score(plan, total)
 
     def ask(batch, index):
         for layout in layouts:
@@ -142,12 +149,13 @@ def main() -> None:
         return tokens
 
     if args.dry_run:
+        try_forward(plan, args, ask)
         plan.run.say("dry run: everything is ready for step 1")
         return
     plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
     checkpoints.begin()
     if plan.heldout and not checkpoints.path:
-        plan.run.log_eval(0, evaluate())
+        plan.run.log_eval(0, *evaluate())
 
     state = functools.partial(ds_state.training_state, engine)
     facts = functools.partial(ds_state.facts_of, engine)
@@ -176,7 +184,7 @@ def main() -> None:
         if plan.heldout and (
             step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
         ):
-            plan.run.log_eval(step + 1, evaluate())
+            plan.run.log_eval(step + 1, *evaluate())
         checkpoints.after_step(step + 1, state, facts)
 
     checkpoints.finish()

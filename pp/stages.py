@@ -10,8 +10,8 @@ from torch import nn
 from llm_demo.attention import make_documents, position_ids
 from llm_demo.compiling import compile_forward
 from llm_demo.errors import UserError
-from llm_demo.loss import cross_entropy_sum, next_tokens
-from llm_demo.model import Blocks, flops_per_token, materialise, unit_sizes
+from llm_demo.loss import cross_entropy_sum, next_tokens, score
+from llm_demo.model import Blocks, flops_per_token, materialise, rotary_tables, unit_sizes
 
 
 class Layout:
@@ -33,7 +33,8 @@ class Layout:
         cu_seqlens, shape = next(self.boundaries), tuple(hidden.shape[:2])
         documents = make_documents(cu_seqlens, shape, self.attn_impl, self.device)
         positions = position_ids(documents.cu_seqlens, shape)
-        self.made = self.rotary(hidden, positions), positions, documents
+        tables = rotary_tables(self.rotary, hidden, positions, documents)
+        self.made = tables, positions, documents
         return self.made
 
 
@@ -120,6 +121,11 @@ def loss_fn(outputs, labels, compiled: bool = False):
     """(hidden, weight), (index, targets, factor) -> the micro-batch's share of the step's loss."""
     index, targets, factor = labels
     return cross_entropy_sum(*outputs, index, targets, compiled) * factor
+
+
+def score_fn(outputs, labels, compiled: bool = False):
+    """(hidden, weight), (index, targets, answers) -> loss.score of the micro-batch, fp32 [2]."""
+    return score(*outputs, *labels, compiled)
 
 
 def ask_fn(outputs, labels):

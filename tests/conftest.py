@@ -1,19 +1,74 @@
+import atexit
+import functools
 import os
+import shlex
+import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
+from import_once import ALWAYS
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def run(command, cwd=ROOT, timeout=240, **env):
-    """Run a command to its end; returns the CompletedProcess, output as text."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env}
+def environment(**more):
+    """This process's environment, the project's modules in reach, one thread for a process."""
+    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **more}
+
+
+@functools.cache
+def python() -> str:
+    """What stands for the interpreter where a test doesn't say `fresh`: see import_once.py.
+
+    FRESH=1 in the environment: the interpreter itself, everywhere."""
+    # A process that has looked for GPUs can't be forked, and macOS has no pidfd.
+    can_fork = hasattr(os, "pidfd_open") and not torch.cuda.is_available()
+    if os.environ.get("FRESH") == "1" or not can_fork:
+        return sys.executable
+    folder = tempfile.mkdtemp()  # not pytest's: the path of a socket must be short
+    stand_in = Path(folder, "python")
+    interpreter, script = (
+        shlex.quote(sys.executable),
+        shlex.quote(str(ROOT / "tests/import_once.py")),
+    )
+    stand_in.write_text(f'#!/bin/sh\nexec {interpreter} -IS {script} ask "$0" "$@"\n')
+    stand_in.chmod(0o755)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{stand_in}.socket")
+    listener.listen(64)  # who asks before the imports are done waits
+    ours, theirs = socket.socketpair()
+    sockets = [s.fileno() for s in (listener, theirs)]
+    server = subprocess.Popen(
+        [sys.executable, ROOT / "tests/import_once.py", "serve", *map(str, sockets)],
+        env=environment(**ALWAYS), pass_fds=sockets, start_new_session=True,
+    )  # fmt: skip
+
+    def end():
+        ours.close()
+        server.wait(30)
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return str(stand_in)
+
+
+def run(command, cwd=ROOT, timeout=240, fresh=False, **env):
+    """Run a command to its end; returns the CompletedProcess, output as text.
+
+    sys.executable in it, or as PYTHON, starts with everything imported. fresh: as a user's does."""
+    env = environment(**env)
+    interpreter = sys.executable if fresh else python()
+    command = [interpreter if c == sys.executable else str(c) for c in command]
+    if env.get("PYTHON") == sys.executable:
+        env["PYTHON"] = interpreter
     return subprocess.run(
-        [str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
+        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
     )
 
 
@@ -23,6 +78,22 @@ def torchrun(processes: int, script, *args, **options):
     done = run([sys.executable, *launch, script, *args], **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many of the bad inputs tried got one clear line (tests record how many they try)."""
+    tried = {
+        outcome: sum(
+            count
+            for report in terminalreporter.stats.get(outcome, ())
+            for name, count in getattr(report, "user_properties", ())
+            if name == "bad inputs"
+        )
+        for outcome in ("passed", "failed")
+    }
+    if any(tried.values()):
+        clear = f"{tried['passed']} clear / {sum(tried.values())} tried"
+        terminalreporter.write_line(f"bad input: {clear}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, python
 
 from bench import checkpoints, plots, table
 from bench import run as bench
@@ -27,6 +27,7 @@ def measure(tmp_path, monkeypatch, capsys):
     def call(*flags):
         monkeypatch.setattr(bench, "RESULTS", tmp_path)
         monkeypatch.setattr(sys, "argv", ["bench.run", *flags])
+        monkeypatch.setattr(sys, "executable", python())  # the launchers'
         code = bench.main()
         return code, capsys.readouterr().out
 

@@ -30,7 +30,9 @@ class Voice:
         self.said.append(text)
 
     def facts(self, _step):
-        return {"eval_loss": self.eval_loss}
+        more = {"tokens": 0, "label_tokens": 0, "evals": [], "adam_steps": 0}
+        scale = {"scale": 1.0, "good_steps": 0}
+        return {"eval_loss": self.eval_loss, "loss_scale": scale, **more}
 
     eval_loss = None
     flush = restart_clock = lambda self: None
@@ -107,7 +109,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(damage, tmp_path):
     assert step == 1 and "step_00000003 is passed over: " + reason in said, said
     assert "step_00000002 is passed over" in said
     checkpoints = make(tmp_path, save=True, keep_last=2)
-    checkpoints.begin()  # puts them aside: they are not to be counted as kept
+    checkpoints.tidy()  # puts them aside: they are not to be counted as kept
     save(checkpoints, 2)
     assert [p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints")] == ["2", "1"]
     named = (tmp_path / "checkpoints/damaged_step_00000003").rename(tmp_path / "step_00000003")
@@ -213,7 +215,7 @@ def trial(folder, at):
     checkpoints = t.make(folder, keep_last=2, save_async=at % 2 == 0)
     first = checkpoints.first_step
     checkpoints.args.save = True
-    checkpoints.begin()
+    checkpoints.tidy()
     sys.addaudithook(hook)
     t.save(checkpoints, *range(first + 1, first + 4))
     os._exit(0)

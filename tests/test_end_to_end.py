@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -116,6 +117,15 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
     assert config["global_batch"] == 8 and config["seq_len"] == 128 and config["lr"] == 1e-3
     env = json.loads((left / "env.json").read_text())
     assert env["versions"]["torch"] and env["world_size"] == 2
+    # medians leave out two steps of warming up
+    summary, last = json.loads((left / "summary.json").read_text()), steps[2]
+    assert summary["spread_step_ms"] == [last["perf/step_ms"]] * 2
+    for key, of in (
+        ("median_step_ms", "perf/step_ms"), ("median_comm_ms", "perf/comm_ms"),
+        ("median_comm_wait_ms", "perf/comm_wait_ms"), ("median_data_ms", "perf/data_ms"),
+        ("median_toks_per_s", "perf/toks_per_s"), ("median_slots_per_s", "perf/slots_per_s"),
+    ):  # fmt: skip
+        assert summary[key] == last[of], key
 
 
 def test_both_engines_train_alike(first_runs):
@@ -139,6 +149,7 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     """Math kernels only, as on an MI100, and with recomputed blocks: the same losses."""
     flags = ("--attn_impl", "bucketed_math", "--use_activation_checkpointing", "--max_steps", "2")
     more = ("--train_json", "my data.jsonl", "--output_dir", f"math {kind}", "--sample_tokens", "0")
+    more += ("--peak_tflops", "0.25")
     said = launch(kind, folder, *flags, *more, ATTN_IMPL="math", OUTPUT_DIR="not this").stdout
     assert "attention: bucketed_math (as asked)" in said
     assert not (folder / "not this").exists()
@@ -146,6 +157,18 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     first = losses(first_runs[kind][1])
     # the schedule's length differs, so from the second update on the learning rate would too
     assert losses(folder / f"math {kind}")[:2] == pytest.approx(first[:2], rel=bound)
+
+    # MFU by hand. A block has 98,304 weights in attention and 294,912 in its MLP, and attends to
+    # 128 slots with 6 heads of 32; there are 6 blocks, and a head of 192 x 4,096.
+    block = 6 * (98_304 + 294_912) + 12 * 6 * 32 * 128
+    flops = 8 * 128 * (6 * block + 6 * 192 * 4096)  # of a step: 8 rows of 128 slots
+    steps = [r for r in metrics(folder / f"math {kind}") if "train/loss" in r]
+    for step in steps:  # two ranks, 0.25 TFLOP/s each
+        mfu = flops / (step["perf/step_ms"] / 1e3) / (2 * 0.25e12)
+        assert step["perf/mfu"] == pytest.approx(mfu, rel=1e-6)
+    summary = json.loads((folder / f"math {kind}/summary.json").read_text())
+    assert summary["peak_tflops"] == 0.25
+    assert summary["mfu"] == pytest.approx(statistics.median(s["perf/mfu"] for s in steps))
 
 
 def test_dry_run_plans_and_trains_nothing(first_runs, folder, kind="pp"):

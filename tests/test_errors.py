@@ -19,6 +19,29 @@ LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh
 GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
 
 
+BAD_DATA = {
+    "pointer.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
+    "weight.jsonl": '{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}',
+    "system.jsonl": '{"system": "a", "messages": [{"role": "system", "content": "b"}]}',
+    "call.jsonl": '{"conversations": [{"from": "function_call", "value": "call f"}]}',
+    "history.jsonl": '{"prompt": "a", "completion": "b", "history": ["c"]}',
+    "array.json": '[{"prompt": "a"},\n {"completion": }]',
+    "numbers.json": "[1, 2]",
+    "no.jsonl.gz": "no gzip",
+    "no.jsonl.zst": "no zstd",
+    "cells.csv": "prompt,completion\na,b,c\n",
+    "twice.tsv": "prompt\tprompt\na\tb\n",
+    "broken.jinja": "{% for m in messages %}{{ m.role ",
+    "hello.jinja": "hello",
+}
+WINDOW = {
+    "model_type": "mistral", "sliding_window": 8, "vocab_size": 4096, "hidden_size": 32,
+    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048,
+}  # fmt: skip
+TINY = ["--tokenizer_name_or_path", str(ROOT / "models/qwen3-tiny")]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("errors")
@@ -31,6 +54,10 @@ def folder(tmp_path_factory):
     (folder / "tokens.jsonl").write_text('{"input_ids": [1, 2, 999999]}')
     (folder / "alias.json").write_text('{"bfloat16": {"enabled": true}}')
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    for name, text in BAD_DATA.items():
+        (folder / name).write_text(text)
+    (folder / "window").mkdir()
+    (folder / "window/config.json").write_text(json.dumps(WINDOW))
     (folder / "no model").mkdir()
     (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
@@ -71,7 +98,8 @@ LAUNCHED = [
 
 
 @pytest.mark.parametrize("kind, flags, parts", LAUNCHED, ids=lambda x: str(x[0]) + str(x[-1]))
-def test_bad_input(kind, flags, parts, folder):
+def test_bad_input(kind, flags, parts, folder, record_property):
+    record_property("bad inputs", 1)
     data = [] if "--train_json" in flags else ["--train_json", "good.jsonl"]
     out = [] if "--output_dir" in flags else ["--output_dir", "new"]
     done, seconds = launch(kind, folder, *data, *out, *flags)
@@ -123,12 +151,46 @@ CASES += [
     ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines: they serve FSDP"),
     ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: two steps"),
     ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
+    ("fsdp", ["--peak_tflops", "inf"], "--peak_tflops inf: must be a finite number"),
+    ("fsdp", ["--lr", "inf"], "--lr inf: must be a finite number"),
+    ("fsdp", ["--weight_decay", "nan"], "--weight_decay nan: must be a finite number"),
+    ("pp", ["--max_grad_norm", "nan"], "--max_grad_norm nan: must be a finite number"),
+    ("fsdp", ["--max_steps", "0", "--num_epochs", "inf"], "--num_epochs inf: must be a finite"),
+    ("fsdp", ["--seed", "1" + 40 * "0"], "--seed 1000.*: must be at most"),
     ("fsdp", ["--train_json", "tokens.jsonl"], "token 999999, but the model knows"),
+]
+CASES += [
+    ("fsdp", ["--train_json", "pointer.jsonl"], "pointer.jsonl is a Git LFS pointer"),
+    ("fsdp", ["--train_json", "weight.jsonl"], r"weight.jsonl:1: messages\[0\]: weight must be 0"),
+    ("fsdp", ["--train_json", "system.jsonl"], "system.jsonl:1: 'system' differs from"),
+    ("fsdp", ["--train_json", "call.jsonl"], "call.jsonl:1: .* a function_call turn must hold"),
+    ("fsdp", ["--train_json", "history.jsonl"], "history.jsonl:1: 'history' must be a list"),
+    ("fsdp", ["--train_json", "array.json"], "array.json:2: broken JSON: .* at column 17"),
+    ("fsdp", ["--train_json", "numbers.json"], "numbers.json:1: a row must be a JSON object"),
+    ("fsdp", ["--train_json", "no.jsonl.gz"], "no.jsonl.gz: damaged or truncated .gz file"),
+    ("fsdp", ["--train_json", "no.jsonl.zst"], "no.jsonl.zst: damaged or truncated .zst file"),
+    ("fsdp", ["--train_json", "cells.csv"], "cells.csv:1: 3 cells, but 2 columns"),
+    ("fsdp", ["--train_json", "twice.tsv"], "twice.tsv: two columns are named 'prompt'"),
+    ("fsdp", ["--train_json", "no model"], "no model is a folder that holds no data file"),
+    ("fsdp", ["--eval_json", "openai/gsm8k"], "openai/gsm8k: name the split"),
+    ("fsdp", ["--dataset_config", "main"], "--dataset_config main applies only to hub datasets"),
+    ("fsdp", ["--dataset_split", "test"], "--dataset_split test applies only to hub datasets"),
+    ("fsdp", ["--learn_turns", "some"], "--learn_turns.*some"),
+    ("fsdp", ["--learn_turns", "last", "--train_on_prompt"], "--learn_turns last.* contradict"),
+    ("fsdp", ["--seq_len", "-64"], "--seq_len -64"),
+    ("fsdp", ["--chat_template", "absent.jinja"], "--chat_template absent.jinja: No such file"),
+    ("fsdp", ["--chat_template", "broken.jinja"], "--chat_template broken.jinja:1: "),
+    ("pp", ["--chat_template", "hello.jinja"], "hello.jinja: not a chat template"),
+    ("fsdp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
+    ("pp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
 ]
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)
-def test_bad_input_of_one_process(kind, flags, message, folder, monkeypatch, capsys):
+def test_bad_input_of_one_process(
+    kind, flags, message, folder, monkeypatch, capsys, record_property
+):
+    record_property("bad inputs", 1)
     if kind == "pp":
         import pp.pp_train as script
     else:

@@ -101,7 +101,12 @@ MASKS = {
     "one blank answer": (
         CHATML,
         chat("hi", "", "b", "c"),
-        PAIR + "⟦<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
+        PAIR + "<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
+    ),
+    "reasoning lost in an earlier turn": (
+        QWEN3,
+        chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c"),
+        PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
     ),
     "spaces kept by the template": (CHATML, chat("hi", " yo "), PAIR + "⟦ yo <E>⟧\n"),
     "empty think before the last answer": (
@@ -149,10 +154,10 @@ def test_mask(case):
 
 
 SKIPPED = {
-    "reasoning lost in an earlier turn": (
+    "reasoning lost in the only answer": (
         QWEN3,
-        chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c"),
-        labels.REWRITTEN,
+        chat("hi", "<think>\nr\n</think>\n\nyo", "b"),
+        labels.NO_REASONING,
     ),
     "template changes the text": (
         CHATML.replace("m.content", "m.content | upper"),
@@ -162,7 +167,7 @@ SKIPPED = {
     "tool call not rendered": (
         CHATML,
         chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
-        labels.REWRITTEN,
+        labels.NO_CALLS,
     ),
     "special token inside the answer": (CHATML, chat("hi", "a<S>b"), labels.REWRITTEN),
     "newline token reaches into the answer": (CHATML, chat("hi", "\nyo"), labels.STRADDLED),
@@ -188,7 +193,7 @@ def test_skipped(case):
 
 
 def test_generation_tags_with_context_turns_and_with_untagged_turns():
-    record = chat("hi", "yo", "b", "c")._replace(learn_from=2)
+    record = chat("hi", "yo", "b", "c")._replace(context=frozenset({0, 1}))
     expected = golden(PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n")
     assert one(record, make_tokenizer(TAGGED)) == expected
     last_only = TAGGED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")

@@ -32,6 +32,22 @@ def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
         torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("scale", [100.0, 1e5])
+def test_logits_that_exp_overflows_at(scale):
+    """exp(89) is infinite in fp32. Losses and gradients are those of PyTorch's own, and finite."""
+    hidden, weight, labels = case(17, torch.float32)
+    hidden = (hidden * scale).detach().requires_grad_()
+    logits = (hidden @ weight.T).flatten(0, 1)
+    assert logits.amax() > 89 and logits.amin() < -89
+    mine = cross_entropy_sum(hidden, weight, *learnt(labels))
+    plain = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    assert mine.isfinite()
+    torch.testing.assert_close(mine, plain)
+    grads = torch.autograd.grad(mine, (hidden, weight))
+    for a, e in zip(grads, torch.autograd.grad(plain, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
 def test_tied_weight_gets_both_gradients():
     torch.manual_seed(0)
     weight = torch.randn(V, D, requires_grad=True)

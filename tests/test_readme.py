@@ -11,6 +11,7 @@ from conftest import ROOT
 from bench.run import make_parser
 from fsdp.train_fsdp import FsdpArgs
 from llm_demo import args, attention, evaluate, export, metrics, records
+from llm_demo.check import __main__ as check
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
@@ -86,8 +87,9 @@ def test_every_flag_is_named_and_every_flag_named_exists():
     named = set(re.findall(r"--\w[\w-]*", README)) - {"--no_"}
     assert len(named) > 30
     of_bench = set(re.findall(r"--\w+", make_parser().format_help()))
-    parsers = (export.make_parser(), evaluate.make_parser())
+    parsers = (export.make_parser(), evaluate.make_parser(), check.make_parser())
     commands = {f for p in parsers for f in re.findall(r"--\w+", p.format_help())} - {"--help"}
+    commands.add("--check")  # of setup.sh
     assert named <= flags | of_bench | commands, named - flags - of_bench - commands
     assert commands <= named, commands - named
     # --no_x is said of all booleans at once; the deepspeed launcher adds --local_rank

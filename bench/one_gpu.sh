@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# One GPU: the plain path beside FSDP2 and torchtitan, and how fast `python -m llm_demo.evaluate`
+# answers. In parts, of at most ten minutes each:
+#
+#   bash bench/one_gpu.sh OUT steps                                      9 min: the preset one_gpu
+#   bash bench/one_gpu.sh OUT answers ROWS.jsonl TOKENIZER_FOLDER        6 min
+#   bash bench/one_gpu.sh OUT tests                                      2 min
+#
+# OUT gets results and logs. MODEL, ROWS, NEW_TOKENS, PRESET and ONLY make it smaller.
+set -uo pipefail
+OUT=$(mkdir -p "$1" && cd "$1" && pwd) PART=$2 DATA=${3:-} TOKENIZER=${4:-}
+MODEL=${MODEL:-models/qwen3-0.6b} ROWS=${ROWS:-1319} NEW_TOKENS=${NEW_TOKENS:-256}
+PRESET=${PRESET:-one_gpu}
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+export PYTHON=${PYTHON:-python3} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-0}
+
+step() { # name, seconds, command: its output goes to a log, its status and time to steps.txt
+    local name=$1 limit=$2 started=$SECONDS
+    shift 2
+    timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
+    echo "$name: status $?, $((SECONDS - started)) s" | tee -a "$OUT/steps.txt"
+}
+
+if [[ $PART == tests ]]; then
+    step gpu_tests 300 "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_one_process.py \
+        tests/test_answers.py tests/test_rotary.py
+    tail -15 "$OUT/gpu_tests.log"
+elif [[ $PART == steps ]]; then
+    step steps 590 "$PYTHON" -m bench.run --preset "$PRESET" --only "${ONLY:-}" --out one_gpu_run \
+        --overwrite --timeout 200
+    mv bench/results/one_gpu_run "$OUT/$PRESET"
+    cat "$OUT/steps.log"
+else
+    work=$(mktemp -d)
+    trap 'rm -rf "$work"' EXIT
+    # random weights hardly ever stop, so each answer is of full length
+    "$PYTHON" - "$MODEL" "$TOKENIZER" "$work/model" <<'EOF' || exit 1
+import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+model, tokenizer, out = sys.argv[1:]
+torch.manual_seed(0)
+config = AutoConfig.from_pretrained(model)
+AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(out)
+AutoTokenizer.from_pretrained(tokenizer).save_pretrained(out)
+EOF
+    head -n "$ROWS" "$DATA" >"$work/rows.jsonl"
+    evaluate() { # name, limit, flags
+        step "$1" "$2" "$PYTHON" -m llm_demo.evaluate --models "$work/model" --out "$OUT/$1" \
+            --data "$work/rows.jsonl" --input_key question --target_key answer \
+            --answer_regex '#### (-?[\d,.]+)' "${@:3}"
+        grep -E ' in [0-9.]+ s$|error' "$OUT/$1.log"
+    }
+    evaluate all_auto 250 --max_new_tokens "$NEW_TOKENS"
+    evaluate all_reference 250 --max_new_tokens "$NEW_TOKENS" --generate reference
+    few=(--rows 64 --show 64 --max_new_tokens $((NEW_TOKENS / 4)))
+    for dtype in fp32 bf16; do
+        evaluate "batch_$dtype" 100 "${few[@]}" --dtype $dtype --generate batch
+        evaluate "reference_$dtype" 100 "${few[@]}" --dtype $dtype --generate reference
+    done
+    evaluate alone_bf16 200 "${few[@]}" --dtype bf16 --generate reference --batch_size 1
+    "$PYTHON" - "$OUT" <<'EOF' | tee "$OUT/agreement.txt"
+import json, sys
+def answers(name):
+    try:
+        found = json.load(open(f"{sys.argv[1]}/{name}/evaluation.json"))["models"][0]["files"][0]
+    except FileNotFoundError:
+        return []
+    return [answer["answer"] for answer in found["answers"]]
+for one, other in (
+    ("batch_fp32", "reference_fp32"), ("batch_bf16", "reference_bf16"),
+    ("batch_bf16", "alone_bf16"), ("reference_bf16", "alone_bf16"),
+):
+    same = [a == b for a, b in zip(answers(one), answers(other))]
+    print(f"{one} and {other}: {sum(same)} of {len(same)} answers are the same")
+EOF
+fi

@@ -1,0 +1,278 @@
+"""Find out whether this machine can train: python -m llm_demo.check [--json] [--output_dir DIR]
+
+One line for each thing checked: ok, warning or error, and what to do about it. Exit code 1 if there
+is an error, that is if training can't work. docs/check.md explains every line."""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+
+from llm_demo.check import files, gpus, machine, pairs, processes
+from llm_demo.check.machine import ERROR, OK, WARNING
+from llm_demo.check.processes import ROOT, Worker, ask, receive
+
+# Seconds for a command, most of which start with an import. pairs.LIMITS has those of groups.
+LIMIT = 90
+HEADS = [16, 8, 128]  # query heads, key-value heads, head size: Qwen3-0.6B's
+FUSED = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # backends of PyTorch's SDPA
+
+
+def check(output_dir: str, tell) -> dict:
+    """Run every check in order; tell(lines) is called as soon as the next lines are known.
+
+    Returns what was measured, for --json."""
+    facts = {}
+    tell(machine.python())
+    base, disk = Worker(), Worker("llm_demo.check.files")
+    base.send("torch_facts")
+    disk.send("disk", folder=output_dir)
+    disk.send("locks")
+    smi = gpus.nvidia()
+    torch = facts["torch"] = receive([[base]], LIMIT)[0][0]
+    tell(machine.torch_build(torch, smi))
+    devices = torch.get("devices", [])
+    if works := "torch" in torch:
+        tell(machine.packages())
+        probes = start_probes(base, facts)
+        with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
+            if devices:
+                check_gpus(devices, smi, folder, facts, tell)
+            else:
+                check_cpu(folder, facts, tell)
+    tell(machine.tools())
+    tell(machine.shared_memory(len(devices)))
+    tell(machine.locked_memory())
+    tell(machine.cores(len(devices)))
+    tell(machine.numa([device["bus"] for device in devices]))
+    facts["disk"], facts["locks"] = (receive([[disk]], LIMIT)[0][0] for _ in range(2))
+    tell(files.disk_line(facts["disk"], output_dir))
+    tell(files.locks_line(facts["locks"]))
+    if works:
+        answers = receive([[worker] for worker in probes.values()], LIMIT)
+        facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
+        tell(attention(base, facts))
+        tell(deepspeed(facts["probes"]["deepspeed"]))
+    if devices and devices[0]["vendor"] == "amd":
+        tell(amd(devices, facts))
+    return facts
+
+
+# ---------------------------------------------------------------- the devices
+
+
+def check_gpus(devices, smi, folder, facts, tell) -> None:
+    """Each GPU alone, each pair, all together."""
+    amd = devices[0]["vendor"] == "amd"
+    for i, device in enumerate(devices):
+        uuid = device.pop("uuid").removeprefix("GPU-")  # not for a public report
+        row = smi["gpus"].get(uuid, {})
+        device["bus"] = row.get("bus") or device.get("bus", "")
+        device["index"] = row.get("index", i)
+    places = [device["bus"] for device in devices]
+    # The timing is for the question whether RCCL's flight recorder has durations.
+    timed = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"} if amd else {}
+    fleet, control = pairs.Fleet(len(devices), "cuda", folder, **timed), None
+    if len(devices) > 1 and os.environ.get(pairs.P2P_OFF, "0") == "0":
+        control = pairs.Fleet(len(devices), "cuda", folder, **{pairs.P2P_OFF: "1"})
+        control.start()
+    fleet.start()
+    answers, loads = fleet.products(2.0, amd, gpus.under_load)
+    faults = gpus.memory_faults(places)
+    for device, answer in zip(devices, answers, strict=True):
+        load, fault = loads.get(device["bus"], {}), faults[device["bus"]]
+        device |= answer | {"load": load, "faults": fault}
+    tell(gpus.gpu_lines(devices))
+    links, indices = gpus.nvlinks(), [device["index"] for device in devices]
+    tell(gpus.nvlink_lines(links, indices))
+    if len(devices) < 2:
+        return
+
+    names = gpus.topology()
+    kinds = {
+        (i, j): names.get((indices[i], indices[j]), "")
+        for i, j in itertools.combinations(range(len(devices)), 2)
+    }
+    expected = gpus.expected_gb(devices, kinds, links)
+    found = fleet.try_pairs()
+    fleet.again_alone(found, expected)
+    without = control.try_pairs() if control else {}
+    # If a pair fails, all together would fail too, and take longer.
+    together, together_without = (
+        None if not results or any(map(pairs.trouble, results.values())) else these.try_all()
+        for these, results in ((fleet, found), (control, without))
+    )
+    if amd and together and not together.get("problem"):
+        facts["profile"] = fleet.talk([tuple(range(len(devices)))], "all", "profile")[0]
+    facts["pairs"] = [
+        {"pair": pair, "link": kinds[pair], "expected": expected[pair]}
+        | {"result": found.get(pair), "without_p2p": without.get(pair)}
+        for pair in kinds
+    ]
+    facts["all"] = {"result": together, "without_p2p": together_without}
+    lines = pairs.pair_lines(found, without, expected, facts["torch"]["peers"])
+    tell(lines)
+    tell(gpus.iommu(places, amd, all(level != ERROR for level, *_ in lines)))
+    tell(pairs.all_line(len(devices), together, together_without))
+
+
+def check_cpu(folder, facts, tell) -> None:
+    """Two processes on the CPU, as the launchers would start."""
+    fleet = pairs.Fleet(2, "cpu", folder)
+    facts["pairs"] = [{"pair": (0, 1), "result": fleet.try_all()}]
+    tell(pairs.gloo_line(facts["pairs"][0]["result"]))
+
+
+# ---------------------------------------------------------------- what the code needs
+
+
+def start_probes(base, facts) -> dict:
+    """Start the probes that run while the devices are checked: name -> worker."""
+    choices = facts["choices"] = ask(base, LIMIT, "choices")
+    devices = facts["torch"]["devices"]
+    probes = {"deepspeed": Worker(**({} if devices else {"DS_ACCELERATOR": "cpu"}))}
+    probes["deepspeed"].send("deepspeed_facts")
+    for impl in choices.get("probes", ()):
+        probes[impl] = Worker()
+        args = [impl, choices["dtype"], *HEADS]
+        probes[impl].send("run_module", name="llm_demo.attention", args=args)
+    if devices:
+        probes["compile"] = Worker()
+        probes["compile"].send("run_module", name="llm_demo.compiling", args=[])
+    for backend in FUSED if devices and devices[0]["vendor"] == "amd" else ():
+        probes[backend] = Worker()
+        probes[backend].send("sdpa", backend=backend, dtype=choices.get("dtype", "bf16"))
+    return probes
+
+
+def attention(base: Worker, facts: dict) -> list:
+    """dtype, attention and torch.compile: what a run would choose, and why."""
+    choices = facts["choices"]
+    problems = {name: answer.get("problem") for name, answer in facts["probes"].items()}
+    arguments = {"problems": problems, "compile_problem": problems.get("compile")}
+    chosen = ask(base, LIMIT, "choose", heads=HEADS, **arguments)
+    if problem := choices.get("problem") or chosen.get("problem"):
+        fix = f"pip install transformers=={machine.pinned('transformers')}"
+        return [(ERROR, "attention", f"choosing a backend failed: {problem}", fix)]
+
+    text = f"{choices['dtype']} by default: {choices['dtype_reason']}"
+    lines = [(OK, "dtype", text, "")]
+    packed, single = chosen["packed"], chosen["single"]
+    text = packed["impl"]
+    if packed["impl"] != single["impl"]:
+        text += f" for packed rows, {single['impl']} for one document a row"
+    if right := [impl for impl in choices["probes"] if not problems[impl]]:
+        text += f"; tested against math: {', '.join(right)}"
+    text += "".join(f"; not {impl}: {why}" for impl, why in choices["against"].items() if why)
+    lines.append((OK, "attention", text, ""))
+    for impl in choices["probes"]:
+        if problems[impl]:
+            fix = "nothing to do, another backend is used; a newer driver or torch may help"
+            lines.append((WARNING, "attention", f"{impl} fails: {problems[impl]}", fix))
+
+    if problem := problems.get("compile"):
+        fix = "training runs without it; it needs a C compiler: apt install gcc python3-dev"
+        lines.append((WARNING, "compile", f"torch.compile does not work here: {problem}", fix))
+    else:
+        text = "works here; " * ("compile" in problems)
+        text += f"{'on' if packed['compile'] else 'off'} by default: {packed['why']}"
+        lines.append((OK, "compile", text, ""))
+    return lines
+
+
+def deepspeed(answer: dict) -> list:
+    pin = machine.pinned("deepspeed")
+    text = answer.get("version", f"import failed: {answer.get('problem')}")
+    if not answer.get("launcher"):
+        text += f"; pipeline runs need {pin}, FSDP works without it"
+        return [(WARNING, "deepspeed", text, f"pip install deepspeed=={pin}")]
+    return [(OK, "deepspeed", f"{text}, tested with {pin}", "")]
+
+
+def amd(devices, facts) -> list:
+    """Answers to open questions about AMD cards, and what RCCL needs; see docs/check.md."""
+    lines = []
+    for backend in FUSED:
+        answer = facts["probes"][backend]
+        if answer.get("problem"):
+            text = f"{backend} does not run on {devices[0]['arch']}: {answer['problem']}"
+        else:
+            text = f"{backend} works, and differs from math by {answer['error']:.1e}"
+        lines.append((OK, "sdpa", text, ""))
+    first = devices[0]
+    text = f"default {first.get('blas', {}).get('default', 'unknown')}; "
+    if rates := first.get("hipblaslt"):
+        each = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
+        text += f"hipBLASLt: {each} TFLOP/s (if faster: TORCH_BLAS_PREFER_HIPBLASLT=1)"
+    else:
+        text += first.get("blas", {}).get("problem", "this torch refuses hipBLASLt")
+    lines.append((OK, "blas", text, ""))
+    if found := facts.get("profile"):
+        text = f"kernels of an all-reduce: {', '.join(found.get('kernels', [])) or 'none'}; "
+        text += f"arguments {'' if found.get('named') else 'not '}recorded; flight recorder: "
+        text += f"{found.get('with_duration', 0)} of {found.get('recorded', 0)} entries have a "
+        text += "duration"
+        if problem := found.get("problem"):
+            text = f"profiling a collective failed: {problem}"
+        lines.append((OK, "profile", text, ""))
+    links = {pair["link"] for pair in facts.get("pairs", ())}
+    if links - {"XGMI"} and os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") != "1":
+        text = "HSA_FORCE_FINE_GRAIN_PCIE is not 1; RCCL wants it for peer-to-peer over PCIe"
+        lines.append((WARNING, "rccl", text, "export HSA_FORCE_FINE_GRAIN_PCIE=1"))
+    for i, device in enumerate(devices):
+        visible, total = (
+            gpus.amd_gb(device["bus"], name) for name in ("vis_vram_total", "vram_total")
+        )
+        if 0 < visible < total:
+            text = f"GPU {i} exposes {visible:.1f} of {total:.0f} GB on the bus: no peer-to-peer"
+            fix = "enable Above 4G Decoding and Resizable BAR in the BIOS"
+            lines.append((WARNING, "large BAR", text, fix))
+    rocm = machine.read("opt/rocm/.info/version") or "not in /opt/rocm"
+    return [*lines, (OK, "rocm", f"ROCm {rocm}", "")]
+
+
+# ---------------------------------------------------------------- the command
+
+
+def make_parser() -> argparse.ArgumentParser:
+    summary = __doc__.split("\n\n")[1]
+    parser = argparse.ArgumentParser(prog="python -m llm_demo.check", description=summary)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for a report")
+    where = "where runs would be saved (default: runs/)"
+    parser.add_argument("--output_dir", default=str(ROOT / "runs"), help=where)
+    return parser
+
+
+def main() -> int:
+    args = make_parser().parse_args()
+    begun, lines, facts = time.monotonic(), [], {}
+
+    def tell(more):
+        lines.extend(more)
+        for level, name, text, fix in () if args.json else more:
+            print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
+
+    try:
+        facts = check(args.output_dir, tell)
+    except Exception as e:  # a bug in this command is no fault of the machine
+        text = f"stopped early by a bug of its own: {processes.first_line(e)}"
+        tell([(WARNING, "check", text, "please report this output")])
+    finally:
+        processes.end_all()
+    errors, warnings = (sum(line[0] == level for line in lines) for level in (ERROR, WARNING))
+    seconds = time.monotonic() - begun
+    if args.json:
+        keys = ("level", "name", "text", "fix")
+        lines = [dict(zip(keys, line, strict=True)) for line in lines]
+        print(json.dumps({"seconds": round(seconds, 1), "lines": lines, "facts": facts}, indent=1))
+    else:
+        verdict = "training will not work" if errors else "training should work"
+        print(f"{verdict}: errors {errors}, warnings {warnings}, {seconds:.0f} s")
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""The host: Python, PyTorch's build, memory limits, cores, NUMA.
+
+Each check returns lines (level, name, text, fix); the fix is "" if there is nothing to do.
+PROBE_ROOT replaces / for /proc, /sys and /dev, so that tests can fake other machines."""
+
+import contextlib
+import os
+import re
+import resource
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from llm_demo.check import processes
+from llm_demo.check.processes import ROOT
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+REBUILD = "leave any environment that has this torch, rm -r .venv, bash setup.sh"
+REINSTALL = "bash setup.sh, and use its .venv/bin/python"
+
+
+def root() -> Path:
+    return Path(os.environ.get("PROBE_ROOT") or "/")
+
+
+def read(path: Path | str) -> str:
+    """The text of a file below PROBE_ROOT; "" if it can't be read."""
+    try:
+        return (root() / path).read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def number(text: str) -> float | None:
+    """The number at the start of a text; None for "[N/A]" and the like."""
+    found = re.match(r"\s*-?\d+(\.\d+)?", text)
+    return float(found[0]) if found else None
+
+
+def python() -> list:
+    here = sys.version.split()[0]
+    if sys.version_info >= (3, 14):
+        return [(WARNING, "python", f"{here} is newer than the versions tested, 3.10 to 3.13", "")]
+    return [(OK, "python", here, "")]
+
+
+def packages() -> list:
+    """Versions of what training imports besides torch and DeepSpeed."""
+    found = []
+    for package in ("transformers", "datasets", "accelerate", "numpy"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            return [(ERROR, "packages", f"{package} is not installed", REINSTALL)]
+    return [(OK, "packages", ", ".join(found), "")]
+
+
+def pinned(package: str) -> str:
+    """The tested version of a package."""
+    found = re.search(rf"^{package}==([\w.]+)", read(ROOT / "constraints.txt"), re.M)
+    return found[1] if found else ""
+
+
+# ---------------------------------------------------------------- PyTorch's build
+
+
+def hidden_gpu() -> tuple[str, str] | None:
+    """(vendor, evidence) of a GPU that PyTorch could use with the right build and driver.
+
+    The vendor is "nvidia?" if there is an NVIDIA card but no NVIDIA driver. None without a GPU."""
+    if "GPU 0" in processes.tool("nvidia-smi", "-L"):
+        return "nvidia", "nvidia-smi lists one"
+    supported = re.findall(r"gfx\w+", read(ROOT / "setup.sh"))
+    for node in (root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        found = re.search(r"gfx_target_version (\d+)", read(node))
+        code = int(found[1]) if found else 0
+        arch = f"gfx{code // 10000}{code // 100 % 100:x}{code % 100:x}"
+        if arch in supported:
+            return "amd", f"the kernel driver lists an AMD {arch}"
+    for device in (root() / "sys/bus/pci/devices").glob("*"):
+        if read(device / "vendor") == "0x10de" and read(device / "class").startswith("0x03"):
+            return "nvidia?", f"there is an NVIDIA device at {device.name}"
+    return None
+
+
+def torch_build(facts: dict, smi: dict) -> list:
+    """PyTorch, its build, and whether that fits the GPUs and the driver."""
+    if "torch" not in facts:
+        return [(ERROR, "torch", f"import torch failed: {facts['problem']}", REINSTALL)]
+    cuda, hip, driver = facts["cuda"], facts["hip"], smi["cuda"]
+    text = f"{facts['torch']}, {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPU'} build"
+    old = cuda and driver and driver < tuple(map(int, cuda.split(".")))
+    supports = "{}.{}".format(*driver) if driver else ""
+    if facts["devices"]:
+        if cuda and driver:
+            text += f"; driver {smi['driver']}, CUDA {supports}"
+        if old:
+            fix = f"if kernels fail to load, update the driver to one for CUDA {cuda}"
+            return [(WARNING, "torch", f"{text}: the driver is older than this build", fix)]
+        return [_kernels(facts, text)]
+    gpu = hidden_gpu()
+    if not cuda and not hip:
+        if gpu is None:
+            return [(OK, "torch", f"{text}; no GPU was found: training runs on the CPU", "")]
+        text += f", so training would run on the CPU, but {gpu[1]}"
+        if gpu[0] == "nvidia?":
+            return [(WARNING, "torch", text, f"install NVIDIA's driver; {REBUILD}")]
+        return [(ERROR, "torch", text, REBUILD)]
+    why = facts["unavailable"] or "torch.cuda.is_available() is False"
+    if old:
+        text += f" sees no GPU: the driver supports CUDA {supports}, this build needs {cuda}"
+        fix = f"update the NVIDIA driver to one for CUDA {cuda}; or, for a build that fits: "
+        return [(ERROR, "torch", text, fix + REBUILD)]
+    hiding = [f"{name}={os.environ[name]}" for name in VISIBLE if name in os.environ]
+    if hiding:
+        text += f" sees no GPU with {', '.join(hiding)}: {why}"
+        return [(WARNING, "torch", text, "unset these variables")]
+    if gpu is None:
+        fix = "if there is a GPU, install its driver; containers need --gpus all or /dev/kfd"
+        return [(WARNING, "torch", f"{text}, but no GPU was found: training runs on the CPU", fix)]
+    if hip and not os.access(root() / "dev/kfd", os.R_OK | os.W_OK):
+        fix = "sudo usermod -aG render,video $USER, then log in again"
+        return [(ERROR, "torch", f"{text} can't open /dev/kfd", fix)]
+    if (gpu[0] == "amd") != bool(hip):
+        return [(ERROR, "torch", f"{text} is for another vendor's GPU: {gpu[1]}", REBUILD)]
+    fix = "look for driver errors in dmesg; update the driver or reboot"
+    if "not yet initialized" in why:
+        fix = "start the NVSwitch service: sudo systemctl start nvidia-fabricmanager"
+    return [(ERROR, "torch", f"{text} sees no GPU, but {gpu[1]}: {why}", fix)]
+
+
+def _kernels(facts: dict, text: str) -> tuple:
+    """The line on whether this build has kernels for the GPUs."""
+    archs = [arch.split(":")[0] for arch in facts.get("archs", ())]
+    for device in facts["devices"]:
+        mine = device["arch"]
+        fits = not archs or mine in archs
+        if device["vendor"] == "nvidia":  # or an older minor version, or PTX
+            for arch in archs:
+                kind, _, capability = arch.partition("_")
+                major, minor = int(re.sub(r"\D", "", capability)), int(mine[3:])
+                fits |= major <= minor and (kind == "compute" or major // 10 == minor // 10)
+        if not fits:
+            fix = "install a build that has them: an older torch for an older GPU, or a newer one"
+            text += f" has no kernels for {device['name']} ({mine}), only for {' '.join(archs)}"
+            return ERROR, "torch", text, fix
+    return OK, "torch", text, ""
+
+
+# ---------------------------------------------------------------- memory, cores
+
+
+def tools() -> list:
+    """Errors for vendors' tools that hung."""
+    fix = "look for driver errors: sudo dmesg | grep -iE 'xid|nvrm|amdgpu'; reboot"
+    text = f"did not answer within {processes.TOOL_LIMIT} s, so the driver hangs"
+    return [(ERROR, "driver", f"{name} {text}", fix) for name in sorted(processes.hung_tools)]
+
+
+def space(path: Path) -> tuple[int, int]:
+    """(size, free) of the file system at a path, in bytes."""
+    found = shutil.disk_usage(path)
+    return found.total, found.free
+
+
+def shared_memory(gpus: int) -> list:
+    shm = root() / "dev/shm"
+    size, free = space(shm) if shm.is_dir() else (0, 0)
+    text = f"{size / 1e9:.2f} GB, {free / 1e9:.2f} free"
+    if gpus > 1 and free < 0.95e9:
+        fix = "docker run --shm-size=1g or --ipc=host; or delete files from it"
+        return [(WARNING, "/dev/shm", f"{text}: NCCL may die with a bus error", fix)]
+    return [(OK, "/dev/shm", text, "")]
+
+
+def locked_memory() -> list:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
+    cards = sorted(p.name for p in (root() / "sys/class/infiniband").glob("*"))
+    if cards and limit != resource.RLIM_INFINITY:
+        fix = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
+        text += f", too little for InfiniBand ({', '.join(cards)}): ibv_reg_mr fails"
+        return [(WARNING, "locked memory", text, fix)]
+    return [(OK, "locked memory", text, "")]
+
+
+def usable_cores() -> list[int]:
+    with contextlib.suppress(AttributeError):  # macOS
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def cores(gpus: int) -> list:
+    """Cores per training process, the container's quota included."""
+    have, processes = float(len(usable_cores())), gpus or 2
+    text = f"{have:.0f}"
+    quota, _, period = read("sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdecimal() and int(quota) / int(period) < have:
+        have = int(quota) / int(period)
+        text += f", of which this container may use {have:.1f}"
+    each = have / processes
+    text += f": {each:.1f} for each of {processes} processes"
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads) > max(1, each):
+        text += f", but OMP_NUM_THREADS={threads} makes them compete for cores"
+        return [(WARNING, "cores", text, "unset OMP_NUM_THREADS: the launchers choose it")]
+    if each < (2 if gpus else 0.99):
+        fix = "give the machine or container more cores, or start fewer processes"
+        return [(WARNING, "cores", f"{text}: the CPU will slow training down", fix)]
+    return [(OK, "cores", text, "")]
+
+
+def numa(places: list[str]) -> list:
+    """Whether this process may use cores on the NUMA node of each GPU at these bus addresses."""
+    nodes = len(list((root() / "sys/devices/system/node").glob("node[0-9]*")))
+    text = f"{nodes} nodes" if nodes > 1 else "one node"
+    for i, place in enumerate(places if nodes > 1 else ()):
+        node = read(f"sys/bus/pci/devices/{place}/numa_node")
+        parts = read(f"sys/devices/system/node/node{node}/cpulist").split(",")
+        spans = [tuple(map(int, part.split("-"))) for part in parts if part]
+        if spans and not any(s[0] <= core <= s[-1] for core in usable_cores() for s in spans):
+            fix = f"allow cores of node {node}: numactl --cpunodebind=all; containers: cpuset"
+            text += f"; this process may use no core of node {node}, near GPU {i}"
+            return [(WARNING, "numa", text, fix)]
+    return [(OK, "numa", text, "")]

@@ -1,0 +1,122 @@
+"""fp32 masters of a model that computes in bf16 or fp16, in one process.
+
+The weights of a unit are one flat tensor, and so is all that AdamW keeps of them. Clipping, AdamW
+and the update of the weights are then a few large kernels, not several for each parameter.
+
+Where AdamW is compiled, bf16 weights are half of their masters: see `optim.split`."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from llm_demo.compiling import compiled_add
+from llm_demo.optim import LOW, MOMENTS, fill_adam_state, join, split
+
+
+class Group:
+    """The matrices of a unit, or its other parameters, which AdamW does not decay."""
+
+    def __init__(self, params: list[nn.Parameter], dtype: torch.dtype, halves: bool):
+        self.params, self.sizes = params, [p.numel() for p in params]
+        flat = torch.cat([p.detach().flatten() for p in params])
+        if params[0].ndim >= 2:
+            flat = flat[None]  # so that make_adamw sees a matrix
+        self.weights, self.low = split(flat) if halves else (flat.to(dtype), None)
+        for p, part in zip(params, self.parts(self.weights), strict=True):
+            p.data = part  # frees the fp32 parameter
+        self.master = nn.Parameter(self.weights if halves else flat)  # what is optimized
+
+    def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a flat tensor, one for each parameter and of its shape."""
+        found = flat.view(-1).split(self.sizes)
+        return [part.view(p.shape) for p, part in zip(self.params, found, strict=True)]
+
+    def fp32(self) -> torch.Tensor:
+        """The masters: what is optimized itself, or a new tensor."""
+        return self.master.detach() if self.low is None else join(self.weights, self.low)
+
+    def store(self, masters: list[torch.Tensor]) -> None:
+        """Take these masters, one for each parameter, and bring the weights up to them."""
+        flat = torch.cat([t.flatten() for t in masters]).view(self.weights.shape)
+        if self.low is None:
+            self.master.copy_(flat)
+            self.weights.copy_(flat)
+        else:
+            for old, new in zip((self.weights, self.low), split(flat), strict=True):
+                old.copy_(new)
+
+
+class Masters:
+    """Turns the fp32 parameters of a model into `dtype` and keeps fp32 masters to optimize.
+
+    units: modules of the model whose parameters are handled together; the parameters outside of
+    them make one more. accumulates: a step has several micro-batches. compiled: as AdamW is."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: list[nn.Module],
+        dtype: torch.dtype,
+        accumulates: bool,
+        compiled: bool,
+    ):
+        # bf16 weights with fp32 gradients: not in torch 2.8
+        can_be = not accumulates or hasattr(torch.Tensor, "grad_dtype")
+        self.halves = compiled and dtype == torch.bfloat16 and can_be
+        self.groups, taken = [], set()
+        for unit in [*units, model]:
+            params = [p for p in unit.parameters() if p not in taken]
+            taken.update(params)
+            for kind in ([p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]):
+                if kind:
+                    self.groups.append(Group(kind, dtype, self.halves))
+        self.params = [group.master for group in self.groups]
+        # A single micro-batch's gradients stay in bf16: the same values in half of the memory.
+        self.grad_dtype = torch.float32 if accumulates or not self.halves else dtype
+        for master in self.params:
+            if master.dtype != self.grad_dtype:
+                master.grad_dtype = self.grad_dtype
+        self.add = compiled_add() if compiled else torch._foreach_add_
+
+    @torch.no_grad()
+    def take_grads(self) -> None:
+        """Add the gradients of a micro-batch, which the backward left, to those of the masters."""
+        for group in self.groups:
+            grads = [p.grad for p in group.params]
+            if group.master.grad is None:
+                flat = torch.cat([grad.flatten() for grad in grads]).to(self.grad_dtype)
+                group.master.grad = flat.view(group.master.shape)
+            else:
+                self.add(group.parts(group.master.grad), grads)
+            del grads
+            for p in group.params:
+                p.grad = None
+
+    def follow(self, optimizer: torch.optim.AdamW) -> None:
+        """Bring the weights up to the masters in each step of this optimizer of `params`."""
+        if not self.halves:
+            optimizer.register_step_post_hook(self._copy)
+            return
+        for group in self.groups:
+            optimizer.state[group.master][LOW] = group.low
+        fill_adam_state(optimizer, 0)
+
+    @torch.no_grad()
+    def _copy(self, *_) -> None:
+        for group in self.groups:
+            group.weights.copy_(group.master)
+
+    def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, as `optim.adam_views`.
+        In place, but for masters that are made of two halves: `store` takes those back."""
+        for group in self.groups:
+            state = optimizer.state[group.master]
+            flat = [group.fp32(), *(state[name] for name in MOMENTS)]
+            yield from zip(group.params, *map(group.parts, flat), strict=True)
+
+    @torch.no_grad()
+    def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Take these masters and bring the weights up to them."""
+        for group in self.groups:
+            group.store([masters[p] for p in group.params])

@@ -1,0 +1,145 @@
+"""Read a checkpoint's .metadata without running code.
+
+torch.distributed.checkpoint keeps this index of tensors as a pickle, and reading a pickle can run
+any command. So it is read into inert records: only the names that DCP writes are accepted, and none
+of them is imported. DCP's own objects are then made from the records, with every value checked."""
+
+import pickle
+import re
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from llm_demo.errors import UserError
+
+# What DCP pickles besides dtypes. Not BytesStorageMetadata: DCP unpickles such items without
+# restrictions, and a checkpoint of this project holds tensors only.
+NAMES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "WindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},  # Python 3.13
+}  # fmt: skip
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of tensors, with .metadata read by `read_metadata` below. It reads the tensors
+    themselves by torch.load(weights_only=True)."""
+
+    def read_metadata(self, *_args, **_kwargs) -> Metadata:
+        found = read_metadata(Path(self.path))
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """DCP's index of a checkpoint's tensors. Raises UserError if it can't be read, or if it holds
+    anything that this project does not write."""
+    file = checkpoint / ".metadata"
+    try:
+        with open(file, "rb") as opened:
+            return _checked(_Unpickler(opened).load())
+    except OSError as e:
+        raise UserError(f"{file} can't be read: {e.strerror or e}") from None
+    except _Refused as e:
+        raise UserError(f"{file} is refused: {e}") from None
+    except Exception as e:  # a damaged pickle can raise almost anything
+        raise UserError(f"{file} is damaged: {str(e).strip() or repr(e)}"[:300]) from None
+
+
+class _Refused(Exception):
+    pass
+
+
+class _Record:
+    """Stands for an object of one of NAMES: keeps what the object was made of, does nothing."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file):
+        super().__init__(file)
+        self.made = {}  # classes of this file alone: a pickle may also change a class
+
+    def find_class(self, module, name):
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in NAMES.get(module, ()):
+            raise _Refused(f"it asks for {module}.{name}, which no checkpoint needs")
+        return self.made.setdefault(name, type(name, (_Record,), {}))
+
+
+def _checked(raw) -> Metadata:
+    _is("Metadata", raw)
+    tensors, storage = {}, {}
+    for name, t in raw.state["state_dict_metadata"].items():
+        _is("TensorStorageMetadata", t)
+        properties = _is("TensorProperties", t.state["properties"])
+        if not isinstance(properties.state[0], torch.dtype):
+            raise TypeError(f"{name} has no dtype")
+        chunks = [
+            ChunkStorageMetadata(_size(c.state["offsets"]), _size(c.state["sizes"]))
+            for c in t.state["chunks"]
+        ]
+        tensors[_text(name)] = TensorStorageMetadata(
+            TensorProperties(dtype=properties.state[0]), _size(t.state["size"]), chunks
+        )
+    for index, where in raw.state["storage_data"].items():
+        _is("MetadataIndex", index)
+        _is("_StorageInfo", where)
+        file = _text(where.state["relative_path"])
+        if not re.fullmatch(r"__\d+_\d+\.distcp", file):
+            raise _Refused(f"it names {file!r}, which is no file of a checkpoint")
+        if where.state.get("transform_descriptors"):
+            raise _Refused(f"it wants {file} transformed")
+        offset = index.state.get("offset")
+        key = MetadataIndex(
+            _text(index.state["fqn"]),
+            offset and _size(offset),
+            None if index.state.get("index") is None else _count(index.state["index"]),
+        )
+        start, length = _count(where.state["offset"]), _count(where.state["length"])
+        storage[key] = _StorageInfo(file, start, length)
+    return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
+
+
+def _is(name: str, record):
+    if type(record).__name__ != name or not isinstance(record, _Record):
+        raise TypeError(f"{type(record).__name__} in the place of {name}")
+    return record
+
+
+def _size(record) -> torch.Size:
+    return torch.Size(map(_count, _is("Size", record).args[0]))
+
+
+def _count(n) -> int:
+    if type(n) is not int or n < 0:
+        raise TypeError(f"{n!r} in the place of a number")
+    return n
+
+
+def _text(s) -> str:
+    if type(s) is not str:
+        raise TypeError(f"{s!r} in the place of a name")
+    return s

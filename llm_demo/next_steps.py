@@ -1,0 +1,67 @@
+"""What can be done with a run that has ended, as commands to paste."""
+
+import importlib.util
+import os
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from llm_demo.args import ROOT
+
+OF_THE_DATA = ("data_format", "input_key", "target_key")
+
+
+def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
+    """Lines for the end of a run of `steps` optimizer steps; only commands that can work now.
+
+    They hold in the folder where the run was started."""
+    lines = []
+    if (folder / "checkpoints/latest").is_file():
+        exported = folder / "hf"
+        if not exported.exists():
+            lines.append(("export", module("export", shown(folder), shown(exported))))
+        if args.eval_json not in ("auto", "none"):
+            lines.append(("evaluate", evaluate(exported, args)))
+        if "NNODES" not in os.environ:  # else every node has a command of its own
+            lines.append(("train on", resume(folder, "--max_steps", 2 * steps)))
+    if importlib.util.find_spec("llm_demo.report"):
+        page = shown(folder / "report.html")
+        lines.append(("report", module("report", shown(folder), "--out", page)))
+    return [f"  {what + ':':<10}{line}" for what, line in lines]
+
+
+def evaluate(exported: Path, args: Namespace) -> str:
+    """The base model, where it has weights, and the exported one on the held-out file."""
+    base = args.model_name_or_path
+    folder = Path(base).expanduser()
+    trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    trained &= not args.tokenizer_name_or_path  # else it may have no tokenizer of its own
+    flags = ["--data", args.eval_json, "--seq_len", args.seq_len]
+    for name in OF_THE_DATA:
+        if getattr(args, name) not in (None, "auto"):
+            flags += [f"--{name}", getattr(args, name)]
+    flags += ["--train_on_prompt"] * args.train_on_prompt
+    return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
+
+
+def resume(folder: Path, *flags) -> str:
+    """The command that goes on from the run's newest checkpoint."""
+    if "NNODES" in os.environ:
+        return "the same command on every node, with --resume auto"
+    more = ["--output_dir", folder.absolute(), "--no_overwrite", "--resume", "auto", *flags]
+    return shlex.join(["bash", shown(folder / "cmd.sh"), *map(str, more)])
+
+
+def module(name: str, *arguments) -> str:
+    """python -m llm_demo.NAME with these arguments, from any folder."""
+    here = Path.cwd() == ROOT  # python -m finds the package there
+    path = [] if here else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
+    words = [shown(Path(sys.executable)), "-m", f"llm_demo.{name}", *map(str, arguments)]
+    return " ".join([*path, shlex.join(words)])
+
+
+def shown(path: Path) -> str:
+    """A path relative to the working folder where it lies inside."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,120 @@
+"""What a process needs before torch is imported: how it ends, and numbers in its environment."""
+
+import contextlib
+import ctypes
+import errno
+import math
+import os
+import signal
+import sys
+import threading
+import time
+
+from llm_demo.errors import UserError
+
+PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, for the child to end with us
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+YEAR = 365 * 24 * 60  # minutes: no wait is longer
+
+
+def number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1) -> int:
+    """A whole number from the environment. Raises UserError for anything else."""
+    text = os.environ.get(name) or str(default)
+    digits = text.isascii() and text.isdecimal()
+    if not digits or len(text) > 10 or int(text) < at_least:
+        raise UserError(f"{name}={text[:80]}: must be a whole number, {at_least} or more")
+    if int(text) > at_most:
+        raise UserError(f"{name}={text}: must be at most {at_most}")
+    return int(text)
+
+
+def minutes(name: str, default: float) -> float:
+    """A time in minutes from the environment. Raises UserError for anything else."""
+    text = os.environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= YEAR:
+        raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
+    return value
+
+
+def end_with_parent(parent: int) -> None:
+    """Have this process killed when `parent`, the process that started it, ends in any way.
+
+    On Linux the kernel sends SIGKILL, also after an exec. Elsewhere a thread checks once a second.
+    A process whose parent has ended already exits here."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop. Under nohup SIGHUP is ignored, and stays so."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not ignored)
+
+
+def quit_on(*signals: signal.Signals) -> None:
+    """Answer these signals with one line and exit code 128 + n, at once and without a traceback:
+    for the time before there is anything to save or to clean up."""
+    for signum in signals:
+        signal.signal(signum, _quit)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # launch_common.sh blocks SIGINT
+
+
+def _quit(signum, _frame) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"error: stopped by {signal.Signals(signum).name}\n".encode())
+    os._exit(128 + signum)
+
+
+def raise_on_ctrl_c() -> None:
+    """End quit_on's time: from now on Ctrl-C is a KeyboardInterrupt, so that code can clean up."""
+    if signal.getsignal(signal.SIGINT) is _quit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def outlive_terminal() -> None:
+    """Let what is printed vanish, not fail, once the terminal or the pipe's reader is gone: a run
+    whose terminal was closed still has to save."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Stream):
+            setattr(sys, name, _Stream(stream))
+
+
+class _Stream:
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        return self._try(self._stream.write, text)
+
+    def flush(self):
+        return self._try(self._stream.flush)
+
+    def _try(self, call, *args):
+        try:
+            return call(*args)
+        except OSError as e:
+            if e.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            # what is buffered, and what C++ writes, goes there as well
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

@@ -1,0 +1,91 @@
+"""Progress of work that takes long: a bar on a terminal, a line now and then in a file."""
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tqdm import tqdm
+
+DELAY = 2  # seconds of work before anything is shown
+EVERY = 10  # seconds between two lines where stderr is no terminal
+
+
+def progress(
+    iterable: Iterable | None = None,
+    what: str = "",
+    total: float | None = None,
+    unit: str = "it",
+    show: bool = True,
+) -> tqdm:
+    """Show the progress of `what` on stderr once it has taken DELAY seconds; rank 0 only.
+
+    Iterate over it, or use it as a context manager and call update(n). total: default is the
+    iterable's length. unit "B": bytes, shown as kB, MB, GB."""
+    size = shutil.get_terminal_size()  # 80 x 24 where the terminal reports none; tqdm shows nothing
+    shown = tqdm if sys.stderr.isatty() else _Lines
+    return shown(
+        iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY,
+        file=sys.stderr, disable=not show or os.environ.get("RANK", "0") != "0",
+        ncols=size.columns, nrows=size.lines,
+        mininterval=0.1 if shown is tqdm else EVERY,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def watched(what: str, total: float | None, measure: Callable[[], float], unit: str = "B"):
+    """Show the progress of the block inside, which cannot report it: `measure()` is asked for the
+    amount done, twice a second, by a thread."""
+    over = threading.Event()
+
+    def watch():
+        while not over.wait(0.5):
+            bar.update(max(0, measure() - bar.n))
+
+    with progress(what=what, total=total, unit=unit) as bar:
+        thread = threading.Thread(target=watch, daemon=True)
+        if not bar.disable:
+            thread.start()
+        try:
+            yield bar
+        finally:
+            over.set()
+            if not bar.disable:
+                thread.join()
+                bar.update(max(0, measure() - bar.n))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of the files in a folder that is being written; 0 where there is none."""
+    total = 0
+    with contextlib.suppress(OSError):  # a file may be renamed meanwhile
+        for file in folder.iterdir():
+            total += file.stat().st_size
+    return total
+
+
+class _Lines(tqdm):
+    """tqdm for a log file: a line every EVERY seconds and one at the end, without control codes."""
+
+    said = None  # the amount on the last line
+
+    def display(self, msg=None, pos=None):
+        self.said, d = self.n, self.format_dict
+        amount = tqdm.format_sizeof if d["unit_scale"] else "{:,}".format
+        text = f"{self.desc}: {amount(d['n'])}"
+        if d["total"]:
+            text += f" of {amount(d['total'])}"
+        text += d["unit"] if d["unit_scale"] else f" {d['unit']}"
+        text += f", {d['n'] / d['total']:.0%}" if d["total"] else ""
+        print(f"{text}, {tqdm.format_interval(d['elapsed'])}", file=self.fp, flush=True)
+
+    def close(self):
+        if not self.disable:
+            if time.time() - self.start_t >= self.delay and self.said != self.n:
+                self.display()
+            self.last_print_t = self.start_t  # so that tqdm clears nothing
+        super().close()

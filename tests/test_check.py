@@ -1,0 +1,654 @@
+"""python -m llm_demo.check on faked machines, whose processes hang, die and return wrong numbers,
+and on this one."""
+
+import itertools
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, run
+
+from llm_demo.check import __main__ as check
+from llm_demo.check import experiments as check_worker
+from llm_demo.check import files as check_files
+from llm_demo.check import gpus as check_gpus
+from llm_demo.check import machine as check_machine
+from llm_demo.check import pairs as check_pairs
+from llm_demo.check import processes as check_process
+
+STAND_IN = [sys.executable, "-I", "-S", str(ROOT / "tests/check_stand_in.py")]
+H200 = {"vendor": "nvidia", "name": "NVIDIA H200", "arch": "sm_90", "memory_gb": 140.0}
+H200 |= {"peak": {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4}}
+MI100 = {"vendor": "amd", "name": "AMD Instinct MI100", "arch": "gfx908", "memory_gb": 32.0}
+MI100 |= {"peak": {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}}
+
+
+class Machine:
+    """A machine made of files below a root, tools' outputs, and what the processes answer."""
+
+    def __init__(self, root, monkeypatch):
+        self.root, self.monkeypatch = root, monkeypatch
+        self.tools = {}
+        self.scenario = {"faults": {}, "faults without p2p": {}}
+        kind = {"impl": "varlen", "reasons": [], "compile": True, "why": "fewer kernels"}
+        self.scenario["answers"] = {
+            "torch": {},
+            "choices": {
+                "dtype": "bf16", "dtype_reason": "needs no loss scaling",
+                "against": {"sdpa": None, "varlen": None, "flash_attn": "not installed"},
+                "probes": ["sdpa", "varlen"],
+            },
+            "choose": {"packed": kind, "single": kind | {"impl": "sdpa"}},
+            "deepspeed": {"version": check_machine.pinned("deepspeed"), "launcher": True},
+            "disk": {"place": "/runs", "free_gb": 900, "mb_per_s": 2000, "fsync_ms": 1.0},
+            "locks": {"stale": []},
+            "sdpa": {"error": 1e-3},
+        }  # fmt: skip
+        self.file("dev/shm/.keep", "")
+        self.file("sys/class/iommu/.keep", "")
+        (root / "sys/class/iommu/.keep").unlink()
+        monkeypatch.setenv("PROBE_ROOT", str(root))
+        for name in (*check_machine.VISIBLE, check_pairs.P2P_OFF, "OMP_NUM_THREADS"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(check_process, "COMMAND", STAND_IN)
+        monkeypatch.setattr(check_process, "tool", self.tool)
+        monkeypatch.setattr(check_machine, "space", lambda path: (64 << 30, 60 << 30))
+        monkeypatch.setattr(check_machine, "usable_cores", lambda: list(range(64)))
+
+    def file(self, path, text):
+        (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / path).write_text(text)
+
+    def tool(self, *command):
+        said = self.tools.get(" ".join(command), "")
+        return said(*command) if callable(said) else said
+
+    def torch(self, devices=(), **facts):
+        n = len(devices)
+        devices = [{**d, "uuid": f"u{i}", "bus": bus(i)} for i, d in enumerate(devices)]
+        facts = {"torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "unavailable": None, **facts}
+        facts |= {"devices": devices, "peers": [[True] * n] * n}
+        self.scenario["answers"]["torch"] = facts
+
+    def smi(self, n, driver="580.159.04", cuda="13.0", reasons=(), width=(), links=(), kind="NV18"):
+        """nvidia-smi of n GPUs."""
+        places = [f"0000{bus(i)}".upper() for i in range(n)]
+        self.tools["nvidia-smi"] = f"| NVIDIA-SMI {driver}  CUDA Version: {cuda}  |"
+        self.tools["nvidia-smi -L"] = "".join(f"GPU {i}: NVIDIA H200\n" for i in range(n))
+        rows = [f"{i}, GPU-u{i}, {place}, 4, {driver}" for i, place in enumerate(places)]
+        self.query("gpu", "index,uuid,pci.bus_id,memory.used,driver_version", rows)
+        fields = "pci.bus_id,clocks_event_reasons.active,pcie.link.gen.current,"
+        fields += "pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max,clocks.sm,"
+        widths = dict(enumerate(width))
+        rows = [
+            f"{place}, {dict(reasons).get(i, '0x0000000000000000')}, 5, {widths.get(i, 16)}, 5, 16,"
+            " 1980, 45"
+            for i, place in enumerate(places)
+        ]
+        self.query("gpu", fields + "temperature.gpu", rows)
+        head = "\t" + "\t".join(f"\x1b[4mGPU{i}" for i in range(n)) + "\tCPU Affinity\n"
+        table = [["X" if i == j else kind for j in range(n)] for i in range(n)]
+        rows = (f"GPU{i}\t" + "\t".join(row) + "\t0-31\t0\n" for i, row in enumerate(table))
+        self.tools["nvidia-smi topo -m"] = head + "".join(rows)
+        links = dict(links)
+        self.tools["nvidia-smi nvlink -s"] = "".join(
+            f"GPU {i}: NVIDIA H200 (UUID: GPU-u{i})\n"
+            + "".join(
+                f"\t Link {k}: {'26.562 GB/s' if k < links.get(i, 18) else '<inactive>'}\n"
+                for k in range(18)
+            )
+            for i in range(n)
+        )
+
+    def query(self, of, fields, rows):
+        command = f"nvidia-smi --query-{of}={fields} --format=csv,noheader,nounits"
+        self.tools[command] = "\n".join(rows) + "\n"
+
+    def check(self, **limits):
+        """(lines, exit code, facts) of the check on this machine."""
+        self.monkeypatch.setenv("SCENARIO", json.dumps(self.scenario))
+        for kind, limit in limits.items():
+            self.monkeypatch.setitem(check_pairs.LIMITS, kind, limit)
+        self.monkeypatch.setattr(check_pairs.time, "sleep", lambda seconds: None)
+        lines = []
+        try:
+            facts = check.check("/runs", lines.extend)
+        finally:
+            check_process.end_all()
+        json.dumps(facts)
+        return lines, int(any(line[0] == "error" for line in lines)), facts
+
+
+def bus(i):
+    return f"0000:{i + 1:02x}:00.0"
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    return Machine(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def eight(machine):
+    machine.torch([H200] * 8)
+    machine.smi(8)
+    return machine
+
+
+def bad(lines):
+    return [line for line in lines if line[0] != "ok"]
+
+
+def named(lines, name):
+    (line,) = (line for line in lines if line[1] == name)
+    return line
+
+
+def test_eight_gpus_that_are_well(eight):
+    lines, code, facts = eight.check()
+    assert code == 0 and not bad(lines), bad(lines)
+    assert len(facts["pairs"]) == 28
+    pairs = named(lines, "pairs")[2]
+    assert "28 of 28 pairs: all 56,000 values correct, 390 GB/s (82% of NVLink x18)" in pairs
+    assert "with NCCL_P2P_DISABLE=1 also correct, 20 GB/s" in pairs
+    assert "8 GPUs: all 8,000 values correct, 390 GB/s" in named(lines, "together")[2]
+    assert "bf16 790 (80%), fp16 790 (80%), fp32 52 (78%) TFLOP/s" in named(lines, "gpu 7")[2]
+    assert "PCIe 5 x16" in named(lines, "gpu 0")[2]
+    assert "CUDA 13.0 build; driver 580.159.04, CUDA 13.0" in named(lines, "torch")[2]
+    order = [name for _, name, _, _ in lines]
+    assert order[:4] == ["python", "torch", "packages", "gpu 0"]
+    assert order[11:] == [
+        "pairs", "iommu", "together", "/dev/shm", "locked memory", "cores", "numa", "disk",
+        "jit locks", "dtype", "attention", "compile", "deepspeed",
+    ]  # fmt: skip
+    assert "u0" not in json.dumps(facts)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_rounds_hold_each_pair_once_and_disjoint_ones(n):
+    rounds = list(check_pairs.rounds(list(range(n))))
+    assert len(rounds) == n - 1 + n % 2
+    for pairs in rounds:
+        assert len(set(itertools.chain(*pairs))) == 2 * len(pairs)
+    assert sorted(itertools.chain(*rounds)) == list(itertools.combinations(range(n), 2))
+
+
+def test_a_slow_gpu_says_why_its_clock_is_low(eight):
+    eight.scenario["faults"]["gemm cuda:3"] = 500
+    eight.smi(8, reasons={3: "0x0000000000000040", 5: "0x0000000000000004"})
+    ecc = [f"0000{bus(i)}, {'[N/A]' if i else 2}" for i in range(8)]
+    eight.query("gpu", "pci.bus_id,ecc.errors.uncorrected.volatile.total", ecc)
+    rows = [f"0000{bus(i).upper()}, {'Yes' if i == 1 else 'No'}, No" for i in range(8)]
+    fields = "gpu_bus_id,remapped_rows.pending,remapped_rows.failure"
+    eight.query("remapped-rows", fields, rows)
+    lines, code, _ = eight.check()
+    assert code == 0
+    assert [line[1] for line in bad(lines)] == ["gpu 0", "gpu 1", "gpu 3"]
+    ecc, remap, slow = bad(lines)
+    assert "2 uncorrected ECC errors" in ecc[2] and "replace it" in ecc[3]
+    assert "rows are waiting for a reset" in remap[2]
+    assert "hardware thermal slowdown; 63% of the fastest GPU" in slow[2] and "cooling" in slow[3]
+
+
+def test_a_pair_that_hangs_costs_a_line_and_no_more(eight):
+    eight.scenario["faults"]["2-5"] = "hang"
+    begun = time.monotonic()
+    lines, code, facts = eight.check(pair=1)
+    assert time.monotonic() - begun < 15
+    assert code == 1
+    error, together = bad(lines)
+    assert error[:2] == ("error", "pairs") and together[:2] == ("warning", "together")
+    assert error[2].startswith("GPUs 2-5: hang (no answer within 1 s); correct with")
+    for word in ("iommu=pt", "ACS", "export NCCL_P2P_DISABLE=1"):
+        assert word in error[3]
+    assert "27 of 28 pairs: all" in next(x for x in lines if x[1] == "pairs" and x[0] == "ok")[2]
+    assert all(pair["result"] for pair in facts["pairs"])
+
+
+def test_wrong_numbers_are_told_from_a_fault_of_both_ways(eight):
+    eight.scenario["faults"] |= {"0-1": "wrong", "0-2": "wrong", "3-4": "wrong"}
+    eight.scenario["faults without p2p"]["3-4"] = "wrong"
+    lines, code, _ = eight.check()
+    assert code == 1
+    p2p, both, together = bad(lines)
+    assert p2p[2].startswith("GPUs 0-1, 0-2: return wrong values (120 in all_reduce, of 2,000")
+    assert "correct with NCCL_P2P_DISABLE=1, so peer-to-peer is broken" in p2p[2]
+    assert both[0] == "error" and "with NCCL_P2P_DISABLE=1 they return wrong values" in both[2]
+    assert "peer-to-peer is broken" not in both[2]
+
+
+def test_half_a_link_is_named_with_its_pair(eight):
+    eight.scenario["faults"] |= {f"{i}-7": 190 for i in range(7)}
+    eight.smi(8, links={7: 9})
+    lines, code, facts = eight.check()
+    assert code == 0
+    nvlink, slow = bad(lines)
+    assert nvlink[2] == "GPU 7 has 9 of 18 links active"
+    assert slow[2] == ("GPUs 0-7, 1-7, 2-7, 3-7, 4-7, 5-7, 6-7: 190 GB/s of the 478 of NVLink x18")
+    assert all(p["result"].get("alone") for p in facts["pairs"] if 7 in p["pair"])
+
+
+def test_pcie_pairs_without_peer_to_peer(machine):
+    machine.torch([{**H200, "name": "NVIDIA GeForce RTX 4090", "arch": "sm_89"}] * 2)
+    machine.smi(2, kind="PHB", width=[16, 8], links={0: 0, 1: 0})
+    machine.scenario["answers"]["torch"]["peers"] = [[True, False], [False, True]]
+    machine.scenario |= {"speed": 10}
+    machine.scenario["faults without p2p"]["0-1"] = 10
+    lines, code, _ = machine.check()
+    assert code == 0
+    lanes, slow = bad(lines)
+    assert "PCIe x8 of x16 lanes" in lanes[2]
+    assert slow[2].startswith("GPUs 0-1: 10 GB/s of the 32 of PCIe 5 x8 (PHB); the driver")
+    assert "the driver offers no peer-to-peer here" in slow[2]
+    machine.scenario["faults without p2p"]["0-1"] = 24
+    line = bad(machine.check()[0])[1]
+    assert "10.0 GB/s, but 24.0 with NCCL_P2P_DISABLE=1" in line[2]
+
+
+def test_a_worker_that_dies_or_raises_is_an_error_with_its_last_words(machine):
+    machine.torch([H200] * 2)
+    machine.smi(2)
+    machine.scenario["faults"] |= {"gemm cuda:1": "die", "module sdpa": "raise differs from math"}
+    machine.scenario["faults"]["start cuda:0"] = "raise AcceleratorError: CUDA error: Xid 79"
+    machine.scenario["answers"]["deepspeed"] = {"problem": "ImportError: no module"}
+    lines, code, _ = machine.check()
+    assert code == 1
+    first, second, pair, together, *rest = bad(lines)
+    assert "CUDA error: Xid 79" in first[2] and "dmesg" in first[3]
+    assert "died of SIGSEGV: a library's last words" in second[2]
+    assert "not tried: AcceleratorError: CUDA error: Xid 79" in pair[2]
+    assert [line[:2] for line in rest] == [("warning", "attention"), ("warning", "deepspeed")]
+    assert "sdpa fails: differs from math" in rest[0][2]
+
+
+def test_peer_to_peer_that_is_off_already_is_not_tried(machine, monkeypatch):
+    machine.torch([H200] * 2)
+    machine.smi(2)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    machine.scenario["faults without p2p"] = {"0-1": 300, "all": 300}
+    lines, code, _ = machine.check()
+    assert code == 0 and "NCCL_P2P_DISABLE is set" in named(lines, "pairs")[2]
+
+
+def test_small_shared_memory(eight, monkeypatch):
+    monkeypatch.setattr(check_machine, "space", lambda path: (64 << 20, 64 << 20))
+    (line,) = check_machine.shared_memory(8)
+    assert line[0] == "warning" and "--ipc=host" in line[3]
+    assert check_machine.shared_memory(0)[0][0] == "ok"
+
+
+BUILDS = {
+    # name: (facts of torch, how to build the machine, level, words of the text, words of the fix)
+    "driver too old": (
+        {"unavailable": "The NVIDIA driver on your system is too old (found version 12040)."},
+        lambda m: m.smi(2, driver="550.54", cuda="12.4"),
+        "error", "the driver supports CUDA 12.4, this build needs 13.0", "update the NVIDIA driver",
+    ),
+    "CPU build beside a GPU": (
+        {"torch": "2.13.0+cpu", "cuda": None},
+        lambda m: m.smi(1),
+        "error", "training would run on the CPU, but nvidia-smi lists one", "bash setup.sh",
+    ),
+    "CPU build, card without driver": (
+        {"torch": "2.13.0+cpu", "cuda": None},
+        lambda m: (m.file("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de\n"),
+                   m.file("sys/bus/pci/devices/0000:01:00.0/class", "0x030000\n")),
+        "warning", "an NVIDIA device at 0000:01:00.0", "install NVIDIA's driver",
+    ),
+    "CPU build beside an MI100": (
+        {"torch": "2.13.0+cpu", "cuda": None},
+        lambda m: kfd(m, 90008),
+        "error", "the kernel driver lists an AMD gfx908", "bash setup.sh",
+    ),
+    "CPU build, AMD laptop": (
+        {"torch": "2.13.0+cpu", "cuda": None},
+        lambda m: kfd(m, 110003),
+        "ok", "training runs on the CPU", "",
+    ),
+    "CUDA build beside an MI100": (
+        {}, lambda m: kfd(m, 90008), "error", "is for another vendor's GPU", "bash setup.sh",
+    ),
+    "hidden by a variable": (
+        {"unavailable": "No CUDA GPUs are available"},
+        lambda m: (m.smi(1), m.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")),
+        "warning", "sees no GPU with CUDA_VISIBLE_DEVICES=", "unset",
+    ),
+    "no fabric manager": (
+        {"unavailable": "CUDA error: system not yet initialized (Error 802)"},
+        lambda m: m.smi(8),
+        "error", "system not yet initialized", "nvidia-fabricmanager",
+    ),
+    "container without --gpus": (
+        {"unavailable": "Found no NVIDIA driver on your system."},
+        lambda m: None,
+        "warning", "but no GPU was found", "--gpus all",
+    ),
+}  # fmt: skip
+
+
+def kfd(machine, version):
+    path = "sys/class/kfd/kfd/topology/nodes/1/properties"
+    machine.file(path, f"simd_count 480\ngfx_target_version {version}\n")
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_the_build_of_torch_against_the_machine(machine, name):
+    facts, build, level, words, fix = BUILDS[name]
+    machine.torch(**facts)
+    build(machine)
+    (line,) = check_machine.torch_build(machine.scenario["answers"]["torch"], check_gpus.nvidia())
+    assert line[0] == level, line
+    assert words in line[2] and fix in line[3], line
+
+
+def test_a_build_without_kernels_for_the_gpu(machine):
+    archs = {"archs": ["sm_80", "sm_90", "compute_90"]}
+    for arch, level in (("sm_70", "error"), ("sm_86", "ok"), ("sm_120", "ok"), ("sm_90", "ok")):
+        machine.torch([{**H200, "arch": arch}], **archs)
+        facts = machine.scenario["answers"]["torch"]
+        (line,) = check_machine.torch_build(facts, {"driver": "", "cuda": None})
+        assert line[0] == level, line
+    machine.torch([MI100], cuda=None, hip="6.4", archs=["gfx90a:sramecc+", "gfx942"])
+    (line,) = check_machine.torch_build(
+        machine.scenario["answers"]["torch"], {"driver": "", "cuda": None}
+    )
+    assert line[0] == "error" and "no kernels for AMD Instinct MI100 (gfx908)" in line[2]
+
+
+def test_a_torch_that_cant_be_imported_ends_what_needs_it(machine):
+    machine.scenario["answers"]["torch"] = {"problem": "ModuleNotFoundError: No module 'torch'"}
+    lines, code, _ = machine.check()
+    assert code == 1
+    (error,) = bad(lines)
+    assert "import torch failed: ModuleNotFoundError" in error[2] and "setup.sh" in error[3]
+    assert named(lines, "disk")[0] == "ok"
+
+
+def mi100s(machine, cmdline="quiet", **env):
+    machine.torch([MI100] * 2, torch="2.9.1+rocm6.4", cuda=None, hip="6.4.43482")
+    for i in range(2):
+        folder = f"sys/bus/pci/devices/{bus(i)}"
+        sizes = {"vram_used": 1 << 20, "vram_total": 32 << 30, "vis_vram_total": 256 << 20}
+        for name, size in sizes.items():
+            machine.file(f"{folder}/mem_info_{name}", f"{size}\n")
+        machine.file(f"{folder}/current_link_speed", "16.0 GT/s PCIe\n")
+        machine.file(f"{folder}/current_link_width", "16\n")
+        machine.file(f"{folder}/pp_dpm_sclk", "0: 300Mhz\n1: 1502Mhz *\n")
+        machine.file(f"{folder}/ras/umc_err_count", f"ue: {3 * i}\nce: 0\n")
+    machine.file("sys/class/iommu/ivhd0/devices", "")
+    machine.file("proc/cmdline", cmdline)
+    machine.tools["rocm-smi --showtopotype"] = (
+        "====== Link Type between two GPUs ======\n       GPU0         GPU1         \n"
+        "GPU0   0            PCIE         \nGPU1   PCIE         0            \n"
+    )
+    gemm = {"rates": {"bf16": 70, "fp16": 120, "fp32": 35}}
+    machine.scenario["gemm"] = gemm | {"blas": {"default": "Cublas", "hipblaslt": False}}
+    machine.scenario["speed"] = 21
+    machine.scenario["answers"]["profile"] = {
+        "kernels": ["ncclDevKernel_Generic"], "named": True, "recorded": 2, "with_duration": 2,
+    }  # fmt: skip
+    for name, value in env.items():
+        machine.monkeypatch.setenv(name, value)
+
+
+def test_two_mi100_that_hang_without_iommu_pt(machine):
+    mi100s(machine)
+    machine.scenario["faults"]["0-1"] = "hang"
+    lines, code, _ = machine.check(pair=1)
+    assert code == 1
+    found = {name: (level, text, fix) for level, name, text, fix in bad(lines)}
+    assert set(found) == {"gpu 1", "pairs", "iommu", "together", "rccl", "large BAR"} | {
+        line[1] for line in lines if line[1] == "kernel"
+    }
+    level, text, fix = found["pairs"]
+    assert level == "error"
+    assert text.startswith("GPUs 0-1: hang (no answer within 1 s); correct with NCCL_P2P")
+    assert "iommu=pt (AMD: or amd_iommu=off)" in fix
+    assert "RCCL warns" in found["iommu"][1] and "iommu=pt" in found["iommu"][2]
+    assert "3 uncorrectable errors in umc" in found["gpu 1"][1]
+    assert "export HSA_FORCE_FINE_GRAIN_PCIE=1" in found["rccl"][2]
+    assert "0.2 of 32 GB on the bus" in found["large BAR"][1]
+    # what is not known of these cards
+    text = "\n".join(line[2] for line in lines)
+    assert "bf16 70 (76%), fp16 120 (65%), fp32 35 (76%) TFLOP/s" in text
+    assert "FLASH_ATTENTION works" in text and "refuses hipBLASLt" in text
+    assert "PCIe 16.0 GT/s x16" in text and "ROCm not in /opt/rocm" in text
+
+
+def test_two_mi100_that_are_well_answer_the_open_questions(machine):
+    mi100s(machine, "quiet iommu=pt", HSA_FORCE_FINE_GRAIN_PCIE="1")
+    machine.scenario["answers"]["sdpa"] = {"problem": "RuntimeError: No available kernel."}
+    lines, code, facts = machine.check()
+    assert code == 0
+    text = "\n".join(": ".join(line[1:3]) for line in lines)
+    assert "iommu: passthrough" in text
+    assert "sdpa: FLASH_ATTENTION does not run on gfx908: RuntimeError: No available" in text
+    assert "profile: kernels of an all-reduce: ncclDevKernel_Generic; arguments recorded" in text
+    assert "2 of 2 entries have a duration" in text
+    assert "21 GB/s (67% of PCIe 16.0 GT/s x16 (PCIE))" in text
+    assert facts["profile"]["kernels"]
+
+
+def test_settings_of_the_host(machine, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    assert check_machine.locked_memory()[0][0] == "ok"
+    machine.file("sys/class/infiniband/mlx5_0/x", "")
+    (line,) = check_machine.locked_memory()
+    assert line[0] == "warning" and "mlx5_0" in line[2] and "memlock=-1" in line[3]
+
+    machine.file("sys/fs/cgroup/cpu.max", "400000 100000\n")
+    (line,) = check_machine.cores(8)
+    assert line[0] == "warning" and "may use 4.0: 0.5 for each of 8" in line[2]
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert "unset OMP_NUM_THREADS" in check_machine.cores(2)[0][3]
+
+    for i, cpus in enumerate(("0-63", "64-127")):
+        machine.file(f"sys/devices/system/node/node{i}/cpulist", cpus)
+        machine.file(f"sys/bus/pci/devices/{bus(i)}/numa_node", f"{i}\n")
+    (line,) = check_machine.numa([bus(0), bus(1)])
+    assert line[0] == "warning" and "may use no core of node 1" in line[2]
+    assert check_machine.numa([bus(0)])[0][0] == "ok"
+
+
+def test_disk_and_locks(machine, monkeypatch, tmp_path):
+    place = tmp_path / "not yet/there"
+    answer = check_files.disk(str(place))
+    assert answer["place"] == str(tmp_path) and answer["mb_per_s"] > 0 and answer["fsync_ms"] > 0
+    before = sorted(tmp_path.rglob("*"))
+    check_files.disk(str(place))
+    assert sorted(tmp_path.rglob("*")) == before
+    slow = {"place": "/nfs", "free_gb": 900, "mb_per_s": 20, "fsync_ms": 2}
+    for changes, level in (
+        ({}, "warning"), ({"mb_per_s": 900}, "ok"), ({"free_gb": 0.5}, "error"),
+        ({"free_gb": 15}, "warning"), ({"problem": "OSError: Input/output error"}, "error"),
+    ):  # fmt: skip
+        assert check_files.disk_line(slow | changes, "/nfs")[0][0] == level
+
+    for name in ("TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / ".cache/torch_extensions/py312_cu130"
+    lock, held, young = (folder / name / "lock" for name in ("cpu_adam", "held", "young"))
+    for path in (lock, held, young):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    for path in (lock, held):
+        os.utime(path, (time.time() - 7200,) * 2)
+    with held.open():
+        found = check_files.locks()
+    assert [path for path, _ in found["stale"]] == [str(lock)]
+    (line,) = check_files.locks_line(found)
+    assert line[0] == "warning" and f"rm {lock}" in line[3] and "up to 2 h old" in line[2]
+
+
+def test_a_tool_that_hangs_is_called_once(monkeypatch):
+    monkeypatch.setattr(check_process, "TOOL_LIMIT", 0.2)
+    monkeypatch.setattr(check_process, "hung_tools", set())
+    begun = time.monotonic()
+    assert check_process.tool("sleep", "60") == "" == check_process.tool("sleep", "60")
+    assert time.monotonic() - begun < 5
+    assert check_machine.tools()[0][0] == "error" and "sleep" in check_machine.tools()[0][2]
+    assert check_process.tool("no-such-tool") == "" == check_process.tool("false")
+
+
+def test_what_a_worker_started_is_killed_with_it(tmp_path, monkeypatch):
+    code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(p.pid))\n"
+        "time.sleep(600)"
+    )
+    monkeypatch.setattr(check_process, "COMMAND", [sys.executable, "-I", "-S", "-c", code])
+    worker = check_process.Worker()
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        time.sleep(0.02)
+    answer = check_process.ask(worker, 0.2, do="anything")
+    assert answer == {"problem": "no answer within 0 s", "hung": True}
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    deadline = time.monotonic() + 5
+    while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    check_process.end_all()
+
+
+def test_every_value_received_is_compared(tmp_path, monkeypatch):
+    """By the real functions, over gloo and with operations that are wrong in one place."""
+    import torch.distributed as dist
+
+    monkeypatch.setattr(check_worker, "_device", torch.device("cpu"))
+    place = {"rank": 0, "size": 1, "backend": "gloo", "limit": 20}
+    answer = check_worker.group(file=str(tmp_path / "a"), **place)
+    assert answer["wrong"] == {"send": 0, "all_reduce": 0}
+    assert answer["elements"] == 2 * ((1 << 8) + (1 << 18)) and "all_reduce" in answer
+    answer = check_worker.profile(file=str(tmp_path / "b"), **place)
+    assert answer["kernels"] == [] and "named" in answer
+
+    calls = []
+
+    def all_reduce(tensor):  # with a peer whose last value is off by one, in the last call
+        calls.append(len(tensor))
+        tensor.add_(check_worker._numbers(len(tensor), 0, len(calls)))
+        tensor[-1] += len(calls) == 4
+
+    def recv(tensor, src):  # leaves what was there before, in the first call
+        if calls:
+            tensor.copy_(check_worker._numbers(len(tensor), src, len(calls) + 1))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "recv", recv)
+    monkeypatch.setattr(dist, "send", lambda tensor, dst: None)
+    wrong, elements = check_worker._verify(1, 2)
+    assert wrong == {"send": 1 << 8, "all_reduce": 1}
+    assert elements == 4 * ((1 << 8) + (1 << 18))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they fail for want of a GPU")
+def test_probes_report_what_failed():
+    assert check_worker.run_module("llm_demo.compiling", []) == {"problem": "no GPU"}
+    assert check_worker.sdpa("FLASH_ATTENTION", "fp32")["error"] < 1e-4
+    with pytest.raises(RuntimeError):
+        check_worker.sdpa("EFFICIENT_ATTENTION", "fp32")
+
+
+def test_what_torch_sees_on_a_faked_mi100(monkeypatch):
+    props = SimpleNamespace(
+        name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 << 30,
+        uuid="x", pci_domain_id=0, pci_bus_id=0x43, pci_device_id=0,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    for name, value in {
+        "is_available": True, "device_count": 2, "get_device_properties": props,
+        "get_arch_list": ["gfx908"], "can_device_access_peer": False,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    facts = check_worker.torch_facts()
+    assert facts["peers"] == [[True, False], [False, True]]
+    device = facts["devices"][1]
+    assert (device["vendor"], device["arch"], device["bus"]) == ("amd", "gfx908", "0000:43:00.0")
+    assert device["peak"] == {"fp32": 46.1, "bf16": 92.3, "fp16": 184.6}
+    choices = check_worker.choices()
+    assert choices["probes"] == ["sdpa", "bucketed"] and choices["dtype"] == "bf16"
+    assert "no kernel for gfx908" in choices["against"]["varlen"]
+    chosen = check_worker.choose([16, 8, 128], {"bucketed": "differs from math"}, None)
+    assert chosen["packed"]["impl"] == "bucketed_math" and not chosen["packed"]["compile"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the numbers of lines are a CPU's")
+def test_this_machine(tmp_path):
+    command = [sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", tmp_path / "runs"]
+    done = run(command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    lines = {line["name"]: line for line in report["lines"]}
+    assert not [line for line in report["lines"] if line["level"] == "error"]
+    assert "all 2,099,200 values correct" in lines["pair"]["text"]
+    assert lines["torch"]["text"].startswith(torch.__version__)
+    assert lines["attention"]["text"].startswith("bucketed;")
+    assert lines["deepspeed"]["level"] == "ok" and "off by default" in lines["compile"]["text"]
+    assert report["facts"]["pairs"][0]["result"]["wrong"] == {"send": 0, "all_reduce": 0}
+    assert report["seconds"] < 60 and not any(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_these_gpus(tmp_path):
+    command = [sys.executable, "-m", "llm_demo.check", "--json", "--output_dir", tmp_path / "runs"]
+    done = run(command)
+    report = json.loads(done.stdout)
+    seen = {line["name"]: line for line in report["lines"] if line["level"] != "error"}
+    expected = {"torch", "dtype", "attention", "compile"}
+    expected |= {f"gpu {i}" for i in range(torch.cuda.device_count())}
+    expected |= {"pairs", "together"} if torch.cuda.device_count() > 1 else set()
+    assert expected <= set(seen), done.stdout + done.stderr
+    for pair in report["facts"].get("pairs", ()):
+        assert set(pair["result"]["wrong"].values()) == {0}, pair
+
+
+def test_a_bug_in_the_check_is_a_line(machine, monkeypatch, capsys):
+    def broken():
+        raise KeyError("x")
+
+    monkeypatch.setattr(check_gpus, "nvidia", broken)
+    monkeypatch.setattr(sys, "argv", ["check"])
+    monkeypatch.setenv("SCENARIO", json.dumps(machine.scenario))
+    assert check.main() == 0
+    assert "a bug of its own: KeyError: 'x'" in capsys.readouterr().out
+
+
+def test_setup_sh_runs_it(tmp_path):
+    """In the .venv that is ready; arguments are passed on, and its exit code is that of set-up."""
+    repo = tmp_path / "repo"
+    (repo / ".venv/bin").mkdir(parents=True)
+    for name in ("setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
+        (repo / name).write_bytes((ROOT / name).read_bytes())
+    python = repo / ".venv/bin/python"
+    python.write_text('#!/bin/sh\necho "ran $*"\nexit 1\n')
+    python.chmod(0o755)
+    (repo / ".venv/pyvenv.cfg").touch()
+    (repo / ".venv/.made-by-setup-sh").touch()
+    files = "setup.sh requirements.txt constraints.txt pyproject.toml .venv/pyvenv.cfg"
+    stamp = subprocess.check_output(f"cat {files} | cksum", shell=True, cwd=repo, text=True)
+    (repo / ".venv/.setup-stamp").write_text(f"{stamp.strip()}\n\n")
+    done = run(["bash", repo / "setup.sh", "--check"], cwd=tmp_path, SETUP_DRY_RUN="1")
+    assert done.stderr == f"+ {python} -m llm_demo.check\n" and done.returncode == 0
+    done = run(["bash", repo / "setup.sh", "--check", "--json"], cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == "ran -m llm_demo.check --json\n"
+    assert run(["bash", repo / "setup.sh"]).stdout.endswith("is ready\n")
+
+
+def test_the_page_explains_every_line():
+    page = (ROOT / "docs/check.md").read_text()
+    sources = "".join(p.read_text() for p in (ROOT / "llm_demo/check").glob("*.py"))
+    names = set(re.findall(r'(?:OK|WARNING|ERROR|level), "([^"{]+)"', sources))
+    assert len(names) > 20
+    assert {name for name in names if f"`{name}`" not in page} == set()

@@ -1,0 +1,228 @@
+"""How runs end: a launcher that is killed, a terminal that is closed, Ctrl-C before step 1."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import ROOT
+
+from llm_demo import dist, probe, process
+
+SHELLS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
+SCRIPTS = {"fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py"}
+KINDS = {"fsdp": "torchrun", "pp": "deepspeed"}
+TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --sample_tokens 0"
+
+# A rank that neither imports this project nor ends on SIGTERM.
+DEAF = """
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if "NOHUP" in os.environ else 0)
+(pathlib.Path(sys.argv[1]) / str(os.getpid())).touch()
+time.sleep(100)
+"""
+
+
+def started(command, **options):
+    """Start in a new session, with signals at their defaults: a shell's & ignores Ctrl-C."""
+
+    def usual():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, options.get("hup", signal.SIG_DFL))
+
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": "2"}
+    return subprocess.Popen(
+        list(map(str, command)), env={**env, **options.get("env", {})}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=usual,
+    )  # fmt: skip
+
+
+def wait_for(what, seconds=60, every=0.05):
+    """Wait for what() to be true; -> it."""
+    until = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < until
+        time.sleep(every)
+    return found
+
+
+def running(pids):
+    return [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_rank_outlives_its_launcher(kind, tmp_path):
+    """SIGKILL, as by the kernel short of memory. Under nohup, where SIGHUP alone ends nothing."""
+    script, pids = tmp_path / "rank.py", tmp_path / "pids"
+    script.write_text(DEAF)
+    pids.mkdir()
+    command = [sys.executable, "-m", "llm_demo.launch", KINDS[kind], script, pids]
+    launcher = started(command, hup=signal.SIG_IGN, env={"NOHUP": "1"})
+    ranks = wait_for(lambda: len(os.listdir(pids)) == 2 and [int(p) for p in os.listdir(pids)])
+    os.killpg(launcher.pid, signal.SIGHUP)
+    time.sleep(1)
+    assert launcher.poll() is None and len(running(ranks)) == 2
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not running(ranks), seconds=10)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_closed_terminal_saves(kind, tmp_path):
+    """A real terminal: SIGHUP to the group, and whatever is printed from then on fails."""
+
+    def take_terminal():
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    terminal, theirs = os.openpty()
+    launcher = subprocess.Popen(
+        ["bash", SHELLS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"],
+        env={**os.environ, "PYTHON": sys.executable, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"},
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
+        preexec_fn=take_terminal,
+    )  # fmt: skip
+    os.close(theirs)
+    said = b""
+    try:
+        while b"step 2/" not in said:
+            said += os.read(terminal, 65536)
+        ranks = [p.pid for p in psutil.Process(launcher.pid).children() if "RANK" in p.environ()]
+        assert len(ranks) == 2
+    finally:
+        os.close(terminal)
+    assert launcher.wait(90) == 75
+    assert not running(ranks)
+    assert (tmp_path / "run/checkpoints/latest").exists()
+    log = (tmp_path / "run/train.log").read_text()
+    assert "checkpoint: " in log.splitlines()[-1] and "step 2/" in log
+
+
+# Each moment of the start: bash, Python's own start, the imports of torch, of the ranks.
+MOMENTS = {"fsdp": (0.05, 0.5, "ranks"), "pp": (0.2, 1.5, "ranks")}
+
+
+@pytest.mark.parametrize("kind, moment", [(kind, m) for kind in MOMENTS for m in MOMENTS[kind]])
+def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
+    launcher = started(["bash", SHELLS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"])
+    ranks = []
+    if moment == "ranks":
+
+        def importing():
+            found = psutil.Process(launcher.pid).children()
+            return [p.pid for p in found if SCRIPTS[kind] in " ".join(p.cmdline())]
+
+        ranks = wait_for(lambda: len(importing()) == 2 and importing())
+        time.sleep(0.5)
+    else:
+        time.sleep(moment)
+    os.killpg(launcher.pid, signal.SIGINT)
+    said, errors = launcher.communicate(timeout=20)
+    assert (launcher.returncode, errors) == (130, "error: stopped by SIGINT\n")
+    assert [line for line in said.splitlines() if not line.startswith("+ ")] == []
+    assert not running(ranks) and not (tmp_path / "run").exists()
+
+
+def test_ctrl_c_in_set_up_and_in_the_other_programs(tmp_path):
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    programs = [
+        started(["bash", ROOT / "setup.sh"], env={"PYTHON": str(slow), "SETUP_DRY_RUN": "1"}),
+        started([sys.executable, "-m", "llm_demo.evaluate", "--models", "x", "--data", "y"]),
+        started([sys.executable, "-m", "llm_demo.export", "x", "y"]),
+    ]
+    wait_for(lambda: psutil.Process(programs[0].pid).children())
+    for program in programs[1:]:
+        maps = Path(f"/proc/{program.pid}/maps")
+        wait_for(lambda maps=maps: "torch" in maps.read_text())
+    for program in programs:
+        os.killpg(program.pid, signal.SIGINT)
+    for program in programs:
+        said, errors = program.communicate(timeout=20)
+        assert program.returncode == 130 and said + errors == errors
+        assert errors.startswith("error: stopped by SIGINT") and errors.count("\n") == 1
+
+
+PARENT = """
+import os, subprocess, sys
+env = {"LLM_DEMO_PARENT": str(os.getpid())} if sys.argv[2] == "signal" else {}
+subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], env={**os.environ, **env})
+os.read(0, 1)
+"""
+CHILD = """
+import os, sys, time
+from llm_demo import process
+if sys.argv[1] == "thread":
+    process.LIBC = None
+    process.end_with_parent(os.getppid())
+print(os.getpid(), flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", ["signal", "thread"])
+def test_a_child_ends_with_its_parent(how):
+    """By Linux's signal, as a probe does, and by what other systems have instead."""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, CHILD, how], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    wait_for(lambda: not running([child]), seconds=5)
+
+
+def test_a_child_whose_parent_has_gone_does_not_begin(monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_PARENT", "1")
+    done = subprocess.run([sys.executable, "-c", "import llm_demo; print('began')"], cwd=ROOT)
+    assert done.returncode == 128 + signal.SIGKILL
+
+
+def test_a_probe_ends_with_the_rank_that_asked(monkeypatch, tmp_path):
+    given = {}
+
+    def fake(command, env, **_):
+        given.update(env)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
+    monkeypatch.setattr(probe.subprocess, "run", fake)
+    assert probe.probe_once("llm_demo.nothing") is None
+    assert given["LLM_DEMO_PARENT"] == str(os.getpid())
+
+
+def test_printing_to_a_reader_that_has_gone(monkeypatch):
+    """Nothing is raised, neither now nor when Python flushes at its end; a full disk still is."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
+    process.outlive_terminal()
+    print("lost", flush=True)
+    print("lost too", flush=True)
+    sys.stdout.close()
+    monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
+    process.outlive_terminal()
+    with pytest.raises(OSError, match="No space"):
+        print("too much", flush=True)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def test_ctrl_c_in_a_program_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(dist.os, "_exit", lambda code: ended.append(code))
+    ended = []
+
+    def main():
+        raise KeyboardInterrupt
+
+    dist.run(main)
+    assert (ended, capsys.readouterr().err) == ([130], "error: stopped by SIGINT\n")

@@ -1,0 +1,147 @@
+"""Several nodes find each other, or all of them end with one clear line."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT
+
+from llm_demo import nodes
+from llm_demo.errors import UserError
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def meet_all(port, *who, seconds=20.0):
+    """What each node's meet() raised, or None, with node 0 last to start."""
+    outcomes = [None] * len(who)
+
+    def meet(i, rank, count):
+        try:
+            nodes.meet(rank, count, "localhost", port, seconds)
+        except UserError as e:
+            outcomes[i] = str(e)
+
+    threads = [threading.Thread(target=meet, args=(i, *w)) for i, w in enumerate(who)]
+    for thread in reversed(threads):
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return outcomes
+
+
+def test_nodes_meet_and_leave_the_port_free(port):
+    for _ in range(2):  # twice: the same port again at once
+        assert meet_all(port, (0, 3), (1, 3), (2, 3)) == [None] * 3
+    with socket.create_server(("", port)):
+        pass
+
+
+def test_a_stranger_at_the_port_is_ignored(port):
+    def scan():
+        for words in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b"\xff\xfe\n", b""):
+            for _ in range(50):
+                with (
+                    contextlib.suppress(OSError),
+                    socket.create_connection(("localhost", port)) as s,
+                ):
+                    s.sendall(words)
+                    break
+                time.sleep(0.05)
+
+    scanner = threading.Thread(target=scan)
+    scanner.start()
+    assert meet_all(port, (0, 2), (1, 2)) == [None] * 2
+    scanner.join()
+
+
+def test_a_missing_node_is_named_on_all_that_are_there(port):
+    found = meet_all(port, (0, 3), (1, 3), seconds=1.0)
+    assert found[0] == found[1] and found[0].startswith("2 of 3 nodes joined in 1 s, missing: 2;")
+    assert f"MASTER_PORT={port}" in found[0]
+
+
+def test_a_node_that_left_is_missing(port):
+    gone = threading.Thread(target=join_and_leave, args=(port,))
+    gone.start()
+    (found,) = meet_all(port, (0, 3), seconds=2.0)
+    gone.join()
+    assert found.startswith("1 of 3 nodes joined") and "missing: 1, 2;" in found
+
+
+def join_and_leave(port):
+    for _ in range(50):
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as s:
+            nodes._send(s, node=1, nodes=3)
+            return nodes._receive(s)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    "who, words",
+    [
+        ([(0, 2), (1, 3)], "NNODES=2 on node 0, but NNODES=3 on node 1"),
+        ([(0, 3), (1, 3), (1, 3)], "two nodes have NODE_RANK=1"),
+    ],
+)
+def test_nodes_that_disagree_are_told_at_once(port, who, words, record_property):
+    record_property("bad inputs", 1)
+    started = time.monotonic()
+    found = meet_all(port, *who)
+    assert time.monotonic() - started < 10
+    assert len(set(found)) == 1 and words in found[0]
+
+
+def test_a_name_without_an_address_and_a_port_without_a_listener(port, capsys, record_property):
+    record_property("bad inputs", 3)
+    with pytest.raises(UserError, match="can't reach node 0 at MASTER_ADDR=none.invalid"):
+        nodes.resolve("none.invalid", port, 0.5)
+    with pytest.raises(UserError, match=r"can't reach .*MASTER_ADDR=localhost.*refused"):
+        nodes.meet(1, 2, "localhost", port, 0.5)
+    with socket.create_server(("", port)) as other:  # accepts, and is not ours
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        with pytest.raises(UserError, match="another program answers there"):
+            nodes.meet(1, 2, "localhost", port, 0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_waiting_is_said_with_its_reason(port, monkeypatch, capsys):
+    monkeypatch.setattr(nodes, "NOTICE", 0.2)
+    with pytest.raises(UserError):
+        nodes.meet(1, 2, "localhost", port, 0.5)
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"waiting for node 0 at MASTER_ADDR=localhost, MASTER_PORT={port}, up to"
+    )
+    assert "refused" in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
+@pytest.mark.parametrize("addr", ["none.invalid", "127.0.0.1"])
+def test_a_master_that_cant_be_reached_is_one_line(kind, addr, port, tmp_path, record_property):
+    """An address is looked up before torch is imported; then both launchers wait for node 0."""
+    record_property("bad inputs", 1)
+    (tmp_path / "script.py").touch()
+    path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    if addr == "none.invalid":
+        (tmp_path / "torch.py").write_text("raise SystemExit('too late: torch is imported')")
+        path = f"{tmp_path}:{path}"
+    env = {**os.environ, "PYTHONPATH": path, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": addr}
+    env |= {"MASTER_PORT": str(port), "JOIN_SECONDS": "1", "NPROC_PER_NODE": "1"}
+    command = [sys.executable, "-m", "llm_demo.launch", kind, str(tmp_path / "script.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    expected = f"error: can't reach node 0 at MASTER_ADDR={addr}, MASTER_PORT={port} ("
+    assert done.stderr.startswith(expected) and done.stderr.count("\n") == 1

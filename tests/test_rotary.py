@@ -1,0 +1,130 @@
+"""Rotary embeddings whose frequencies depend on lengths: each packed document gets its own."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from llm_demo import evaluate
+from llm_demo.attention import make_documents, position_ids
+from llm_demo.batched import choose_batched
+from llm_demo.errors import UserError
+from llm_demo.model import Blocks, DecoderLoss, allocate, load_config, skeleton
+from pp.stages import Layout
+
+HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = dict(
+    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+    initializer_range=0.1,
+)  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.7 * i for i in range(8)],
+}  # fmt: skip
+ROPES = {
+    "longrope": LONGROPE,
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+             "original_max_position_embeddings": 32},
+}  # fmt: skip
+ROWS = [[24, 25, 47], [96], [3, 60, 20, 13]]  # short and long side by side; the last is padding
+
+
+def config_of(kind, family=Qwen3Config):
+    return family(rope_parameters=dict(ROPES[kind]), tie_word_embeddings=False, **SIZES)
+
+
+def micro_batch():
+    """(ids, labels, cu_seqlens): rows of 96; of the third, the last 13 slots are padding."""
+    ids = torch.randint(0, 512, (3, 96), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1, 1)
+    ends = torch.tensor([n for row in ROWS for n in row]).cumsum(0)
+    labels.view(-1)[ends - 1] = -100
+    labels[2, -13:] = -100
+    return ids, labels, torch.cat([torch.zeros(1), ends, ends[-1:]]).int()
+
+
+def alone(model, ids, labels, cu):
+    """The loss of all documents, each alone in a batch of transformers' own model."""
+    total = 0.0
+    for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        x, y = ids.view(-1)[start:end].to(HERE), labels.view(-1)[start:end].to(HERE)
+        if (y != -100).any():
+            logits = model(input_ids=x[None], use_cache=False).logits[0]
+            total = total + F.cross_entropy(logits, y, reduction="sum")
+    return total
+
+
+def norm(model):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.stack([g.double().square().sum() for g in grads]).sum().sqrt().item()
+
+
+@pytest.mark.parametrize("family", [Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_packed_document_has_the_frequencies_it_has_alone(kind, family):
+    config = config_of(kind, family)
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(HERE)
+    ids, labels, cu = micro_batch()
+    expected = alone(plain, ids, labels, cu)
+    expected.backward()
+
+    lm = skeleton(config, "math")
+    model = DecoderLoss(lm, [Blocks(list(lm.model.layers), False)])
+    allocate(model, HERE)
+    lm.load_state_dict(plain.state_dict())
+    index = (labels.flatten() != -100).nonzero().squeeze(1)
+    documents = make_documents(cu, (3, 96), "math", HERE)
+    positions = position_ids(cu, (3, 96))
+    found = model(
+        ids.to(HERE), positions.to(HERE), documents, index.to(HERE),
+        labels.flatten()[index].to(HERE),
+    )  # fmt: skip
+    found.backward()
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert norm(model) == pytest.approx(norm(plain), rel=1e-5)
+
+    # a stage of the pipeline makes the same tables
+    layout = Layout(lm.model.rotary_emb, "math", HERE)
+    layout.follow(iter([cu]))
+    (cos, sin), _, _ = layout.advance(torch.zeros(3, 96, 64, device=HERE))
+    for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        if start < end and end - start != 13:
+            own = torch.arange(end - start, device=HERE)[None]
+            tables = plain.model.rotary_emb(torch.zeros(1, device=HERE), own)
+            for ours, theirs in zip((cos, sin), tables, strict=True):
+                torch.testing.assert_close(ours.view(-1, 16)[start:end], theirs[0])
+
+
+def test_long_neighbours_do_matter_to_transformers():
+    """Else the test above would test nothing."""
+    config = config_of("longrope")
+    torch.manual_seed(0)
+    rotary = AutoModelForCausalLM.from_config(config).model.rotary_emb
+    positions = torch.arange(20)[None]
+    short = rotary(torch.zeros(1), positions)[0]
+    beside = rotary(torch.zeros(1), torch.cat([positions, torch.arange(40)[None, 20:]], 1))[0]
+    assert not torch.allclose(short, beside[:, :20])
+
+
+def test_evaluation_takes_one_document_at_a_time():
+    for kind in ("longrope", "dynamic"):
+        chosen, why = choose_batched("auto", torch.device("cuda"), config_of(kind))
+        assert not chosen and kind in why
+    assert choose_batched("auto", torch.device("cuda"), config_of("yarn"))[0]
+    assert evaluate.length_dependent_rope(config_of("longrope")) == "longrope"
+    assert evaluate.length_dependent_rope(load_config(ROOT / "models/qwen3-tiny", 64)) is None
+
+
+def test_a_broken_longrope_is_one_line(tmp_path):
+    config = config_of("longrope").to_dict()
+    config["rope_parameters"]["long_factor"] = [1.0, 2.0, 3.0]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="longrope"):
+        load_config(tmp_path, 64)

@@ -1,0 +1,614 @@
+"""Data means what its owner meant: each key of a row and each kind of file, used or named."""
+
+import gzip
+import json
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from conftest import ROOT
+from test_labels import QWEN3
+from tiny_tokenizer import CHATML, golden, make_tokenizer
+from transformers import MistralConfig, Qwen2Config
+
+from llm_demo import labels
+from llm_demo.data import heldout_beside, load_packs
+from llm_demo.errors import UserError
+from llm_demo.model import load_config, load_tokenizer, window_of, without_window
+from llm_demo.packing import choose_seq_len
+from llm_demo.plan import load_data, resumed_seq_len
+from llm_demo.records import find_files, read_rows
+
+PAIR = {"prompt": "hi", "completion": "yo"}
+YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
+TOOLS = (
+    "{% for t in tools or [] %}{{ t.name + '\n' }}{% endfor %}{% for m in messages %}"
+    "{{ '<S>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments | tojson }}"
+    "{% endfor %}{{ '<E>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<S>assistant\n' }}"
+    "{% endif %}"
+)
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(path, template=CHATML, said=None, **options):
+    options = {"cache_dir": f"{os.path.dirname(path)}/cache", "seq_len": 256} | options
+    log = (lambda line: None) if said is None else said.append
+    return load_packs(path, make_tokenizer(template), log=log, **options)
+
+
+def first(packs, row=0):
+    ids, labels, lengths = packs.row(row)
+    return ids[: lengths[0]].tolist(), labels[: lengths[0]].tolist()
+
+
+def refused(path, message, **options):
+    with pytest.raises(UserError, match=message) as error:
+        load(path, **options)
+    assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ keys of a row
+
+
+@pytest.mark.parametrize("form", ["list", "string", "messages"])
+def test_alpaca_system_and_history(tmp_path, form):
+    history = [["a", "b"], ["c", "d"]]
+    if form == "string":  # as a CSV has it
+        history = json.dumps(history)
+    if form == "messages":
+        roles = ["user", "assistant"] * 2
+        history = [{"role": r, "content": c} for r, c in zip(roles, "abcd", strict=True)]
+    row = {"instruction": "hi", "input": "", "output": "yo", "system": "s", "history": history}
+    path = write(tmp_path / "x.jsonl", row)
+    said = []
+    before = "<S>system\ns<E>\n<S>user\na<E>\n<S>assistant\n⟦b<E>⟧\n<S>user\nc<E>\n<S>assistant\n"
+    assert first(load(path, said=said)) == golden(f"{before}⟦d<E>⟧\n{YO}")
+    found = f"data: {path}: also used: system (1 rows), history (1 rows) (its answers are learnt)"
+    assert found in said
+    last = before.replace("⟦", "").replace("⟧", "") + f"d<E>\n{YO}"
+    assert first(load(path, learn_turns="last")) == golden(last)
+    assert load(path).stats["identity"]["reading"] == {"system": 1, "history": 1}
+
+
+def test_system_beside_a_prompt_and_beside_messages(tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    system = {"role": "system", "content": "s"}
+    for row in (
+        {**PAIR, "system": "s"},
+        {"messages": turns, "system": "s"},
+        {"messages": [system, *turns], "system": "s"},
+        {"conversations": turns, "system": "s"},
+        {"prompt": turns[:1], "completion": turns[1:], "system": "s"},
+    ):
+        packs = load(write(tmp_path / "x.jsonl", row))
+        assert first(packs) == golden(f"<S>system\ns<E>\n{YO}"), row
+    row = {"messages": [system, *turns], "system": "another"}
+    refused(write(tmp_path / "x.jsonl", row), r"x.jsonl:1: 'system' differs from")
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss_mask": 0.0}])
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
+    role, text = ("role", "content") if key == "messages" else ("from", "value")
+    turns = [{role: "user", text: "a"}, {role: "assistant", text: "b"} | mark]
+    turns += [{role: "user", text: "hi"}, {role: "assistant", text: "yo", "weight": 1}]
+    template = CHATML.replace("m.content", "m.content ~ m.weight ~ m.train ~ m.loss_mask")
+    path, said = write(tmp_path / "x.jsonl", {key: turns}), []
+    packs = load(path, template, said)  # the template does not see the marks
+    assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
+    line = f"data: 1 turns in 1 rows are not learnt: {labels.MARKED} (first {path}:1)"
+    assert line in said
+    said.clear()
+    assert load(path, template, said).stats["cache_hit"] and line in said
+
+
+def test_marks_that_cannot_be_done(tmp_path):
+    turns = [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "yo"}]
+    packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
+    assert first(packs) == golden(YO) and list(packs.stats["turns"]) == [labels.NOT_OURS]
+    assert packs.stats["identity"]["reading"] is None
+    for bad in (0.5, "no", [1, 0], -1, float("nan")):
+        turns[1]["weight"] = bad
+        path = write(tmp_path / "x.jsonl", {"messages": turns})
+        refused(path, r"x.jsonl:1: messages\[1\]: weight must be 0 or 1")
+
+
+def test_keys_that_are_not_used_are_listed_once_a_file(tmp_path):
+    turn = {"role": "user", "content": "hi", "name": "Eve", "mood": "good"}
+    rows = [{"messages": [turn, {"role": "assistant", "content": "yo"}], "id": i} for i in range(3)]
+    rows[0]["source"], rows[1]["source"], rows[2]["tools"] = "web", "", [{"name": "f"}]
+    path, said = write(tmp_path / "x.jsonl", *rows), []
+    load(path, CHATML.replace("m.role", "(m.name or m.role)"), said)
+    again = []
+    load(path, CHATML.replace("m.role", "(m.name or m.role)"), again)
+    for lines in (said, again):  # a cache hit says the same
+        used = [line for line in lines if "unused" in line]
+        assert used == [
+            f"data: {path}: unused keys: id (3 rows), source (1 rows), tools (1 rows)",
+            f"data: {path}: unused keys in turns: mood (3 rows)",
+        ]
+    assert not [line for line in said if "also used" in line]
+
+
+def test_tool_calls_of_sharegpt(tmp_path):
+    call = {"name": "f", "arguments": {"x": 1}}
+    turns = [("human", "hi"), ("function_call", json.dumps(call)), ("observation", "7")]
+    turns = [{"from": role, "value": value} for role, value in [*turns, ("gpt", "yo")]]
+    path = write(tmp_path / "x.jsonl", {"conversations": turns, "tools": '[{"name": "f"}]'})
+    rest = '⟦f{"x": 1}<E>⟧\n<S>tool\n7<E>\n<S>assistant\n⟦yo<E>⟧\n'
+    assert first(load(path, TOOLS)) == golden(f"f\n<S>user\nhi<E>\n<S>assistant\n{rest}")
+    refused(path, f"1 x {labels.NO_CALLS}".replace("(", r"\(").replace(")", r"\)"))
+    turns[1] = {"from": "gpt", "value": "b"}
+    path = write(tmp_path / "x.jsonl", {"conversations": turns})
+    no_tools = CHATML.replace("m.content", "(m.content if m.role != 'tool' else '')")
+    refused(path, "1 x the chat template drops the tool turn", template=no_tools)
+    as_json = CHATML.replace("m.content", "(m.content if m.role != 'tool' else m.content | tojson)")
+    assert first(load(path, as_json))[0]
+    turns[1] = {"from": "function_call", "value": "call f"}
+    path = write(tmp_path / "x.jsonl", {"conversations": turns})
+    refused(path, r"conversations\[1\]: a function_call turn must hold JSON", template=TOOLS)
+
+
+# ------------------------------------------------------------------ masks
+
+
+def test_turns_that_cannot_be_learnt_are_counted(tmp_path):
+    def think(text):
+        return f"<think>\nr\n</think>\n\n{text}"
+
+    def row(*contents):
+        turns = zip(["user", "assistant"] * 3, contents, strict=False)
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    rows = row("a", think("b"), "c", think("d"), "e", think("f")), row("a", "", "hi", "yo")
+    path, said = write(tmp_path / "x.jsonl", *rows), []
+    packs = load(path, QWEN3, said, pack=False)
+    start = "<S>user\na<E>\n<S>assistant\n"
+    text = f"{start}b<E>\n<S>user\nc<E>\n<S>assistant\nd<E>\n<S>user\ne<E>\n<S>assistant\n"
+    assert first(packs) == golden(f"{text}⟦<think>\nr\n</think>\n\nf<E>⟧\n")
+    assert f"data: 2 turns in 1 rows are not learnt: {labels.NO_REASONING} (first {path}:1)" in said
+    assert f"data: 1 turns in 1 rows are not learnt: {labels.EMPTY_TURN} (first {path}:2)" in said
+    assert "--chat_template" in labels.NO_REASONING and packs.stats["skipped"] == {}
+    keeps = load(path, CHATML, pack=False)  # what the line advises
+    learnt = f"{start}⟦{think('b')}<E>⟧\n<S>user\nc<E>\n<S>assistant\n⟦{think('d')}<E>⟧\n"
+    assert first(keeps) == golden(f"{learnt}<S>user\ne<E>\n<S>assistant\n⟦{think('f')}<E>⟧\n")
+    assert keeps.stats["identity"]["reading"] == {labels.EMPTY_TURN: 1}
+
+
+def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
+    contents = ["a", "b<S>c", "hi", "yo"]  # a special token inside an answer
+    roles = ["user", "assistant"] * 2
+    turns = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
+    packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
+    assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<S>c<E>\n{YO}")
+    assert packs.stats["turns"][labels.REWRITTEN]["turns"] == 1
+
+
+def test_learn_turns_refuses_what_it_contradicts(tmp_path):
+    path = write(tmp_path / "x.jsonl", PAIR)
+    refused(path, "--learn_turns first: choose from all, last", learn_turns="first")
+    refused(path, "contradict", learn_turns="last", train_on_prompt=True)
+
+
+# ------------------------------------------------------------------ files
+
+
+def test_csv_cells_are_text(tmp_path):
+    for name, tab in (("x.csv", ","), ("x.tsv", "\t")):
+        lines = ["prompt,completion,note", "None,007,NA", 'null,"a, b\nc",', "NaN,1e3,x"]
+        (tmp_path / name).write_text("\n".join(line.replace(",", tab) for line in lines) + "\n")
+        rows = [row for _, row in read_rows(str(tmp_path / name))]
+        comma = "a, b\nc".replace(",", tab)
+        assert rows == [
+            {"prompt": "None", "completion": "007", "note": "NA"},
+            {"prompt": "null", "completion": comma, "note": ""},
+            {"prompt": "NaN", "completion": "1e3", "note": "x"},
+        ]
+    packs = load(str(tmp_path / "x.csv"), pack=False)
+    assert first(packs, 0) == golden(YO.replace("hi", "None").replace("yo", "007"))
+    for content, message in (
+        ("a,b\n1,2,3\n", r"x.csv:1: 3 cells, but 2 columns"),
+        ("a,a\n1,2\n", "two columns are named 'a'"),
+        ('a,b\n1,"2\n', "x.csv:1: not valid CSV: unexpected end of data"),
+        ("a,b\n", "is empty"),
+    ):
+        (tmp_path / "x.csv").write_text(content)
+        refused(str(tmp_path / "x.csv"), message)
+
+
+def test_a_glob_leaves_out_what_is_held_out(tmp_path):
+    names = ["a.csv", "a.heldout.csv", "b.parquet", "b.heldout.parquet", "c.jsonl.gz"]
+    names += ["c.heldout.jsonl.gz"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    for pattern, kept in (("*.csv", "a.csv"), ("*.parquet", "b.parquet"), ("*.gz", "c.jsonl.gz")):
+        said = []
+        assert find_files(f"{tmp_path}/{pattern}", say=said.append) == [f"{tmp_path}/{kept}"]
+        stem, extension = kept.split(".", 1)
+        assert len(said) == 1 and said[0].endswith(f": {tmp_path}/{stem}.heldout.{extension}")
+        assert heldout_beside(f"{tmp_path}/{kept}") == f"{tmp_path}/{stem}.heldout.{extension}"
+    assert find_files(f"{tmp_path}/*.heldout.csv") == [f"{tmp_path}/a.heldout.csv"]
+
+
+def test_a_folder_of_files(tmp_path):
+    names = ["train-0.parquet", "test-0.parquet", "README.md", "dataset_info.json", "x.json.zst"]
+    for name in [*names, "x.heldout.jsonl", ".hidden.jsonl", "validation.csv", "latest.csv"]:
+        (tmp_path / name).write_text("")
+    said = []
+    found = find_files(str(tmp_path), say=said.append)
+    assert [os.path.basename(f) for f in found] == ["latest.csv", "train-0.parquet", "x.json.zst"]
+    assert all(name in said[0] for name in ("test-0.parquet", "validation.csv", "x.heldout.jsonl"))
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only/test.jsonl").write_text("")
+    with pytest.raises(UserError, match="is a folder that holds only test.jsonl: name a file"):
+        find_files(f"{tmp_path}/only")
+
+
+def zstd(data: bytes) -> bytes:
+    import pyarrow
+
+    return pyarrow.Codec("zstd").compress(data, asbytes=True)
+
+
+def test_arrays_and_compressed_files(tmp_path):
+    rows = [PAIR, {"prompt": "é", "completion": "x" * 5000}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    array = b"\xef\xbb\xbf\n" + json.dumps(rows, indent=1).encode()
+    csv = b"prompt,completion\nhi,yo\n\xc3\xa9," + b"x" * 5000 + b"\n"
+    files = {
+        "a.json": array,
+        "b.json": lines,  # JSON Lines all the same
+        "c.json.gz": gzip.compress(array),
+        "d.jsonl.gz": gzip.compress(lines[:20]) + gzip.compress(lines[20:]),
+        "e.jsonl.zst": zstd(lines),
+        "f.json.zst": zstd(array),
+        "g.csv.gz": gzip.compress(csv),
+    }
+
+    class Bar:
+        n = 0
+
+        def update(self, n):
+            self.n += n
+
+    for name, content in files.items():
+        path, bar = tmp_path / name, Bar()
+        path.write_bytes(content)
+        assert [row for _, row in read_rows(str(path), bar)] == rows, name
+        assert bar.n == len(content), name
+    assert len(load(",".join(str(tmp_path / name) for name in files), seq_len=5200)) > 1
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    bad = {
+        "x.json": (b"[{}, 1]", "x.json:2: a row must be a JSON object, not a number"),
+        "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
+        "x.jsonl": (b"[1]", "must be named .json"),
+        "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated .gz file"),
+        "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: damaged or truncated .gz file"),
+        "x.jsonl.zst": (files["e.jsonl.zst"][:-9], "x.jsonl.zst: damaged or truncated .zst file"),
+        "y.jsonl.zst": (b"no zstd at all", "y.jsonl.zst: damaged or truncated .zst file"),
+        "p.jsonl": (pointer, "p.jsonl is a Git LFS pointer"),
+        "p.parquet": (pointer, "p.parquet is a Git LFS pointer"),
+        "p.csv": (pointer, "p.csv is a Git LFS pointer"),
+        "p.json.gz": (pointer, "p.json.gz is a Git LFS pointer"),
+    }
+    for name, (content, message) in bad.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=message) as error:
+            list(read_rows(str(tmp_path / name)))
+        assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A dataset in a folder in the place of the hub: all else is the real load_dataset."""
+    import datasets
+
+    card = "configs:\n- config_name: main\n  data_files:\n"
+    for split, rows in (("train", 3), ("test", 2)):
+        card += f"  - split: {split}\n    path: {split}.jsonl\n"
+        rows = [{"question": f"{split} {i}?", "answer": f"{i}", "id": None} for i in range(rows)]
+        (tmp_path / "repository").mkdir(exist_ok=True)
+        write(tmp_path / f"repository/{split}.jsonl", *rows)
+    (tmp_path / "repository/README.md").write_text(f"---\n{card}---\n")
+    real = datasets.load_dataset
+
+    def load_dataset(name, config, split):
+        assert name == "openai/gsm8k"
+        cache = str(tmp_path / "datasets")
+        return real(str(tmp_path / "repository"), config, split=split, cache_dir=cache)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    from llm_demo import records
+
+    records._hub_rows.cache_clear()
+    yield
+    records._hub_rows.cache_clear()
+
+
+class Args:
+    """The flags that load_data reads."""
+
+    def __init__(self, **flags):
+        from llm_demo.args import DataArgs
+
+        self.__dict__ |= vars(DataArgs()) | flags
+
+
+def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
+    keys = {"input_key": "question", "target_key": "answer", "train_json": "openai/gsm8k"}
+
+    def load_both(said, **flags):
+        return load_data(Args(**keys, **flags), None, make_tokenizer(), said.append)
+
+    said = []
+    train, heldout = load_both(said, dataset_config="main", eval_json="openai/gsm8k:test")
+    assert (train.stats["documents"], heldout.stats["documents"]) == (3, 2)
+    assert said[0].startswith("data: openai/gsm8k:main:train: question/answer (--input_key,")
+    assert first(train) == golden("<S>user\ntrain 0?<E>\n<S>assistant\n⟦0<E>⟧\n")
+    said.clear()
+    train, heldout = load_both(said, dataset_config="main", dataset_split="train[:2]")
+    assert train.stats["documents"] == 2 and heldout is None and not train.stats["cache_hit"]
+    train, heldout = load_both([], eval_json="openai/gsm8k:main:train")  # the one configuration
+    assert train.stats["cache_hit"] and heldout.stats["documents"] == 3  # a hit by its rows
+    for flags, message in (
+        ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: name the split"),
+        ({"dataset_split": "validation"}, "openai/gsm8k:validation: .*the hub failed: .*split"),
+        ({"dataset_config": "other"}, "openai/gsm8k:other:train: .*other"),
+        (
+            {"train_json": "x.jsonl", "dataset_config": "main"},
+            "--dataset_config main .* is not one",
+        ),
+        (
+            {"train_json": "x.jsonl", "eval_json": "openai/gsm8k:test", "dataset_split": "test"},
+            "--dataset_split test .* is not one",
+        ),
+    ):
+        with pytest.raises(UserError, match=message) as error:
+            load_data(Args(**(keys | flags)), None, make_tokenizer(), print)
+        assert "\n" not in str(error.value)
+    (tmp_path / "openai").mkdir()  # then it is a path, possibly a mistyped one
+    with pytest.raises(UserError, match="no such data file: openai/gsm8k"):
+        load_both([])
+
+
+def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
+    path, said = write(tmp_path / "x.jsonl", PAIR), []
+    args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=path)
+    load_data(args, None, make_tokenizer(), said.append)
+    assert (
+        f"held-out: {path} is also in the training data, so its loss is not a held-out loss" in said
+    )
+
+
+# ------------------------------------------------------------------ templates
+
+
+def test_without_a_template_the_log_says_what_is_done(tmp_path):
+    path, said = write(tmp_path / "x.jsonl", PAIR), []
+    assert first(load(path, None, said)) == golden("hi\n⟦yo<E>⟧")
+    line = "no chat template: turns are joined by line breaks and each answer ends with <E>"
+    assert [line in text for text in said].count(True) == 1
+    said.clear()
+    load(write(tmp_path / "y.jsonl", {"text": "abc"}), None, said)
+    assert not any("chat template" in text for text in said)
+
+
+def test_chat_template_is_set_and_kept(tmp_path):
+    make_tokenizer(None).save_pretrained(tmp_path / "model")
+    (tmp_path / "t.jinja").write_text(CHATML)
+    tokenizer = load_tokenizer(str(tmp_path / "model"), str(tmp_path / "t.jinja"))
+    tokenizer.save_pretrained(tmp_path / "run")  # as a run and an export do
+    assert load_tokenizer(str(tmp_path / "run")).chat_template == CHATML
+    raises = "{{ raise_exception('a system turn, please') }}{{ messages }}"
+    (tmp_path / "raises.jinja").write_text(raises)  # its rows will show what it takes
+    assert load_tokenizer(str(tmp_path / "model"), str(tmp_path / "raises.jinja"))
+    for content, message in (
+        ("{% for m in messages %}\n{{ m.role ", r"bad.jinja:2: "),
+        ("{{ messages | upside_down }}", r"bad.jinja:1: No filter named 'upside_down'"),
+        ("hello", "never uses messages"),
+        (b"\xff messages", "codec can't decode"),
+        (None, "No such file"),
+    ):
+        file = tmp_path / "bad.jinja"
+        file.unlink(missing_ok=True)
+        if content is not None:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UserError, match=f"--chat_template .*{message}") as error:
+            load_tokenizer(str(tmp_path / "model"), str(file))
+        assert "\n" not in str(error.value)
+
+
+# ------------------------------------------------------------------ length of a row
+
+
+def test_seq_len_holds_99_percent(tmp_path):
+    assert choose_seq_len(np.arange(1, 1001), 4096)[0] == 1024  # 990 of 1,000
+    assert choose_seq_len(np.array([5] * 99 + [4000]), 4096)[0] == 128
+    assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 4096)[0] == 4096
+    assert choose_seq_len(np.array([5] * 98 + [4000] * 2), 300) == (
+        300, "99% of 100 documents have at most 4,000 tokens; limited to 300 by the model",
+    )  # fmt: skip
+    rows = [{"text": "a" * (150 if i == 7 else 3)} for i in range(200)]
+    path = write(tmp_path / "x.jsonl", *rows)
+    packs = load(path, seq_len=0)
+    assert packs.seq_len == 128 and packs.stats["truncated"] == 1
+    asked = load(path, seq_len=128)
+    assert not asked.stats["cache_hit"]
+    for name in ("tokens", "learnt", "doc_start", "row_docs", "row_start", "label_counts"):
+        assert (getattr(asked, name) == getattr(packs, name)).all(), name
+    assert asked.stats["identity"] == packs.stats["identity"]
+    again = load(path, seq_len=0)
+    assert again.stats["cache_hit"] and again.seq_len == 128
+    assert load(path, seq_len=0, seq_len_limit=64).seq_len == 64
+
+
+def test_seq_len_of_a_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
+    write(tmp_path / "x.heldout.jsonl", {"text": "b" * 300})
+    path, said = write(tmp_path / "x.jsonl", *[{"text": "a" * 140}] * 9), []
+    args = Args(train_json=path)
+    train, heldout = load_data(args, None, make_tokenizer(), said.append, 2048)
+    assert args.seq_len == train.seq_len == heldout.seq_len == 256
+    why = "99% of 9 documents have at most 141 tokens, rounded up to a multiple of 128"
+    assert f"seq_len: 256 ({why})" in said
+
+
+# ------------------------------------------------------------------ the cache
+
+
+def ruin(folder, how):
+    tokens, meta = folder / "tokens.int32", folder / "meta.json"
+    if how == "zeroed":
+        tokens.write_bytes(bytes(tokens.stat().st_size))
+    elif how == "one bit":
+        data = bytearray((folder / "learnt.bool").read_bytes())
+        data[3] ^= 1
+        (folder / "learnt.bool").write_bytes(data)
+    elif how == "truncated":
+        tokens.write_bytes(tokens.read_bytes()[:-4])
+    elif how == "lost":
+        (folder / "row_docs.npy").unlink()
+    elif how == "no meta":
+        meta.unlink()
+    elif how == "half a meta":
+        meta.write_text(meta.read_text()[:50])
+    elif how == "garbage":
+        meta.write_bytes(b"\xff\x00\x93")
+    elif how == "another meta":
+        meta.write_text("[]")
+    elif how == "changed meta":
+        meta.write_text(meta.read_text().replace('"pad_id": 260', '"pad_id": 5'))
+
+
+HOW = ("zeroed", "one bit", "truncated", "lost", "no meta", "half a meta", "garbage")
+
+
+@pytest.mark.parametrize("how", [*HOW, "another meta", "changed meta"])
+def test_a_damaged_pack_is_built_again(tmp_path, how):
+    rows = [{"text": f"text {i}"} for i in range(20)]
+    path, said = write(tmp_path / "x.jsonl", *rows), []
+    whole = load(path, seq_len=64)
+    (folder,) = (tmp_path / "cache").iterdir()
+    before = [whole.row(i)[0].copy() for i in range(len(whole))]
+    ruin(folder, how)
+    again = load(path, said=said, seq_len=64)
+    assert not again.stats["cache_hit"]
+    assert all((again.row(i)[0] == ids).all() for i, ids in enumerate(before))
+    lines = [line for line in said if "is damaged" in line]
+    assert len(lines) == 1 and str(folder) in lines[0] and "\n" not in lines[0]
+    assert load(path, seq_len=64).stats["cache_hit"]
+    assert [f.name for f in (tmp_path / "cache").iterdir()] == [folder.name]
+
+
+def test_who_has_mapped_a_pack_keeps_it(tmp_path):
+    path = write(tmp_path / "x.jsonl", *[{"text": f"text {i}"} for i in range(20)])
+    reader = load(path, seq_len=64)
+    (folder,) = (tmp_path / "cache").iterdir()
+    ruin(folder, "half a meta")
+    load(path, seq_len=64)
+    assert reader.row(0)[0][:4].tolist() == list(b"text")
+
+
+# ------------------------------------------------------------------ a whole plan, in this process
+
+
+@pytest.fixture
+def alone(tmp_path, monkeypatch):
+    """Run a script's main() in this process, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def run(*flags):
+        import fsdp.train_fsdp as script
+
+        flags = ["--no_fsdp", "--no_compile", "--sample_tokens", "0", *flags]
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, flags)])
+        try:
+            script.main()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    return run
+
+
+SIZES = dict(
+    vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+)  # fmt: skip
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line).get("train/loss") for line in lines]
+
+
+def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
+    """And before the run's folder is touched; else it trains as a model without a window."""
+    write(tmp_path / "x.jsonl", *[{"text": f"word {i} " * 4} for i in range(20)])
+    for name, window in (("window", 32), ("none", None)):
+        MistralConfig(sliding_window=window, **SIZES).save_pretrained(tmp_path / name)
+    flags = ["--train_json", "x.jsonl", "--seq_len", "64", "--max_steps", "2", "--no_save"]
+    flags += ["--tokenizer_name_or_path", ROOT / "models/qwen3-tiny"]
+    for name in ("none", "window"):
+        alone(*flags, "--model_name_or_path", name, "--output_dir", f"run {name}")
+    assert losses(tmp_path / "run window") == losses(tmp_path / "run none")
+    write(tmp_path / "x.jsonl", {"text": "word " * 40})
+    flags += ["--model_name_or_path", "window", "--output_dir", "run window", "--overwrite"]
+    for more in ([], ["--dry_run"]):
+        with pytest.raises(UserError, match="the last 32 tokens only, but the longest document"):
+            alone(*flags, *more)
+    assert len(losses(tmp_path / "run window")) == 2
+    alone(*flags, "--seq_len", "0", "--dry_run")  # the default is no longer than the window
+
+
+def test_which_windows_are_used(tmp_path):
+    qwen = dict(sliding_window=16, max_window_layers=1, **SIZES)
+    for config, window in (
+        (Qwen2Config(use_sliding_window=False, **qwen), None),
+        (Qwen2Config(use_sliding_window=True, **qwen), 16),
+        (MistralConfig(sliding_window=16, **SIZES), 16),
+        (MistralConfig(sliding_window=None, **SIZES), None),
+    ):
+        config.save_pretrained(tmp_path)
+        config = load_config(tmp_path, 64)
+        assert window_of(config) == window
+        without_window(config, 16)
+        assert window_of(config) is None
+        assert json.loads((tmp_path / "config.json").read_text()).get("sliding_window") == window
+
+
+def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
+    """Runs of the time when the default was another one, too."""
+    monkeypatch.setattr("llm_demo.plan.from_rank0", lambda world, make: make())
+    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
+    (tmp_path / "run/config.json").write_text('{"seq_len": 1024}')
+    said = []
+    run = SimpleNamespace(folder=tmp_path / "run", say=said.append)
+    for resume in ("auto", f"{tmp_path}/run", f"{tmp_path}/run/checkpoints/step_00000001"):
+        args = SimpleNamespace(seq_len=0, resume=resume)
+        resumed_seq_len(args, None, run)
+        assert args.seq_len == 1024
+    assert said == ["seq_len: 1024 (from the resumed run)"] * 3
+    for args in (
+        SimpleNamespace(seq_len=64, resume="auto"),  # asked for: an error later, as before
+        SimpleNamespace(seq_len=0, resume=None),
+        SimpleNamespace(seq_len=0, resume=f"{tmp_path}/nothing"),
+    ):
+        before = args.seq_len
+        resumed_seq_len(args, None, run)
+        assert args.seq_len == before

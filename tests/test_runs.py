@@ -1,0 +1,610 @@
+"""What a run does to its folder, and what it never loses: in one process, both scripts alike."""
+
+import fcntl
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, run
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_checkpoint import make, save, state
+from test_security import sign
+
+from llm_demo import checkpoint, checkpoint_files, data, disk, export, metrics, model, run_folder
+from llm_demo.dist import World
+from llm_demo.errors import UserError
+from llm_demo.optim import LossScale
+
+WORLD = World(0, 1, 0, torch.device("cpu"))
+TINY = ROOT / "models/qwen3-tiny"
+KINDS = ["fsdp", "pp"]
+LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """train(kind, flags): a script's main() with a small model and data, in this process."""
+    from deepspeed.accelerator import get_accelerator
+
+    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    row = '{"prompt": "Why?", "completion": "Because it is so."}\n'
+    (tmp_path / "data.jsonl").write_text(row * 40)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    locks = []
+    for name in ("lock_folder", "take_folder"):
+
+        def lock(*args, name=name):
+            locks.append(vars(run_folder)[name](*args))
+            return locks[-1]
+
+        monkeypatch.setattr(metrics, name, lock)
+
+    def call(kind, flags):
+        for lock in filter(None, locks):  # of a run before, which was another process
+            lock.close()
+        locks.clear()
+        script = script_of(kind)
+        more = {"fsdp": "--no_fsdp", "pp": "--stages 1"}[kind]
+        argv = (
+            f"--train_json data.jsonl --seq_len 32 --sample_tokens 0 --output_dir out {more} "
+            f"--warmup_steps 0 --lr 1e-3 --no_comm_timer {flags}"
+        ).split()
+        monkeypatch.setattr(sys, "argv", [script.__file__, *argv])
+        monkeypatch.setattr(script, "start", lambda: WORLD)
+        script.main()
+        return tmp_path / "out"
+
+    return call
+
+
+def script_of(kind):
+    if kind == "pp":
+        import pp.pp_train as script
+    else:
+        import fsdp.train_fsdp as script
+    return script
+
+
+def raises(error):
+    def act(*_args, **_kwargs):
+        raise error
+
+    return act
+
+
+def old_run(folder):
+    """An earlier run's folder; -> its files."""
+    folder.mkdir()
+    for name in ("cmd.sh", "config.json", "metrics.jsonl"):
+        (folder / name).write_text("precious")
+    return contents(folder)
+
+
+def contents(folder):
+    return {p.relative_to(folder): p.is_file() and p.read_bytes() for p in folder.rglob("*")}
+
+
+# ---------------------------------------------------------------- refused runs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_path, monkeypatch):
+    before = old_run(tmp_path / "out")
+    weights = load_file(model_with(tmp_path / "lacking") / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, tmp_path / "lacking/model.safetensors")
+    with pytest.raises(UserError, match="lack model.norm.weight"):
+        train(kind, "--max_steps 2 --overwrite --model_name_or_path lacking")
+    for error in (UserError("in the first step"), torch.OutOfMemoryError("too large")):
+        monkeypatch.setattr(script_of(kind), "learnt", raises(error))
+        for flags in ("--overwrite", "--output_dir new"):
+            with pytest.raises(type(error), match=str(error)):
+                train(kind, f"--max_steps 2 --eval_json none {flags}")
+    assert contents(tmp_path / "out") == before and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_finds_what_only_a_forward_pass_refuses(kind, train, tmp_path, monkeypatch):
+    before = old_run(tmp_path / "out")
+    refuse = raises(UserError("this model's attention"))
+    monkeypatch.setattr(model.Blocks, "forward", refuse)
+    with pytest.raises(UserError, match="this model's attention"):
+        train(kind, "--max_steps 2 --overwrite --dry_run")
+    assert contents(tmp_path / "out") == before
+
+
+def model_with(folder, spoil=None):
+    """A folder with the small model and random weights, spoilt."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(TINY, folder)
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+    if spoil:
+        spoil(dict(lm.named_parameters()))
+    lm.save_pretrained(folder)
+    return folder
+
+
+def test_overwrite_deletes_no_input(train, tmp_path):
+    before = old_run(tmp_path / "out")
+    for flag, name in (("train_json", "out/metrics.jsonl"), ("model_name_or_path", "out")):
+        with pytest.raises(UserError, match=f"--overwrite would delete --{flag} {name}"):
+            train("fsdp", f"--overwrite --{flag} {name}")
+    assert contents(tmp_path / "out") == before
+
+
+# ---------------------------------------------------------------- locks
+
+
+@pytest.mark.parametrize("flags", ["", "--dry_run"])
+def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
+    before = old_run(tmp_path / "out")
+    monkeypatch.setattr(checkpoint, "find", raises(AssertionError("looked for checkpoints")))
+    with open(tmp_path / "out/cmd.sh") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for kind in KINDS:
+            with pytest.raises(UserError, match="out: another run is at work there"):
+                train(kind, f"--max_steps 2 --resume auto {flags}")
+    assert contents(tmp_path / "out") == before
+
+
+def test_nothing_is_created_to_be_locked(train, tmp_path):
+    train("fsdp", "--max_steps 2 --resume auto --dry_run")
+    train("fsdp", "--max_steps 2 --resume auto --estimate")
+    assert not (tmp_path / "out").exists()
+    args = SimpleNamespace(dry_run=True, estimate=False, overwrite=False, resume="auto")
+    (tmp_path / "lost/checkpoints/step_00000001").mkdir(parents=True)  # and no cmd.sh
+    assert run_folder.lock_folder(tmp_path / "lost", args) is None
+    assert not (tmp_path / "lost/cmd.sh").exists()
+    args.dry_run = False
+    first = run_folder.lock_folder(tmp_path / "lost", args)
+    with pytest.raises(UserError, match="another run is at work there"):
+        run_folder.lock_folder(tmp_path / "lost", args)
+    first.close()
+
+
+def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
+    args = SimpleNamespace(dry_run=False, estimate=False, overwrite=False, resume="auto")
+    assert run_folder.lock_folder(tmp_path, args) is None
+    (tmp_path / "checkpoints/step_00000009").mkdir(parents=True)
+    with pytest.raises(UserError, match="another run is at work there"):
+        run_folder.take_folder(tmp_path, args, None)
+
+
+def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):
+    """As a live run's may, where --resume names it."""
+    save(make(tmp_path), 1)
+    checkpoints = make(tmp_path)
+    tensors = {name: torch.zeros_like(t) for name, t in state(0).items()}
+    (checkpoints.path / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match="step_00000001 can't be read: .*No such file"):
+        checkpoints.load(tensors)
+    shutil.rmtree(checkpoints.path)
+    with pytest.raises(UserError, match="metadata can't be read: No such file"):
+        checkpoints.load(tensors)
+
+
+# ---------------------------------------------------------------- not finite
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("log_every", [1, 7])
+def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path):
+    """Of a model whose weights are NaN."""
+    model_with(tmp_path / "nan", lambda weights: weights["model.norm.weight"].data.fill_(torch.nan))
+    nan = "--model_name_or_path nan --save_every 100"
+    with pytest.raises(UserError, match="not finite in 4 steps in a row, up to step 4 .*no check"):
+        train(kind, f"{nan} --max_steps 30 --max_skipped_steps 4 --log_every {log_every}")
+    if log_every == 1:
+        lines = [json.loads(line) for line in open(tmp_path / "out/metrics.jsonl")]
+        assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4]
+        return
+    # at the last step, too; and where nothing counts them, no such weights are saved
+    for flags, message in (
+        ("--max_skipped_steps 3", "not finite in 3 steps in a row, up to step 3"),
+        ("--max_skipped_steps 0", "step 3: .* is not finite, so no checkpoint is written"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(kind, f"{nan} --max_steps 3 --overwrite --log_every {log_every} {flags}")
+    assert not list(tmp_path.glob("out/checkpoints/*"))
+
+
+def watched(tmp_path, **flags):
+    flags = {"max_skipped_steps": 3, "log_every": 1, **flags}
+    watched = metrics.Run.__new__(metrics.Run)
+    vars(watched).update(args=SimpleNamespace(**flags), folder=tmp_path, bad_steps=0, unread=[])
+    vars(watched).update(looked=None, max_steps=40, comm=metrics.CommTimer(WORLD.device, 0, 1))
+    return watched
+
+
+@pytest.mark.parametrize("steps", ["bbgbbgbb", "bbgbbbg", "ggg", "bbb"])
+def test_only_bad_steps_in_a_row_count(steps, tmp_path):
+    """In a step that is not logged, on one rank of two, in loss or norm."""
+    ranks = 2
+    values = [torch.tensor(1.0 if s == "g" else torch.nan) for s in steps]
+    watch = watched(tmp_path, log_every=9)
+    watch.gather = SimpleNamespace(floats=lambda mine: [[0.0] * len(mine), mine][:ranks])
+    watch.max_steps = len(steps)
+    (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
+
+    def go():
+        for step, value in enumerate(values, 1):
+            watch._watch(step, value)
+
+    if "bbb" in steps:
+        with pytest.raises(UserError, match="in 3 steps in a row, up to .*step_00000002$"):
+            go()
+    else:
+        go()
+
+
+@pytest.mark.parametrize("name", ["a.weight", "a.weight.exp_avg"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
+    checkpoints = make(tmp_path, save_async=True)
+    save(checkpoints, 1)
+    tensors = {**state(2), "empty": torch.zeros(0), "large": torch.full((2,), 3e38)}
+    checkpoints.save(2, dict(tensors), {}, wait=True)
+    tensors[name].view(-1)[3] = value
+    message = f"step 3: {name} is not finite, so no checkpoint .*checkpoints/step_00000002$"
+    with pytest.raises(UserError, match=message):
+        checkpoints.save(3, tensors, {}, wait=False)
+    assert (tmp_path / "checkpoints/latest").read_text() == "step_00000002\n"
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 3
+
+
+def test_all_ranks_of_a_launcher_end(tmp_path):
+    """A rate that blows the weights up: one line, exit code 2, the last good checkpoint stays."""
+    flags = "--seq_len 32 --max_steps 5000 --lr 1e30 --warmup_steps 0 --save_every 1 "
+    flags += "--grad_accum_steps 1 --max_skipped_steps 3 --sample_tokens 0 --eval_json none "
+    flags = (flags + "--output_dir out").split()
+    done = run(["bash", LAUNCHERS["fsdp"], *flags], cwd=tmp_path, PYTHON=sys.executable)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == 2 and len(set(errors)) == 1, done.stderr
+    assert "not finite" in errors[0] and "Traceback" not in done.stderr
+    assert "the last good checkpoint is out/checkpoints/step_0" in errors[0]
+    latest = tmp_path / "out/checkpoints" / (tmp_path / "out/checkpoints/latest").read_text()[:-1]
+    assert not checkpoint_files.problem_of(latest, WORLD)
+
+
+# ---------------------------------------------------------------- full disks
+
+
+@pytest.fixture
+def limit():
+    """limit(bytes): as `ulimit -f`."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """A disk of 1 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder])
+    if done.returncode:
+        pytest.skip("mounting a small disk takes root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(folder, tmp_path):
+    """Everything that writes much, in a folder with little room: what each of them says."""
+    big = {"a": torch.zeros(1000, 1000)}
+    checkpoints = make(folder)
+    rows = tmp_path / "rows.jsonl"
+    text = "Because it is so. " * 5
+    rows.write_text(json.dumps({"prompt": "Why?", "completion": text}) + "\n")
+    tokenizer = model.load_tokenizer(TINY)
+    writes = {
+        "checkpoint": lambda: checkpoints.save(1, big, {}, wait=True),
+        "safetensors": lambda: save_file(big, folder / "x.safetensors"),
+        "numpy": lambda: np.save(folder / "x.npy", np.zeros(10**6)),
+        "torch": lambda: torch.save(big, folder / "x.pt"),
+        "text": lambda: (folder / "x.txt").write_text("x" * 10**7),
+        "packs": lambda: data.load_packs(
+            str(rows), tokenizer, seq_len=64, cache_dir=str(folder / "cache")
+        ),
+    }
+    for name, write in writes.items():
+        if name == "packs":
+            room = folder / "filler"
+            limited = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if limited[0] == resource.RLIM_INFINITY:
+                (folder / "cache").mkdir()
+                with open(room, "wb", buffering=0) as f:
+                    try:
+                        while f.write(b"x" * 512):
+                            pass
+                    except OSError:
+                        pass
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limited[1]))
+        with pytest.raises(Exception) as raised:  # noqa: PT011  of many kinds
+            write()
+        yield name, raised.value
+        for left in folder.glob("x*"):
+            left.unlink()
+
+
+def test_a_small_disk_is_called_full(small, tmp_path):
+    for name, error in fill(small, tmp_path):
+        said = str(error) if isinstance(error, UserError) else disk.full(error, small)
+        assert said and f"No space left on device: {small}" in said, (name, error)
+        assert said.count("No space") == 1 and "inline_container" not in said
+
+
+def test_a_file_over_the_limit_is_called_that(limit, tmp_path):
+    (tmp_path / "here").mkdir()
+    limit(300_000)
+    for name, error in fill(tmp_path / "here", tmp_path):
+        said = str(error) if isinstance(error, UserError) else disk.full(error, tmp_path)
+        assert said and "File too large (ulimit -f allows 0." in said, (name, error)
+        assert "inline_container" not in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_under_a_run_is_one_line(kind, train, limit, tmp_path):
+    """metrics.jsonl grows beyond the limit; --output_dir is named."""
+    run, begin = metrics.Run, metrics.Run.open_folder
+
+    def open_folder(self):
+        begin(self)
+        limit(3000)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "open_folder", open_folder)
+        with pytest.raises(UserError, match="--output_dir out: File too large .*: out"):
+            train(kind, "--max_steps 40 --save false --eval_json none")
+
+
+def test_an_export_to_a_full_disk(tmp_path, limit):
+    from test_security import good  # noqa: F401  the fixture's module has what it takes
+
+    folder = tmp_path / "run"
+    save(make(folder if folder.mkdir() else folder), 1)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}))
+        patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
+        patch.setattr(export, "read", lambda *_: None)
+        patch.setattr(export.torch, "empty", torch.zeros)
+        limit(100_000)
+        with pytest.raises(UserError, match="out can't be written: File too large"):
+            export.export(folder / "checkpoints/step_00000001", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_errors_are_not_called_a_full_disk():
+    for error in (OSError(2, "No such file"), RuntimeError("shape"), ValueError("1 requested")):
+        assert disk.full(error) is None
+    try:
+        raise OSError(28, "No space left on device", "/a/file")
+    except OSError as e:
+        outer = RuntimeError("a library's own words")
+        outer.__cause__ = e
+    assert disk.full(outer) == "No space left on device: /a/file"
+
+
+# ---------------------------------------------------------------- a folder deleted under a run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flags", ["--save false", "--save_every 2 --log_every 9"])
+def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, monkeypatch):
+    end_step = metrics.Run.end_step
+
+    def deleted(self, step, *rest):
+        if step == 2:
+            shutil.rmtree(self.folder)
+        end_step(self, step, *rest)
+
+    monkeypatch.setattr(metrics.Run, "end_step", deleted)
+    with pytest.raises(UserError, match="^out is gone: it was deleted or moved while"):
+        train(kind, f"--max_steps 4 --eval_json none {flags}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_deleted_under_a_launched_run(tmp_path):
+    flags = "--seq_len 32 --max_steps 5000 --save_every 5 --eval_json none --output_dir out"
+    process = subprocess.Popen(
+        ["bash", LAUNCHERS["pp"], *flags.split()], cwd=tmp_path, text=True,
+        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            shutil.rmtree(tmp_path / "out")
+            break
+    _, err = process.communicate(timeout=60)
+    errors = [line for line in err.splitlines() if line.startswith("error:")]
+    assert process.returncode == 2 and "Traceback" not in err, err
+    assert errors[0].startswith("error: out is gone: it was deleted") and len(errors) == 1, err
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------- checkpoints and exports
+
+
+def test_an_exports_files_are_of_its_dtype(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save(make(folder), 1)
+    wanted = {"a.weight": (50, 7)}
+    for dtype, code in (("bf16", "BF16"), ("fp16", "F16"), ("fp32", "F32")):
+        (tmp_path / dtype).mkdir()
+        step = folder / "checkpoints/step_00000001"
+        size = export.write_weights(step, tmp_path / dtype, wanted, export.DTYPES[dtype], "5GB")
+        with safe_open(tmp_path / dtype / "model.safetensors", "pt") as file:
+            assert [file.get_slice(name).get_dtype() for name in file.keys()] == [code]
+            assert torch.equal(file.get_tensor("a.weight").float(), torch.ones(50, 7))
+        assert size == 350 * export.DTYPES[dtype].itemsize
+
+
+def test_an_export_that_overflows_is_refused(tmp_path):
+    checkpoints = make(tmp_path)
+    checkpoints.save(1, {"a": torch.full((3,), 1e5)}, {}, wait=True)
+    step = tmp_path / "checkpoints/step_00000001"
+    with pytest.raises(UserError, match="a is not finite in torch.float16"):
+        export.write_weights(step, tmp_path, {"a": (3,)}, torch.float16, "5GB")
+    export.write_weights(step, tmp_path, {"a": (3,)}, torch.bfloat16, "5GB")
+
+
+def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
+    """Training changes its tensors while the writing is held up."""
+    go_on, write = threading.Event(), checkpoint.write
+
+    def slow(*args):
+        go_on.wait(20)
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write", slow)
+    checkpoints, tensors = make(tmp_path, save_async=True), state(1)
+    for step in (1, 2):  # the second time into the same buffers
+        checkpoints.save(step, tensors, {}, wait=False)
+        for t in tensors.values():
+            t += 1
+        go_on.set()
+        checkpoints.finish()
+        go_on.clear()
+        saved = {name: torch.zeros_like(t) for name, t in tensors.items()}
+        checkpoint_files.read(tmp_path / f"checkpoints/step_{step:08d}", saved)
+        for name, t in state(1).items():
+            assert torch.equal(saved[name], t + step - 1), (step, name)
+
+
+def test_the_order_of_what_reaches_the_disk(tmp_path, monkeypatch):
+    """A loss of power at any moment: a name never stands for what is not on the disk."""
+    events, fsync = [], os.fsync
+
+    def synced(fd):
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{fd}")).name))
+        fsync(fd)
+
+    def rename(old, new, *, real=os.rename):
+        events.append(("rename", Path(old).name, Path(new).name))
+        real(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "replace", rename)
+    save(make(tmp_path), 1)
+    part, step = ".part-step_00000001", "step_00000001"
+
+    def at(*event):
+        assert events.count(event) == 1, (event, events)
+        return events.index(event)
+
+    published = at("rename", part, step)
+    contents = [("fsync", "__0_0.distcp"), ("fsync", ".metadata.tmp")]
+    contents += [("rename", f".part-{n}", n) for n in ("trainer.json", "manifest.json")]
+    manifest = at("fsync", ".part-manifest.json")
+    assert all(at(*event) < manifest for event in contents[:3])  # it is the proof of the others
+    assert manifest < at(*contents[3]) < at("fsync", part) < published
+    assert at("fsync", ".part-trainer.json") < at(*contents[2])
+    # and only when the name is on the disk does `latest` point at it
+    latest = at("rename", ".part-latest", "latest")
+    assert published < at("fsync", "checkpoints") < at("fsync", ".part-latest") < latest
+    assert latest == len(events) - 1
+
+
+# ---------------------------------------------------------------- fp16's loss scale
+
+
+def overflows(n):
+    """Steps that overflow, of n: the first, then now and then."""
+    return [i in (0, 3, 4, 1200, 1201, 2500) for i in range(n)]
+
+
+@pytest.mark.parametrize("at", [1, 4, 5, 999, 1004, 1005, 2300])
+def test_the_loss_scale_goes_on_as_if_never_stopped(at):
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    from pp import ds_state
+
+    whole, again = (LossScale(torch.float16, torch.device("cpu")) for _ in range(2))
+
+    def deepspeeds():
+        scaler = DynamicLossScaler(
+            init_scale=2.0**16, scale_window=1000, min_scale=1.0,
+            delayed_shift=2, consecutive_hysteresis=False, raise_error_at_min_scale=False,
+        )  # fmt: skip
+        kind = type("Optimizer", (), {"_lazy_init_hp_params_optimizer_state": lambda self: None})
+        optimizer = kind()
+        optimizer.loss_scaler = scaler
+        optimizer.optimizer = SimpleNamespace(
+            param_groups=[], state={0: {"step": torch.tensor(5.0)}}
+        )
+        module = SimpleNamespace(parameters=list)
+        return SimpleNamespace(optimizer=optimizer, module=module, dp_world_size=1), scaler
+
+    (one, scaler), (other, scaler_again) = deepspeeds(), deepspeeds()
+    seen = []
+    for step, overflow in enumerate(overflows(2600)):
+        if step == at:
+            again.load(json.loads(json.dumps(whole.facts())))
+            facts = json.loads(json.dumps(ds_state.facts_of(one)))
+            ds_state.load_state(other, lambda tensors: None, facts)
+        for scale in (whole, again)[: 1 + (step >= at)]:
+            scale.update(torch.tensor(overflow))
+        for each in (scaler, scaler_again)[: 1 + (step >= at)]:
+            each.update_scale(overflow)
+        if step >= at:
+            assert whole.facts() == again.facts(), step
+            assert scaler.cur_scale == scaler_again.cur_scale, step
+            assert ds_state.facts_of(one)["loss_scale"] == ds_state.facts_of(other)["loss_scale"]
+        seen.append((whole.scale.item(), scaler.cur_scale))
+    assert len(set(seen)) > 4  # it moved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_fp16_run_takes_the_checkpoints_loss_scale(kind, train, tmp_path):
+    """After 998 good steps at a scale of 512. DeepSpeed doubles it a step later than we do."""
+    flags = "--dtype fp16 --eval_json none --save_every 1 --keep_last 0"
+    out = train("fsdp", f"{flags} --max_steps 1")
+    step = out / "checkpoints/step_00000001"
+    facts = json.loads((step / "trainer.json").read_text())
+    facts["loss_scale"] = {"scale": 512.0, "good_steps": 998.0}
+    (step / "trainer.json").write_text(json.dumps(facts))
+    sign(step)
+    train(kind, f"{flags} --max_steps 4 --resume auto")
+    scales = [
+        json.loads((out / f"checkpoints/step_0000000{i}/trainer.json").read_text())["loss_scale"]
+        for i in (2, 3, 4)
+    ]
+    third = {"fsdp": (1024, 0), "pp": (512, 1000)}[kind]
+    assert [(s["scale"], s["good_steps"]) for s in scales] == [(512, 999), third, (1024, 1)]
+
+
+def test_deepspeeds_smallest_scale_ends_no_run(train, tmp_path):
+    """Its own exception would be a traceback: --max_skipped_steps ends such a run."""
+    spoil = lambda weights: weights["model.norm.weight"].data.fill_(torch.nan)  # noqa: E731
+    model_with(tmp_path / "nan", spoil)
+    with pytest.raises(UserError, match="not finite in 20 steps in a row, up to step 20 "):
+        train("pp", "--model_name_or_path nan --dtype fp16 --max_steps 60 --eval_json none")

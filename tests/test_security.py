@@ -1,0 +1,379 @@
+"""Files of a stranger: none of them runs code, each is refused in one line."""
+
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from transformers import AutoTokenizer, LlamaConfig
+
+from llm_demo import checkpoint, checkpoint_files, data, export, model
+from llm_demo.dist import World
+from llm_demo.errors import UserError
+from llm_demo.plan import describe_model
+
+WORLD = World(0, 1, 0, torch.device("cpu"))
+TINY = ROOT / "models/qwen3-tiny"
+FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 9,
+         "label_tokens": 5, "evals": [[0, 2.5]], "eval_loss": 1.5}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A run's folder, made once."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("good") / "run"
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    weights = dict(AutoModelForCausalLM.from_config(config).named_parameters())
+    tensors = {n: p.detach().float() for n, p in weights.items()}
+    part = folder / "checkpoints/.part"
+    folder.mkdir()
+    checkpoint_files.write(part, tensors | checkpoint_files.rng_state(WORLD), FACTS, WORLD)
+    checkpoint_files.publish(part, folder / "checkpoints/step_00000007")
+    config.save_pretrained(folder / "source")
+    describe_model(folder / "source", AutoTokenizer.from_pretrained(TINY), folder / "model")
+    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl"}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture
+def folder(good, tmp_path):
+    import shutil
+
+    shutil.copytree(good, tmp_path / "run")
+    return tmp_path / "run/checkpoints/step_00000007"
+
+
+class Command:
+    """Pickled, it asks the reader to call something."""
+
+    def __init__(self, function, *args):
+        self.made_by = function, args
+
+    def __reduce__(self):
+        return self.made_by
+
+
+def sign(folder):
+    """Bring the manifest up to date, as who crafts a checkpoint would."""
+    names = [f.name for f in folder.iterdir() if f.name != "manifest.json"]
+    files = {n: [(folder / n).stat().st_size, checkpoint_files.digest(folder / n)] for n in names}
+    (folder / "manifest.json").write_text(json.dumps({"files": files}))
+
+
+def export_of(folder):
+    found = checkpoint_files.find(SimpleNamespace(resume=str(folder)), folder, WORLD, print)
+    export.export(found, folder.parent.parent / "out")
+
+
+def resume_from(folder):
+    flags = {"save": False, "resume": str(folder), "resume_anyway": True}
+    flags |= dict.fromkeys(checkpoint.SETTINGS)
+    said = SimpleNamespace(folder=folder.parent, say=print, resume=lambda facts: None)
+    plan = SimpleNamespace(run=said, identity={}, lr=0, max_steps=9)
+    checkpoints = checkpoint.Checkpoints(plan, SimpleNamespace(**flags), WORLD)
+    shapes = checkpoint_files.shapes_of(folder)
+    tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    checkpoints.load(tensors)
+    return tensors
+
+
+def read_of(folder):
+    checkpoint_files.read(folder, {"lm_head.weight": torch.zeros(64, 8)})
+
+
+def refused(folder, message, marker=None, uses=(export_of, resume_from)):
+    for use in uses:
+        with pytest.raises(UserError, match=message) as raised:
+            use(folder)
+        assert "\n" not in str(raised.value) and len(str(raised.value)) < 500
+    assert not (folder.parent.parent / "out").exists()
+    assert marker is None or not marker.exists()
+
+
+def change_metadata(folder, change):
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    found = change(metadata)
+    file.write_bytes(pickle.dumps(metadata if found is None else found))
+    sign(folder)
+
+
+def test_a_good_checkpoint_is_read(folder):
+    sign(folder)
+    tensors = resume_from(folder)
+    assert all(t.any() for t in tensors.values()) and len(tensors) > 9
+    export_of(folder)
+
+
+COMMANDS = {
+    "os.system": lambda marker: Command(os.system, f"touch {marker}"),
+    "eval": lambda marker: Command(eval, f"open({str(marker)!r}, 'w')"),
+    "getattr": lambda marker: Command(getattr, object, "__subclasses__"),
+    "Path.touch": lambda marker: Command(Path.touch, marker),
+    "torch.load": lambda marker: Command(torch.load, str(marker)),
+}
+
+
+PLACES = ["planner_data", "whole", "tensors", "storage_data", "planner_data"]
+
+
+@pytest.mark.parametrize(
+    "command, where", [*zip(COMMANDS, PLACES, strict=True), ("os.system", "storage_data")]
+)
+def test_no_command_of_the_metadata_is_run(command, where, folder, tmp_path):
+    """torch.distributed.checkpoint runs it."""
+    payload = COMMANDS[command](tmp_path / "marker")
+
+    def change(metadata):
+        if where == "whole":
+            return payload
+        if where == "tensors":
+            metadata.state_dict_metadata["lm_head.weight"] = payload
+        elif where == "planner_data":
+            metadata.planner_data = payload
+        else:
+            metadata.storage_data[payload] = payload
+
+    change_metadata(folder, change)
+    refused(folder, "metadata is refused: it asks for ", tmp_path / "marker")
+    refused(folder, "can't be read: ", tmp_path / "marker", [read_of])
+
+
+def test_the_crafted_file_runs_under_pytorchs_own_reader(folder, tmp_path):
+    """So that the test above holds something."""
+    payload = COMMANDS["os.system"](tmp_path / "marker")
+    change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", payload))
+    dcp.FileSystemReader(folder).read_metadata()
+    assert (tmp_path / "marker").exists()
+
+
+def rename(old, new):
+    def change(metadata):
+        for where in metadata.storage_data.values():
+            where.relative_path = where.relative_path.replace(old, new)
+
+    return change
+
+
+def bytes_item(metadata):
+    """DCP unpickles such items without restrictions, even in the place of a tensor."""
+    metadata.state_dict_metadata["lm_head.weight"] = BytesStorageMetadata()
+
+
+def set_sizes(what):
+    def change(metadata):
+        metadata.state_dict_metadata["lm_head.weight"].size = what
+
+    return change
+
+
+def no_storage(metadata):
+    metadata.storage_data = None
+
+
+ODD = {
+    "bytes": (bytes_item, "BytesStorageMetadata, which no checkpoint"),
+    "above": (rename("__0_0", "../../../__0_0"), "refused: it names '../../../__0_0.distcp'"),
+    "absolute": (rename("__0_0.distcp", "/etc/passwd"), "refused: it names '/etc/passwd'"),
+    "sizes": (set_sizes("abc"), "is damaged"),
+    "negative": (set_sizes(torch.Size([-1])), "is damaged"),
+    "none": (no_storage, "is damaged"),
+    "list": (lambda metadata: [1], "is damaged"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_metadata_is_refused(case, folder):
+    change, message = ODD[case]
+    change_metadata(folder, change)
+    refused(folder, message)
+
+
+def test_a_class_of_ours_is_not_changed_by_a_pickle(folder):
+    """BUILD with two states sets attributes, of a class too."""
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    (folder / ".metadata").write_bytes(name + b"(N}U\x03fqnI1\nstb.")
+    sign(folder)
+    refused(folder, "is damaged")
+    assert not hasattr(MetadataIndex, "fqn")
+
+
+@pytest.mark.parametrize("what", ["command", "dictionary", "garbage"])
+def test_no_command_of_a_file_of_tensors_is_run(what, folder, tmp_path):
+    payload = {"command": Command(os.system, f"touch {tmp_path}/marker"), "dictionary": {"a": 1}}
+    buffer = io.BytesIO()
+    if what == "garbage":
+        buffer.write(b"x" * 500)
+    else:
+        torch.save(payload[what], buffer)
+    (folder / "__0_0.distcp").write_bytes(buffer.getvalue())
+
+    def point(metadata):
+        for where in metadata.storage_data.values():
+            where.offset, where.length = 0, len(buffer.getvalue())
+
+    change_metadata(folder, point)
+    refused(folder, "step_00000007 can't be read: ", tmp_path / "marker")
+
+
+def entries(**more):
+    def change(files):
+        files.update(more)
+
+    return change
+
+
+MANIFEST = {
+    "above": (entries(**{"../../config.json": [60, "0"]}), "'../../config.json' is no file of a"),
+    "absolute": (entries(**{"/dev/zero": [0, "0"]}), "'/dev/zero' is no file of a checkpoint"),
+    "a folder": (entries(sub=[4096, "0"]), "sub is no regular file"),
+    "a pipe": (entries(pipe=[0, "0"]), "pipe is no regular file"),
+    "a size": (entries(**{"trainer.json": ["many", "0"]}), "'trainer.json' is no file of a"),
+    "a row": (entries(**{"trainer.json": 5}), "manifest.json: TypeError"),
+    "a NUL": (entries(**{"a\0b": [1, "0"]}), "embedded null"),
+    "unlisted": (lambda files: files.pop(".metadata"), "manifest.json lacks .metadata"),
+}
+
+
+@pytest.mark.parametrize("case", MANIFEST)
+def test_odd_manifests_are_refused(case, folder):
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "pipe")
+    change, message = MANIFEST[case]
+    manifest = json.loads((folder / "manifest.json").read_text())
+    change(manifest["files"])
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    refused(folder, message)
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "[]", '{"files": 5}', '"files"', '{"files": [1]}'])
+def test_a_manifest_of_another_kind(text, folder):
+    (folder / "manifest.json").write_text(text)
+    refused(folder, "manifest.json: ")
+
+
+@pytest.mark.parametrize(
+    "more", [
+        {"step": "7"}, {"step": -1}, {"step": True}, {"step": None}, {"tokens": [1]},
+        {"evals": [["a", 1]]}, {"evals": 5}, {"loss_scale": {"scale": 0, "good_steps": 1}},
+        {"eval_loss": "low"}, {"identity": []}, {"tokens": None},
+    ], ids=str,
+)  # fmt: skip
+def test_odd_facts_are_refused(more, folder):
+    (folder / "trainer.json").write_text(json.dumps(FACTS | more))
+    sign(folder)
+    refused(folder, f"trainer.json: {next(iter(more))} can't be")
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 10**5, "{}", '{"adam_steps": 1}'])
+def test_facts_of_another_kind(text, folder):
+    (folder / "trainer.json").write_text(text)
+    sign(folder)
+    refused(folder, "trainer.json has no step")
+
+
+REMOTE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
+
+
+def test_a_configuration_brings_no_code(folder, tmp_path, monkeypatch):
+    """Unless told not to, transformers asks on the terminal whether to run it."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    config = {"model_type": "mine", **REMOTE}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**REMOTE, "tokenizer_class": "X"}))
+    for load in (lambda: model.load_config(tmp_path, 8), lambda: model.load_tokenizer(tmp_path)):
+        with pytest.raises(UserError) as raised:
+            load()
+        assert "\n" not in str(raised.value)
+    target = folder.parent.parent / "model/config.json"
+    target.write_text(json.dumps(config))
+    (target.parent / "evil.py").write_text((tmp_path / "evil.py").read_text())
+    with pytest.raises(UserError, match="model/config.json: .*contains custom code"):
+        export_of(folder)
+    assert not (tmp_path / "marker").exists() and not asked
+
+
+def test_a_configuration_downloads_no_kernel(folder, monkeypatch):
+    from transformers import modeling_utils
+
+    def load(*_args, **_kwargs):
+        raise AssertionError("a kernel is downloaded")
+
+    for name in ("load_and_register_attn_kernel", "get_kernel"):
+        if hasattr(modeling_utils, name):
+            monkeypatch.setattr(modeling_utils, name, load)
+    file = folder.parent.parent / "model/config.json"
+    kernel = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | kernel))
+    export_of(folder)
+    model.skeleton(model.load_config(file.parent, 8), "math")
+
+
+TEMPLATES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
+    "{{ messages.append(1) }}",
+    "{% include '/etc/passwd' %}",
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_chat_template_runs_in_a_sandbox(template, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = template.replace("MARKER", str(tmp_path / "marker"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
+    with pytest.raises(UserError) as raised:
+        data.load_packs(str(rows), tokenizer, seq_len=64, cache_dir=str(tmp_path / "cache"))
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "marker").exists()
+
+
+def test_packs_of_a_shared_cache_are_not_unpickled(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
+    tokenizer, cache = AutoTokenizer.from_pretrained(TINY), tmp_path / "cache"
+    load = lambda: data.load_packs(str(rows), tokenizer, seq_len=64, cache_dir=str(cache))  # noqa: E731
+    load()
+    import numpy as np
+
+    payload = np.array([Command(os.system, f"touch {tmp_path}/marker")], object)
+    for file in cache.glob("packs-*/*.npy"):
+        np.save(file, payload, allow_pickle=True)
+    try:
+        load()  # built anew
+    except (ValueError, UserError):
+        pass  # or refused
+    assert not (tmp_path / "marker").exists()
+
+
+def test_weights_of_other_formats_are_refused(tmp_path):
+    for name in ("pytorch_model.bin", "model.pth"):
+        (tmp_path / name).write_bytes(pickle.dumps(Command(os.system, "true")))
+        with pytest.raises(UserError, match="weights must be model.safetensors"):
+            model.open_weights(tmp_path)
+        (tmp_path / name).unlink()
