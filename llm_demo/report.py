@@ -960,7 +960,9 @@ footer { margin-top: 30px; font-size: .82rem; }
 @media print {
   :root { --page: white; --panel: white; }
   body { max-width: none; padding: 0; font-size: 10pt; }
-  .card, figure, tr { break-inside: avoid; } figure .scroll { overflow: visible; max-height: none; }
+  .card, figure, tr { break-inside: avoid; }
+  h2, .legend { break-after: avoid; }
+  figure .scroll { overflow: visible; max-height: none; }
   .grid { grid-template-columns: 1fr 1fr; gap: 8px; }
   * { print-color-adjust: exact; }
 }

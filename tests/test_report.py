@@ -295,11 +295,14 @@ def test_a_long_run_is_a_small_page(tmp_path):
         values = 60 * step, 100, rng.gauss(2, 0.3)
         records.append({"step": step, "train/loss": loss, "perf/toks_per_s": speed})
         records[-1].update(zip(keys, values, strict=True))
-    records[18_540]["train/loss"] = 13.0
+    records[18_555]["train/loss"] = 13.0
     records += [{"step": s, "eval/loss": 8 - s / 6e3} for s in range(0, 30_001, 100)]
     long = write(tmp_path / "long", records, {"max_steps": 30_000})
     out = tmp_path / "long.html"
-    chart = charts(make(out, long))["Loss over steps"]
+    drawn = charts(make(out, long))
+    texts = [text.text for text in drawn["Loss over time"].iter(f"{SVG}text")]
+    assert "minutes of training" in texts and "50" in texts  # 30,000 x 0.1 s
+    chart = drawn["Loss over steps"]
     assert out.stat().st_size < 600_000
     line = points(chart, "A-loss")
     assert 500 < len(line) <= 2 * report.POINTS
