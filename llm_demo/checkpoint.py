@@ -6,6 +6,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import psutil
@@ -262,6 +263,9 @@ class Checkpoints:
                 done = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
                 if done != runtime.cudaError.success:
                     self.run.say("checkpoints: memory for copies can't be pinned, copying is slow")
+                else:  # before the memory goes: else whoever gets it next fails to copy there
+                    unpin = weakref.finalize(self, lambda: unregister(runtime, memory))
+                    unpin.atexit = False
                 for name, t in found.items():
                     self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
 
@@ -338,6 +342,11 @@ def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
         elif a != b:
             found.append(f"{prefix}{key} was {a}, is {b}")
     return found
+
+
+def unregister(runtime, memory: torch.Tensor) -> None:
+    """Undo cudaHostRegister; holds the memory until then."""
+    runtime.cudaHostUnregister(memory.data_ptr())
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:

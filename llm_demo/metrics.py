@@ -333,7 +333,10 @@ class Run:
         self.comm.remove()
         if not self.is_main:
             return
-        steady = self.records[WARMUP:] or self.records
+        # A resumed run may have had another number of processes: only its last one counts.
+        ranks = len(self.records[-1]["perf/comm_ms"])
+        alike = [r for r in self.records if len(r["perf/comm_ms"]) == ranks]
+        steady = alike[WARMUP:] or alike
         losses = [r["train/loss"] for r in self.records]
         a = self.args
 

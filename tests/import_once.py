@@ -197,7 +197,8 @@ def become(request: dict) -> tuple:
         resource.setrlimit(which, limits)
     for signum in request["ignored"]:
         signal.signal(signum, signal.SIG_IGN)
-    os.getppid = lambda parent=request["parent"]: parent
+    me, real = os.getpid(), os.getppid  # a fork of this one has a parent of its own
+    os.getppid = lambda: request["parent"] if os.getpid() == me else real()
     sys.executable = request["executable"]
     if request["unbuffered"]:
         sys.stdout.reconfigure(write_through=True)

@@ -128,6 +128,18 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
         assert summary[key] == last[of], key
 
 
+def test_a_run_resumes_in_its_folder_with_fewer_processes(first_runs, folder):
+    """Figures of each process are of the last shape alone: lists of two lengths have no median."""
+    out = folder / "fewer"
+    shutil.copytree(first_runs["fsdp"][1], out)
+    flags = ("--train_json", "my data.jsonl", "--resume", "auto", "--max_steps", "5")
+    more = {"NPROC_PER_NODE": "1", "GRAD_ACCUM_STEPS": "4", "SAMPLE_TOKENS": "0"}
+    launch("fsdp", folder, *flags, OUTPUT_DIR="fewer", **more)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 5 and len(summary["median_comm_ms"]) == 1
+    assert [len(r["perf/comm_ms"]) for r in metrics(out) if "train/loss" in r] == [2, 2, 2, 1, 1]
+
+
 def test_both_engines_train_alike(first_runs):
     one, two = first_runs["fsdp"][1], first_runs["pp"][1]
     bound = 1e-5 if not torch.cuda.is_available() else 2e-2  # bf16 on a GPU
