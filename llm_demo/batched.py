@@ -27,7 +27,12 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
         return False, f"{kind} frequencies depend on the longest document of a batch"
     if device.type == "cpu" and not importlib.util.find_spec("psutil"):
         return False, "on a CPU it needs psutil"
-    return True, "as asked" if asked == "batch" else "the faster way"
+    if asked == "batch":
+        return True, "as asked"
+    if device.type == "cuda" and not paged_kernel():
+        # on an H200, 1,319 prompts and 256 new tokens each: 84 s batch by batch, 173 s paged
+        return False, "paged attention is slow without the flash-attn package"
+    return True, "the faster way"
 
 
 def batched(
@@ -58,11 +63,16 @@ def batched(
 
 def paged_attention(model) -> str:
     """The attention to ask for: by itself transformers may look for a kernel on the hub."""
-    if model.device.type == "cuda" and model.dtype.itemsize == 2:
-        for module, kernel in (("flash_attn_interface", 3), ("flash_attn", 2)):
-            if importlib.util.find_spec(module):
-                return f"flash_attention_{kernel}"
-    return "sdpa"
+    fits = model.device.type == "cuda" and model.dtype.itemsize == 2
+    return (fits and paged_kernel()) or "sdpa"
+
+
+def paged_kernel() -> str | None:
+    """The fused paged attention that is installed."""
+    for module, kernel in (("flash_attn_interface", 3), ("flash_attn", 2)):
+        if importlib.util.find_spec(module):
+            return f"flash_attention_{kernel}"
+    return None
 
 
 def free_memory(device: torch.device) -> int:
