@@ -194,11 +194,14 @@ class Checkpoints:
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if a weight or a moment on any of them is not finite."""
-        names = [name for name, t in tensors.items() if t.numel() and _local(t).numel()]
-        largest = torch._foreach_norm([_local(tensors[name]) for name in names], math.inf)
-        bad = ~torch.stack(largest).isfinite().cpu() if names else torch.zeros(0, dtype=torch.bool)
+        local = {name: _local(t) for name, t in tensors.items()}
+        names = [name for name, t in local.items() if t.numel()]  # a rank may hold nothing
+        mine = None
+        if names:
+            largest = torch._foreach_norm([local[name] for name in names], math.inf)
+            finite = torch.stack(largest).isfinite().tolist()
+            mine = next((name for name, f in zip(names, finite, strict=True) if not f), None)
         found = [None] * self.world.size
-        mine = next((name for name, b in zip(names, bad.tolist(), strict=True) if b), None)
         dist.all_gather_object(found, mine, group=self.group)
         if name := next(filter(None, found), None):
             raise UserError(

@@ -268,6 +268,8 @@ def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
     save(checkpoints, 1)
     tensors = {**state(2), "empty": torch.zeros(0), "large": torch.full((2,), 3e38)}
     checkpoints.save(2, dict(tensors), {}, wait=True)
+    for nothing in ({}, {"empty": torch.zeros(0)}):  # as on a pipeline's second replica
+        checkpoints._refuse_non_finite(2, nothing)
     tensors[name].view(-1)[3] = value
     message = f"step 3: {name} is not finite, so no checkpoint .*checkpoints/step_00000002$"
     with pytest.raises(UserError, match=message):
