@@ -11,7 +11,8 @@ import sys
 import pytest
 from conftest import ROOT, run
 
-from llm_demo import evaluate, export, next_steps
+from llm_demo import evaluate, export, next_steps, progress
+from llm_demo.model import loading, open_weights
 from llm_demo.next_steps import resume
 
 
@@ -104,9 +105,17 @@ def heldout_loss(folder, step):
     return next(r["eval/loss"] for r in logged if r["step"] == step and "eval/loss" in r)
 
 
-def test_pasted_commands_run(tmp_path):
+SHOW_ALL = """
+import runpy, sys
+from llm_demo import progress
+progress.DELAY = 0
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
     """Export, evaluation and more training, from a folder of the user's with a space in its name.
-    Also: a warm-up that is longer than the run, in the run's own words."""
+    Also: a warm-up that is longer than the run, and the progress of all that may take long."""
     here = tmp_path / "a user"
     here.mkdir()
     rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
@@ -114,8 +123,11 @@ def test_pasted_commands_run(tmp_path):
     (here / "my data.heldout.jsonl").write_text("\n".join(rows[12:15]))
     flags = "--no_fsdp --max_steps 2 --seq_len 64 --sample_tokens 0 --output_dir run --train_json"
     script = ROOT / "fsdp/train_fsdp.py"
-    done = run([sys.executable, script, *flags.split(), "my data.jsonl"], cwd=here)
+    command = [sys.executable, "-c", SHOW_ALL, script, *flags.split(), "my data.jsonl"]
+    done = run(command, cwd=here)
     assert done.returncode == 0, done.stderr
+    for what in ("tokenising", "packing", "evaluating", "saving"):
+        assert re.search(rf"^{what}: .*, 100%, 00:0\d$", done.stderr, re.M), done.stderr
     assert (
         "warning: --warmup_steps 10 is longer than the run of 2 steps: the learning rate only "
         "rises, to 0.0002 in the last step; give a shorter warm-up" in done.stdout
@@ -125,3 +137,12 @@ def test_pasted_commands_run(tmp_path):
     said = {name: paste(done.stdout, name, here) for name, _ in lines}
     assert loss_of(said["evaluate"]) == pytest.approx(heldout_loss(here / "run", 2), rel=1e-3)
     assert "after step 2, checked" in said["train on"] and "step 4/4" in said["train on"]
+
+    monkeypatch.setattr(progress, "DELAY", 0)
+    export.export(here / "run/checkpoints/step_00000004", here / "again", "fp32")
+    weights = open_weights(here / "run/hf")
+    with loading(weights, 1):
+        for name in weights.shapes:
+            weights.read(name)
+    shown = re.findall(r"^(.*): \S+ of \S+, (?:99|100)%, 00:0\d$", capsys.readouterr().err, re.M)
+    assert {"exporting", "loading weights"} <= set(shown)
