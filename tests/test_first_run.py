@@ -67,12 +67,13 @@ def test_the_answers_are_true():
             assert answer == f"{numbers[0] * factor} {small}"
 
 
-@pytest.mark.parametrize("kind", LAUNCHERS)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("pp", marks=pytest.mark.slow)])
 def test_a_first_run_learns_the_rules(kind, tmp_path):
     """Nothing but the launcher: held-out rows it has never seen, answered by the rule."""
     started = os.times()
-    done = run(["bash", LAUNCHERS[kind]], cwd=tmp_path, timeout=600, PYTHON=sys.executable,
-               OUTPUT_DIR="run")  # fmt: skip
+    done = run(["bash", LAUNCHERS[kind]], cwd=tmp_path, timeout=600, fresh=True,
+               PYTHON=sys.executable, OUTPUT_DIR="run")  # fmt: skip
     ended = os.times()
     assert done.returncode == 0, done.stderr
     logged = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
