@@ -14,6 +14,7 @@ import torch
 from import_once import ALWAYS
 
 ROOT = Path(__file__).resolve().parent.parent
+torch.set_num_threads(1)  # small models: more threads wait for one another
 
 
 def environment(**more):
@@ -23,9 +24,10 @@ def environment(**more):
 
 
 @functools.cache
-def python() -> str:
+def python(**env) -> str:
     """What stands for the interpreter where a test doesn't say `fresh`: see import_once.py.
 
+    env: what packages read while they are imported, where it differs from this process's.
     FRESH=1 in the environment: the interpreter itself, everywhere."""
     # A process that has looked for GPUs can't be forked, and macOS has no pidfd.
     can_fork = hasattr(os, "pidfd_open") and not torch.cuda.is_available()
@@ -46,7 +48,7 @@ def python() -> str:
     sockets = [s.fileno() for s in (listener, theirs)]
     server = subprocess.Popen(
         [sys.executable, ROOT / "tests/import_once.py", "serve", *map(str, sockets)],
-        env=environment(**ALWAYS), pass_fds=sockets, start_new_session=True,
+        env=environment(**ALWAYS, **env), pass_fds=sockets, start_new_session=True,
     )  # fmt: skip
 
     def end():

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run
+from conftest import ROOT, python, run
 
 from llm_demo import checkpoint, checkpoint_files
 from llm_demo.dist import World
@@ -238,9 +238,10 @@ for line in sys.stdin:  # folder and number of the event, or of the microsecond,
 
 def kill_and_resume(tmp_path, points):
     """Saves, killed at each of `points`, one after another in one folder; -> how many were."""
-    script = KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT))
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(tests=str(ROOT / "tests"), root=str(ROOT)))
     worker = subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [python(), script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     save(make(tmp_path), 1)

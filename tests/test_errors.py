@@ -224,6 +224,7 @@ def test_bad_input_of_one_process(
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_a_dying_rank_takes_all_along(kind, folder):
     env = {**os.environ, "PYTHON": sys.executable, "MAX_STEPS": "5000", "NPROC_PER_NODE": "2"}
+    env |= {"SEQ_LEN": "64", "MICRO_BATCH_SIZE": "1"}
     command = [
         "bash",
         str(LAUNCHERS[kind]),

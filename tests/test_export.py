@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run
+from conftest import ROOT, python, run
 from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -148,7 +148,7 @@ def test_upload_to_a_hub(tmp_path):
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_TOKEN": "hf_secret",
         "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1",
     }  # fmt: skip
-    command = [sys.executable, "-m", "llm_demo.export", folder]
+    command = [python(**env), "-m", "llm_demo.export", folder]
     done = run([*command, tmp_path / "out", "--push_to_hub", "mine"], **env)
     assert done.returncode == 0, done.stderr
     assert "to me/mine" in done.stdout and Hub.repos["me/mine"] is True

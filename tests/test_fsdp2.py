@@ -26,11 +26,15 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     if engines and (reason := copy_engines._lacks(World(0, 2, 0, torch.device("cuda", 0)))):
         pytest.skip(reason)
     settings = [("fp16", 1), ("bf16", 2)] if processes == 2 else [("bf16", 1)]
+    rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
+    for name, some in (("data.jsonl", rows[:60]), ("data.heldout.jsonl", rows[60:68])):
+        (tmp_path / name).write_text("\n".join(some))
     cases = []
     for whose in ("theirs", "ours"):
         for dtype, accum in settings:
             argv = [
-                "--model_name_or_path", ROOT / "models/qwen3-tiny", "--seq_len", 64,
+                "--model_name_or_path", ROOT / "models/qwen3-tiny", "--seq_len", 32,
+                "--train_json", tmp_path / "data.jsonl", "--micro_batch_size", 1,
                 "--attn_impl", "math",  # the same numbers each time on a GPU, too
                 "--max_steps", STEPS, "--warmup_steps", 2, "--sample_tokens", 0,
                 "--dtype", dtype, "--grad_accum_steps", accum, "--profile_steps", "3:3",
