@@ -128,14 +128,18 @@ def _number(x) -> bool:
     return type(x) in (int, float)
 
 
+def _pairs(x) -> bool:
+    return isinstance(x, list) and all(
+        isinstance(e, list) and len(e) == 2 and all(map(_number, e)) for e in x
+    )
+
+
 FACTS = {  # what trainer.json may say, by name
     **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
     **dict.fromkeys(("identity", "settings"), lambda x: isinstance(x, dict)),
     "eval_loss": lambda x: x is None or _number(x),
-    "evals": lambda x: (
-        isinstance(x, list)
-        and all(isinstance(e, list) and len(e) == 2 and all(map(_number, e)) for e in x)
-    ),
+    "evals": _pairs,
+    "exact": _pairs,
     "loss_scale": lambda x: (
         isinstance(x, dict)
         and {"scale", "good_steps"} <= x.keys()

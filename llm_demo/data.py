@@ -23,7 +23,7 @@ import torch
 from llm_demo import disk
 from llm_demo.checkpoint_files import digest
 from llm_demo.errors import UserError
-from llm_demo.labels import LEFT_OUT, NOT_OURS, make_codec
+from llm_demo.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
 from llm_demo.packing import LONGEST_DEFAULT, OVERLONG, build, read_meta
 from llm_demo.records import ROLES, content_of, find_files, split_name
 
@@ -163,14 +163,14 @@ def load_packs(
     if os.path.isdir(folder):
         try:
             packs = _open(folder, files, True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             log(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
     if packs is None:
         settings = (files, codec, reading, seq_len, pack, overlong, seq_len_limit)
         _build_in(root, folder, settings)
         try:
             packs = _open(folder, files, False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{folder} is damaged ({error}) and could not be replaced: remove it, or set "
                 "LLM_DEMO_CACHE"
@@ -316,6 +316,7 @@ def _reading(stats: dict) -> dict | None:
     found = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
     found.pop(NOT_OURS, None)  # those never were learnt
     left_out = {LEFT_OUT.format(role=role) for role in ROLES.values()}
+    left_out.add(MARKED)
     found |= {reason: n for reason, n in stats["skipped"].items() if reason in left_out}
     for file in stats["files"]:
         for key in ("system", "history"):

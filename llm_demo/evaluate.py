@@ -105,8 +105,9 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     if length_dependent_rope(config):  # others in the batch would change a document's numbers
         args = argparse.Namespace(**{**vars(args), "batch_size": 1})
     files = []
-    for path in find_files(args.data):
-        packs = load_packs(path, tokenizer, pack=False, log=lambda _: None, **options)
+    log = functools.partial(print, file=sys.stderr)
+    for path in find_files(args.data, say=log):
+        packs = load_packs(path, tokenizer, pack=False, log=log, **options)
         if not len(packs):
             raise UserError(f"{path}: nothing to learn in any row")
         count = min(args.rows or len(packs), len(packs))

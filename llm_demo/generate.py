@@ -7,6 +7,7 @@ import torch
 
 from llm_demo.attention import position_ids
 from llm_demo.data import IGNORE_INDEX, Batch, Packs
+from llm_demo.labels import REFUSALS
 
 
 def stop_tokens(tokenizer) -> list[int]:
@@ -15,8 +16,12 @@ def stop_tokens(tokenizer) -> list[int]:
     stop = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        behind = tokenizer(text.rpartition("ANSWER")[2], add_special_tokens=False).input_ids
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except REFUSALS:
+            text = ""
+        rest = text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
+        behind = tokenizer(rest, add_special_tokens=False).input_ids
         known = tokenizer.added_tokens_decoder
         stop |= {t for t in behind[:1] if t in known and known[t].special}
     return sorted(stop - {None})

@@ -141,14 +141,15 @@ def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
         text = record.text if record.text.endswith(eos) else record.text + eos
         return text, "" if record.text.strip() else NOTHING
     if not record.messages or not (codec.train_on_prompt or answers_of(record)):
-        return "", NOTHING
+        spoken = any(_says_something(record.messages[i]) for i in _assistant_turns(record))
+        return "", MARKED if spoken else NOTHING
     if "tool_calls" not in codec.template and any(m.get("tool_calls") for m in record.messages):
         return "", NO_CALLS
     if not codec.template:
         return _plain(record.messages, eos), ""
     try:
         text = _render(codec, record.messages, record)
-    except _REFUSALS:
+    except REFUSALS:
         return "", REFUSED
     for number, message in enumerate(record.messages):
         if not _assistant(message) and message["content"].strip() not in text:
@@ -164,7 +165,7 @@ def _leaves_out(codec: Codec, record: Record, number: int, text: str) -> bool:
     messages[number] = messages[number] | {"content": ""}
     try:
         return _render(codec, messages, record) == text
-    except _REFUSALS:
+    except REFUSALS:
         return False
 
 
@@ -257,7 +258,7 @@ def _turn_starts(
                 return_dict=True,
                 return_assistant_tokens_mask=True,
             )
-        except _REFUSALS:
+        except REFUSALS:
             return [REFUSED] * len(turns)
         flags = np.diff(marked["assistant_masks"], prepend=0)
         runs = [encoding.token_to_chars(int(token))[0] for token in np.flatnonzero(flags == 1)]
@@ -268,7 +269,7 @@ def _turn_starts(
     for turn in turns:
         try:
             head = _render(codec, record.messages[:turn], record, add_generation_prompt=True)
-        except _REFUSALS:
+        except REFUSALS:
             starts.append(REFUSED)
             continue
         head = THINK_PROMPT.sub("", head)
@@ -311,4 +312,4 @@ def _assistant(message: dict) -> bool:
 
 # What a template written for other conversations raises: raise_exception() and undefined names,
 # None added to a string, the first of no messages.
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)

@@ -73,7 +73,7 @@ def this_node() -> Node:
     number("STOP_MINUTES", 10)
     number("NPROC_PER_NODE", 2, at_least=1)
     minutes("DIST_TIMEOUT_MINUTES", 30)
-    wait = number("JOIN_SECONDS", 50, at_least=1)
+    wait = number("JOIN_SECONDS", 50, at_least=1, at_most=86_400)
     count = number("NNODES", 1, at_least=1)
     if count == 1:
         rank, addr, port = 0, "127.0.0.1", number("MASTER_PORT", 0)

@@ -276,8 +276,10 @@ class Run:
         """Where not every step is logged: look at all of them, some steps later and together.
         value: not finite if this rank's loss or the norm is not."""
         most = self.args.max_skipped_steps
+        if not most:
+            return
         self.unread.append(value)
-        if most and (len(self.unread) == max(1, min(most // 2, 10)) or step == self.max_steps):
+        if len(self.unread) == max(1, min(most // 2, 10)) or step == self.max_steps:
             values = torch.stack(self.unread).to("cpu", non_blocking=True)
             previous, self.looked = self.looked, (step, values, self.comm.event())
             self.unread = []

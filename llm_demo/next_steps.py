@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from llm_demo.args import ROOT
+from llm_demo.records import hub_parts
 
 OF_THE_DATA = ("data_format", "input_key", "target_key")
 
@@ -36,12 +37,25 @@ def evaluate(exported: Path, args: Namespace) -> str:
     folder = Path(base).expanduser()
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
     trained &= not args.tokenizer_name_or_path  # else it may have no tokenizer of its own
-    flags = ["--data", args.eval_json, "--seq_len", args.seq_len]
+    flags = ["--data", with_config(args.eval_json, args.dataset_config)]
+    flags += ["--seq_len", args.seq_len]
     for name in OF_THE_DATA:
         if getattr(args, name) not in (None, "auto"):
             flags += [f"--{name}", getattr(args, name)]
     flags += ["--train_on_prompt"] * args.train_on_prompt
+    flags += ["--learn_turns", args.learn_turns] * (args.learn_turns != "all")
     return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
+
+
+def with_config(named: str, config: str | None) -> str:
+    """Hub splits with the configuration in their name: id:config:split."""
+    if not config:
+        return named
+    parts = [part.strip() for part in named.split(",")]
+    for i, part in enumerate(parts):
+        if (hub := hub_parts(part)) and not hub[1]:
+            parts[i] = ":".join([hub[0], config, *filter(None, hub[2:])])
+    return ",".join(parts)
 
 
 def resume(folder: Path, *flags) -> str:

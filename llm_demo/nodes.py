@@ -144,7 +144,7 @@ class Node0:
             message = _receive(connection)
             node, nodes = int(message["node"]), int(message["nodes"])
             _send(connection, wait=self.seconds)
-        except (OSError, ValueError, KeyError):  # a stranger: a port scan, say
+        except (OSError, ValueError, KeyError, TypeError):  # a stranger: a port scan, say
             connection.close()
             return None
         if node in self.joined:

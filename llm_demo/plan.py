@@ -32,7 +32,7 @@ from llm_demo.data import (
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import World, from_rank0, once_per_node
 from llm_demo.errors import UserError
-from llm_demo.generate import generate, prompts_of
+from llm_demo.generate import generate, prompts_of, stop_tokens
 from llm_demo.metrics import Run
 from llm_demo.model import (
     Weights,
@@ -82,6 +82,8 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     run.say(f"device: {world.size} x {device}")
     run.say(f"dtype: {args.dtype} ({why}); weights and optimizer states in fp32")
 
+    earlier = resumed_settings(args, world, run.folder)
+    resumed_seq_len(args, earlier, run.say)
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
     config = load_config(folder, args.seq_len)
     weights = open_weights(folder)
@@ -98,7 +100,6 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
     limit = min(filter(None, (position_limit(config), window_of(config), LONGEST_DEFAULT)))
-    resumed_seq_len(args, world, run)
     train, heldout = load_data(args, world, tokenizer, run.say, limit)
     fit_window(config, args, [packs for packs in (train, heldout) if packs], run.say)
 
@@ -130,6 +131,10 @@ def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan
     )
     n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
     max_steps = args.max_steps or math.ceil(n_total / global_batch)
+    if before := fixed_steps(args, earlier):
+        if before != max_steps:
+            max_steps, n_total = before, None
+            run.say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
     lr = args.lr or (2e-5 if weights else 1e-3)
     why = "" if args.lr else f" (the default for {'trained' if weights else 'random'} weights)"
     run.say(
@@ -167,22 +172,36 @@ def describe_model(model: Path, tokenizer, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def resumed_seq_len(args: Namespace, world: World, run: Run) -> None:
+def resumed_settings(args: Namespace, world: World, folder: Path) -> dict:
+    """seq_len, and what else config.json has, of the run that --resume names; {} without one."""
+    named = folder if args.resume == "auto" else Path(args.resume or "")
+
+    def look() -> dict:
+        for file in (named / "config.json", named.parent.parent / "config.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                found = json.loads(file.read_text())
+                return {**found, "seq_len": int(found["seq_len"])}
+        return {}
+
+    return from_rank0(world, look) if args.resume else {}
+
+
+def resumed_seq_len(args: Namespace, earlier: dict, say) -> None:
     """Without --seq_len, a resumed run keeps the value it had, so that its rows stay the same. The
     default was a fixed number in earlier versions."""
-    if args.seq_len or not args.resume:
-        return
-    folder = run.folder if args.resume == "auto" else Path(args.resume)
+    if not args.seq_len and earlier:
+        args.seq_len = earlier["seq_len"]
+        say(f"seq_len: {args.seq_len} (from the resumed run)")
 
-    def look() -> int:
-        for settings in (folder / "config.json", folder.parent.parent / "config.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                return int(json.loads(settings.read_text())["seq_len"])
+
+def fixed_steps(args: Namespace, earlier: dict) -> int:
+    """max_steps of a run that --resume auto continues and that an earlier version began, whose
+    launchers asked for 60 steps by default; 0 if the flags or this version decide."""
+    old = earlier and "max_skipped_steps" not in earlier
+    if not old or args.resume != "auto" or args.max_steps or args.num_epochs != 1:
         return 0
-
-    args.seq_len = from_rank0(world, look)
-    if args.seq_len:
-        run.say(f"seq_len: {args.seq_len} (from the resumed run)")
+    steps = earlier.get("max_steps")
+    return steps if type(steps) is int and steps > 0 else 0
 
 
 def fit_window(config, args: Namespace, found: list[Packs], say) -> None:
@@ -294,7 +313,7 @@ def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:
     most = args.seq_len - min(args.sample_tokens, args.seq_len // 2)
     pairs = prompts_of(plan.heldout or plan.train, 3, most)
     shape = (args.micro_batch_size, args.seq_len)
-    stop = {plan.tokenizer.eos_token_id, plan.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    stop = set(stop_tokens(plan.tokenizer))
     prompts = [prompt for prompt, _ in pairs]
     answers = generate(ask, prompts, shape, plan.max_docs, args.sample_tokens, stop)
     for (prompt, expected), answer in zip(pairs, answers, strict=True):

@@ -359,6 +359,8 @@ def _read_parquet(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         rows = load_dataset("parquet", data_files=path, split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield f"{path}:{number}", _without_nulls(row)
+        if progress is not None:
+            progress.update(os.path.getsize(path))
     except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
         raise UserError(f"{path}: no parquet file: {str(error).splitlines()[0]}") from None
 

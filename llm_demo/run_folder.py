@@ -78,8 +78,9 @@ def take_folder(folder: Path, args: Namespace, held):
     returned. Raises UserError if another run has taken the folder since then."""
     try:
         if args.overwrite and folder.exists():
+            folder = folder.resolve()  # a link stays, and what it points to is made again
             _lock(folder / "cmd.sh", "a").close() if not held else None
-            shutil.rmtree(folder.resolve())
+            shutil.rmtree(folder)
         elif held:
             return held
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,7 +31,8 @@ def said(folder, steps=3, **settings):
     of_a_run = {
         "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
         "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
-        "input_key": None, "target_key": None, "train_on_prompt": False,
+        "input_key": None, "target_key": None, "train_on_prompt": False, "learn_turns": "all",
+        "dataset_config": None,
     }  # fmt: skip
     lines = next_steps.next_steps(folder, argparse.Namespace(**of_a_run | settings), steps)
     return dict(re.match(r"  ([\w ]+): +(.*)", line).groups() for line in lines)
@@ -43,6 +44,12 @@ def words(line):
     assert found.pop(0) == f"PYTHONPATH={ROOT}"  # the folder is not the repository's
     assert found[:2] == [sys.executable, "-m"]
     return found[3:]
+
+
+def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
+    found = said(folder, eval_json="openai/gsm8k:test", dataset_config="main", learn_turns="last")
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
 
 
 def test_commands_are_quoted_and_parse(folder):

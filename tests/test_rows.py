@@ -19,7 +19,7 @@ from llm_demo.data import heldout_beside, load_packs
 from llm_demo.errors import UserError
 from llm_demo.model import load_config, load_tokenizer, window_of, without_window
 from llm_demo.packing import choose_seq_len
-from llm_demo.plan import load_data, resumed_seq_len
+from llm_demo.plan import fixed_steps, load_data, resumed_seq_len, resumed_settings
 from llm_demo.records import find_files, read_rows
 
 PAIR = {"prompt": "hi", "completion": "yo"}
@@ -597,11 +597,10 @@ def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
     monkeypatch.setattr("llm_demo.plan.from_rank0", lambda world, make: make())
     (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
     (tmp_path / "run/config.json").write_text('{"seq_len": 1024}')
-    said = []
-    run = SimpleNamespace(folder=tmp_path / "run", say=said.append)
+    said, run = [], tmp_path / "run"
     for resume in ("auto", f"{tmp_path}/run", f"{tmp_path}/run/checkpoints/step_00000001"):
         args = SimpleNamespace(seq_len=0, resume=resume)
-        resumed_seq_len(args, None, run)
+        resumed_seq_len(args, resumed_settings(args, None, run), said.append)
         assert args.seq_len == 1024
     assert said == ["seq_len: 1024 (from the resumed run)"] * 3
     for args in (
@@ -610,5 +609,28 @@ def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
         SimpleNamespace(seq_len=0, resume=f"{tmp_path}/nothing"),
     ):
         before = args.seq_len
-        resumed_seq_len(args, None, run)
+        resumed_seq_len(args, resumed_settings(args, None, run), said.append)
         assert args.seq_len == before
+
+
+def test_a_run_of_an_earlier_version_keeps_its_number_of_steps():
+    """Its launcher gave 60 by default; now a launcher with one's own data gives none."""
+    args = SimpleNamespace(resume="auto", max_steps=0, num_epochs=1.0)
+    assert fixed_steps(args, {"max_steps": 60}) == 60
+    assert fixed_steps(args, {"max_steps": 60, "max_skipped_steps": 20}) == 0  # this version's
+    for more in ({"max_steps": 9}, {"num_epochs": 2.0}, {"resume": "elsewhere"}, {"resume": None}):
+        assert fixed_steps(SimpleNamespace(**vars(args) | more), {"max_steps": 60}) == 0
+    assert fixed_steps(args, {}) == 0
+
+
+def test_a_row_with_all_turns_marked_is_named_and_part_of_the_identity(tmp_path):
+    marked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    said = []
+    path = write(
+        tmp_path / "x.jsonl",
+        {"messages": marked},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+    )
+    packs = load(path, CHATML, said)
+    assert packs.stats["skipped"] == {labels.MARKED: 1}
+    assert packs.stats["identity"]["reading"] == {labels.MARKED: 1}

@@ -156,6 +156,15 @@ def test_overwrite_deletes_no_input(train, tmp_path):
     assert contents(tmp_path / "out") == before
 
 
+def test_overwrite_empties_what_a_link_points_to(tmp_path):
+    old_run(tmp_path / "elsewhere")
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    args = SimpleNamespace(overwrite=True, resume=None)
+    run_folder.take_folder(tmp_path / "out", args, None).close()
+    assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["cmd.sh"]
+    assert (tmp_path / "out").is_symlink()
+
+
 # ---------------------------------------------------------------- locks
 
 

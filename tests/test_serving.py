@@ -46,5 +46,8 @@ def test_answers_end_at_the_end_of_the_templates_turn():
     assert stop_tokens(tokenizer) == sorted(ids)
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     assert stop_tokens(tokenizer) == ids[:1]  # no special token there
+    for refusing in ("{{ raise_exception('tools only') }}", "<|im_start|>nothing of it"):
+        tokenizer.chat_template = refusing
+        assert stop_tokens(tokenizer) == ids[:1]
     tokenizer.chat_template = None
     assert stop_tokens(tokenizer) == ids[:1]
