@@ -18,7 +18,7 @@ from llm_demo import dist, probe, process
 SHELLS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 SCRIPTS = {"fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py"}
 KINDS = {"fsdp": "torchrun", "pp": "deepspeed"}
-TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --sample_tokens 0"
+TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
 
 # A rank that neither imports this project nor ends on SIGTERM.
 DEAF = """
