@@ -7,6 +7,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -240,11 +241,14 @@ def test_three_stages(first_runs, folder):
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_two_nodes(kind, first_runs, folder):
     """Two launchers, as on two machines: global ranks decide, not local ones."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
     node = {
         "NNODES": "2",
         "NPROC_PER_NODE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29611",
+        "MASTER_PORT": str(port),
     }
     flags = ("--train_json", "my data.jsonl", "--sample_tokens", "0")
 
