@@ -1,5 +1,6 @@
 """What a run does to its folder, and what it never loses: in one process, both scripts alike."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -304,12 +305,16 @@ def test_all_ranks_of_a_launcher_end(tmp_path):
 # ---------------------------------------------------------------- full disks
 
 
-@pytest.fixture
-def limit():
-    """limit(bytes): as `ulimit -f`."""
+@contextlib.contextmanager
+def limit(size=None):
+    """As `ulimit -f`, and undone afterwards: pytest's own output may go to a file. None: undo only,
+    for a limit that is set inside."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
@@ -370,31 +375,38 @@ def test_a_small_disk_is_called_full(small, tmp_path):
         assert said.count("No space") == 1 and "inline_container" not in said
 
 
-def test_a_file_over_the_limit_is_called_that(limit, tmp_path):
+def test_a_file_over_the_limit_is_called_that(tmp_path):
     (tmp_path / "here").mkdir()
-    limit(300_000)
-    for name, error in fill(tmp_path / "here", tmp_path):
-        said = str(error) if isinstance(error, UserError) else disk.full(error, tmp_path)
+    with limit(300_000):
+        found = [
+            (
+                name,
+                error,
+                str(error) if isinstance(error, UserError) else disk.full(error, tmp_path),
+            )
+            for name, error in fill(tmp_path / "here", tmp_path)
+        ]
+    for name, error, said in found:
         assert said and "File too large (ulimit -f allows 0." in said, (name, error)
         assert "inline_container" not in said
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_under_a_run_is_one_line(kind, train, limit, tmp_path):
+def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):
     """metrics.jsonl grows beyond the limit; --output_dir is named."""
     run, begin = metrics.Run, metrics.Run.open_folder
 
     def open_folder(self):
         begin(self)
-        limit(3000)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with limit(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "open_folder", open_folder)
         with pytest.raises(UserError, match="--output_dir out: File too large .*: out"):
             train(kind, "--max_steps 40 --save false --eval_json none")
 
 
-def test_an_export_to_a_full_disk(tmp_path, limit):
+def test_an_export_to_a_full_disk(tmp_path):
     from test_security import good  # noqa: F401  the fixture's module has what it takes
 
     folder = tmp_path / "run"
@@ -406,8 +418,7 @@ def test_an_export_to_a_full_disk(tmp_path, limit):
         patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
         patch.setattr(export, "read", lambda *_: None)
         patch.setattr(export.torch, "empty", torch.zeros)
-        limit(100_000)
-        with pytest.raises(UserError, match="out can't be written: File too large"):
+        with limit(100_000), pytest.raises(UserError, match="out can't be written: File too large"):
             export.export(folder / "checkpoints/step_00000001", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

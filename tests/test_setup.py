@@ -61,7 +61,7 @@ def machine(tmp_path, bare_python):
 
     for folder in (Machine.root, Machine.bin, Machine.wheels):
         folder.mkdir()
-    for name in ("llm_demo", "fsdp", "pp"):
+    for name in ("llm_demo", "llm_demo/check", "fsdp", "pp"):
         (Machine.repo / name).mkdir(parents=True)
         (Machine.repo / name / "__init__.py").touch()
     for name in ("setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
@@ -97,7 +97,7 @@ def fill(wheels):
         for file in dist.files:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 z.write(file.locate(), file)
-    for name in ("transformers", "datasets", "accelerate", "numpy", "psutil"):
+    for name in ("transformers", "datasets", "accelerate", "matplotlib", "numpy", "psutil"):
         make_wheel(wheels, name, PINS[name], ["torch>=2.8"] if name == "accelerate" else [])
     # DeepSpeed comes as source, and looks for torch while it is built.
     about = f"name='deepspeed', version='{PINS['deepspeed']}'"
