@@ -122,9 +122,11 @@ def main() -> None:
     if masters:
         masters.follow(optimizer)
     loss_scale = LossScale(plan.dtype, world.device)
-    # of `model_params`: after an evaluation the model has its gathered weights for parameters
-    pairs = functools.partial(adam_views, list(zip(model_params, params, strict=False)))
-    state = functools.partial(training_state, masters.views if masters else pairs, optimizer)
+    if masters:
+        views = masters.views
+    else:  # of `model_params`: after an evaluation the model's parameters are the gathered weights
+        views = functools.partial(adam_views, list(zip(model_params, params, strict=True)))
+    state = functools.partial(training_state, views, optimizer)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()

@@ -273,14 +273,13 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
     groups = rows.reshape(-1, plan.replicas, micro)[:, replica]
-    evaluating = packs is plan.heldout
-    with progress(what="evaluating", total=len(groups), unit="batches", show=evaluating) as bar:
-        for group in groups:
-            started = time.perf_counter()
-            batch = collate(packs, group, plan.max_docs)
-            plan.run.data_seconds += time.perf_counter() - started
-            bar.update(1)
-            yield batch
+    if packs is plan.heldout:  # a training step is too short to show
+        groups = progress(groups, what="evaluating", unit="batches")
+    for group in groups:
+        started = time.perf_counter()
+        batch = collate(packs, group, plan.max_docs)
+        plan.run.data_seconds += time.perf_counter() - started
+        yield batch
 
 
 def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:

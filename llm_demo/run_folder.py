@@ -79,7 +79,8 @@ def take_folder(folder: Path, args: Namespace, held):
     try:
         if args.overwrite and folder.exists():
             folder = folder.resolve()  # a link stays, and what it points to is made again
-            _lock(folder / "cmd.sh", "a").close() if not held else None
+            if not held:
+                _lock(folder / "cmd.sh", "a").close()
             shutil.rmtree(folder)
         elif held:
             return held
@@ -125,12 +126,8 @@ def gone(folder: Path) -> str:
 
 def last_checkpoint(folder: Path) -> str:
     """A clause that names the checkpoint to go on from."""
-    names = [path.name for path in published(folder / "checkpoints")]
-    return (
-        f"the last good checkpoint is {folder}/checkpoints/{names[0]}"
-        if names
-        else ("there is no checkpoint yet")
-    )
+    newest = next(iter(published(folder / "checkpoints")), None)
+    return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def write_json(path: Path, what: dict) -> None:
