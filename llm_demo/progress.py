@@ -39,7 +39,7 @@ def progress(
 @contextlib.contextmanager
 def watched(what: str, total: float | None, measure: Callable[[], float], unit: str = "B"):
     """Show the progress of the block inside, which cannot report it: `measure()` is asked for the
-    amount done, twice a second, by a thread."""
+    amount done, twice a second, by a thread. A block that ends without an error has done it all."""
     over = threading.Event()
 
     def watch():
@@ -50,13 +50,15 @@ def watched(what: str, total: float | None, measure: Callable[[], float], unit: 
         thread = threading.Thread(target=watch, daemon=True)
         if not bar.disable:
             thread.start()
+        done = None
         try:
             yield bar
+            done = total  # what measure() looks at may be gone by now, as a folder that was renamed
         finally:
             over.set()
             if not bar.disable:
                 thread.join()
-                bar.update(max(0, measure() - bar.n))
+                bar.update(max(0, (measure() if done is None else done) - bar.n))
 
 
 def size_of(folder: Path) -> int:

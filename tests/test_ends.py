@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,8 +136,9 @@ def test_ctrl_c_in_set_up_and_in_the_other_programs(tmp_path):
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
+    shutil.copy(ROOT / "setup.sh", tmp_path)  # in the checkout .venv may be ready, and nothing to do
     programs = [
-        started(["bash", ROOT / "setup.sh"], env={"PYTHON": str(slow), "SETUP_DRY_RUN": "1"}),
+        started(["bash", tmp_path / "setup.sh"], env={"PYTHON": str(slow), "SETUP_DRY_RUN": "1"}),
         started([sys.executable, "-m", "llm_demo.evaluate", "--models", "x", "--data", "y"]),
         started([sys.executable, "-m", "llm_demo.export", "x", "y"]),
     ]

@@ -53,6 +53,13 @@ def test_work_that_cannot_report_is_watched(capsys):
     assert capsys.readouterr().err == "saving: 2.00G of 3.00GB, 67%, 00:00\n"
 
 
+def test_work_that_ended_is_all_done(capsys):
+    """A folder that is renamed at its end can't be measured then."""
+    with watched("saving", 3e9, lambda: 0):
+        time.sleep(0.06)
+    assert capsys.readouterr().err.splitlines()[-1] == "saving: 3.00G of 3.00GB, 100%, 00:00"
+
+
 BAR = """
 import time
 from llm_demo import progress
