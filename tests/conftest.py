@@ -82,6 +82,23 @@ def torchrun(processes: int, script, *args, **options):
     return done
 
 
+def pytest_xdist_auto_num_workers(config):
+    """-n auto: two files at a time, since most tests wait for processes. GPUs are not shared."""
+    return 0 if torch.cuda.is_available() else 2
+
+
+# Files that take minutes go first, so that no worker has one left when the other is done.
+LONG = ("test_parity", "test_end_to_end", "test_resume", "test_setup", "test_ends", "test_fsdp2")
+
+
+def pytest_collection_modifyitems(items):
+    def place(item):
+        name = item.path.stem
+        return LONG.index(name) if name in LONG else len(LONG)
+
+    items.sort(key=place)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Say how many of the bad inputs tried got one clear line (tests record how many they try)."""
     tried = {

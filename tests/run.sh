@@ -8,4 +8,5 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=$ROOT/.venv/bin/python
 fi
 cd "$ROOT"
-exec "$PYTHON" -m pytest tests "$@"
+# Two files at a time; one after another where they share GPUs (see tests/conftest.py).
+exec "$PYTHON" -m pytest tests -n auto --dist loadfile --no-loadscope-reorder "$@"

