@@ -1,5 +1,6 @@
 import atexit
 import functools
+import json
 import os
 import shlex
 import shutil
@@ -80,6 +81,16 @@ def torchrun(processes: int, script, *args, **options):
     done = run([sys.executable, *launch, script, *args], **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done
+
+
+def smaller_model(folder):
+    """A folder with the bundled tokenizer and a configuration of fewer and smaller blocks."""
+    tiny = ROOT / "models/qwen3-tiny"
+    shutil.copytree(tiny, folder)
+    config = json.loads((tiny / "config.json").read_text())
+    config |= {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, smaller_model, torchrun
 from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
@@ -29,11 +29,11 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     for name, some in (("data.jsonl", rows[:60]), ("data.heldout.jsonl", rows[60:68])):
         (tmp_path / name).write_text("\n".join(some))
-    cases = []
+    model, cases = smaller_model(tmp_path / "model"), []
     for whose in ("theirs", "ours"):
         for dtype, accum in settings:
             argv = [
-                "--model_name_or_path", ROOT / "models/qwen3-tiny", "--seq_len", 32,
+                "--model_name_or_path", model, "--seq_len", 32,
                 "--train_json", tmp_path / "data.jsonl", "--micro_batch_size", 1,
                 "--attn_impl", "math",  # the same numbers each time on a GPU, too
                 "--max_steps", STEPS, "--warmup_steps", 2, "--sample_tokens", 0,

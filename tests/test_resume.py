@@ -1,16 +1,13 @@
 """Runs that stop and go on, in the same shape to the bit, and in others."""
 
 import json
-import shutil
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, smaller_model, torchrun
 
 from bench.checkpoints import tensors
 
-TINY = ROOT / "models/qwen3-tiny"
-SMALLER = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 KEPT = ("train/loss", "train/grad_norm", "train/lr", "data/tokens", "data/label_tokens")
 STEPS, AT = 4, 2  # the whole run, and where it is taken up again
 
@@ -21,16 +18,15 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     (folder / "data.jsonl").write_text("\n".join(lines[:40]))  # 28 rows: an epoch ends on the way
-    shutil.copytree(TINY, folder / "model")
-    config = json.loads((TINY / "config.json").read_text())
-    (folder / "model/config.json").write_text(json.dumps({**config, **SMALLER}))
+    model = smaller_model(folder / "model")
 
     def train(kind, processes, cases):
         listed = []
         for name, flags in cases.items():
             argv = [
-                "--model_name_or_path", str(folder / "model"),
-                "--train_json", str(folder / "data.jsonl"), "--eval_json", "none", "--seq_len", "32", "--sample_tokens", "0",
+                "--model_name_or_path", str(model),
+                "--train_json", str(folder / "data.jsonl"),
+                "--eval_json", "none", "--seq_len", "32", "--sample_tokens", "0",
                 "--max_steps", str(STEPS), "--lr", "1e-3", "--warmup_steps", "2", "--seed", "3",
                 "--save_every", str(AT), "--keep_last", "0", "--output_dir", str(folder / name),
                 *(f.format(folder=folder) for f in flags),
