@@ -11,8 +11,8 @@ from pathlib import Path
 
 from bench.run import RESULTS
 from bench.table import rows_of
-from llm_demo.args import ROOT
 from llm_demo.errors import UserError
+from llm_demo.files import ROOT
 
 PLOTS = ROOT / "bench/plots"
 COLORS = {"fsdp": "tab:blue", "pp": "tab:orange", "pp dualpipev": "tab:red"}

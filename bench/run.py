@@ -20,8 +20,9 @@ import numpy as np
 
 from bench.peers.torchtitan import measure as measure_torchtitan
 from bench.presets import DEFAULTS, PRESETS
-from llm_demo.args import ROOT, PlainParser, regex, whole
+from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
+from llm_demo.files import ROOT
 
 RESULTS = ROOT / "bench/results"
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from bench.run import RESULTS
-from llm_demo.args import ROOT
+from llm_demo.files import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = (

@@ -14,26 +14,16 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp.fsdp2 import spare_bytes
-from llm_demo import copy_engines, estimate
+from llm_demo import estimate
 from llm_demo.args import flag, parse_args
-from llm_demo.attention import make_documents
-from llm_demo.checkpoint import Checkpoints
-from llm_demo.compiling import compile_forward
-from llm_demo.data import to_device
+from llm_demo.data.batch import answers_of, learnt, to_device
 from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
-from llm_demo.loss import answers_of, learnt
-from llm_demo.masters import Masters
-from llm_demo.model import (
-    Blocks,
-    DecoderLoss,
-    allocate,
-    fill,
-    loading,
-    param_count,
-    skeleton,
-    unit_sizes,
-)
+from llm_demo.model.attention import make_documents
+from llm_demo.model.compiling import compile_forward
+from llm_demo.model.costs import param_count
+from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
+from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     MOMENTS,
     LossScale,
@@ -46,6 +36,8 @@ from llm_demo.optim import (
     lr_at,
     make_adamw,
 )
+from llm_demo.parallel import copy_engines
+from llm_demo.parallel.masters import Masters
 from llm_demo.plan import (
     Plan,
     heldout_rows,
@@ -57,6 +49,7 @@ from llm_demo.plan import (
     token_counts,
     try_forward,
 )
+from llm_demo.run.checkpoint import Checkpoints
 
 
 @dataclasses.dataclass
@@ -76,8 +69,11 @@ class FsdpArgs:
     )  # fmt: skip
 
 
+parse = functools.partial(parse_args, __doc__, FsdpArgs)
+
+
 def main() -> None:
-    args = parse_args(__doc__, FsdpArgs)
+    args = parse()
     world = start()
     if args.fsdp is False and world.size > 1:
         raise UserError(f"--no_fsdp is for one process, here are {world.size}: NPROC_PER_NODE=1")
@@ -280,4 +276,4 @@ def accumulate(model: DecoderLoss, args, last: bool) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, parse)

@@ -6,14 +6,12 @@ import difflib
 import math
 import re
 import sys
-from pathlib import Path
 from typing import Literal
 
 from transformers import HfArgumentParser
 
 from llm_demo.errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
+from llm_demo.files import ROOT
 
 
 def flag(default, help):
@@ -218,17 +216,13 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None) -> 
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     check(args)
-    parsed.clear()
-    parsed.update(vars(args))
     return args
 
 
-parsed = {}  # the flags of this run, for the one who ends it
-
-
-def less_memory() -> str:
+def less_memory(args: argparse.Namespace) -> str:
     """What to change after running out of GPU memory, with the present values, best first."""
-    now = parsed.get
+    given = vars(args)
+    now = given.get
     ways = [
         ("micro_batch_size", now("micro_batch_size", 1) > 1, "halve it, double grad_accum_steps"),
         ("use_activation_checkpointing", not now("use_activation_checkpointing"), "true"),
@@ -237,8 +231,8 @@ def less_memory() -> str:
         ("seq_len", True, "shorter rows"),
         ("dtype", now("dtype") == "fp32", "bf16"),
     ]
-    ways = [way for way in ways if way[1] and way[0] in parsed]  # a program may have none of them
-    lines = [f"--{name} (now {now(name)}): {how}" for name, _, how in ways]
+    ways = [way for way in ways if way[1] and way[0] in given]  # a program may have none of them
+    lines = [f"--{name} (now {now(name) or 'the default'}): {how}" for name, _, how in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 

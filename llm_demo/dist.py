@@ -12,9 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo import disk
 from llm_demo.args import less_memory
 from llm_demo.errors import STOPPED, Stopped, UserError
+from llm_demo.files import disk_full
 from llm_demo.process import minutes, outlive_terminal, raise_on_ctrl_c
 
 
@@ -100,8 +100,10 @@ def _let_others_speak() -> None:
     time.sleep(3)
 
 
-def run(main: Callable[[], None]) -> None:
-    """Call main(); end with one line for bad input, a traceback for a defect, never with a hang."""
+def run(main: Callable[[], None], parse: Callable | None = None) -> None:
+    """Call main(); end with one line for bad input, a traceback for a defect, never with a hang.
+
+    parse: returns the flags, whose values the line for a full disk or GPU names."""
     code = 0
     outlive_terminal()
     raise_on_ctrl_c()
@@ -130,7 +132,7 @@ def run(main: Callable[[], None]) -> None:
     except torch.OutOfMemoryError as e:
         code = 1
         rank = os.environ.get("RANK", "0")
-        ways = less_memory()
+        ways = less_memory(parse()) if parse else ""
         helps = f"; what helps, in this order: {ways}" if ways else ""
         said = f"error: rank {rank} is out of GPU memory ({str(e).split('. ')[0]}){helps}"
         print(said, file=sys.stderr)
@@ -140,7 +142,7 @@ def run(main: Callable[[], None]) -> None:
             rank = os.environ["RANK"]
             _let_others_speak()  # the peer has said why, and the launcher ends this one
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
-        elif what := disk.full(e):
+        elif what := disk_full(e, output_dir=parse and parse().output_dir):
             print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
         else:
             traceback.print_exc()

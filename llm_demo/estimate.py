@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from transformers import AttentionInterface
 
-from llm_demo.attention import BUCKET, why_not
 from llm_demo.device import this_device
-from llm_demo.loss import CHUNK
-from llm_demo.model import Blocks, flops_per_token, head_size, skeleton, unit_sizes
+from llm_demo.model.attention import BUCKET, why_not
+from llm_demo.model.costs import flops_per_token, head_size
+from llm_demo.model.decoder import Blocks, skeleton, unit_sizes
+from llm_demo.model.loss import CHUNK
 
 GB = 2**30
 
@@ -139,7 +140,7 @@ def of_fsdp(plan, args, ranks: int) -> list[dict[str, float]]:
         grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
     else:
         kept = total * 4 if accumulates else 0
-        halves = plan.dtype == torch.bfloat16 and plan.compile  # see llm_demo/masters.py
+        halves = plan.dtype == torch.bfloat16 and plan.compile  # see llm_demo/parallel/masters.py
         early = late = total * (4 if halves or size == 4 else 4 + size)
         if size == 4:
             grads = (total + embedding) * 4

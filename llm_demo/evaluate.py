@@ -19,22 +19,19 @@ from accelerate.utils import find_executable_batch_size
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import PlainParser, regex, whole
-from llm_demo.batched import batched, choose_batched
-from llm_demo.data import IGNORE_INDEX, LEARN_TURNS, Packs, load_packs
+from llm_demo.data.batch import IGNORE_INDEX, learnt
+from llm_demo.data.packs import LEARN_TURNS, Packs, load_packs
+from llm_demo.data.records import find_files
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
-from llm_demo.generate import prompts_of, stop_tokens
-from llm_demo.loss import cross_entropy_sum, learnt
-from llm_demo.model import (
-    find_model,
-    length_dependent_rope,
-    load_config,
-    load_tokenizer,
-    open_weights,
-)
+from llm_demo.model.batched import batched, choose_batched
+from llm_demo.model.generate import prompts_of, stop_tokens
+from llm_demo.model.loss import cross_entropy_sum
+from llm_demo.model.rotary import length_dependent_rope
+from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.weights import open_weights
 from llm_demo.progress import progress
-from llm_demo.records import find_files
 
 TOKENS = 1 << 16  # of a batch, padding included
 

@@ -19,16 +19,16 @@ from transformers import (
     GenerationConfig,
 )
 
-from llm_demo import disk
 from llm_demo.args import PlainParser, size
-from llm_demo.checkpoint_files import PART, checked_facts, find, read, shapes_of
 from llm_demo.device import DTYPES
 from llm_demo.dist import World, run
 from llm_demo.errors import UserError
-from llm_demo.generate import stop_tokens
-from llm_demo.model import load_tokenizer
+from llm_demo.files import PART, disk_full
+from llm_demo.model.generate import stop_tokens
+from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import MOMENTS
 from llm_demo.progress import size_of, watched
+from llm_demo.run.checkpoint_files import checked_facts, find, read, shapes_of
 
 WEIGHTS = "model{suffix}.safetensors"
 CARD = """---
@@ -93,7 +93,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
             out.rmdir()
         part.rename(out)
     except Exception as e:  # several libraries write
-        if not (said := disk.full(e, part)) and not isinstance(e, OSError):
+        if not (said := disk_full(e, part)) and not isinstance(e, OSError):
             raise
         raise UserError(f"{out} can't be written: {said or e}") from e
     finally:

@@ -16,38 +16,29 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llm_demo.args import command_line, parsed
-from llm_demo.attention import choose
-from llm_demo.compiling import choose_compile
-from llm_demo.data import (
-    LONGEST_DEFAULT,
-    Batch,
-    Packs,
-    collate,
-    describe_example,
-    heldout_beside,
-    load_packs,
-    step_rows,
-)
+from llm_demo.args import command_line
+from llm_demo.data.batch import Batch
+from llm_demo.data.packs import LONGEST_DEFAULT, Packs, describe_example, heldout_beside, load_packs
+from llm_demo.data.records import hub_parts
+from llm_demo.data.steps import collate, step_rows
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import World, from_rank0, once_per_node
 from llm_demo.errors import UserError
-from llm_demo.generate import generate, prompts_of, stop_tokens
-from llm_demo.metrics import Run
-from llm_demo.model import (
-    Weights,
+from llm_demo.model.attention import choose
+from llm_demo.model.compiling import choose_compile
+from llm_demo.model.costs import flops_per_token, head_size
+from llm_demo.model.generate import generate, prompts_of, stop_tokens
+from llm_demo.model.source import (
     find_model,
-    flops_per_token,
-    head_size,
     load_config,
     load_tokenizer,
-    open_weights,
     position_limit,
     window_of,
     without_window,
 )
+from llm_demo.model.weights import Weights, open_weights
 from llm_demo.progress import progress
-from llm_demo.records import hub_parts
+from llm_demo.run.metrics import Run
 
 
 class Plan(NamedTuple):
@@ -245,7 +236,7 @@ def load_data(
     split = args.dataset_split or "train"
     train = once_per_node(world, functools.partial(load, args.train_json, split))
     if not args.seq_len:
-        args.seq_len = parsed["seq_len"] = train.seq_len
+        args.seq_len = train.seq_len
         say(f"seq_len: {args.seq_len} ({train.stats['seq_len_why']})")
     if args.eval_json == "none":
         say("held-out: none given, so no held-out loss")

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from llm_demo.compiling import compiled_add
 from llm_demo.errors import UserError
-from llm_demo.model import Blocks
+from llm_demo.model.compiling import compiled_add
+from llm_demo.model.decoder import Blocks
 from llm_demo.optim import CompiledAdamW, LossScale, clipped_step
 
 OLDEST = "0.19.3"

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 
 from llm_demo import estimate
-from llm_demo.args import ROOT, flag, parse_args
-from llm_demo.checkpoint import Checkpoints
-from llm_demo.data import boundaries, to_device
+from llm_demo.args import flag, parse_args
+from llm_demo.data.batch import answers_of, learnt, to_device
+from llm_demo.data.steps import boundaries
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
-from llm_demo.loss import answers_of, learnt
-from llm_demo.model import loading, param_count, skeleton
+from llm_demo.files import ROOT
+from llm_demo.model.costs import param_count
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.weights import loading
 from llm_demo.optim import compiles_adamw, lr_at, make_adamw
 from llm_demo.plan import (
     heldout_rows,
@@ -32,6 +34,7 @@ from llm_demo.plan import (
     token_counts,
     try_forward,
 )
+from llm_demo.run.checkpoint import Checkpoints
 
 
 @dataclasses.dataclass
@@ -52,8 +55,11 @@ class PipeArgs:
     local_rank: int = flag(0, "given by the deepspeed launcher; LOCAL_RANK decides")
 
 
+parse = functools.partial(parse_args, __doc__, PipeArgs)
+
+
 def main() -> None:
-    args = parse_args(__doc__, PipeArgs)
+    args = parse()
     from pp import ds_engine, ds_state, stages  # after the flags: importing DeepSpeed takes seconds
 
     world = start()
@@ -194,4 +200,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, parse)

@@ -7,11 +7,14 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from llm_demo.attention import make_documents, position_ids
-from llm_demo.compiling import compile_forward
 from llm_demo.errors import UserError
-from llm_demo.loss import cross_entropy_sum, next_tokens, score
-from llm_demo.model import Blocks, flops_per_token, materialise, rotary_tables, unit_sizes
+from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.compiling import compile_forward
+from llm_demo.model.costs import flops_per_token
+from llm_demo.model.decoder import Blocks, unit_sizes
+from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
+from llm_demo.model.rotary import rotary_tables
+from llm_demo.model.weights import materialise
 
 
 class Layout:

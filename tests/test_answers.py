@@ -10,8 +10,9 @@ from conftest import ROOT
 from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from llm_demo import batched, evaluate
+from llm_demo import evaluate
 from llm_demo.errors import UserError
+from llm_demo.model import batched
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

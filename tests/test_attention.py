@@ -8,11 +8,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from llm_demo import attention, probe
-from llm_demo.attention import BACKENDS, choose, compare_with_math, make_documents, position_ids
+from llm_demo import probe
 from llm_demo.device import Device, peak_tflops, pick_dtype, this_device
 from llm_demo.errors import UserError
-from llm_demo.model import Blocks, DecoderLoss, skeleton
+from llm_demo.model import attention
+from llm_demo.model.attention import (
+    BACKENDS,
+    choose,
+    compare_with_math,
+    make_documents,
+    position_ids,
+)
+from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]
 # Fused kernels want a GPU and bf16; the same assertions hold there to the bit, too.

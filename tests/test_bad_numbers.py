@@ -9,8 +9,9 @@ import pytest
 
 import bench.run
 from fsdp.train_fsdp import FsdpArgs
-from llm_demo import args, dist, evaluate, export, launch
+from llm_demo import args, dist, evaluate, export
 from llm_demo.errors import UserError
+from llm_demo.launch import __main__ as launch
 from pp.pp_train import PipeArgs
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)

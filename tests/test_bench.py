@@ -1,5 +1,6 @@
 """The benchmark command: rows that work, rows that fail, going on, and the tables in the README."""
 
+import functools
 import json
 import os
 import re
@@ -168,8 +169,8 @@ def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
     import torch
 
     flags = ["--micro_batch_size", "4", "--dtype", "fp32"]
-    parse_args("", argv=flags)
-    said = less_memory()
+    parse = functools.partial(parse_args, "", argv=flags)
+    said = less_memory(parse())
     assert said.startswith("1. --micro_batch_size (now 4)") and "--dtype (now fp32)" in said
     ended = []
     monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
@@ -177,7 +178,7 @@ def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
-    run_main(main)
+    run_main(main, parse)
     error = capsys.readouterr().err
     assert ended == [1] and "out of GPU memory" in error and "--micro_batch_size (now 4)" in error
     assert error.count("\n") == 1

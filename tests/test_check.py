@@ -553,7 +553,7 @@ def test_every_value_received_is_compared(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they fail for want of a GPU")
 def test_probes_report_what_failed():
-    assert check_worker.run_module("llm_demo.compiling", []) == {"problem": "no GPU"}
+    assert check_worker.run_module("llm_demo.model.compiling", []) == {"problem": "no GPU"}
     assert check_worker.sdpa("FLASH_ATTENTION", "fp32")["error"] < 1e-4
     with pytest.raises(RuntimeError):
         check_worker.sdpa("EFFICIENT_ATTENTION", "fp32")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from llm_demo.comm import CommTimer, _Clock, union, waiting
-from llm_demo.profiling import LAUNCH_GAP
+from llm_demo.run.comm import CommTimer, _Clock, union, waiting
+from llm_demo.run.profiling import LAUNCH_GAP
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
-from llm_demo.comm import CommTimer
+from llm_demo.run.comm import CommTimer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 original = dist.all_reduce
@@ -32,7 +32,7 @@ everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
-from llm_demo.comm import waiting
+from llm_demo.run.comm import waiting
 found = ["FOUND", rank, busy, exposed, waiting(operations, everyone)]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")
 dist.destroy_process_group()
@@ -107,7 +107,7 @@ class Device:
 
 def timed(device, kernels, monkeypatch):
     """What the timer says of (ms, communicates) kernels: (busy, doubt), and the truth."""
-    monkeypatch.setattr("llm_demo.comm.time.perf_counter", lambda: device.host / 1e3)
+    monkeypatch.setattr("llm_demo.run.comm.time.perf_counter", lambda: device.host / 1e3)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
     timer = CommTimer(torch.device("cuda"), 0, 2)
     timer._new, timer.compute = device.event, device.cuda_stream

@@ -7,10 +7,12 @@ import torch
 from conftest import ROOT
 from test_attention import CPU, H100, MI100, V100
 
-from llm_demo import compiling
-from llm_demo.attention import make_documents, position_ids
-from llm_demo.compiling import choose_compile
-from llm_demo.model import Blocks, load_config, materialise, skeleton
+from llm_demo.model import compiling
+from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.compiling import choose_compile
+from llm_demo.model.decoder import Blocks, skeleton
+from llm_demo.model.source import load_config
+from llm_demo.model.weights import materialise
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ import torch
 from conftest import torchrun
 
 from fsdp import fsdp2
-from llm_demo import copy_engines
-from llm_demo.comm import CommTimer
 from llm_demo.device import Device
 from llm_demo.dist import World
 from llm_demo.errors import UserError
+from llm_demo.parallel import copy_engines
+from llm_demo.run.comm import CommTimer
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
@@ -101,7 +101,7 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
 
 COPIES = """
 import torch
-from llm_demo import copy_engines
+from llm_demo.parallel import copy_engines
 from llm_demo.dist import start, run
 
 def main():

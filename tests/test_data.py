@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 
-from llm_demo import data
-from llm_demo.data import collate, describe_example, heldout_beside, load_packs, step_rows
+from llm_demo.data import packs as data
+from llm_demo.data.packing import best_fit
+from llm_demo.data.packs import describe_example, heldout_beside, load_packs
+from llm_demo.data.steps import collate, step_rows
 from llm_demo.errors import UserError
-from llm_demo.packing import best_fit
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos

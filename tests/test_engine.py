@@ -9,7 +9,8 @@ import torch
 from conftest import ROOT, torchrun
 
 from llm_demo.errors import UserError
-from llm_demo.model import load_config, skeleton
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.source import load_config
 from llm_demo.optim import make_adamw
 from pp import ds_engine
 from pp.stages import costs, describe_split, layer_specs, split

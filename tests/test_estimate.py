@@ -10,7 +10,7 @@ from conftest import ROOT, run
 
 from llm_demo import estimate
 from llm_demo.device import DTYPES
-from llm_demo.model import load_config
+from llm_demo.model.source import load_config
 from pp import ds_engine
 
 FILES = sorted(ROOT.glob("bench/results/*/*/*.json"))
@@ -65,8 +65,9 @@ def test_what_a_schedule_holds():
 @pytest.mark.parametrize("impl, documents_of", [("sdpa", 128), ("bucketed", 64)])
 def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
     """Counted on the meta device, against a forward of the same block in memory."""
-    from llm_demo.attention import make_documents, position_ids
-    from llm_demo.model import Blocks, materialise, skeleton
+    from llm_demo.model.attention import make_documents, position_ids
+    from llm_demo.model.decoder import Blocks, skeleton
+    from llm_demo.model.weights import materialise
 
     config, cpu = load_config(ROOT / "models/qwen3-tiny", 128), torch.device("cpu")
     train = SimpleNamespace(seq_len=128, single=documents_of == 128)

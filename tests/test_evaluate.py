@@ -11,7 +11,7 @@ from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import evaluate
-from llm_demo.data import load_packs
+from llm_demo.data.packs import load_packs
 from llm_demo.errors import UserError
 
 ROWS = [

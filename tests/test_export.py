@@ -14,9 +14,10 @@ from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from llm_demo import checkpoint_files, export
+from llm_demo import export
 from llm_demo.errors import UserError
 from llm_demo.plan import describe_model
+from llm_demo.run import checkpoint_files
 
 TINY = ROOT / "models/qwen3-tiny"
 FACTS = {"step": 7, "tokens": 4096, "label_tokens": 1024, "eval_loss": 1.5}

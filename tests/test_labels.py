@@ -8,10 +8,10 @@ import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from tokenizers import processors
 
-from llm_demo import labels
+from llm_demo.data import labels
+from llm_demo.data.labels import encode, make_codec
+from llm_demo.data.records import Record, file_layout, to_record
 from llm_demo.errors import UserError
-from llm_demo.labels import encode, make_codec
-from llm_demo.records import Record, file_layout, to_record
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import python
 
-from llm_demo.launch import report
+from llm_demo.launch.__main__ import report
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
@@ -99,10 +99,10 @@ def script(tmp_path):
 def repo(tmp_path):
     """A copy of the launchers, where SHOW stands for both training scripts."""
     repo = tmp_path / "a repo"
-    for folder in ("fsdp", "pp", "llm_demo"):
+    for folder in ("fsdp", "pp", "llm_demo/launch"):
         (repo / folder).mkdir(parents=True)
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
-    ours = ("__init__", "errors", "launch", "nodes", "process")
+    ours = ("__init__", "errors", "launch/__init__", "launch/__main__", "launch/nodes", "process")
     for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
         shutil.copy(ROOT / name, repo / name)
     for name in SCRIPTS.values():

@@ -2,8 +2,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_demo import loss
-from llm_demo.loss import cross_entropy_sum, learnt, next_tokens
+from llm_demo.data.batch import learnt
+from llm_demo.model import loss
+from llm_demo.model.loss import cross_entropy_sum, next_tokens
 
 B, S, D, V = 3, 10, 8, 50
 

@@ -11,9 +11,10 @@ import sys
 import pytest
 from conftest import ROOT, python, run
 
-from llm_demo import evaluate, export, next_steps, progress
-from llm_demo.model import loading, open_weights
-from llm_demo.next_steps import resume
+from llm_demo import evaluate, export, progress
+from llm_demo.model.weights import loading, open_weights
+from llm_demo.run import next_steps
+from llm_demo.run.next_steps import resume
 
 
 @pytest.fixture

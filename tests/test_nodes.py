@@ -11,8 +11,8 @@ import time
 import pytest
 from conftest import ROOT
 
-from llm_demo import nodes
 from llm_demo.errors import UserError
+from llm_demo.launch import nodes
 
 
 @pytest.fixture

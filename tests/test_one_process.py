@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
 from llm_demo import estimate, optim
-from llm_demo.masters import Masters
-from llm_demo.model import load_config
+from llm_demo.model.source import load_config
 from llm_demo.optim import LossScale, clipped_step, join, make_adamw, split
+from llm_demo.parallel.masters import Masters
 
 ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +139,7 @@ def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
-        monkeypatch.setattr("llm_demo.masters.compiled_add", lambda: torch._foreach_add_)
+        monkeypatch.setattr("llm_demo.parallel.masters.compiled_add", lambda: torch._foreach_add_)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 20)
     monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 12)
     return request.param

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from conftest import ROOT, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from llm_demo.data import load_packs, step_rows
+from llm_demo.data.packs import load_packs
+from llm_demo.data.steps import step_rows
 from llm_demo.optim import lr_at
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 2e-3, 0.5, 0.1

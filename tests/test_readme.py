@@ -10,16 +10,19 @@ from conftest import ROOT
 
 from bench.run import make_parser
 from fsdp.train_fsdp import FsdpArgs
-from llm_demo import args, attention, evaluate, export, metrics, records
+from llm_demo import args, evaluate, export
 from llm_demo.check import __main__ as check
+from llm_demo.data import records
+from llm_demo.model import attention
+from llm_demo.run import metrics
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
-METRICS = (ROOT / "llm_demo/metrics.py").read_text()
-FOLDER = (ROOT / "llm_demo/run_folder.py").read_text()
+METRICS = (ROOT / "llm_demo/run/metrics.py").read_text()
+FOLDER = (ROOT / "llm_demo/run/folder.py").read_text()
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
@@ -101,8 +104,8 @@ def test_every_variable_named_is_read_somewhere():
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z_]+\b|\b[A-Z]{2,}(?==)", README))
     # NCCL's and RCCL's own, and PyTorch's
     named -= {"NCCL_P2P_DISABLE", "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"}
-    sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/launch.py"]
-    sources += ["llm_demo/data.py"]
+    sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/launch/__main__.py"]
+    sources += ["llm_demo/data/packs.py"]
     read = set(re.findall(r"\w+", "".join((ROOT / source).read_text() for source in sources)))
     assert len(named) > 30
     assert named <= read, named - read

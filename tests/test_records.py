@@ -5,10 +5,10 @@ import json
 import pytest
 from tiny_tokenizer import golden, make_tokenizer
 
-from llm_demo import packing
-from llm_demo.data import load_packs
+from llm_demo.data import packing
+from llm_demo.data.packs import load_packs
+from llm_demo.data.records import FORMATS, find_files, read_rows
 from llm_demo.errors import UserError
-from llm_demo.records import FORMATS, find_files, read_rows
 
 PART = {"type": "text", "text": "hi"}
 SAME_ROW = {

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from conftest import ROOT, run
 
-from llm_demo import metrics, report
+from llm_demo import report
 from llm_demo.errors import UserError
+from llm_demo.run import metrics
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

@@ -9,10 +9,12 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from llm_demo import evaluate
-from llm_demo.attention import make_documents, position_ids
-from llm_demo.batched import choose_batched
 from llm_demo.errors import UserError
-from llm_demo.model import Blocks, DecoderLoss, allocate, load_config, skeleton
+from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.batched import choose_batched
+from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.model.source import load_config
+from llm_demo.model.weights import allocate
 from pp.stages import Layout
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -114,7 +116,7 @@ def test_long_neighbours_do_matter_to_transformers():
 
 
 def test_evaluation_takes_one_document_at_a_time(monkeypatch):
-    monkeypatch.setattr("llm_demo.batched.paged_kernel", lambda: "flash_attention_3")
+    monkeypatch.setattr("llm_demo.model.batched.paged_kernel", lambda: "flash_attention_3")
     for kind in ("longrope", "dynamic"):
         chosen, why = choose_batched("auto", torch.device("cuda"), config_of(kind))
         assert not chosen and kind in why

@@ -14,13 +14,13 @@ from test_labels import QWEN3
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from transformers import MistralConfig, Qwen2Config
 
-from llm_demo import labels
-from llm_demo.data import heldout_beside, load_packs
+from llm_demo.data import labels
+from llm_demo.data.packing import choose_seq_len
+from llm_demo.data.packs import heldout_beside, load_packs
+from llm_demo.data.records import find_files, read_rows
 from llm_demo.errors import UserError
-from llm_demo.model import load_config, load_tokenizer, window_of, without_window
-from llm_demo.packing import choose_seq_len
+from llm_demo.model.source import load_config, load_tokenizer, window_of, without_window
 from llm_demo.plan import fixed_steps, load_data, resumed_seq_len, resumed_settings
-from llm_demo.records import find_files, read_rows
 
 PAIR = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -327,7 +327,7 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-    from llm_demo import records
+    from llm_demo.data import records
 
     records._hub_rows.cache_clear()
     yield

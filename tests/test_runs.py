@@ -23,10 +23,16 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import make, save, state
 from test_security import sign
 
-from llm_demo import checkpoint, checkpoint_files, data, disk, export, metrics, model, run_folder
+from llm_demo import export
+from llm_demo.data import packs as data
 from llm_demo.dist import World
 from llm_demo.errors import UserError
+from llm_demo.files import disk_full
+from llm_demo.model.decoder import Blocks
+from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import LossScale
+from llm_demo.run import checkpoint, checkpoint_files, metrics
+from llm_demo.run import folder as run_folder
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
@@ -130,7 +136,7 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
 def test_a_dry_run_finds_what_only_a_forward_pass_refuses(kind, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
     refuse = raises(UserError("this model's attention"))
-    monkeypatch.setattr(model.Blocks, "forward", refuse)
+    monkeypatch.setattr(Blocks, "forward", refuse)
     with pytest.raises(UserError, match="this model's attention"):
         train(kind, "--max_steps 2 --overwrite --dry_run")
     assert contents(tmp_path / "out") == before
@@ -336,7 +342,7 @@ def fill(folder, tmp_path):
     rows = tmp_path / "rows.jsonl"
     text = "Because it is so. " * 5
     rows.write_text(json.dumps({"prompt": "Why?", "completion": text}) + "\n")
-    tokenizer = model.load_tokenizer(TINY)
+    tokenizer = load_tokenizer(TINY)
     writes = {
         "checkpoint": lambda: checkpoints.save(1, big, {}, wait=True),
         "safetensors": lambda: save_file(big, folder / "x.safetensors"),
@@ -370,7 +376,7 @@ def fill(folder, tmp_path):
 
 def test_a_small_disk_is_called_full(small, tmp_path):
     for name, error in fill(small, tmp_path):
-        said = str(error) if isinstance(error, UserError) else disk.full(error, small)
+        said = str(error) if isinstance(error, UserError) else disk_full(error, small)
         assert said and f"No space left on device: {small}" in said, (name, error)
         assert said.count("No space") == 1 and "inline_container" not in said
 
@@ -382,7 +388,7 @@ def test_a_file_over_the_limit_is_called_that(tmp_path):
             (
                 name,
                 error,
-                str(error) if isinstance(error, UserError) else disk.full(error, tmp_path),
+                str(error) if isinstance(error, UserError) else disk_full(error, tmp_path),
             )
             for name, error in fill(tmp_path / "here", tmp_path)
         ]
@@ -425,13 +431,13 @@ def test_an_export_to_a_full_disk(tmp_path):
 
 def test_other_errors_are_not_called_a_full_disk():
     for error in (OSError(2, "No such file"), RuntimeError("shape"), ValueError("1 requested")):
-        assert disk.full(error) is None
+        assert disk_full(error) is None
     try:
         raise OSError(28, "No space left on device", "/a/file")
     except OSError as e:
         outer = RuntimeError("a library's own words")
         outer.__cause__ = e
-    assert disk.full(outer) == "No space left on device: /a/file"
+    assert disk_full(outer) == "No space left on device: /a/file"
 
 
 # ---------------------------------------------------------------- a folder deleted under a run

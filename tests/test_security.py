@@ -15,10 +15,15 @@ from conftest import ROOT
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import AutoTokenizer, LlamaConfig
 
-from llm_demo import checkpoint, checkpoint_files, data, export, model
+from llm_demo import export
+from llm_demo.data import packs as data
 from llm_demo.dist import World
 from llm_demo.errors import UserError
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.source import load_config, load_tokenizer
+from llm_demo.model.weights import open_weights
 from llm_demo.plan import describe_model
+from llm_demo.run import checkpoint, checkpoint_files
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
@@ -305,7 +310,7 @@ def test_a_configuration_brings_no_code(folder, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**REMOTE, "tokenizer_class": "X"}))
-    for load in (lambda: model.load_config(tmp_path, 8), lambda: model.load_tokenizer(tmp_path)):
+    for load in (lambda: load_config(tmp_path, 8), lambda: load_tokenizer(tmp_path)):
         with pytest.raises(UserError) as raised:
             load()
         assert "\n" not in str(raised.value)
@@ -330,7 +335,7 @@ def test_a_configuration_downloads_no_kernel(folder, monkeypatch):
     kernel = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel"}
     file.write_text(json.dumps(json.loads(file.read_text()) | kernel))
     export_of(folder)
-    model.skeleton(model.load_config(file.parent, 8), "math")
+    skeleton(load_config(file.parent, 8), "math")
 
 
 TEMPLATES = [
@@ -375,5 +380,5 @@ def test_weights_of_other_formats_are_refused(tmp_path):
     for name in ("pytorch_model.bin", "model.pth"):
         (tmp_path / name).write_bytes(pickle.dumps(Command(os.system, "true")))
         with pytest.raises(UserError, match="weights must be model.safetensors"):
-            model.open_weights(tmp_path)
+            open_weights(tmp_path)
         (tmp_path / name).unlink()

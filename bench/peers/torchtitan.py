@@ -26,7 +26,7 @@ ROW = "BENCH_TORCHTITAN_ROW"  # for 0.3: what to measure, as JSON
 def measure(row: dict, timeout: float) -> dict:
     """Run torchtitan in the place of our launcher; JSON like that of our rows, with less in it."""
     from bench.run import environment_of, failure, run_command
-    from llm_demo.launch import count_gpus
+    from llm_demo.launch.__main__ import count_gpus
 
     if not importlib.util.find_spec("torchtitan"):
         return {"status": "failed", "error": "torchtitan is not installed", "command": ""}
@@ -112,7 +112,7 @@ def print_environment() -> None:
     import torch
 
     from llm_demo.dist import World
-    from llm_demo.environment import environment
+    from llm_demo.run import environment
 
     rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     env = environment(World(rank, size, local, torch.device("cuda", local)))

@@ -138,10 +138,10 @@ def start_probes(base, facts) -> dict:
     for impl in choices.get("probes", ()):
         probes[impl] = Worker()
         args = [impl, choices["dtype"], *HEADS]
-        probes[impl].send("run_module", name="llm_demo.attention", args=args)
+        probes[impl].send("run_module", name="llm_demo.model.attention", args=args)
     if devices:
         probes["compile"] = Worker()
-        probes["compile"].send("run_module", name="llm_demo.compiling", args=[])
+        probes["compile"].send("run_module", name="llm_demo.model.compiling", args=[])
     for backend in FUSED if devices and devices[0]["vendor"] == "amd" else ():
         probes[backend] = Worker()
         probes[backend].send("sdpa", backend=backend, dtype=choices.get("dtype", "bf16"))

@@ -16,8 +16,8 @@ import numpy as np
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
+from llm_demo.data.records import Record
 from llm_demo.errors import UserError
-from llm_demo.records import Record
 
 NOTHING = "nothing to learn"
 REFUSED = "the chat template refuses the conversation"

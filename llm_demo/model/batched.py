@@ -6,7 +6,8 @@ import sys
 import torch
 from transformers import GenerationConfig
 
-from llm_demo.model import head_size, length_dependent_rope
+from llm_demo.model.costs import head_size
+from llm_demo.model.rotary import length_dependent_rope
 
 try:
     from transformers import ContinuousBatchingConfig

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llm_demo.comm import MUTED, union, waiting
 from llm_demo.dist import World
 from llm_demo.errors import UserError
+from llm_demo.run.comm import MUTED, union, waiting
 
 BARRIER = re.compile(r"symmetric_memory::barrier", re.I)
 BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)  # copy_engines.py

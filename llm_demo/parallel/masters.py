@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from llm_demo.compiling import compiled_add
+from llm_demo.model.compiling import compiled_add
 from llm_demo.optim import LOW, MOMENTS, fill_adam_state, join, split
 
 

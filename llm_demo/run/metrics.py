@@ -11,23 +11,22 @@ from pathlib import Path
 
 import torch
 
-from llm_demo import disk
-from llm_demo.comm import CommTimer, Gather
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
-from llm_demo.next_steps import next_steps
-from llm_demo.profiling import StepProfiler, parse_steps
-from llm_demo.run_folder import (
+from llm_demo.files import disk_full, write_json
+from llm_demo.run.comm import CommTimer, Gather
+from llm_demo.run.folder import (
     choose_folder,
     describe_run,
     gone,
     last_checkpoint,
     lock_folder,
     take_folder,
-    write_json,
 )
-from llm_demo.tracker import open_tracker
+from llm_demo.run.next_steps import next_steps
+from llm_demo.run.profiling import StepProfiler, parse_steps
+from llm_demo.run.tracker import open_tracker
 
 WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels and caches warm up
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
@@ -111,7 +110,7 @@ class Run:
         except OSError as e:
             if self.log_file and not self.folder.is_dir():
                 raise UserError(gone(self.folder)) from e
-            reason = disk.full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
+            reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
             raise UserError(f"--output_dir {self.folder}: {reason}") from e
 
     def open_folder(self) -> None:
@@ -384,7 +383,7 @@ class Run:
             "row": dict(zip(COLUMNS, row, strict=True)),
         }
         with self._writing():
-            write_json(self.folder / "summary.json", _finite(summary))
+            write_json(self.folder / "summary.json", _finite(summary), indent=2)
         self.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         self.say(f"| {' | '.join(map(str, row))} |")
         self.say(

@@ -28,8 +28,8 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from llm_demo import copy_engines
 from llm_demo.dist import World
+from llm_demo.parallel import copy_engines
 
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",

@@ -11,9 +11,7 @@ numbers of ranks or stages, and with the other script.
 """
 
 import contextlib
-import hashlib
 import json
-import os
 import pickle
 import shutil
 import stat
@@ -24,12 +22,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llm_demo import disk
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
-from llm_demo.metadata import Reader, read_metadata
-
-PART = ".part-"  # of what is not published, or not any more: never looked at, removed by the next
+from llm_demo.files import PART, digest, disk_full, sync_folder, write_json, write_text
+from llm_demo.run.metadata import Reader, read_metadata
 
 
 def together(act, world: World, group=None) -> list:
@@ -59,7 +55,7 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
     def hashed():
         names = [file.name for file in part.glob(f"__{world.rank}_*")]
         if first:
-            _write_json(part / "trainer.json", facts)
+            write_json(part / "trainer.json", facts)
             names += [".metadata", "trainer.json"]
         return {name: [(part / name).stat().st_size, digest(part / name)] for name in names}
 
@@ -72,7 +68,7 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
         for name, (size, _) in files.items():  # another node's, too
             if not (part / name).exists() or (part / name).stat().st_size != size:
                 raise OSError(f"rank 0 does not see {name}: do all nodes share --output_dir?")
-        _write_json(part / "manifest.json", {"files": files})
+        write_json(part / "manifest.json", {"files": files})
 
     together(finish if first else lambda: None, world, group)
     return sum(size for size, _ in files.values())
@@ -80,7 +76,7 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
 
 def publish(part: Path, final: Path) -> None:
     """Give a folder that is whole its name, and only then point `latest` at it."""
-    _sync(part)
+    sync_folder(part)
     if final.exists():  # of the same step, from before a resume further back
         old = final.with_name(f"{PART}old-{final.name}")
         final.rename(old)
@@ -88,8 +84,8 @@ def publish(part: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     else:
         part.rename(final)
-    _sync(final.parent)
-    _write_text(final.parent / "latest", final.name + "\n")
+    sync_folder(final.parent)
+    write_text(final.parent / "latest", final.name + "\n")
 
 
 def published(folder: Path) -> list[Path]:
@@ -248,7 +244,7 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # of torch.load(weights_only=True)
         return "a file of tensors holds something else, which is refused"
-    if said := disk.full(error, folder):
+    if said := disk_full(error, folder):
         return said
     cause = error  # a full disk may show as an error of the file's format
     while cause and not isinstance(cause, OSError):
@@ -280,34 +276,3 @@ def read(path: Path, tensors: dict) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no_dist means a single process
         _load(path, tensors, no_dist=True)
-
-
-def digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with open(file, "rb") as f:
-        while block := f.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
-
-
-def _write_json(file: Path, what) -> None:
-    _write_text(file, json.dumps(what, indent=1) + "\n")
-
-
-def _write_text(file: Path, text: str) -> None:
-    """Replace a small file at once."""
-    part = file.with_name(f"{PART}{file.name}")
-    with open(part, "w") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    part.replace(file)
-
-
-def _sync(folder: Path) -> None:
-    """Make names in a folder survive a loss of power."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -26,8 +26,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_demo import nodes
 from llm_demo.errors import STOPPED, UserError
+from llm_demo.launch import nodes
 from llm_demo.process import (
     PARENT,
     end_with_parent,

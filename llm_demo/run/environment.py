@@ -7,9 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from llm_demo.args import ROOT
 from llm_demo.device import links, this_device
 from llm_demo.dist import World
+from llm_demo.files import ROOT
 
 
 def environment(world: World) -> dict:

@@ -16,8 +16,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from llm_demo.checkpoint_files import (
-    PART,
+from llm_demo.dist import World, from_rank0, timeout
+from llm_demo.errors import Stopped, UserError
+from llm_demo.export import export
+from llm_demo.files import PART
+from llm_demo.process import stop_signals
+from llm_demo.progress import size_of, watched
+from llm_demo.run.checkpoint_files import (
     checked_facts,
     facts_of,
     find,
@@ -30,13 +35,8 @@ from llm_demo.checkpoint_files import (
     together,
     write,
 )
-from llm_demo.dist import World, from_rank0, timeout
-from llm_demo.errors import Stopped, UserError
-from llm_demo.export import export
-from llm_demo.next_steps import resume
-from llm_demo.process import stop_signals
-from llm_demo.progress import size_of, watched
-from llm_demo.run_folder import gone, last_checkpoint
+from llm_demo.run.folder import gone, last_checkpoint
+from llm_demo.run.next_steps import resume
 
 # said where a run goes on with others, for they may be meant
 SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")

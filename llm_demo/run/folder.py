@@ -1,7 +1,6 @@
 """A run's folder: chosen, taken by one run alone, and what it takes to repeat the run."""
 
 import fcntl
-import json
 import os
 import shlex
 import shutil
@@ -10,11 +9,11 @@ from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
-from llm_demo.args import ROOT
-from llm_demo.checkpoint_files import published
 from llm_demo.dist import World, from_rank0
-from llm_demo.environment import environment
 from llm_demo.errors import UserError
+from llm_demo.files import ROOT, write_json
+from llm_demo.run.checkpoint_files import published
+from llm_demo.run.environment import environment
 
 
 def choose_folder(args: Namespace, world: World, script: str) -> Path:
@@ -100,8 +99,8 @@ def _lock(file: Path, mode: str):
 
 def describe_run(folder: Path, settings: dict, world: World, script: str) -> None:
     """Write config.json, env.json and cmd.sh."""
-    write_json(folder / "config.json", settings)
-    write_json(folder / "env.json", environment(world))
+    write_json(folder / "config.json", settings, indent=2, default=str)
+    write_json(folder / "env.json", environment(world), indent=2, default=str)
     argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
     kind, path = {
         "fsdp": ("torchrun", "fsdp/train_fsdp.py"),
@@ -128,7 +127,3 @@ def last_checkpoint(folder: Path) -> str:
     """A clause that names the checkpoint to go on from."""
     newest = next(iter(published(folder / "checkpoints")), None)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
-
-
-def write_json(path: Path, what: dict) -> None:
-    path.write_text(json.dumps(what, indent=2, default=str) + "\n")

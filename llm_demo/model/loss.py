@@ -8,17 +8,7 @@ import functools
 import torch
 from torch.autograd.function import once_differentiable
 
-from llm_demo.data import IGNORE_INDEX
-
 CHUNK = 4096  # rows. Small ones starve the matrix units: 64 rows cost a multiple of the time
-
-
-def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index, targets): which flat positions of labels [B, S] are learnt, and what is due there.
-
-    Call it on the CPU: on a GPU the number of positions would have to be waited for."""
-    index = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
-    return index, labels.flatten()[index]
 
 
 def cross_entropy_sum(
@@ -36,13 +26,6 @@ def cross_entropy_sum(
     rows = hidden.flatten(0, 1).index_select(0, index)
     pieces = (_compiled_piece(), _compiled_scaled()) if compiled else (_piece, _scaled)
     return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), pieces)
-
-
-def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Which answer each learnt position belongs to: int64 [n], documents with something to learn,
-    numbered from 0. index: as of `learnt`; cu_seqlens: as in data.Batch. On the CPU, too."""
-    documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
-    return documents.unique_consecutive(return_inverse=True)[1]
 
 
 @torch.no_grad()

@@ -1,13 +1,16 @@
-"""What a write that failed is called: a full disk, whatever library met it."""
+"""Files: written whole or not at all, hashed, and what a full disk is called."""
 
 import errno
+import hashlib
+import json
 import os
 import re
 import resource
 import shutil
 from pathlib import Path
 
-from llm_demo.args import parsed
+ROOT = Path(__file__).resolve().parent.parent  # of the repository
+PART = ".part-"  # begins the name of what is not whole, or is being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # PyTorch's writer and numpy's lose the system's reason
@@ -17,9 +20,14 @@ SILENT = re.compile(
 )
 
 
-def full(error: BaseException | None, folder: Path | str | None = None) -> str | None:
+def disk_full(
+    error: BaseException | None, folder: Path | str | None = None, output_dir: str | None = None
+) -> str | None:
     """ "No space left on device: FOLDER" if `error`, or what caused it, comes of a full disk, a
-    quota or the limit of `ulimit -f`; None if it does not. folder: where the write went."""
+    quota or the limit of `ulimit -f`; None if it does not.
+
+    folder: where the write went, if that is known. If not, output_dir is one of the places where
+    it may have gone."""
     while error:
         number = getattr(error, "errno", None)
         told = re.search(r"\(os error (\d+)\)", str(error))  # of a library in Rust
@@ -28,7 +36,7 @@ def full(error: BaseException | None, folder: Path | str | None = None) -> str |
         elif SILENT.search(str(error)):
             number = _guess(folder)
         if number in FULL:
-            return _describe(number, getattr(error, "filename", None) or folder)
+            return _describe(number, getattr(error, "filename", None) or folder, output_dir)
         error = error.__cause__ or error.__context__
     return None
 
@@ -49,20 +57,52 @@ def _short(folder) -> bool:
         return False
 
 
-def _describe(number: int, where) -> str:
+def _describe(number: int, where, output_dir: str | None) -> str:
     reason = os.strerror(number)
     if number == errno.EFBIG:
         limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
         if limit != resource.RLIM_INFINITY:
             reason += f" (ulimit -f allows {limit / 1e6:,.1f} MB)"
     if not where:
-        places = _places()
+        places = _places(output_dir)
         where = next((p for p in places if _short(p)), "--output_dir or the cache")
     return f"{reason}: {where}"
 
 
-def _places() -> list[str]:
+def _places(output_dir: str | None) -> list[str]:
     """Where a run writes."""
     cache = os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
     hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    return [p for p in (parsed.get("output_dir"), cache, hub, "/tmp", "/dev/shm") if p]
+    return [p for p in (output_dir, cache, hub, "/tmp", "/dev/shm") if p]
+
+
+def digest(file: Path) -> str:
+    found = hashlib.sha256()
+    with open(file, "rb") as f:
+        while block := f.read(1 << 22):
+            found.update(block)
+    return found.hexdigest()
+
+
+def write_json(file: Path, what, **how) -> None:
+    """Replace a JSON file at once. how: as of json.dumps."""
+    write_text(file, json.dumps(what, **{"indent": 1, **how}) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replace a small file at once: a reader sees the old text or the new one, whole."""
+    part = file.with_name(f"{PART}{file.name}")
+    with open(part, "w") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    part.replace(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make names in a folder survive a loss of power."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

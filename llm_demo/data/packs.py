@@ -4,37 +4,35 @@ file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len s
 in a cache folder and memory-mapped -> step_rows: which of them step k trains on -> collate: tensors
 """
 
-import functools
 import glob
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from llm_demo import disk
-from llm_demo.checkpoint_files import digest
+from llm_demo.data.batch import IGNORE_INDEX
+from llm_demo.data.build import build, read_meta
+from llm_demo.data.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
+from llm_demo.data.packing import LONGEST_DEFAULT, OVERLONG
+from llm_demo.data.records import ROLES, content_of, find_files, split_name
 from llm_demo.errors import UserError
-from llm_demo.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
-from llm_demo.packing import LONGEST_DEFAULT, OVERLONG, build, read_meta
-from llm_demo.records import ROLES, content_of, find_files, split_name
+from llm_demo.files import digest, disk_full
 
-IGNORE_INDEX = -100
 _NONE = np.empty(0, np.int64)
+
 # what the packs depend on besides files and tokenizer, in the order of load_packs' own list
 FLAGS = (
     "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
     "overlong", "learn_turns",
 )  # fmt: skip
+
 LEARN_TURNS = ("all", "last")
+
 CACHE_VERSION = 3  # raise it with every change of what records.py, labels.py or packing.py make
 
 
@@ -98,13 +96,6 @@ class Packs:
     def single(self) -> bool:
         """Whether no row holds more than one document."""
         return int(np.diff(self.row_start).max(initial=0)) <= 1
-
-
-class Batch(NamedTuple):
-    input_ids: torch.Tensor  # int64 [B, S]
-    labels: torch.Tensor  # int64 [B, S], already shifted
-    position_ids: torch.Tensor  # int64 [B, S], from 0 in every document
-    cu_seqlens: torch.Tensor  # int32 [B * max_docs + 1], where documents begin in the B * S slots
 
 
 def load_packs(
@@ -190,7 +181,7 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.makedirs(root, exist_ok=True)
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
-        what = disk.full(error, root) or error
+        what = disk_full(error, root) or error
         raise UserError(f"cannot write the cache {root}: {what}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
@@ -201,70 +192,10 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.replace(built, folder)
     except OSError as error:
         if not os.path.isdir(folder):  # otherwise another process was quicker, same content
-            what = disk.full(error, root) or error
+            what = disk_full(error, root) or error
             raise UserError(f"cannot build the packs in {root}: {what}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def step_rows(
-    n_rows: int, seed: int, step: int, global_batch: int, n_total: int | None = None
-) -> np.ndarray:
-    """Rows of optimizer step `step` (from 0), int64 [global_batch]; pure, whoever asks.
-
-    The stream is one seeded permutation of all rows an epoch, end to end; step k takes positions
-    k * global_batch and on. Ranks and micro-batches slice the result, so no split of it changes a
-    step, and resuming is counting. From stream position n_total on, rows are -1: see Packs.row.
-    """
-    at = step * global_batch + np.arange(global_batch)
-    rows = np.empty(global_batch, np.int64)
-    for epoch in range(at[0] // n_rows, at[-1] // n_rows + 1):
-        here = at // n_rows == epoch
-        rows[here] = _permutation(n_rows, seed, epoch)[at[here] % n_rows]
-    if n_total is not None:
-        rows[at >= n_total] = -1
-    return rows
-
-
-@functools.lru_cache(maxsize=2)  # a step may end one epoch and begin the next
-def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(n_rows)
-
-
-def collate(packs: Packs, rows, max_docs: int) -> Batch:
-    """Tensors of these rows (see Batch). max_docs, at least packs.max_docs, fixes the shape of
-    cu_seqlens: its end repeats B * S, which reads as documents of no length.
-    """
-    ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
-    for row, found in zip(rows, lengths, strict=True):
-        if len(found) > max_docs:
-            raise ValueError(f"row {row} holds {len(found)} documents, max_docs is {max_docs}")
-    ids, labels = np.stack(ids), np.stack(labels)
-    bounds = _bounds(lengths, packs.seq_len, max_docs)
-    positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
-    return Batch(*map(torch.from_numpy, (ids, labels, positions.reshape(ids.shape), bounds)))
-
-
-def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
-    """cu_seqlens of these rows, as in Batch, without reading a token."""
-    lengths = [packs.lengths(int(row)) for row in rows]
-    return torch.from_numpy(_bounds(lengths, packs.seq_len, max_docs))
-
-
-def _bounds(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
-    ends = list(itertools.accumulate(itertools.chain(*lengths)))
-    bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
-    bounds[: len(ends) + 1] = [0, *ends]
-    return bounds
-
-
-def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Tensors on the device, Nones left out. From the CPU through pinned memory: a copy from
-    pageable memory makes the host wait for all the work that the GPU was given before."""
-    found = [t for t in tensors if t is not None]
-    if device.type == "cuda":
-        found = [t if t.is_cuda else t.pin_memory() for t in found]
-    return [t.to(device, non_blocking=True) for t in found]
 
 
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:

@@ -15,7 +15,7 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
 
     probe() -> error or None is asked on a GPU before anything is compiled in earnest: without a C
     compiler, say, Triton fails only in the first step."""
-    probe = probe or (lambda: probe_once("llm_demo.compiling"))
+    probe = probe or (lambda: probe_once("llm_demo.model.compiling"))
     if asked is False:
         return False, "as asked"
     if asked is None:

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from llm_demo.data import to_device
+from llm_demo.data.batch import to_device
 from llm_demo.device import DTYPES, Device, is_sm80
 from llm_demo.errors import UserError
 from llm_demo.probe import probe_once
@@ -308,7 +308,7 @@ def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
     """Why `impl` does not run here, or is wrong, in a process of its own; None if all is well."""
     name = next(name for name, d in DTYPES.items() if d == dtype)
     versions = (importlib.metadata.version("flash_attn"),) if impl == "flash_attn" else ()
-    return probe_once("llm_demo.attention", impl, name, *heads, versions=versions)
+    return probe_once("llm_demo.model.attention", impl, name, *heads, versions=versions)
 
 
 def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:

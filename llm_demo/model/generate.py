@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from llm_demo.attention import position_ids
-from llm_demo.data import IGNORE_INDEX, Batch, Packs
-from llm_demo.labels import REFUSALS
+from llm_demo.data.batch import IGNORE_INDEX, Batch
+from llm_demo.data.labels import REFUSALS
+from llm_demo.data.packs import Packs
+from llm_demo.model.attention import position_ids
 
 
 def stop_tokens(tokenizer) -> list[int]:

@@ -1,0 +1,91 @@
+"""Whole documents into rows of equal length: cut what is too long, then best fit."""
+
+from bisect import bisect_left, insort
+from collections import Counter
+
+import numpy as np
+
+from llm_demo.data.labels import Sample
+from llm_demo.progress import progress
+
+OVERLONG = ("truncate", "split", "drop")
+
+# the default seq_len: holds this share of the documents, is a multiple of this, and at most this
+SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
+
+
+def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
+    """(seq_len, reason): enough slots for 99 % of the documents, rounded up to a multiple of 128,
+    at most `limit`."""
+    holds = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
+    seq_len = -(-holds // STEP) * STEP
+    why = f"{SHARE:.0%} of {len(lengths):,} documents have at most {holds:,} tokens"
+    if seq_len <= limit:
+        return seq_len, f"{why}, rounded up to a multiple of {STEP}"
+    by = "by default" if limit == LONGEST_DEFAULT else "by the model"
+    return limit, f"{why}; limited to {limit:,} {by}"
+
+
+def fit(sample: Sample, seq_len: int, overlong: str, cut: Counter) -> list[Sample] | str:
+    """Pieces of at most seq_len tokens with something to learn, or why there are none."""
+    if len(sample.ids) <= seq_len:
+        return [sample]
+    if overlong == "drop":
+        return "longer than seq_len"
+    end = seq_len if overlong == "truncate" else len(sample.ids)
+    ends = range(seq_len, end + seq_len, seq_len)
+    pieces = [Sample(*(part[at - seq_len : min(at, end)] for part in sample)) for at in ends]
+    for piece in pieces:
+        piece.learnt[0] = False  # nothing in its piece predicts it
+    pieces = [piece for piece in pieces if piece.learnt.any()]
+    if not pieces:
+        return "nothing to learn within seq_len"
+    cut[overlong] += 1
+    return pieces
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Row of every document, int64 [documents]: longest first, each into the fullest row it fits.
+
+    Exactly best-fit decreasing, but a whole group of equal lengths at a time: the fullest row that
+    fits a document of n tokens stays the fullest that fits the next one, until less than n slots
+    are left. So a million documents take a fraction of a second. Lengths must be in 1..capacity.
+    """
+    row_of = np.empty(len(lengths), np.int64)
+    by_length = np.argsort(-lengths, kind="stable")
+    n_of = np.bincount(lengths, minlength=capacity + 1)
+    free: dict[int, list[np.ndarray]] = {}  # free slots -> the rows that have them, in batches
+    sizes: list[int] = []  # the keys of `free`, sorted
+    n_rows = done = 0
+
+    def put_back(size: int, rows: np.ndarray) -> None:
+        if size and len(rows):
+            if size not in free:
+                free[size] = []
+                insort(sizes, size)
+            free[size].append(rows)
+
+    for n in progress(np.flatnonzero(n_of)[::-1].tolist(), "packing", unit="lengths"):
+        documents = by_length[done : done + n_of[n]]
+        done += n_of[n]
+        while len(documents):
+            at = bisect_left(sizes, n)
+            if at < len(sizes):
+                size = sizes[at]
+                rows = free[size].pop()
+                if not free[size]:
+                    del free[size], sizes[at]
+            else:
+                size = capacity
+                rows = np.arange(n_rows, n_rows - (-len(documents) // (size // n)))
+                n_rows += len(rows)
+            each = size // n
+            used = min(len(rows), -(-len(documents) // each))
+            placed = min(len(documents), used * each)
+            row_of[documents[:placed]] = np.repeat(rows[:used], each)[:placed]
+            documents = documents[placed:]
+            last = placed - (used - 1) * each  # the last row may get fewer
+            put_back(size - each * n, rows[: used - 1])
+            put_back(size - last * n, rows[used - 1 : used])
+            put_back(size, rows[used:])
+    return row_of

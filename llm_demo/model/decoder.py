@@ -1,0 +1,119 @@
+"""A Hugging Face decoder, made or loaded block by block: no process holds what it won't keep."""
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from llm_demo.errors import UserError
+from llm_demo.model.costs import flops_per_token
+from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
+from llm_demo.model.rotary import LongRope, rope_type, rotary_tables
+from llm_demo.model.weights import Weights
+
+
+def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
+    """The decoder with its fp32 parameters on the meta device; buffers (rotary frequencies) are
+    real. `materialise` gives parts of it their weights.
+
+    weights: where they will come from; UserError names a tensor that is missing there, has another
+    shape, or that the model does not have."""
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
+    if rope_type(config) == "longrope":
+        model.model.rotary_emb = LongRope(config)
+    model.float()
+    if model.lm_head.bias is not None:
+        raise UserError("a head with a bias is not supported")
+    if config.tie_word_embeddings:  # meta parameters are made apart
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if weights:
+        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+        needed = {name for name, _ in model.named_parameters()}
+        if missing := sorted(needed - weights.shapes.keys()):
+            raise UserError(f"{weights.folder}: the weights lack {missing[0]}")
+        for name, shape in sorted(weights.shapes.items()):
+            # a tied head or the rotary frequencies may lie there too: old files have them
+            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
+                raise UserError(f"{weights.folder}: {name} is no weight of this model's")
+            if shape != wanted.get(name, shape):
+                raise UserError(
+                    f"{weights.folder}: {name} is {list(shape)} there, {list(wanted[name])} by "
+                    "config.json"
+                )
+    return model.train()
+
+
+class Blocks(nn.Module):
+    """Consecutive decoder blocks: what is compiled, sharded or sent to a stage as one unit.
+
+    Several of 16M parameters each make a better unit than one: at small batches the host, launching
+    kernels and running hooks, is slower than the GPU. checkpointing: recompute each block's
+    activations in the backward."""
+
+    def __init__(self, blocks: list[nn.Module], checkpointing: bool):
+        super().__init__()
+        self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
+
+    def forward(self, hidden, position_embeddings, position_ids, documents):
+        """hidden [B, S, d] -> the same; position_embeddings: rotary (cos, sin)."""
+        layout = {
+            "position_embeddings": position_embeddings,
+            "position_ids": position_ids,
+            "documents": documents,
+            "use_cache": False,
+        }
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                # no dropout, so no RNG state to keep
+                hidden = checkpoint(
+                    block, hidden, use_reentrant=False, preserve_rng_state=False, **layout
+                )
+            else:
+                hidden = block(hidden, **layout)
+        return hidden
+
+
+def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
+    """Blocks of each unit; 0 blocks_per_unit: as many as make about 64M parameters, 4 at most."""
+    block, _ = flops_per_token(config, 0)
+    size = blocks_per_unit or max(1, min(4, round(64e6 / (block / 6))))
+    units = -(-n_blocks // size)
+    return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
+
+
+class Tail(nn.Module):
+    """Last norm, head and loss. One module, because the head's weight is whole only in the forward
+    of the module that it is sharded with."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool):
+        super().__init__()
+        self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
+
+    def forward(self, hidden, index, targets=None, answers=None):
+        hidden, weight = self.norm(hidden), self.lm_head.weight
+        if targets is None:
+            return next_tokens(hidden, weight, index)
+        if answers is not None:
+            return score(hidden, weight, index, targets, answers, self.compiled)
+        return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
+
+
+class DecoderLoss(nn.Module):
+    """The whole decoder, its blocks in units, with the loss inside its forward."""
+
+    def __init__(self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False):
+        super().__init__()
+        self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
+        self.tail, self.rotary = Tail(lm.model.norm, lm.lm_head, compiled), lm.model.rotary_emb
+
+    def forward(self, input_ids, position_ids, documents, index, targets=None, answers=None):
+        """Loss sum over the flat positions `index` with `targets` [n], with `answers` [n] what
+        loss.score returns, or without targets the likeliest next tokens there. input_ids,
+        position_ids: int64 [B, S]."""
+        hidden = self.embed_tokens(input_ids)
+        rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
+        for unit in self.units:
+            hidden = unit(hidden, rotary, position_ids, documents)
+        return self.tail(hidden, index, targets, answers)

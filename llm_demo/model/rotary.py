@@ -1,0 +1,50 @@
+"""Rotary embeddings of packed documents."""
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from llm_demo.model.attention import (
+    document_lengths,  # this module registers what skeleton asks for
+)
+
+
+def rope_type(config) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+def length_dependent_rope(config) -> str | None:
+    """The type of the model's rotary embedding if transformers picks its frequencies by the longest
+    document of a batch: with others beside it, a document may get other ones than alone."""
+    kind = rope_type(config)
+    return kind if kind in ("longrope", "dynamic") else None
+
+
+class LongRope(nn.Module):
+    """The rotary embedding of type longrope, with the frequencies of each document's own length.
+
+    transformers has one choice for a whole batch. Its other type that depends on lengths, dynamic,
+    needs none: up to the model's max_position_embeddings its frequencies stay the same."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.short_up_to = config.rope_parameters["original_max_position_embeddings"]
+        frequencies = ROPE_INIT_FUNCTIONS["longrope"]
+        for name, length in (("short", self.short_up_to), ("long", self.short_up_to + 1)):
+            inv_freq, self.scaling = frequencies(config, torch.device("cpu"), seq_len=length)
+            self.register_buffer(name, inv_freq, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, hidden, position_ids, cu_seqlens):
+        """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1]."""
+        lengths = document_lengths(cu_seqlens, tuple(position_ids.shape))
+        is_long = (lengths > self.short_up_to)[..., None]
+        angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
+        angles = torch.cat((angles, angles), dim=-1)
+        return tuple((f(angles) * self.scaling).to(hidden.dtype) for f in (torch.cos, torch.sin))
+
+
+def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
+    """(cos, sin) for packed documents."""
+    more = (documents.cu_seqlens,) if isinstance(rotary, LongRope) else ()
+    return rotary(hidden, position_ids, *more)

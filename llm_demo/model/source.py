@@ -1,0 +1,123 @@
+"""Where a model comes from: its folder, configuration and tokenizer, checked."""
+
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
+from transformers import AutoConfig, AutoTokenizer
+
+from llm_demo.errors import UserError
+from llm_demo.model.rotary import LongRope, rope_type
+
+# Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
+# embedding or cap the logits outside their modules (Gemma, Granite, Cohere): trained through the
+# code below they would learn something else, silently.
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+
+
+def find_model(name: str) -> Path:
+    """The local folder of a model: the path itself, or a hub id downloaded to the hub's cache."""
+    folder = Path(name).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"no model at {name}: neither a folder with config.json nor a hub id")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
+        reason = str(e).strip().splitlines()[0]
+        raise UserError(
+            f"no model at {name}: no such folder, and not from the hub: {reason}"
+        ) from e
+
+
+def load_config(folder: Path, max_len: int):
+    """The model's configuration, checked against what this project can train exactly."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
+        raise UserError(f"{folder}/config.json: {str(e).strip().splitlines()[0]}") from e
+    if config.model_type not in FAMILIES:
+        raise UserError(
+            f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
+        )
+    if getattr(config, "attention_dropout", 0):
+        config.attention_dropout = 0.0  # fine-tuning wants none; pretrained configurations have 0
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
+    if rope_type(config) == "longrope":
+        try:
+            LongRope(config)
+        except (KeyError, TypeError, ValueError, RuntimeError) as e:
+            raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
+    most = position_limit(config)
+    if most and max_len > most:
+        raise UserError(f"--seq_len {max_len}: {folder} knows positions up to {most} only")
+    return config
+
+
+def position_limit(config) -> int | None:
+    return getattr(config, "max_position_embeddings", None)
+
+
+def window_of(config) -> int | None:
+    """The sliding window in tokens, if any of the model's layers uses one."""
+    layers = getattr(config, "layer_types", None)
+    if layers is not None and "sliding_attention" not in layers:
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def without_window(config, longest: int) -> None:
+    """Turn the sliding window off, which changes nothing if no document is longer than it. Raises
+    UserError if one is."""
+    window = window_of(config)
+    if window is None:
+        return
+    if longest > window:
+        raise UserError(
+            f"this model attends to the last {window} tokens only, but the longest document has "
+            f"{longest}: sliding windows are not supported, so set --seq_len {window}"
+        )
+    config.sliding_window = None
+    if getattr(config, "layer_types", None) is not None:
+        config.layer_types = ["full_attention"] * config.num_hidden_layers
+
+
+def load_tokenizer(name: str, chat_template: str | None = None):
+    """The tokenizer of a folder or hub id; chat_template: a file that replaces its own template."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = find_model(name)
+    files = ("tokenizer.json", "tokenizer.model", "vocab.json")
+    # Without any of them transformers makes an empty tokenizer from config.json.
+    if not any((folder / file).is_file() for file in files):
+        raise UserError(f"no tokenizer in {folder}: name one by --tokenizer_name_or_path")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, OSError) as e:
+        raise UserError(f"{folder}: {str(e).strip().splitlines()[0]}") from e
+    if chat_template:
+        tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
+    return tokenizer
+
+
+def read_chat_template(file: Path, tokenizer) -> str:
+    """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
+    try:
+        template = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
+    if "messages" not in template:
+        raise UserError(f"--chat_template {file}: not a chat template: it never uses messages")
+    try:
+        question = [{"role": "user", "content": "?"}]
+        tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+    except TemplateSyntaxError as e:
+        raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
+    except Exception:  # it may refuse this conversation, yet accept those in the data
+        pass
+    return template

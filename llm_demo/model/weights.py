@@ -1,0 +1,130 @@
+"""Weights from safetensors or at random, block by block: no process holds what it won't keep."""
+
+import contextlib
+import json
+import zlib
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from llm_demo.errors import UserError
+from llm_demo.progress import watched
+
+
+class Weights:
+    """A folder's safetensors: names and shapes, and any tensor, or some rows of it, when wanted.
+
+    Files are mapped for one read at a time: mapped pages count as this process's memory for as long
+    as they stay so, and a rank should hold no more of a file than it keeps."""
+
+    def __init__(self, folder: Path, files: dict[str, Path]):
+        self.folder, self.files, self.shapes = folder, files, {}
+        self.bytes = sum(file.stat().st_size for file in set(files.values()))
+        self.bytes_read = 0
+        for file in sorted(set(files.values())):
+            with self._open(file) as opened:
+                for name in (n for n, f in files.items() if f == file):
+                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """Rows start to stop of a tensor, in the file's dtype, on the CPU. Raises UserError."""
+        with self._open(self.files[name]) as opened:
+            found = opened.get_slice(name)[start:stop]
+        self.bytes_read += found.nbytes
+        return found
+
+    @contextlib.contextmanager
+    def _open(self, file: Path):
+        try:
+            with safe_open(file, "pt") as opened:
+                yield opened
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{file}: {e}") from e
+
+
+def open_weights(folder: Path) -> Weights | None:
+    """The folder's weights; None if it holds none. Raises UserError for other formats."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
+            raise UserError(f"{index} is no index of safetensors: {e!r}") from e
+        return Weights(folder, files)
+    if single.is_file():
+        try:
+            with safe_open(single, "pt") as f:
+                return Weights(folder, dict.fromkeys(f.keys(), single))
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"{single}: {e}") from e
+    if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
+        raise UserError(
+            f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
+            "model.safetensors.index.json): save them again with save_pretrained"
+        )
+    return None
+
+
+def loading(weights: Weights | None, shares: int):
+    """A context manager that shows the progress of reading one of so many equal shares."""
+    if weights is None:
+        return contextlib.nullcontext()
+    share = weights.bytes / shares
+    return watched("loading weights", share, lambda: min(weights.bytes_read, share))
+
+
+def materialise(
+    model: PreTrainedModel, name: str, weights: Weights | None, seed: int, device: torch.device
+) -> nn.Module:
+    """Give the submodule `name` of a skeleton its weights, on `device`; returns it."""
+    allocate(model.get_submodule(name), device)
+    return fill(model, name, weights, seed)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give meta parameters memory, a sharded one that of this rank's share; buffers move."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) -> nn.Module:
+    """Give the parameters of the submodule `name` their values, of a sharded one this rank's rows,
+    and their Hugging Face name, `hf_name`.
+
+    From `weights`, or at random: by the model's own rule, each module from a seed of its name, so
+    that any process that makes a block makes the same one; rounded to bf16, as published weights
+    are, so that runs in every dtype start alike."""
+    module = model.get_submodule(name)
+    for path, part in module.named_modules(prefix=name):
+        random = _random(model, part, f"{seed}:{path}") if weights is None else {}
+        for key, p in part.named_parameters(recurse=False):
+            p.hf_name = f"{path}.{key}"
+            local, start = p, 0
+            if isinstance(p, DTensor):
+                local = p.to_local()
+                start = p.__create_chunk_list__()[0].offsets[0]  # as for a checkpoint of it
+            rows = start, start + len(local)
+            # to the device first: copy_ would widen it in the host's memory
+            found = random[key][slice(*rows)] if random else weights.read(p.hf_name, *rows)
+            local.copy_(found.to(local.device))
+    return module
+
+
+def _random(model: PreTrainedModel, part: nn.Module, seed: str) -> dict[str, torch.Tensor]:
+    """A module's own parameters, not its submodules', whole, at random."""
+    params = dict(part.named_parameters(recurse=False))
+    if not params:
+        return {}
+    device = next(iter(params.values())).device
+    for key, p in params.items():
+        part._parameters[key] = nn.Parameter(torch.empty(p.shape, device=device))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(zlib.crc32(seed.encode()))
+        model._init_weights(part)
+    made = {key: part._parameters[key].bfloat16().float() for key in params}
+    part._parameters.update(params)
+    return made
