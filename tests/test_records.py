@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_tokenizer import golden, make_tokenizer
 
-from llm_demo.data import packing
+from llm_demo.data import build
 from llm_demo.data.packs import load_packs
 from llm_demo.data.records import FORMATS, find_files, read_rows
 from llm_demo.errors import UserError
@@ -208,7 +208,7 @@ def test_bad_rows_are_named(tmp_path, case):
 
 
 def test_the_first_row_decides_for_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(packing, "CHUNK", 2)
+    monkeypatch.setattr(build, "CHUNK", 2)
     path = write(tmp_path / "x.jsonl", GOOD, GOOD, {"text": "x"})
     with pytest.raises(UserError, match=r":3: no 'prompt' or 'completion'"):
         load(path)
