@@ -3,15 +3,16 @@ in another order. Where FSDP2 lacks a part that this needs, it goes its own way.
 
 import inspect
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from llm_demo.dist import World
 from llm_demo.model.compiling import compiled_add, compiled_sum, sum_into
 from llm_demo.model.decoder import Blocks
 from llm_demo.parallel import copy_engines
+from llm_demo.process import World
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -26,10 +27,12 @@ def spare_bytes(
     accumulates: bool,
     compiles: bool,
     engines: bool,
+    timed: Callable = lambda name, call, *args: call(*args),
 ) -> None:
     """Change every unit of a sharded model, before its first step. dtype: what it computes in, bf16
     or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here.
-    engines: blocks travel by copy engines (copy_engines.choose)."""
+    engines: blocks travel by copy engines (copy_engines.choose).
+    timed(name, function, *args) calls a function of copy_engines: CommTimer.call."""
     cast_in_copy()
     # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
     # node: with more than two GPUs in each node that is less.
@@ -42,19 +45,23 @@ def spare_bytes(
         # Not embedding and head: what is shared stays allocated, and theirs is large for its use
         by_engines = engines and isinstance(unit, Blocks)
         if few and not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
-            unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines))
+            unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines, timed))
         if by_engines:
-            unit.set_custom_all_gather(GatherByEngines())
+            unit.set_custom_all_gather(GatherByEngines(timed))
 
 
 class GatherByEngines:
     """FSDP2's gathers by the GPUs' copy engines."""
 
+    def __init__(self, timed: Callable):
+        self.timed = timed
+
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return copy_engines.shared_empty(math.prod(size), dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
-        copy_engines.all_gather(output_tensor)  # the input is a part of it
+        # the input is a part of the output
+        self.timed("all_gather", copy_engines.all_gather, output_tensor)
 
 
 class SumInFp32:
@@ -63,8 +70,8 @@ class SumInFp32:
     FSDP2 turns bf16 gradients into fp32 and lets the collective add those: the same sums for twice
     the bytes. For gradients of one micro-batch; accumulated ones are in fp32 themselves."""
 
-    def __init__(self, dtype: torch.dtype, compiles: bool, engines: bool):
-        self.dtype, self.engines, self.to_send = dtype, engines, False
+    def __init__(self, dtype: torch.dtype, compiles: bool, engines: bool, timed: Callable):
+        self.dtype, self.engines, self.timed, self.to_send = dtype, engines, timed, False
         self.sum = compiled_sum() if compiles else sum_into
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -79,7 +86,7 @@ class SumInFp32:
             raise RuntimeError(f"FSDP2 wants another reduction than fully_shard was told: {asked}")
         # parts: this rank's, from each rank
         if self.engines:
-            parts = copy_engines.all_to_all(input_tensor)
+            parts = self.timed("all_to_all", copy_engines.all_to_all, input_tensor)
         else:
             found = torch.empty_like(input_tensor)
             dist.all_to_all_single(found, input_tensor, group=group)

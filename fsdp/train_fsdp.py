@@ -11,45 +11,38 @@ import functools
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from fsdp import estimate
 from fsdp.fsdp2 import spare_bytes
-from llm_demo import estimate
-from llm_demo.args import flag, parse_args
+from fsdp.shards import Shards, training_state
+from llm_demo.args import flag, less_memory, parse_args
 from llm_demo.data.batch import answers_of, learnt, to_device
-from llm_demo.dist import World, run, start
+from llm_demo.data.steps import heldout_rows, micro_batches
+from llm_demo.dist import run, start
 from llm_demo.errors import UserError
+from llm_demo.loop import nothing_left, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import param_count
+from llm_demo.model.costs import flops_of_slot, param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
-    MOMENTS,
     LossScale,
-    Shards,
     adam_steps,
     adam_views,
     clipped_step,
     compiles_adamw,
     fill_adam_state,
-    lr_at,
     make_adamw,
+    set_lr,
 )
 from llm_demo.parallel import copy_engines
 from llm_demo.parallel.masters import Masters
-from llm_demo.plan import (
-    Plan,
-    heldout_rows,
-    heldout_score,
-    make_plan,
-    micro_batches,
-    rows_of,
-    show_answers,
-    token_counts,
-    try_forward,
-)
+from llm_demo.plan import make_plan
+from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
+from llm_demo.run.clock import Clock
+from llm_demo.run.log import Log
 
 
 @dataclasses.dataclass
@@ -77,48 +70,60 @@ def main() -> None:
     world = start()
     if args.fsdp is False and world.size > 1:
         raise UserError(f"--no_fsdp is for one process, here are {world.size}: NPROC_PER_NODE=1")
-    if args.fsdp is None:
-        args.fsdp = world.size > 1 or args.reshard_after_forward
+    sharded = world.size > 1 or args.reshard_after_forward if args.fsdp is None else args.fsdp
 
     # decisions and data
-    plan = make_plan(args, world, "fsdp", replicas=world.size)
-    B, S = args.micro_batch_size, args.seq_len
-    if args.copy_engines and not (args.fsdp and plan.dtype != torch.float32):
+    log = Log(args, world, "fsdp")
+    log.resolved(fsdp=sharded)
+    plan = make_plan(args, world, log, replicas=world.size)
+    (_, config, weights, _), data, compute, horizon = plan[:4]
+    B, accum = args.micro_batch_size, args.grad_accum_steps
+    if args.copy_engines and not (sharded and compute.dtype != torch.float32):
         raise UserError("--copy_engines: they serve FSDP in bf16 or fp16")
     if args.estimate:
-        plan.run.say(estimate.describe(estimate.of_fsdp(plan, args, world.size)))
+        log.say(estimate.table(args, config, compute, data.train, world.size, sharded))
+        return
+    flops = flops_of_slot(config, data.train.seq_len)
+    clock = Clock(args, world, log, horizon.max_steps, flops, compute.dtype)
+    checkpoints = Checkpoints(args, world, log, clock, plan.identity, horizon.max_steps)
+    if checkpoints.first_step >= horizon.max_steps:
+        nothing_left(args, world, log, clock, checkpoints)
         return
 
-    checkpoints = Checkpoints(plan, args, world)
-    if checkpoints.first_step >= plan.max_steps:
-        checkpoints.nothing_left()
-        return
-
-    # model
-    lm = skeleton(plan.config, plan.attn_impl, plan.weights)
+    # model: sharded before it has weights, so that no process makes or reads more than its share
+    lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    with loading(plan.weights, world.size):
-        model = build(lm, plan, args, world, shard if args.fsdp else None)
-    flat = not args.fsdp and plan.dtype != torch.float32
-    compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say, flat)
+    with loading(weights, world.size):
+        units = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
+        if compute.compile:
+            for unit in units:
+                compile_forward(unit, args.activation_memory_budget)
+        model = DecoderLoss(lm, units, compute.compile)
+        if sharded:
+            shard(model, config.tie_word_embeddings, compute.dtype, args.reshard_after_forward)
+            if compute.dtype != torch.float32:
+                engines = choose_engines(args.copy_engines, world, units, log)
+                how = (compute.dtype, accum > 1, compute.compile, engines, clock.comm.call)
+                spare_bytes(model, world, *how)
+        load(model, lm, weights, args.seed, world.device)
+
+    # what is optimized: shards, flat fp32 masters of a unit, or the parameters themselves
+    flat = not sharded and compute.dtype != torch.float32
+    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
     model_params = params = list(model.parameters())
-    masters = sharded_over = None
-    if args.fsdp:
+    shards = masters = sharded_over = None
+    if sharded:
         shards = Shards(model)
         params, sharded_over = shards.local, dist.group.WORLD
     elif flat:
-        accumulates = args.grad_accum_steps > 1
-        masters = Masters(model, list(model.units), plan.dtype, accumulates, compiled)
+        masters = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
         params = masters.params
-    how = f"FSDP2 over {world.size} processes" if args.fsdp else "one plain process"
-    plan.run.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
-
-    # optimizer
-    optimizer = make_adamw(params, plan.lr, args.weight_decay, compiled)
+    how = f"FSDP2 over {world.size} processes" if sharded else "one plain process"
+    log.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
+    optimizer = make_adamw(params, horizon.lr, args.weight_decay, compiled)
+    loss_scale = LossScale(compute.dtype, world.device)
     if masters:
         masters.follow(optimizer)
-    loss_scale = LossScale(plan.dtype, world.device)
-    if masters:
         views = masters.views
     else:  # of `model_params`: after an evaluation the model's parameters are the gathered weights
         views = functools.partial(adam_views, list(zip(model_params, params, strict=True)))
@@ -128,136 +133,70 @@ def main() -> None:
         tensors = state()
         checkpoints.load(tensors)
         if masters:
-            masters.store({p: tensors.pop(p.hf_name) for p in model_params})
+            masters.store({p: tensors[p.hf_name] for p in model_params})
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
 
     def forward(batch, index, targets=None, answers=None):
         shape = tuple(batch.input_ids.shape)
-        documents = make_documents(batch.cu_seqlens, shape, plan.attn_impl, world.device)
+        documents = make_documents(batch.cu_seqlens, shape, compute.attn_impl, world.device)
         inputs = to_device(world.device, batch.input_ids, batch.position_ids)
         return model(*inputs, documents, *to_device(world.device, index, targets, answers))
 
-    @torch.no_grad()
-    def evaluate() -> tuple[float, int, int]:
-        micro = args.eval_batch_size or B
-        rows = heldout_rows(plan, micro)
-        total = torch.zeros(2, device=world.device)
-        for batch in micro_batches(plan, plan.heldout, rows, world.rank, micro):
-            index, targets = learnt(batch.labels)
-            total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
-        dist.all_reduce(total)
-        return heldout_score(plan, total)
+    def batches_of(packs, rows, micro=B):
+        return micro_batches(packs, rows, world.rank, world.size, micro, data.max_docs)
 
-    def facts() -> dict:
-        return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
-
-    if args.dry_run:
-        try_forward(plan, args, forward)
-        plan.run.say("dry run: everything is ready for step 1")
-        return
-    plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
-    checkpoints.begin()
-    if plan.heldout and not checkpoints.path:
-        plan.run.log_eval(0, *evaluate())
-
-    for step in range(checkpoints.first_step, plan.max_steps):
-        # rows and label count of the whole step, over all ranks: known without communication
-        rows = rows_of(plan, args, step)
-        n_tokens, n_labels = token_counts(plan.train, rows)
+    def step(rows, n_labels, lr):
         total = torch.zeros((), device=world.device)
-        for i, batch in enumerate(micro_batches(plan, plan.train, rows, world.rank, B)):
-            if args.fsdp:
-                accumulate(model, args, last=i == args.grad_accum_steps - 1)
+        for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
+            if sharded:
+                accumulate(model, args.reshard_after_forward, last=i == accum - 1)
             loss = forward(batch, *learnt(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
             if masters:
                 masters.take_grads()
             total += loss.detach()
-
-        # clip and step, or skip on all ranks
-        lr = lr_at(step, plan.lr, args.warmup_steps, plan.max_steps, args.lr_scheduler)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        if args.fsdp:
+        if shards:
             shards.take_grads()
-        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale, sharded_over)
+        set_lr(optimizer, lr)
+        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, sharded_over)
 
-        # log: the numbers are read a step later, so the host never waits for the device
-        plan.run.end_step(step + 1, n_tokens, n_labels, rows.size * S, total, norm, lr)
-        if plan.heldout and (
-            step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
-        ):
-            plan.run.log_eval(step + 1, *evaluate())
-        checkpoints.after_step(step + 1, state, facts)
+    @torch.no_grad()
+    def evaluate(micro):
+        rows = heldout_rows(data.heldout, world.size, micro)
+        total = torch.zeros(2, device=world.device)
+        batches = batches_of(data.heldout, rows, micro)
+        for batch in progress(batches, "evaluating", rows.size // world.size // micro, "batches"):
+            index, targets = learnt(batch.labels)
+            total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
+        return total
 
-    checkpoints.finish()
-    checkpoints.export()
-    with torch.no_grad():
-        show_answers(plan, args, forward)
-    plan.run.finish()
+    def facts():
+        return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
-
-def training_state(views, optimizer) -> dict[str, torch.Tensor]:
-    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place; sharded
-    as the parameters are. views: as `adam_views`."""
-    found = {}
-    for p, *tensors in views(optimizer):
-        for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):
-            if isinstance(p, DTensor):
-                how = {"shape": p.shape, "stride": p.stride()}
-                t = DTensor.from_local(t, p.device_mesh, p.placements, **how)
-            found[p.hf_name + key] = t
-    return found
+    train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)
 
 
-def build(lm, plan: Plan, args, world: World, wrap) -> DecoderLoss:
-    """A skeleton as units with weights. `wrap(unit, plan, args)` shards them before they have any,
-    so that no process ever makes or reads more than its share."""
+def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
+    """The decoder's blocks in units that are compiled and sharded as one."""
     units, i = [], 0
-    for size in unit_sizes(plan.config, plan.config.num_hidden_layers, args.blocks_per_unit):
-        units.append(Blocks(list(lm.model.layers[i : i + size]), args.use_activation_checkpointing))
+    for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
+        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing))
         i += size
-        if plan.compile:
-            compile_forward(units[-1], args.activation_memory_budget)
-        if wrap:
-            wrap(units[-1], plan, args)
-    model = DecoderLoss(lm, units, plan.compile)
-    if wrap:
-        wrap_ends(model, plan)
-        if plan.dtype != torch.float32:
-            largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
-            engines, why = copy_engines.choose(args.copy_engines, world, largest)
-            plan.run.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
-            plan.run.resolved["copy_engines"] = engines
-            accumulates = args.grad_accum_steps > 1
-            spare_bytes(model, world, plan.dtype, accumulates, plan.compile, engines)
-    allocate(model, world.device)
-    fill(lm, "model", plan.weights, args.seed)
-    if plan.config.tie_word_embeddings:  # allocated apart
-        lm.lm_head.weight = lm.model.embed_tokens.weight
-    else:
-        fill(lm, "lm_head", plan.weights, args.seed)
-    return model
+    return units
 
 
-def policy(plan: Plan) -> MixedPrecisionPolicy:
-    if plan.dtype == torch.float32:
-        return MixedPrecisionPolicy()
-    # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
-    return MixedPrecisionPolicy(param_dtype=plan.dtype, reduce_dtype=torch.float32)
-
-
-def shard(unit: Blocks, plan: Plan, args) -> None:
-    fully_shard(unit, mp_policy=policy(plan), reshard_after_forward=args.reshard_after_forward)
-
-
-def wrap_ends(model: DecoderLoss, plan: Plan) -> None:
-    """Embedding, last norm and head: one unit where they are tied, else two, so that the head's
-    weight and gradient travel while blocks compute."""
-    if not plan.config.tie_word_embeddings:
-        fully_shard(model.tail, mp_policy=policy(plan), reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy(plan), reshard_after_forward=False)
+def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard_after_forward: bool) -> None:
+    """FSDP2 of each unit. Embedding, last norm and head are one unit where they are tied, else two,
+    so that the head's weight and gradient travel while blocks compute."""
+    policy = MixedPrecisionPolicy()
+    if dtype != torch.float32:
+        # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for unit in model.units:
+        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for end in (model,) if tied else (model.tail, model):
+        fully_shard(end, mp_policy=policy, reshard_after_forward=False)
     # The loss is divided by the step's token count already, so gradients are summed over ranks.
     # Left to itself FSDP2 averages, or sums, depending on backend and version.
     for unit in model.modules():
@@ -268,12 +207,31 @@ def wrap_ends(model: DecoderLoss, plan: Plan) -> None:
                 unit.set_force_sum_reduction_for_comms(True)
 
 
-def accumulate(model: DecoderLoss, args, last: bool) -> None:
+def choose_engines(asked: bool | None, world, units: list[Blocks], log: Log) -> bool:
+    """Whether blocks travel by copy engines."""
+    largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
+    engines, why = copy_engines.choose(asked, world, largest)
+    log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
+    log.resolved(copy_engines=engines)
+    return engines
+
+
+def load(model: DecoderLoss, lm, weights, seed: int, device: torch.device) -> None:
+    """Give a model on the meta device memory for its share of the weights, and their values."""
+    allocate(model, device)
+    fill(lm, "model", weights, seed)
+    if lm.config.tie_word_embeddings:  # allocated apart
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+    else:
+        fill(lm, "lm_head", weights, seed)
+
+
+def accumulate(model: DecoderLoss, reshard_after_forward: bool, last: bool) -> None:
     """Between micro-batches gradients stay unreduced, weights gathered unless memory is short."""
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
-    model.set_reshard_after_backward(last or args.reshard_after_forward)
+    model.set_reshard_after_backward(last or reshard_after_forward)
 
 
 if __name__ == "__main__":
-    run(main, parse)
+    run(main, parse, less_memory)

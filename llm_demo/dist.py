@@ -6,29 +6,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from llm_demo.args import less_memory
 from llm_demo.errors import STOPPED, Stopped, UserError
 from llm_demo.files import disk_full
-from llm_demo.process import minutes, outlive_terminal, raise_on_ctrl_c
-
-
-@dataclass(frozen=True)
-class World:
-    rank: int
-    size: int
-    local_rank: int
-    device: torch.device
-
-    @property
-    def local_size(self) -> int:
-        """Ranks of this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+from llm_demo.process import World, minutes, outlive_terminal, raise_on_ctrl_c
 
 
 def timeout() -> timedelta:
@@ -100,10 +85,13 @@ def _let_others_speak() -> None:
     time.sleep(3)
 
 
-def run(main: Callable[[], None], parse: Callable | None = None) -> None:
+def run(
+    main: Callable[[], None], parse: Callable | None = None, advice: Callable | None = None
+) -> None:
     """Call main(); end with one line for bad input, a traceback for a defect, never with a hang.
 
-    parse: returns the flags, whose values the line for a full disk or GPU names."""
+    parse() returns the flags again, for what is said of a full disk; advice(flags): what helps
+    against a full GPU."""
     code = 0
     outlive_terminal()
     raise_on_ctrl_c()
@@ -132,7 +120,7 @@ def run(main: Callable[[], None], parse: Callable | None = None) -> None:
     except torch.OutOfMemoryError as e:
         code = 1
         rank = os.environ.get("RANK", "0")
-        ways = less_memory(parse()) if parse else ""
+        ways = advice(parse()) if advice else ""
         helps = f"; what helps, in this order: {ways}" if ways else ""
         said = f"error: rank {rank} is out of GPU memory ({str(e).split('. ')[0]}){helps}"
         print(said, file=sys.stderr)

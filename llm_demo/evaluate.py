@@ -20,8 +20,9 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import PlainParser, regex, whole
 from llm_demo.data.batch import IGNORE_INDEX, learnt
-from llm_demo.data.packs import LEARN_TURNS, Packs, load_packs
+from llm_demo.data.packs import LEARN_TURNS, load_packs
 from llm_demo.data.records import find_files
+from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError

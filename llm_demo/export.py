@@ -21,12 +21,13 @@ from transformers import (
 
 from llm_demo.args import PlainParser, size
 from llm_demo.device import DTYPES
-from llm_demo.dist import World, run
+from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full
 from llm_demo.model.generate import stop_tokens
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import MOMENTS
+from llm_demo.process import World
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find, read, shapes_of
 
@@ -60,8 +61,7 @@ def main() -> None:
     args = make_parser().parse_args()
     alone = World(0, 1, 0, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    named = argparse.Namespace(resume=args.source)
-    checkpoint = find(named, Path(args.source), alone, print)
+    checkpoint = find(args.source, Path(args.source), alone, print)
     print(export(checkpoint, args.out, args.dtype, args.max_shard_size))
     if args.push_to_hub:
         push(args.out, args.push_to_hub, private=not args.public)

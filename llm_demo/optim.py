@@ -156,6 +156,11 @@ def adam_steps(optimizer: torch.optim.AdamW) -> int:
     return int(next(iter(optimizer.state.values()))["step"])
 
 
+def set_lr(optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
@@ -235,20 +240,3 @@ def clipped_step(
     loss_scale.update(skip)
     optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-class Shards:
-    """This rank's shards of an FSDP2 model as plain parameters of the same memory.
-
-    An optimizer of DTensors spends more time in their dispatch, on the host, than the GPU in the
-    step itself."""
-
-    def __init__(self, model: nn.Module):
-        self.sharded = [p for p in model.parameters() if p.requires_grad]
-        self.local = [nn.Parameter(p.detach().to_local()) for p in self.sharded]
-
-    @torch.no_grad()  # else each to_local() is an autograd function: 2 ms a step
-    def take_grads(self) -> None:
-        """Hand the gradients that the backward left over to the plain parameters."""
-        for whole, local in zip(self.sharded, self.local, strict=True):
-            local.grad, whole.grad = whole.grad.to_local(), None

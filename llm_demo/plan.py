@@ -1,33 +1,28 @@
-"""Everything that is decided before the model exists: device, dtype, data, attention, batch, steps.
+"""Everything that is decided before the model exists: model, data, kernels, steps.
 
-Both scripts make the same plan from the same flags; each decision is printed with its reason."""
+Every script makes the same decisions from the same flags; each is printed with its reason."""
 
 import contextlib
 import functools
 import json
 import math
-import shutil
-import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from llm_demo.args import command_line
-from llm_demo.data.batch import Batch
-from llm_demo.data.packs import LONGEST_DEFAULT, Packs, describe_example, heldout_beside, load_packs
+from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
 from llm_demo.data.records import hub_parts
-from llm_demo.data.steps import collate, step_rows
-from llm_demo.device import DTYPES, pick_dtype, this_device
-from llm_demo.dist import World, from_rank0, once_per_node
+from llm_demo.data.steps import Packs, step_rows
+from llm_demo.device import DTYPES, Device, pick_dtype, this_device
+from llm_demo.dist import from_rank0, once_per_node
 from llm_demo.errors import UserError
-from llm_demo.model.attention import choose
+from llm_demo.model.attention_choice import choose
 from llm_demo.model.compiling import choose_compile
-from llm_demo.model.costs import flops_per_token, head_size
-from llm_demo.model.generate import generate, prompts_of, stop_tokens
+from llm_demo.model.costs import head_size
 from llm_demo.model.source import (
     find_model,
     load_config,
@@ -37,135 +32,236 @@ from llm_demo.model.source import (
     without_window,
 )
 from llm_demo.model.weights import Weights, open_weights
-from llm_demo.progress import progress
-from llm_demo.run.metrics import Run
+from llm_demo.process import World
+from llm_demo.run.log import Log
 
 
-class Plan(NamedTuple):
-    run: Run
-    dtype: torch.dtype
-    attn_impl: str
-    compile: bool
-    config: object  # the model's, of transformers
+class Source(NamedTuple):
+    """Where the model is from."""
+
+    folder: Path
+    config: object  # of transformers
     weights: Weights | None  # None: random ones
     tokenizer: object
+
+
+class Data(NamedTuple):
     train: Packs
     heldout: Packs | None
     max_docs: int  # of any row of train or heldout: fixes the shape of cu_seqlens
+
+
+class Compute(NamedTuple):
+    dtype: torch.dtype  # of the compute; masters are fp32
+    attn_impl: str
+    compile: bool
+
+
+class Horizon(NamedTuple):
+    """How far the run goes, in which steps."""
+
     replicas: int  # data-parallel
     global_batch: int  # rows of an optimizer step
     max_steps: int
     n_total: int | None  # rows of the whole run, where num_epochs sets its length
     lr: float
-    flops_per_token: float
+
+
+class Plan(NamedTuple):
+    source: Source
+    data: Data
+    compute: Compute
+    horizon: Horizon
     identity: dict  # what the rows of a step depend on, by name
-    describe_model: Callable[[Path], None]  # write configuration and tokenizer to a folder
+    sample_tokens: int  # length of the answers at the end
 
 
-def make_plan(args: Namespace, world: World, script: str, replicas: int) -> Plan:
+def make_plan(args: Namespace, world: World, log: Log, replicas: int) -> Plan:
     """Decide what the flags leave open, and print it. Raises UserError on every rank alike."""
-    run = Run(args, world, script)
-    run.say(f"command: {command_line()}")
-
+    say = log.say
+    say(f"command: {command_line()}")
     device = this_device(world.device.index or 0)
     dtype, why = pick_dtype(args.dtype, device)
-    args.dtype = next(name for name, d in DTYPES.items() if d == dtype)
-    run.say(f"device: {world.size} x {device}")
-    run.say(f"dtype: {args.dtype} ({why}); weights and optimizer states in fp32")
+    dtype_name = next(name for name, d in DTYPES.items() if d == dtype)
+    say(f"device: {world.size} x {device}")
+    say(f"dtype: {dtype_name} ({why}); weights and optimizer states in fp32")
 
-    earlier = resumed_settings(args, world, run.folder)
-    resumed_seq_len(args, earlier, run.say)
+    earlier = resumed_settings(args.resume, world, log.folder)
+    seq_len = resumed_seq_len(args.seq_len, earlier, say)
+    source = find_source(args, world, seq_len, say)
+    limit = min(
+        filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
+    )
+    train, heldout, eval_json = load_data(args, world, source.tokenizer, say, limit, seq_len)
+    packs = [p for p in (train, heldout) if p]
+    data = Data(train, heldout, max(2, *(p.max_docs for p in packs)))
+    sample_tokens = fit_window(source.config, args.sample_tokens, packs, say)
+    refuse_unknown_tokens(source.config, packs)
+
+    compute = pick_compute(args, world, device, dtype, source.config, packs, say)
+    horizon = pick_horizon(args, replicas, train, bool(source.weights), earlier, say)
+    rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
+    example = describe_example(train, source.tokenizer, int(rows[0]))
+    say(f"example, learnt tokens in ⟦⟧:\n{example}")
+    log.resolved(
+        dtype=dtype_name, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
+        attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
+        max_steps=horizon.max_steps, lr=horizon.lr, replicas=replicas,
+    )  # fmt: skip
+    identity = {
+        **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
+    }  # fmt: skip
+    return Plan(source, data, compute, horizon, identity, sample_tokens)
+
+
+def find_source(args: Namespace, world: World, seq_len: int, say: Callable) -> Source:
+    """The model's folder, downloaded if need be, its configuration, weights and tokenizer."""
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
-    config = load_config(folder, args.seq_len)
+    config = load_config(folder, seq_len)
     weights = open_weights(folder)
     origin = (
         f"weights of {folder}"
         if weights
         else f"no weights in {folder}: random ones, seed {args.seed}"
     )
-    run.say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
-
+    say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
-    limit = min(filter(None, (position_limit(config), window_of(config), LONGEST_DEFAULT)))
-    train, heldout = load_data(args, world, tokenizer, run.say, limit)
-    fit_window(config, args, [packs for packs in (train, heldout) if packs], run.say)
+    return Source(folder, config, weights, tokenizer)
 
-    for packs in filter(None, (train, heldout)):
-        if any(f["format"] == "tokens" for f in packs.stats["files"]):
-            if (largest := int(packs.tokens.max())) >= config.vocab_size:
+
+def load_data(
+    args: Namespace, world: World, tokenizer, say: Callable, limit=LONGEST_DEFAULT, seq_len=0
+) -> tuple[Packs, Packs | None, str]:
+    """(training rows, held-out rows or None, the held-out file or "none"), built once per node.
+
+    seq_len 0: taken from the lengths of the training documents, at most `limit`."""
+    eval_json = args.eval_json
+    if eval_json == "auto":
+        eval_json = heldout_beside(args.train_json) or "none"
+    flags = (
+        "train_on_prompt", "input_key", "target_key", "data_format", "overlong", "learn_turns",
+        "dataset_config",
+    )  # fmt: skip
+    both = f"{args.train_json},{eval_json}"
+    for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
+        if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
+            raise UserError(
+                f"--{name} {getattr(args, name)} applies only to hub datasets, and "
+                f"--train_json {args.train_json} is not one"
+            )
+
+    def load(path: str, seq_len: int, split: str | None = None) -> Packs:
+        options = {name: getattr(args, name) for name in flags}
+        options |= {"dataset_split": split, "seq_len": seq_len, "seq_len_limit": limit, "log": say}
+        packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
+        if not len(packs):
+            raise UserError(
+                f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}"
+            )
+        return packs
+
+    asked, split = seq_len or args.seq_len, args.dataset_split or "train"
+    train = once_per_node(world, functools.partial(load, args.train_json, asked, split))
+    if not asked:
+        say(f"seq_len: {train.seq_len} ({train.stats['seq_len_why']})")
+    if eval_json == "none":
+        say("held-out: none given, so no held-out loss")
+        return train, None, eval_json
+    heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len))
+    both = {f["path"] for f in train.stats["files"]} & {f["path"] for f in heldout.stats["files"]}
+    for path in sorted(both):
+        say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
+    return train, heldout, eval_json
+
+
+def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) -> int:
+    """The length of the answers, so that prompt and answer fit into the model's sliding window.
+    Raises UserError if a document is longer than the window."""
+    window, longest = window_of(config), max(p.longest for p in packs)
+    without_window(config, longest)
+    if window and packs[0].seq_len > window and longest + sample_tokens > window:
+        sample_tokens = window - longest
+        say(f"answers: limited to {sample_tokens} tokens by the sliding window of {window}")
+    return sample_tokens
+
+
+def refuse_unknown_tokens(config, packs: list[Packs]) -> None:
+    """Raise UserError if data that came as token ids has one beyond the model's vocabulary."""
+    for p in packs:
+        if any(f["format"] == "tokens" for f in p.stats["files"]):
+            if (largest := int(p.tokens.max())) >= config.vocab_size:
                 raise UserError(
-                    f"{packs.stats['files'][0]['path']}: token {largest}, but the model knows "
+                    f"{p.stats['files'][0]['path']}: token {largest}, but the model knows "
                     f"{config.vocab_size} only"
                 )
 
+
+def pick_compute(
+    args: Namespace,
+    world: World,
+    device: Device,
+    dtype: torch.dtype,
+    config,
+    packs: list[Packs],
+    say: Callable,
+) -> Compute:
+    """Attention backend and compilation, tried on rank 0."""
     heads = (config.num_attention_heads, config.num_key_value_heads, head_size(config))
-    single = train.single and (heldout is None or heldout.single)
+    single = all(p.single for p in packs)
     pick = functools.partial(choose, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:
-        run.say(f"attention: not {reason}")
-    run.say(f"attention: {attn_impl}" + (" (as asked)" if args.attn_impl != "auto" else ""))
-
+        say(f"attention: not {reason}")
+    say(f"attention: {attn_impl}" + (" (as asked)" if args.attn_impl != "auto" else ""))
     compiled, why = from_rank0(world, lambda: choose_compile(args.compile, device, attn_impl))
-    run.say(f"compile: {'yes' if compiled else 'no'} ({why})")
+    say(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
+    return Compute(dtype, attn_impl, compiled)
 
+
+def pick_horizon(
+    args: Namespace, replicas: int, train: Packs, trained: bool, earlier: dict, say: Callable
+) -> Horizon:
+    """Rows of a step, number of steps and learning rate. trained: the model has weights; earlier:
+    as of `resumed_settings`."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * replicas
-    run.say(
+    say(
         f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x {replicas} "
-        f"replicas = {global_batch} rows = {global_batch * args.seq_len:,} token slots a step"
+        f"replicas = {global_batch} rows = {global_batch * train.seq_len:,} token slots a step"
     )
     n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
     max_steps = args.max_steps or math.ceil(n_total / global_batch)
     if before := fixed_steps(args, earlier):
         if before != max_steps:
             max_steps, n_total = before, None
-            run.say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
-    lr = args.lr or (2e-5 if weights else 1e-3)
-    why = "" if args.lr else f" (the default for {'trained' if weights else 'random'} weights)"
-    run.say(
+            say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
+    lr = args.lr or (2e-5 if trained else 1e-3)
+    why = "" if args.lr else f" (the default for {'trained' if trained else 'random'} weights)"
+    say(
         f"steps: {max_steps} = {max_steps * global_batch / len(train):.2f} epochs of {len(train)} "
         "rows; "
         f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
     )
     if args.warmup_steps > max_steps:
-        run.say(
+        say(
             f"warning: --warmup_steps {args.warmup_steps} is longer than the run of {max_steps} "
             f"steps: the learning rate only rises, to {lr * max_steps / args.warmup_steps:.2g} in "
             "the last step; give a shorter warm-up"
         )
-    block, head = flops_per_token(config, args.seq_len)
-    plan = Plan(
-        run, dtype, attn_impl, compiled, config, weights, tokenizer, train, heldout,
-        max(2, train.max_docs, heldout.max_docs if heldout else 0),
-        replicas, global_batch, max_steps, n_total, lr, config.num_hidden_layers * block + head,
-        {**train.stats["identity"], "seed": args.seed, "rows of a step": global_batch},
-        functools.partial(describe_model, folder, tokenizer),
-    )  # fmt: skip
-    first = int(rows_of(plan, args, 0)[0])
-    run.say(f"example, learnt tokens in ⟦⟧:\n{describe_example(train, tokenizer, first)}")
-    chosen = ("attn_impl", "compile", "global_batch", "max_steps", "lr", "replicas")
-    run.resolved = {key: getattr(plan, key) for key in chosen}
-    return plan
+    return Horizon(replicas, global_batch, max_steps, n_total, lr)
 
 
-def describe_model(model: Path, tokenizer, folder: Path) -> None:
-    """What an export needs besides weights, kept with the run: the model's folder may go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).is_file():
-            shutil.copyfile(model / name, folder / name)
-    tokenizer.save_pretrained(folder)
+# ---------------------------------------------------------------- of a resumed run
 
 
-def resumed_settings(args: Namespace, world: World, folder: Path) -> dict:
+def resumed_settings(resume: str | None, world: World, folder: Path) -> dict:
     """seq_len, and what else config.json has, of the run that --resume names; {} without one."""
-    named = folder if args.resume == "auto" else Path(args.resume or "")
+    named = folder if resume == "auto" else Path(resume or "")
 
     def look() -> dict:
         for file in (named / "config.json", named.parent.parent / "config.json"):
@@ -174,15 +270,16 @@ def resumed_settings(args: Namespace, world: World, folder: Path) -> dict:
                 return {**found, "seq_len": int(found["seq_len"])}
         return {}
 
-    return from_rank0(world, look) if args.resume else {}
+    return from_rank0(world, look) if resume else {}
 
 
-def resumed_seq_len(args: Namespace, earlier: dict, say) -> None:
+def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:
     """Without --seq_len, a resumed run keeps the value it had, so that its rows stay the same. The
     default was a fixed number in earlier versions."""
-    if not args.seq_len and earlier:
-        args.seq_len = earlier["seq_len"]
-        say(f"seq_len: {args.seq_len} (from the resumed run)")
+    if seq_len or not earlier:
+        return seq_len
+    say(f"seq_len: {earlier['seq_len']} (from the resumed run)")
+    return earlier["seq_len"]
 
 
 def fixed_steps(args: Namespace, earlier: dict) -> int:
@@ -193,124 +290,3 @@ def fixed_steps(args: Namespace, earlier: dict) -> int:
         return 0
     steps = earlier.get("max_steps")
     return steps if type(steps) is int and steps > 0 else 0
-
-
-def fit_window(config, args: Namespace, found: list[Packs], say) -> None:
-    """Raise UserError if a document is longer than the model's sliding window."""
-    window, longest = window_of(config), max(packs.longest for packs in found)
-    without_window(config, longest)
-    if window and args.seq_len > window and longest + args.sample_tokens > window:
-        args.sample_tokens = window - longest  # prompt and answer must fit into the window
-        say(f"answers: limited to {args.sample_tokens} tokens by the sliding window of {window}")
-
-
-def load_data(
-    args: Namespace, world: World, tokenizer, say, limit: int = LONGEST_DEFAULT
-) -> tuple[Packs, Packs | None]:
-    """(training rows, held-out rows or None), built once per node. If args.seq_len is 0, it is set
-    from the lengths of the training documents, to `limit` at most."""
-    heldout = heldout_beside(args.train_json) if args.eval_json == "auto" else args.eval_json
-    args.eval_json = heldout or "none"
-    flags = (
-        "seq_len", "train_on_prompt", "input_key", "target_key", "data_format", "overlong",
-        "learn_turns", "dataset_config",
-    )  # fmt: skip
-    both = f"{args.train_json},{args.eval_json}"
-    for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
-        if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
-            raise UserError(
-                f"--{name} {getattr(args, name)} applies only to hub datasets, and "
-                f"--train_json {args.train_json} is not one"
-            )
-
-    def load(path: str, split: str | None = None) -> Packs:
-        options = {name: getattr(args, name) for name in flags}
-        options |= {"dataset_split": split, "seq_len_limit": limit, "log": say}
-        packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
-        if not len(packs):
-            raise UserError(
-                f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}"
-            )
-        return packs
-
-    split = args.dataset_split or "train"
-    train = once_per_node(world, functools.partial(load, args.train_json, split))
-    if not args.seq_len:
-        args.seq_len = train.seq_len
-        say(f"seq_len: {args.seq_len} ({train.stats['seq_len_why']})")
-    if args.eval_json == "none":
-        say("held-out: none given, so no held-out loss")
-        return train, None
-    heldout = once_per_node(world, functools.partial(load, args.eval_json))
-    both = {f["path"] for f in train.stats["files"]} & {f["path"] for f in heldout.stats["files"]}
-    for path in sorted(both):
-        say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
-    return train, heldout
-
-
-def rows_of(plan: Plan, args: Namespace, step: int) -> np.ndarray:
-    """Row numbers of optimizer step `step` (from 0), all replicas'; -1 is an empty row."""
-    return step_rows(len(plan.train), args.seed, step, plan.global_batch, plan.n_total)
-
-
-def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
-    """(tokens, label tokens) of these rows."""
-    rows = rows[rows >= 0]
-    return int(packs.token_counts[rows].sum()), int(packs.label_counts[rows].sum())
-
-
-def micro_batches(
-    plan: Plan, packs: Packs, rows: np.ndarray, replica: int, micro: int
-) -> Iterator[Batch]:
-    """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
-    groups = rows.reshape(-1, plan.replicas, micro)[:, replica]
-    if packs is plan.heldout:  # a training step is too short to show
-        groups = progress(groups, what="evaluating", unit="batches")
-    for group in groups:
-        started = time.perf_counter()
-        batch = collate(packs, group, plan.max_docs)
-        plan.run.data_seconds += time.perf_counter() - started
-        yield batch
-
-
-def heldout_rows(plan: Plan, micro: int, at_least: int = 1) -> np.ndarray:
-    """All held-out rows, and empty ones so that every replica has as many micro-batches."""
-    n = len(plan.heldout)
-    count = max(at_least, -(-n // (plan.replicas * micro)))
-    rows = np.full(count * plan.replicas * micro, -1)
-    rows[:n] = np.arange(n)
-    return rows
-
-
-def try_forward(plan: Plan, args: Namespace, ask: Callable) -> None:
-    """A dry run's one forward pass, not compiled: a model may be refused only there."""
-    batch = collate(plan.train, rows_of(plan, args, 0)[: args.micro_batch_size], plan.max_docs)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
-
-
-def heldout_score(plan: Plan, total: torch.Tensor) -> tuple[float, int, int]:
-    """(held-out loss, rows answered exactly, rows) from loss.score's sum over all held-out rows."""
-    loss, wrong = total.tolist()
-    rows = len(plan.heldout.row_docs)
-    return loss / int(plan.heldout.label_counts.sum()), rows - round(wrong), rows
-
-
-def show_answers(plan: Plan, args: Namespace, ask: Callable) -> None:
-    """Print the model's answers to three prompts beside those in the data. ask: see generate."""
-    if not args.sample_tokens:
-        return
-    most = args.seq_len - min(args.sample_tokens, args.seq_len // 2)
-    pairs = prompts_of(plan.heldout or plan.train, 3, most)
-    shape = (args.micro_batch_size, args.seq_len)
-    stop = set(stop_tokens(plan.tokenizer))
-    prompts = [prompt for prompt, _ in pairs]
-    answers = generate(ask, prompts, shape, plan.max_docs, args.sample_tokens, stop)
-    for (prompt, expected), answer in zip(pairs, answers, strict=True):
-        text = [
-            plan.tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (prompt, answer, expected)
-        ]
-        plan.run.say(
-            "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
-        )

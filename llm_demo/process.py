@@ -9,6 +9,9 @@ import signal
 import sys
 import threading
 import time
+from dataclasses import dataclass
+
+import torch
 
 from llm_demo.errors import UserError
 
@@ -118,3 +121,16 @@ class _Stream:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of this node."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))

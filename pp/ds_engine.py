@@ -288,29 +288,6 @@ def forward_only(
     return out
 
 
-def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[list[tuple]]:
-    """For each stage its pieces of the model: (blocks, most micro-batches whose activations it
-    holds at once, has the embedding, has the head), as the schedule has it."""
-    held = []
-    for stage in range(stages):
-        if which == "dualpipev":
-            steps = schedule.DualPipeVSchedule(accum, stages, stage).steps()
-        else:
-            steps = schedule.TrainSchedule(accum, stages, stage).steps()
-        pieces = [stage, 2 * stages - 1 - stage][: 1 + (which == "dualpipev")]
-        now, most, peak = dict.fromkeys(pieces, 0), dict.fromkeys(pieces, 0), 0
-        for instruction in (i for step in steps for i in step):
-            kind = type(instruction)
-            if kind in (schedule.ForwardPass, schedule.BackwardPass):
-                piece = pieces[getattr(instruction, "phase", 0)]
-                now[piece] += 1 if kind is schedule.ForwardPass else -1
-                blocks = sum(counts[p] * now[p] for p in pieces)
-                if blocks > peak:
-                    peak, most = blocks, dict(now)
-        held.append([(counts[p], most[p], p == 0, p == len(counts) - 1) for p in pieces])
-    return held
-
-
 def tied_copies_differ(engine) -> bool:
     """Whether the tied weight differs anywhere between the stages that hold a copy; collective."""
     differ = torch.zeros(1, device=engine.device)

@@ -13,28 +13,22 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from llm_demo import estimate
-from llm_demo.args import flag, parse_args
+from llm_demo.args import flag, less_memory, parse_args
 from llm_demo.data.batch import answers_of, learnt, to_device
-from llm_demo.data.steps import boundaries
+from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
-from llm_demo.model.costs import param_count
-from llm_demo.model.decoder import skeleton
-from llm_demo.model.weights import loading
-from llm_demo.optim import compiles_adamw, lr_at, make_adamw
-from llm_demo.plan import (
-    heldout_rows,
-    heldout_score,
-    make_plan,
-    micro_batches,
-    rows_of,
-    show_answers,
-    token_counts,
-    try_forward,
-)
+from llm_demo.loop import nothing_left, train
+from llm_demo.model.costs import flops_of_slot, param_count
+from llm_demo.model.decoder import skeleton, unit_sizes
+from llm_demo.model.weights import loading, materialise
+from llm_demo.optim import compiles_adamw, make_adamw, set_lr
+from llm_demo.plan import make_plan
+from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
+from llm_demo.run.clock import Clock
+from llm_demo.run.log import Log
 
 
 @dataclasses.dataclass
@@ -60,13 +54,17 @@ parse = functools.partial(parse_args, __doc__, PipeArgs)
 
 def main() -> None:
     args = parse()
-    from pp import ds_engine, ds_state, stages  # after the flags: importing DeepSpeed takes seconds
+    from pp import (  # after the flags: importing DeepSpeed takes seconds
+        ds_engine,
+        ds_state,
+        estimate,
+        stages,
+    )
 
     world = start()
     if args.stages < 1 or world.size % args.stages:
         raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
     switches = ds_engine.read_switches(args.deepspeed_config)
-
     pieces = args.stages * (2 if args.schedule == "dualpipev" else 1)
     if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < pieces):
         raise UserError(
@@ -75,42 +73,49 @@ def main() -> None:
         )
 
     # decisions and data
-    plan = make_plan(args, world, "pp", replicas=world.size // args.stages)
-    B, S = args.micro_batch_size, args.seq_len
-    ac = args.use_activation_checkpointing
-    counts = stages.split(plan.config, pieces, args.partition, S, ac)
-    plan.run.resolved["partition"] = ",".join(map(str, counts))
-    plan.run.say(f"pipeline: {stages.describe_split(counts, plan.config, S, ac)}")
+    log = Log(args, world, "pp")
+    replicas = world.size // args.stages
+    plan = make_plan(args, world, log, replicas)
+    (_, config, weights, _), data, compute, horizon = plan[:4]
+    B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
+    checkpointing = args.use_activation_checkpointing
+    counts = stages.split(config, pieces, args.partition, S, checkpointing)
+    log.resolved(partition=",".join(map(str, counts)))
+    log.say(f"pipeline: {stages.describe_split(counts, config, S, checkpointing)}")
     if args.estimate:
-        held = ds_engine.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
-        plan.run.say(estimate.describe(estimate.of_pipeline(plan, args, held)))
+        log.say(estimate.table(args, config, compute, data.train, replicas, counts))
         return
-
-    checkpoints = Checkpoints(plan, args, world, copies=plan.replicas > 1)
-    if checkpoints.first_step >= plan.max_steps:
-        checkpoints.nothing_left()
+    flops = flops_of_slot(config, S)
+    clock = Clock(args, world, log, horizon.max_steps, flops, compute.dtype)
+    checkpoints = Checkpoints(
+        args, world, log, clock, plan.identity, horizon.max_steps, copies=replicas > 1
+    )
+    if checkpoints.first_step >= horizon.max_steps:
+        nothing_left(args, world, log, clock, checkpoints)
         return
 
     # model: each stage makes its own layers only
     ds_engine.join(world.device)
-    lm = skeleton(plan.config, plan.attn_impl, plan.weights)
+    lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    specs, bounds, layouts = stages.layer_specs(lm, plan, args, counts, world.device)
-    loss_fn = functools.partial(stages.loss_fn, compiled=plan.compile)
-    score_fn = functools.partial(stages.score_fn, compiled=plan.compile)
+    layouts = [stages.Layout(lm.model.rotary_emb, compute.attn_impl, world.device) for _ in counts]
+    budget = args.activation_memory_budget if compute.compile else None
+    make = functools.partial(materialise, lm, weights=weights, seed=args.seed, device=world.device)
+    sizes = [unit_sizes(config, count, args.blocks_per_unit) for count in counts]
+    specs, bounds = stages.layer_specs(lm.config, make, sizes, layouts, checkpointing, budget)
+    loss_fn = functools.partial(stages.loss_fn, compiled=compute.compile)
+    score_fn = functools.partial(stages.score_fn, compiled=compute.compile)
     kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
-    with loading(plan.weights, args.stages):
+    with loading(weights, args.stages):
         module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
     # optimizer and engine
-    compiled = compiles_adamw(plan.compile, n_params, world.size, plan.run.say)
-    optimizer = make_adamw(module.parameters(), plan.lr, args.weight_decay, compiled)
-    config = ds_engine.engine_config(
-        switches, plan.dtype, B, args.grad_accum_steps, args.max_grad_norm
-    )
-    engine = ds_engine.make_engine(module, optimizer, config, plan.compile)
-    if plan.weights and plan.dtype != torch.float32:
-        ds_state.set_masters(engine, module, plan.weights)
+    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say)
+    optimizer = make_adamw(module.parameters(), horizon.lr, args.weight_decay, compiled)
+    settings = ds_engine.engine_config(switches, compute.dtype, B, accum, args.max_grad_norm)
+    engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
+    if weights and compute.dtype != torch.float32:
+        ds_state.set_masters(engine, module, weights)
     if checkpoints.path:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
     else:
@@ -120,12 +125,13 @@ def main() -> None:
     def feed(packs, rows, factor=None, micro=B):
         """(inputs, labels) of each micro-batch; the first stage takes one, the last the other.
         Without a factor: labels for `score_fn`."""
-        mine = rows.reshape(-1, plan.replicas, micro)[:, replica]
+        mine = share_of(rows, replica, replicas, micro)
         for layout in layouts:
-            layout.follow(boundaries(packs, group, plan.max_docs) for group in mine)
+            layout.follow(boundaries(packs, group, data.max_docs) for group in mine)
+        batches = micro_batches(packs, rows, replica, replicas, micro, data.max_docs)
 
         def pairs():
-            for batch in micro_batches(plan, packs, rows, replica, micro):
+            for batch in clock.data(batches):
                 index, targets = learnt(batch.labels)
                 last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
                 labels = to_device(world.device, index, targets, last)
@@ -133,15 +139,27 @@ def main() -> None:
 
         return pairs()
 
-    def evaluate() -> tuple[float, int, int]:
-        micro = args.eval_batch_size or B
-        rows = heldout_rows(plan, micro, at_least=pieces)
-        count = rows.size // plan.replicas // micro
-        batches = feed(plan.heldout, rows, micro=micro)
-        scores = ds_engine.forward_only(engine, batches, count, score_fn, reshape=micro != B)
-        total = torch.stack(scores).sum(0) if scores else torch.zeros(2, device=world.device)
-        dist.all_reduce(total)
-        return heldout_score(plan, total)
+    def step(rows, n_labels, lr):
+        set_lr(engine.optimizer, lr)
+        # The engine averages over micro-batches and replicas: the factor makes that the token mean
+        # of the step.
+        factor = accum * replicas / n_labels
+        total = engine.train_batch(feed(data.train, rows, factor))
+        done = clock.history.step + 1
+        if done == 1 or args.check_tied_every and done % args.check_tied_every == 0:
+            if ds_engine.tied_copies_differ(engine):
+                raise RuntimeError(f"step {done}: the stages' copies of the tied weight differ")
+        if done % args.log_every == 0:
+            ds_engine.forget_timers(engine)
+        share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the whole
+        return share, engine.get_global_grad_norm()
+
+    def evaluate(micro):
+        rows = heldout_rows(data.heldout, replicas, micro, at_least=pieces)
+        count = rows.size // replicas // micro
+        batches = progress(feed(data.heldout, rows, micro=micro), "evaluating", count, "batches")
+        scores = ds_engine.forward_only(engine, iter(batches), count, score_fn, reshape=micro != B)
+        return torch.stack(scores).sum(0) if scores else torch.zeros(2, device=world.device)
 
     def ask(batch, index):
         for layout in layouts:
@@ -154,50 +172,10 @@ def main() -> None:
         dist.broadcast(tokens, src=engine._loss_stage_global_rank(), group=group)
         return tokens
 
-    if args.dry_run:
-        try_forward(plan, args, ask)
-        plan.run.say("dry run: everything is ready for step 1")
-        return
-    plan.run.begin(plan.max_steps, plan.flops_per_token, plan.dtype)
-    checkpoints.begin()
-    if plan.heldout and not checkpoints.path:
-        plan.run.log_eval(0, *evaluate())
-
     state = functools.partial(ds_state.training_state, engine)
     facts = functools.partial(ds_state.facts_of, engine)
-    for step in range(checkpoints.first_step, plan.max_steps):
-        # rows and label count of the whole step, over all ranks: known without communication
-        rows = rows_of(plan, args, step)
-        n_tokens, n_labels = token_counts(plan.train, rows)
-
-        # forward, backward, clip and step. The engine averages over micro-batches and replicas:
-        # the factor makes that the token mean of the step
-        lr = lr_at(step, plan.lr, args.warmup_steps, plan.max_steps, args.lr_scheduler)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = lr
-        factor = args.grad_accum_steps * plan.replicas / n_labels
-        total = engine.train_batch(feed(plan.train, rows, factor))
-        norm = engine.get_global_grad_norm()
-        if step == 0 or args.check_tied_every and (step + 1) % args.check_tied_every == 0:
-            if ds_engine.tied_copies_differ(engine):
-                raise RuntimeError(f"step {step + 1}: the stages' copies of the tied weight differ")
-
-        # log: the numbers are read a step later, so the host never waits for the device
-        if (step + 1) % args.log_every == 0:
-            ds_engine.forget_timers(engine)
-        share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the whole
-        plan.run.end_step(step + 1, n_tokens, n_labels, rows.size * S, share, norm, lr)
-        if plan.heldout and (
-            step + 1 == plan.max_steps or args.eval_every and (step + 1) % args.eval_every == 0
-        ):
-            plan.run.log_eval(step + 1, *evaluate())
-        checkpoints.after_step(step + 1, state, facts)
-
-    checkpoints.finish()
-    checkpoints.export()
-    show_answers(plan, args, ask)
-    plan.run.finish()
+    train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
 
 
 if __name__ == "__main__":
-    run(main, parse)
+    run(main, parse, less_memory)

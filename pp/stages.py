@@ -7,14 +7,14 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from llm_demo.data.batch import position_ids
 from llm_demo.errors import UserError
-from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import flops_per_token
-from llm_demo.model.decoder import Blocks, unit_sizes
+from llm_demo.model.decoder import Blocks
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model.rotary import rotary_tables
-from llm_demo.model.weights import materialise
 
 
 class Layout:
@@ -92,32 +92,29 @@ def tied_head(embedding: Embedding, hidden: torch.Tensor):
     return hidden, embedding.embed_tokens.weight
 
 
-def layer_specs(lm, plan, args, counts: list[int], device: torch.device):
-    """(layers, their bounds, layouts): embedding, units of blocks, norm, head of a skeleton, cut
-    into stages of so many blocks; a layer is materialised only where its stage is.
+def layer_specs(
+    config, make, sizes: list[list[int]], layouts: list[Layout], checkpointing: bool, budget
+):
+    """(layers, their bounds): embedding, units of blocks, norm and head, cut into pieces.
 
-    Tied embeddings are one TiedLayerSpec at both ends: both stages keep a copy, whose gradients
-    DeepSpeed sums before the step."""
-    make = functools.partial(materialise, lm, weights=plan.weights, seed=args.seed, device=device)
-    rotary, config = lm.model.rotary_emb, lm.config
-    layouts = [Layout(rotary, plan.attn_impl, device) for _ in counts]
+    make(name) materialises a submodule, only where its stage is. sizes: blocks of each unit of each
+    piece. budget: of activation memory, None where nothing is compiled. Tied embeddings are one
+    TiedLayerSpec at both ends: both stages keep a copy, whose gradients DeepSpeed sums before the
+    step."""
     layers, bounds, at = [], [0], 0
-    for layout, count in zip(layouts, counts, strict=True):
-        sizes = unit_sizes(config, count, args.blocks_per_unit)
-        for k, size in enumerate(sizes):
-            budget = args.activation_memory_budget if plan.compile else None
-            how = (layout, k == 0, args.use_activation_checkpointing, budget)
-            layers.append(LayerSpec(Unit, make, at, size, *how))
+    for layout, units in zip(layouts, sizes, strict=True):
+        for k, size in enumerate(units):
+            layers.append(LayerSpec(Unit, make, at, size, layout, k == 0, checkpointing, budget))
             at += size
         bounds.append(1 + len(layers))
     bounds[-1] += 2
     layers.append(LayerSpec(Norm, make))
     if not config.tie_word_embeddings:
-        return [LayerSpec(Embedding, make), *layers, LayerSpec(Head, make)], bounds, layouts
+        return [LayerSpec(Embedding, make), *layers, LayerSpec(Head, make)], bounds
     tied = functools.partial(
         TiedLayerSpec, "embedding", Embedding, make, tied_weight_attr="embed_tokens.weight"
     )
-    return [tied(), *layers, tied(forward_fn=tied_head)], bounds, layouts
+    return [tied(), *layers, tied(forward_fn=tied_head)], bounds
 
 
 def loss_fn(outputs, labels, compiled: bool = False):

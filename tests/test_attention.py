@@ -9,16 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from llm_demo import probe
+from llm_demo.data.batch import position_ids
 from llm_demo.device import Device, peak_tflops, pick_dtype, this_device
 from llm_demo.errors import UserError
-from llm_demo.model import attention
-from llm_demo.model.attention import (
-    BACKENDS,
-    choose,
-    compare_with_math,
-    make_documents,
-    position_ids,
-)
+from llm_demo.model import attention, attention_choice
+from llm_demo.model.attention import BACKENDS, make_documents
+from llm_demo.model.attention_choice import choose, compare_with_math
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]
@@ -34,7 +30,7 @@ def place(impl, request):
         return torch.device("cpu"), torch.float32
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    if problem := attention.why_not(impl, this_device(), torch.bfloat16, False):
+    if problem := attention_choice.why_not(impl, this_device(), torch.bfloat16, False):
         pytest.skip(problem)
     return torch.device("cuda"), torch.bfloat16
 
@@ -208,7 +204,7 @@ def pick(
 ):
     packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention.importlib.util, "find_spec", lambda n: packages[n] or None)
+        patch.setattr(attention_choice.importlib.util, "find_spec", lambda n: packages[n] or None)
         return choose(asked, device, dtype, HEADS, single, ask)
 
 
@@ -286,10 +282,10 @@ def test_dtype_of_old_gpus():
 def test_probe_runs_in_its_own_process_and_is_cached(monkeypatch, tmp_path):
     """Without a GPU the probe's process fails: its last line is the reason, and is kept."""
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
-    reason = attention.probe_backend("bucketed", torch.float32, HEADS)
+    reason = attention_choice.probe_backend("bucketed", torch.float32, HEADS)
     assert reason
     monkeypatch.setattr(probe.subprocess, "run", None)  # would fail if it were called again
-    assert attention.probe_backend("bucketed", torch.float32, HEADS) == reason
+    assert attention_choice.probe_backend("bucketed", torch.float32, HEADS) == reason
 
 
 def test_what_backends_cannot_compute_is_refused():
@@ -314,9 +310,9 @@ def test_what_backends_cannot_compute_is_refused():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_backends_on_this_gpu(impl, dtype):
     device = this_device()
-    if problem := attention.why_not(impl, device, dtype, single=True):
+    if problem := attention_choice.why_not(impl, device, dtype, single=True):
         pytest.skip(problem)
-    assert attention.probe_backend(impl, dtype, (16, 8, 128)) is None
+    assert attention_choice.probe_backend(impl, dtype, (16, 8, 128)) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     assert compare_with_math(impl, dtype, (16, 8, 128), "cuda") < bound
 

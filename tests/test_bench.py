@@ -178,7 +178,7 @@ def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
 
-    run_main(main, parse)
+    run_main(main, parse, less_memory)
     error = capsys.readouterr().err
     assert ended == [1] and "out of GPU memory" in error and "--micro_batch_size (now 4)" in error
     assert error.count("\n") == 1

@@ -7,8 +7,9 @@ import torch
 from conftest import ROOT
 from test_attention import CPU, H100, MI100, V100
 
+from llm_demo.data.batch import position_ids
 from llm_demo.model import compiling
-from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.source import load_config

@@ -6,9 +6,9 @@ from conftest import torchrun
 
 from fsdp import fsdp2
 from llm_demo.device import Device
-from llm_demo.dist import World
 from llm_demo.errors import UserError
 from llm_demo.parallel import copy_engines
+from llm_demo.process import World
 from llm_demo.run.comm import CommTimer
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)

@@ -65,7 +65,8 @@ def test_what_a_schedule_holds():
 @pytest.mark.parametrize("impl, documents_of", [("sdpa", 128), ("bucketed", 64)])
 def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
     """Counted on the meta device, against a forward of the same block in memory."""
-    from llm_demo.model.attention import make_documents, position_ids
+    from llm_demo.data.batch import position_ids
+    from llm_demo.model.attention import make_documents
     from llm_demo.model.decoder import Blocks, skeleton
     from llm_demo.model.weights import materialise
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config
 
-from llm_demo.data.batch import answers_of, learnt
+from llm_demo.data.batch import answers_of, learnt, position_ids
 from llm_demo.model import loss
-from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.attention import make_documents
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.model.generate import generate
 from llm_demo.model.loss import score

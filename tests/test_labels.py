@@ -9,8 +9,9 @@ from tiny_tokenizer import CHATML, golden, make_tokenizer
 from tokenizers import processors
 
 from llm_demo.data import labels
+from llm_demo.data.batch import Record
 from llm_demo.data.labels import encode, make_codec
-from llm_demo.data.records import Record, file_layout, to_record
+from llm_demo.data.records import file_layout, to_record
 from llm_demo.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared"

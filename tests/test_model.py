@@ -9,8 +9,9 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from bench import checkpoints
+from llm_demo.data.batch import position_ids
 from llm_demo.errors import UserError
-from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import flops_per_token, param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
 from llm_demo.model.source import find_model, load_config, load_tokenizer

@@ -9,8 +9,9 @@ from conftest import ROOT
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from llm_demo import evaluate
+from llm_demo.data.batch import position_ids
 from llm_demo.errors import UserError
-from llm_demo.model.attention import make_documents, position_ids
+from llm_demo.model.attention import make_documents
 from llm_demo.model.batched import choose_batched
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.model.source import load_config

@@ -138,7 +138,7 @@ def start_probes(base, facts) -> dict:
     for impl in choices.get("probes", ()):
         probes[impl] = Worker()
         args = [impl, choices["dtype"], *HEADS]
-        probes[impl].send("run_module", name="llm_demo.model.attention", args=args)
+        probes[impl].send("run_module", name="llm_demo.model.attention_choice", args=args)
     if devices:
         probes["compile"] = Worker()
         probes["compile"].send("run_module", name="llm_demo.model.compiling", args=[])

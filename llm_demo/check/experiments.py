@@ -52,7 +52,7 @@ def torch_facts() -> dict:
 
 def choices() -> dict:
     """The dtype, and for each attention backend why it can't run, judged by facts alone."""
-    from llm_demo.model import attention
+    from llm_demo.model import attention_choice as attention
 
     here = this_device()
     dtype, reason = pick_dtype("auto", here)
@@ -68,7 +68,8 @@ def choices() -> dict:
 
 def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dict:
     """What a run would choose. problems: backend -> what its probe reported, None if it passed."""
-    from llm_demo.model import attention, compiling
+    from llm_demo.model import attention_choice as attention
+    from llm_demo.model import compiling
 
     here = this_device()
     dtype, _ = pick_dtype("auto", here)

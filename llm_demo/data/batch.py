@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 IGNORE_INDEX = -100
@@ -36,3 +37,35 @@ def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     numbered from 0. index: as of `learnt`; cu_seqlens: as in data.Batch. On the CPU, too."""
     documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
     return documents.unique_consecutive(return_inverse=True)[1]
+
+
+def position_ids(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Positions that restart at 0 in each document: int64 [B, S] from boundaries [D+1]."""
+    slots = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
+    return (slots - cu_seqlens[_document_of(slots, cu_seqlens)]).view(shape)
+
+
+def document_lengths(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The length of each token's document: [B, S] from boundaries [D+1]."""
+    slots = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
+    return cu_seqlens.diff()[_document_of(slots, cu_seqlens)].view(shape)
+
+
+def _document_of(slots, cu_seqlens):
+    return torch.searchsorted(cu_seqlens, slots.to(cu_seqlens.dtype), right=True) - 1
+
+
+class Record(NamedTuple):
+    """One row, whatever its format: a conversation, or (messages is None) plain text or tokens."""
+
+    messages: list[dict] | None  # role, content, and whatever else the chat template may want
+    text: str = ""
+    tools: list | None = None
+    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which of them are learnt
+    context: frozenset[int] = frozenset()  # messages of the prompt: never learnt
+    marks: dict[int, bool] = {}  # message -> whether its weight, train or loss_mask says: learn
+
+
+class Sample(NamedTuple):
+    ids: np.ndarray  # int32 [n]
+    learnt: np.ndarray  # bool [n]; the first is never learnt, nothing predicts it

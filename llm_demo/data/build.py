@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llm_demo.data.labels import Codec, Sample, encode
+from llm_demo.data.batch import Record, Sample
+from llm_demo.data.labels import Codec, encode
 from llm_demo.data.packing import best_fit, choose_seq_len, fit
 from llm_demo.data.records import (
     Layout,
-    Record,
     file_layout,
     read_rows,
     size_of,

@@ -16,33 +16,40 @@ import numpy as np
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from llm_demo.data.records import Record
+from llm_demo.data.batch import Record, Sample
 from llm_demo.errors import UserError
 
 NOTHING = "nothing to learn"
+
 REFUSED = "the chat template refuses the conversation"
+
 REWRITTEN = "the chat template does not keep the assistant text as given"
+
 NO_REASONING = (
     "the chat template drops the turn's reasoning; set one that keeps it with --chat_template"
 )
+
 NO_CALLS = "the chat template does not support tool calls (function_call turns)"
+
 LEFT_OUT = "the chat template drops the {role} turn"
+
 EMPTY_TURN = "the assistant turn is empty"
+
 MARKED = "marked with weight 0, train false or the like"
+
 NOT_OURS = "marked to be learnt, but only the assistant's answers can be"
+
 UNSTOPPED = "no stop token after an assistant turn"
+
 STRADDLED = "a token straddles the start of an assistant turn"
 
 # Reasoning templates put an empty block before an answer that has none (Qwen3), and open one in the
 # generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is the row's text.
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
+
 THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
+
 REASONING = re.compile(r"^.*</think>", re.DOTALL)
-
-
-class Sample(NamedTuple):
-    ids: np.ndarray  # int32 [n]
-    learnt: np.ndarray  # bool [n]; the first is never learnt, nothing predicts it
 
 
 class Codec(NamedTuple):

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from llm_demo.data.labels import Sample
+from llm_demo.data.batch import Sample
 from llm_demo.progress import progress
 
 OVERLONG = ("truncate", "split", "drop")

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,9 @@ from llm_demo.data.build import build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
 from llm_demo.data.packing import LONGEST_DEFAULT, OVERLONG
 from llm_demo.data.records import ROLES, content_of, find_files, split_name
+from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError
 from llm_demo.files import digest, disk_full
-
-_NONE = np.empty(0, np.int64)
 
 # what the packs depend on besides files and tokenizer, in the order of load_packs' own list
 FLAGS = (
@@ -34,68 +32,6 @@ FLAGS = (
 LEARN_TURNS = ("all", "last")
 
 CACHE_VERSION = 3  # raise it with every change of what records.py, labels.py or packing.py make
-
-
-@dataclass(frozen=True, eq=False)
-class Packs:
-    """Rows of exactly seq_len slots, each holding whole documents and a padding tail."""
-
-    seq_len: int
-    pad_id: int
-    max_docs: int  # most documents in one row; a padding tail counts as one
-    label_counts: np.ndarray  # int64 [rows], label tokens of each row
-    token_counts: np.ndarray  # int64 [rows], tokens of each row that are not padding
-    stats: dict  # plain JSON, see load_packs
-    tokens: np.ndarray  # int32 [all tokens], document after document, as the file has them
-    learnt: np.ndarray  # bool [all tokens]
-    doc_start: np.ndarray  # int64 [documents + 1], into tokens
-    row_docs: np.ndarray  # int64 [documents], document numbers, row after row
-    row_start: np.ndarray  # int64 [rows + 1], into row_docs
-
-    def __len__(self) -> int:
-        return len(self.row_start) - 1
-
-    def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
-
-        Labels are shifted here and nowhere else: labels[t] is input_ids[t + 1] where that token is
-        learnt, else -100; so a document's last slot predicts nothing. The lengths sum to S: the
-        padding tail is one more document, without labels.
-        """
-        ids = np.full(self.seq_len, self.pad_id, np.int64)
-        labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
-        lengths = self.lengths(i)
-        at = 0
-        for doc in self._docs(i):
-            span = slice(self.doc_start[doc], self.doc_start[doc + 1])
-            tokens, learnt = self.tokens[span], self.learnt[span]
-            end = at + len(tokens)
-            ids[at:end] = tokens
-            labels[at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE_INDEX)
-            at = end
-        return ids, labels, lengths
-
-    def lengths(self, i: int) -> list[int]:
-        """Document lengths of row i, which sum to S: a padding tail is one more document."""
-        docs = self._docs(i)
-        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).tolist()
-        rest = self.seq_len - sum(lengths)
-        return lengths + [rest] * (rest > 0)
-
-    def _docs(self, i: int) -> np.ndarray:
-        if not -1 <= i < len(self):
-            raise IndexError(f"row {i} of {len(self)}")
-        return self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else _NONE
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document, padding tails aside."""
-        return int(np.diff(self.doc_start).max(initial=0))
-
-    @property
-    def single(self) -> bool:
-        """Whether no row holds more than one document."""
-        return int(np.diff(self.row_start).max(initial=0)) <= 1
 
 
 def load_packs(

@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from llm_demo.data.batch import Record
 from llm_demo.errors import UserError
 
 # The keys a row must have, in the order they are tried on a file's first row. "text" is last and
@@ -27,6 +28,7 @@ FORMATS = {
     "input": ("input", "target"),
     "text": ("text",),
 }
+
 # The keys a row may have besides. Whatever else it has is not used, and the log says so.
 OPTIONAL = {
     "tokens": ("labels",),
@@ -37,11 +39,14 @@ OPTIONAL = {
     "input": ("system", "history", "tools"),
     "text": (),
 }
+
 DATA_FORMATS = ("auto", *FORMATS)
+
 ACCEPTED = (
     "messages, conversations, prompt + completion, instruction + output (+ input), input + target, "
     "text, input_ids (+ labels), or your own two names by --input_key and --target_key"
 )
+
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -55,28 +60,26 @@ ROLES = {
     "function_call": "assistant",  # its text is the call, as JSON
     "tool_call": "assistant",
 }
+
 CALLS = ("function_call", "tool_call")
+
 MARKS = ("weight", "train", "loss_mask", "loss")  # of a turn; 0 or false: not learnt
+
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # what a folder is searched for
+
 COMPRESSED = (".gz", ".zst")
+
 EMPTY = (None, "", [], {})
+
 LFS = b"version https://git-lfs.github.com/spec/v1"
+
 # In a folder of files, the splits that are not for training, as the hub names them.
 NOT_FOR_TRAINING = re.compile(r"(^|[-_.])(test|validation|valid|val|dev|eval)([-_.]|$)", re.I)
+
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
 # openai/gsm8k, openai/gsm8k:test, openai/gsm8k:main:train[:1000]
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
-
-
-class Record(NamedTuple):
-    """One row, whatever its format: a conversation, or (messages is None) plain text or tokens."""
-
-    messages: list[dict] | None  # role, content, and whatever else the chat template may want
-    text: str = ""
-    tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which of them are learnt
-    context: frozenset[int] = frozenset()  # messages of the prompt: never learnt
-    marks: dict[int, bool] = {}  # message -> whether its weight, train or loss_mask says: learn
 
 
 class Layout(NamedTuple):

@@ -1,14 +1,78 @@
-"""Which rows an optimizer step trains on, and their tensors."""
+"""Rows of documents, which of them an optimizer step trains on, and their tensors."""
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from llm_demo.data.batch import Batch
-from llm_demo.data.packs import Packs
+from llm_demo.data.batch import IGNORE_INDEX, Batch
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Rows of exactly seq_len slots, each holding whole documents and a padding tail."""
+
+    seq_len: int
+    pad_id: int
+    max_docs: int  # most documents in one row; a padding tail counts as one
+    label_counts: np.ndarray  # int64 [rows], label tokens of each row
+    token_counts: np.ndarray  # int64 [rows], tokens of each row that are not padding
+    stats: dict  # plain JSON, see load_packs
+    tokens: np.ndarray  # int32 [all tokens], document after document, as the file has them
+    learnt: np.ndarray  # bool [all tokens]
+    doc_start: np.ndarray  # int64 [documents + 1], into tokens
+    row_docs: np.ndarray  # int64 [documents], document numbers, row after row
+    row_start: np.ndarray  # int64 [rows + 1], into row_docs
+
+    def __len__(self) -> int:
+        return len(self.row_start) - 1
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
+
+        Labels are shifted here and nowhere else: labels[t] is input_ids[t + 1] where that token is
+        learnt, else -100; so a document's last slot predicts nothing. The lengths sum to S: the
+        padding tail is one more document, without labels.
+        """
+        ids = np.full(self.seq_len, self.pad_id, np.int64)
+        labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
+        lengths = self.lengths(i)
+        at = 0
+        for doc in self._docs(i):
+            span = slice(self.doc_start[doc], self.doc_start[doc + 1])
+            tokens, learnt = self.tokens[span], self.learnt[span]
+            end = at + len(tokens)
+            ids[at:end] = tokens
+            labels[at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE_INDEX)
+            at = end
+        return ids, labels, lengths
+
+    def lengths(self, i: int) -> list[int]:
+        """Document lengths of row i, which sum to S: a padding tail is one more document."""
+        docs = self._docs(i)
+        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).tolist()
+        rest = self.seq_len - sum(lengths)
+        return lengths + [rest] * (rest > 0)
+
+    def _docs(self, i: int) -> np.ndarray:
+        if not -1 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else _NONE
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, padding tails aside."""
+        return int(np.diff(self.doc_start).max(initial=0))
+
+    @property
+    def single(self) -> bool:
+        """Whether no row holds more than one document."""
+        return int(np.diff(self.row_start).max(initial=0)) <= 1
 
 
 def step_rows(
@@ -60,3 +124,30 @@ def _bounds(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.nda
     bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
     bounds[: len(ends) + 1] = [0, *ends]
     return bounds
+
+
+def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
+    """(tokens, label tokens) of these rows."""
+    rows = rows[rows >= 0]
+    return int(packs.token_counts[rows].sum()), int(packs.label_counts[rows].sum())
+
+
+def micro_batches(
+    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int, max_docs: int
+) -> Iterator[Batch]:
+    """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
+    for group in share_of(rows, replica, replicas, micro):
+        yield collate(packs, group, max_docs)
+
+
+def share_of(rows: np.ndarray, replica: int, replicas: int, micro: int) -> np.ndarray:
+    """This replica's rows: [micro-batches, micro]."""
+    return rows.reshape(-1, replicas, micro)[:, replica]
+
+
+def heldout_rows(packs: Packs, replicas: int, micro: int, at_least: int = 1) -> np.ndarray:
+    """All rows, and empty ones so that every replica has as many micro-batches, `at_least` some."""
+    count = max(at_least, -(-len(packs) // (replicas * micro)))
+    rows = np.full(count * replicas * micro, -1)
+    rows[: len(packs)] = np.arange(len(packs))
+    return rows

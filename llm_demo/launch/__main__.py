@@ -311,6 +311,7 @@ def main() -> int:
             raise UserError(f"no script {command[0]}")
         node = this_node()
         set_defaults(node)
+        os.environ["LLM_DEMO_LAUNCHER"] = sys.argv[1]  # for the run's cmd.sh
         return launchers[sys.argv[1]](node, command)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)

@@ -22,3 +22,9 @@ def head_size(config) -> int:
 
 def param_count(model: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
+
+
+def flops_of_slot(config, seq_len: int) -> float:
+    """Training FLOPs of one token slot through the whole model."""
+    block, head = flops_per_token(config, seq_len)
+    return config.num_hidden_layers * block + head

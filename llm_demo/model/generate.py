@@ -5,10 +5,9 @@ from collections.abc import Callable
 
 import torch
 
-from llm_demo.data.batch import IGNORE_INDEX, Batch
+from llm_demo.data.batch import IGNORE_INDEX, Batch, position_ids
 from llm_demo.data.labels import REFUSALS
-from llm_demo.data.packs import Packs
-from llm_demo.model.attention import position_ids
+from llm_demo.data.steps import Packs
 
 
 def stop_tokens(tokenizer) -> list[int]:

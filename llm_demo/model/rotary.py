@@ -4,9 +4,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.model.attention import (
-    document_lengths,  # this module registers what skeleton asks for
-)
+from llm_demo.data.batch import document_lengths
 
 
 def rope_type(config) -> str:

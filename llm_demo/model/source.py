@@ -1,5 +1,6 @@
 """Where a model comes from: its folder, configuration and tokenizer, checked."""
 
+import shutil
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
@@ -121,3 +122,12 @@ def read_chat_template(file: Path, tokenizer) -> str:
     except Exception:  # it may refuse this conversation, yet accept those in the data
         pass
     return template
+
+
+def describe_model(model: Path, tokenizer, folder: Path) -> None:
+    """What an export needs besides weights, kept with the run: the model's folder may go."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
+    tokenizer.save_pretrained(folder)

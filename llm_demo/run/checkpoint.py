@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 import weakref
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from llm_demo.dist import World, from_rank0, timeout
+from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
-from llm_demo.export import export
 from llm_demo.files import PART
-from llm_demo.process import stop_signals
+from llm_demo.process import World, stop_signals
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import (
     checked_facts,
@@ -29,17 +29,18 @@ from llm_demo.run.checkpoint_files import (
     load,
     load_rng,
     publish,
-    published,
     reason_of,
     rng_state,
     together,
     write,
 )
-from llm_demo.run.folder import gone, last_checkpoint
+from llm_demo.run.folder import gone, last_checkpoint, published
 from llm_demo.run.next_steps import resume
 
 # said where a run goes on with others, for they may be meant
-SETTINGS = ("lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype")
+SETTINGS = (
+    "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
+)  # fmt: skip
 
 # what trainer.json must say for a run to go on from there
 NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
@@ -47,14 +48,24 @@ NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 class Checkpoints:
     """A run's checkpoints: when to save, in which order, and what to keep. copies: the tensors to
-    save are copies already, on the CPU (a pipeline's replicas gather them), not what is trained."""
+    save are copies already, on the CPU (a pipeline's replicas gather them), not what is trained.
+    log, clock: the run's Log and Clock. identity: what the rows of a step depend on."""
 
-    def __init__(self, plan, args, world: World, copies: bool = False):
-        self.plan, self.run, self.args, self.world = plan, plan.run, args, world
-        self.copies = copies
-        self.folder = plan.run.folder / "checkpoints"
-        self.settings = {name: getattr(args, name) for name in SETTINGS}
-        self.settings |= {"lr": plan.lr, "max_steps": plan.max_steps}
+    def __init__(
+        self,
+        args: Namespace,
+        world: World,
+        log,
+        clock,
+        identity: dict,
+        max_steps: int,
+        copies: bool = False,
+    ):
+        self.args, self.world, self.log, self.clock = args, world, log, clock
+        self.identity, self.max_steps, self.copies = identity, max_steps, copies
+        self.in_background = args.save_async
+        self.folder = log.folder / "checkpoints"
+        self.settings = {name: log.settings[name] for name in SETTINGS}
         # the writing thread talks to its peers while the others train: a group of its own
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread, self.problem, self.done = None, None, None
@@ -63,7 +74,7 @@ class Checkpoints:
         if args.save and world.local_size < world.size:
             self._see_each_other()
         started = time.perf_counter()
-        self.path = find(args, plan.run.folder, world, plan.run.say)
+        self.path = find(args.resume, log.folder, world, log.say)
         self.seconds = time.perf_counter() - started
         self.facts = (
             from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
@@ -74,13 +85,13 @@ class Checkpoints:
 
     def _compare(self) -> None:
         """Refuse to go on with other rows, and say which other settings are taken."""
-        if found := differences(self.facts.get("identity", {}), self.plan.identity):
+        if found := differences(self.facts.get("identity", {}), self.identity):
             said = f"{self.path} trained on other rows: {'; '.join(found)}"
             if not self.args.resume_anyway:
                 raise UserError(f"{said}; --resume_anyway goes on all the same")
-            self.run.say(f"resume: {said}; going on, as asked")
+            self.log.say(f"resume: {said}; going on, as asked")
         if found := differences(self.facts.get("settings", {}), self.settings):
-            self.run.say(f"resume: as asked, with other settings: {'; '.join(found)}")
+            self.log.say(f"resume: as asked, with other settings: {'; '.join(found)}")
 
     def _see_each_other(self) -> None:
         """Raise UserError, on all ranks, where a node would not see the run's folder: it could not
@@ -114,9 +125,9 @@ class Checkpoints:
         started = time.perf_counter()
         load(self.path, tensors, self.world, self.group)
         load_rng(self.path, self.world)
-        self.run.resume(self.facts)
+        self.clock.history.resume(self.facts)
         seconds = self.seconds + time.perf_counter() - started
-        self.run.say(
+        self.log.say(
             f"resume: {self.path}, after step {self.first_step}, checked and read in "
             f"{seconds:.2f} s"
         )
@@ -139,8 +150,7 @@ class Checkpoints:
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
             if self.args.export != "none":  # of an earlier end of this run
-                shutil.rmtree(self.run.folder / "hf", ignore_errors=True)
-            self.plan.describe_model(self.run.folder / "model")
+                shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
 
     def _ask(self, *_signal):
         self.asked = True
@@ -154,33 +164,33 @@ class Checkpoints:
             self.tidy()
         self._report()
         asked = torch.tensor(2 if self.problem else int(self.asked))
-        with self.run.comm.mute():  # on the CPU: the GPU works on
+        with self.clock.comm.mute():  # on the CPU: the GPU works on
             dist.all_reduce(asked, dist.ReduceOp.MAX)
         if asked == 2:  # on all ranks in the same step, whoever knew it first
             self.finish()
-        every, last = self.args.save_every, step == self.plan.max_steps
-        ahead = every and self.args.save_async and not self.copies and not last
+        every, last = self.args.save_every, step == self.max_steps
+        ahead = every and self.in_background and not self.copies and not last
         if ahead and step == self.first_step + 1:
             self._reserve(tensors())
         if asked or last or every and step % every == 0:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
         if asked and not last:
             raise Stopped(
-                f"stopped after step {step}, which is saved; to go on: {resume(self.run.folder)}"
+                f"stopped after step {step}, which is saved; to go on: {resume(self.log.folder)}"
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
         """Write a checkpoint, in the background unless `wait`; training stands still until its
         tensors are copied. Raises UserError if this one, or the one before, can't be written."""
         started = time.perf_counter()
-        self.run.flush()  # metrics.jsonl holds all steps up to this one
+        self.clock.flush()  # metrics.jsonl holds all steps up to this one
         self.finish()
         self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
-        facts = {"step": step, **facts, **self.run.facts(step)}
-        facts |= {"identity": self.plan.identity, "settings": self.settings}
+        facts = {"step": step, **facts, **self.clock.history.facts(step)}
+        facts |= {"identity": self.identity, "settings": self.settings}
         name = f"step_{step:08d}"
-        if wait or not self.args.save_async:
+        if wait or not self.in_background:
             size = sum(_local(t).nbytes for t in tensors.values()) * self.world.size
             part = self.folder / f"{PART}{name}"
             with watched("saving", size, lambda: min(size, size_of(part))):
@@ -190,7 +200,7 @@ class Checkpoints:
             work = (name, self._stage(tensors), facts, started, time.perf_counter())
             self.thread = threading.Thread(target=self._write, args=work, daemon=True)
             self.thread.start()
-        self.run.restart_clock()
+        self.clock.restart()
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if a weight or a moment on any of them is not finite."""
@@ -206,7 +216,7 @@ class Checkpoints:
         if name := next(filter(None, found), None):
             raise UserError(
                 f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
-                f"or --dtype fp32; {last_checkpoint(self.run.folder)}"
+                f"or --dtype fp32; {last_checkpoint(self.log.folder)}"
             )
 
     def finish(self) -> None:
@@ -221,25 +231,19 @@ class Checkpoints:
     def _report(self) -> None:
         """Log the checkpoint that the writing thread has published, if it has."""
         if self.done:
-            done, self.done = self.done, None
-            self.run.log_save(*done)
-
-    def export(self, source: Path | None = None) -> None:
-        """With --export: the last checkpoint as a Hugging Face folder, hf/ beside it."""
-        out, last = self.run.folder / "hf", self.folder / f"step_{self.plan.max_steps:08d}"
-        if self.args.export != "none" and self.world.rank == 0 and not out.exists():
-            self.run.say(export(source or last, out, self.args.export))
-
-    def nothing_left(self) -> None:
-        """For a run that has taken its last step already: what it may have been killed before."""
-        self.run.say(f"nothing left to train: {self.path} is of the last step")
-        if self.path.parent == self.folder and not self.args.dry_run:
-            self.export(self.path)
-            if not (self.run.folder / "summary.json").exists():
-                self.run.resume(self.facts)
-                self.run.begin(self.plan.max_steps, self.plan.flops_per_token, self.plan.dtype)
-                self.run.open_folder()
-                self.run.finish()
+            (path, size, seconds, stall), self.done = self.done, None
+            self.log.record(
+                {
+                    "step": int(path.name[-8:]),
+                    "save/bytes": size,
+                    "save/seconds": round(seconds, 3),
+                    "save/stall_s": round(stall, 3),
+                }
+            )
+            self.log.say(
+                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training stood "
+                f"still for {stall:.2f} s"
+            )
 
     def _reserve(self, tensors: dict) -> None:
         """Take pinned memory for a GPU's copies while training goes on: it takes seconds. Where
@@ -251,11 +255,11 @@ class Checkpoints:
             total += -(-t.nbytes // 64) * 64
         room = 0.8 * psutil.virtual_memory().available
         short = torch.tensor(int(total * self.world.local_size > room))
-        with self.run.comm.mute():
+        with self.clock.comm.mute():
             dist.all_reduce(short, dist.ReduceOp.MAX)
         if short:
-            self.args.save_async = False
-            self.run.say("checkpoints: training waits for them, the host has no room for copies")
+            self.in_background = False
+            self.log.say("checkpoints: training waits for them, the host has no room for copies")
         elif self.world.device.type == "cuda":
 
             def reserve():
@@ -265,7 +269,7 @@ class Checkpoints:
                 runtime = torch.cuda.cudart()
                 done = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
                 if done != runtime.cudaError.success:
-                    self.run.say("checkpoints: memory for copies can't be pinned, copying is slow")
+                    self.log.say("checkpoints: memory for copies can't be pinned, copying is slow")
                 else:  # before the memory goes: else whoever gets it next fails to copy there
                     unpin = weakref.finalize(self, lambda: unregister(runtime, memory))
                     unpin.atexit = False
@@ -315,8 +319,8 @@ class Checkpoints:
             self.problem = (
                 f"checkpoint {final} can't be written: {reason}; those before it are whole"
             )
-            if not self.run.folder.is_dir():
-                self.problem = gone(self.run.folder)
+            if not self.log.folder.is_dir():
+                self.problem = gone(self.log.folder)
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 

@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llm_demo.dist import World, from_rank0
+from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
 from llm_demo.files import PART, digest, disk_full, sync_folder, write_json, write_text
+from llm_demo.process import World
+from llm_demo.run.folder import published
 from llm_demo.run.metadata import Reader, read_metadata
 
 
@@ -86,11 +88,6 @@ def publish(part: Path, final: Path) -> None:
         part.rename(final)
     sync_folder(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
-
-
-def published(folder: Path) -> list[Path]:
-    """Checkpoints in a folder, newest first, whole or not."""
-    return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
 
 
 def facts_of(path: Path) -> dict:
@@ -185,13 +182,13 @@ def problem_of(path: Path, world: World) -> str | None:
     return next((p for p in found if p), None)
 
 
-def find(args, run_folder: Path, world: World, say) -> Path | None:
+def find(resume: str | None, run_folder: Path, world: World, say) -> Path | None:
     """The checkpoint that --resume asks for, whole; None to start from the beginning. Raises
     UserError if one was named and is not whole."""
-    if not args.resume:
+    if not resume:
         return None
-    auto = args.resume == "auto"
-    named = run_folder if auto else Path(args.resume)
+    auto = resume == "auto"
+    named = run_folder if auto else Path(resume)
     if not auto and from_rank0(world, (named / "manifest.json").exists):
         if problem := problem_of(named, world):
             raise UserError(f"{named}: {problem}")

@@ -28,8 +28,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from llm_demo.dist import World
-from llm_demo.parallel import copy_engines
+from llm_demo.process import World
 
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
@@ -85,11 +84,15 @@ class CommTimer:
             if hasattr(dist, name):
                 self._patch(dist, name, functools.partial(self._timed, name))
         self._patch(dist, "batch_isend_irecv", self._timed_batch)
-        for name in ("all_gather", "all_to_all"):
-            self._patch(copy_engines, name, functools.partial(self._timed, f"copied {name}"))
         if self.cuda:
             self.compute = torch.cuda.current_stream().cuda_stream
             self._patch(torch.cuda.Stream, "wait_event", self._timed_wait)
+
+    def call(self, name: str, function, *args):
+        """Call a collective that is none of torch.distributed's, and time it."""
+        if not self.originals:  # not installed
+            return function(*args)
+        return self._timed(f"copied {name}", function, args, {})
 
     def remove(self) -> None:
         for (where, name), original in self.originals.items():

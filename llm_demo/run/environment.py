@@ -2,14 +2,17 @@
 
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from llm_demo.device import links, this_device
-from llm_demo.dist import World
-from llm_demo.files import ROOT
+from llm_demo.files import ROOT, write_json
+from llm_demo.process import World
 
 
 def environment(world: World) -> dict:
@@ -42,3 +45,22 @@ def environment(world: World) -> dict:
             if k.startswith(("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_"))
         },
     }
+
+
+def describe_run(folder: Path, settings: dict, world: World) -> None:
+    """Write config.json, env.json and cmd.sh."""
+    write_json(folder / "config.json", settings, indent=2, default=str)
+    write_json(folder / "env.json", environment(world), indent=2, default=str)
+    argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    launcher = os.environ.get("LLM_DEMO_LAUNCHER", "torchrun")
+    given = os.environ
+    several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
+    nodes = [f"{name}={given[name]}" for name in several if name in given]
+    # Not through the launcher: its defaults would fill what this run left to the script. With exec,
+    # because a run that goes on in this folder rewrites the file while bash would still read it.
+    (folder / "cmd.sh").write_text(
+        f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
+        f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
+        f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
+        f'{launcher} {shlex.quote(os.path.abspath(sys.argv[0]))} {shlex.join(argv)} "$@"\n'
+    )

@@ -2,50 +2,41 @@
 
 import fcntl
 import os
-import shlex
 import shutil
-import sys
 from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
-from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
-from llm_demo.files import ROOT, write_json
-from llm_demo.run.checkpoint_files import published
-from llm_demo.run.environment import environment
+from llm_demo.files import ROOT
 
 
-def choose_folder(args: Namespace, world: World, script: str) -> Path:
+def choose_folder(args: Namespace, script: str) -> Path:
     """The run's folder; nothing is made or emptied yet. Raises UserError if it holds something."""
-
-    def choose() -> Path:
-        model = Path(args.model_name_or_path).name
-        name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
-        folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
-        above = next(p for p in folder.absolute().parents if p.exists())
-        if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"--output_dir {folder}: can't be made in {above}")
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"--output_dir {folder} is a file: choose another name")
-        if args.overwrite:
-            _refuse_inputs_in(folder, args)
-        if folder.exists() and any(folder.iterdir()):
-            if not (args.overwrite or args.resume == "auto"):
-                raise UserError(
-                    f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
-                    "--resume auto to go on"
-                )
-            ours = (folder / "cmd.sh").is_file() and (folder / "config.json").is_file()
-            if not ours and args.resume:  # killed while it began, or cmd.sh is lost
-                ours = [f.name for f in folder.iterdir()] == ["cmd.sh"] or published(
-                    folder / "checkpoints"
-                )
-            if not ours:
-                raise UserError(f"{folder} is no run's folder, it stays as it is")
-        return folder
-
-    return from_rank0(world, choose)
+    model = Path(args.model_name_or_path).name
+    name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
+    folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
+    above = next(p for p in folder.absolute().parents if p.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"--output_dir {folder}: can't be made in {above}")
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--output_dir {folder} is a file: choose another name")
+    if args.overwrite:
+        _refuse_inputs_in(folder, args)
+    if folder.exists() and any(folder.iterdir()):
+        if not (args.overwrite or args.resume == "auto"):
+            raise UserError(
+                f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
+                "--resume auto to go on"
+            )
+        ours = (folder / "cmd.sh").is_file() and (folder / "config.json").is_file()
+        if not ours and args.resume:  # killed while it began, or cmd.sh is lost
+            ours = [f.name for f in folder.iterdir()] == ["cmd.sh"] or published(
+                folder / "checkpoints"
+            )
+        if not ours:
+            raise UserError(f"{folder} is no run's folder, it stays as it is")
+    return folder
 
 
 def _refuse_inputs_in(folder: Path, args: Namespace) -> None:
@@ -97,28 +88,6 @@ def _lock(file: Path, mode: str):
     return opened
 
 
-def describe_run(folder: Path, settings: dict, world: World, script: str) -> None:
-    """Write config.json, env.json and cmd.sh."""
-    write_json(folder / "config.json", settings, indent=2, default=str)
-    write_json(folder / "env.json", environment(world), indent=2, default=str)
-    argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
-    kind, path = {
-        "fsdp": ("torchrun", "fsdp/train_fsdp.py"),
-        "pp": ("deepspeed", "pp/pp_train.py"),
-    }[script]
-    given = os.environ
-    several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
-    nodes = [f"{name}={given[name]}" for name in several if name in given]
-    # Not through the launcher: its defaults would fill what this run left to the script. With exec,
-    # because a run that goes on in this folder rewrites the file while bash would still read it.
-    (folder / "cmd.sh").write_text(
-        f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
-        f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
-        f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
-        f'{kind} {shlex.quote(str(ROOT / path))} {shlex.join(argv)} "$@"\n'
-    )
-
-
 def gone(folder: Path) -> str:
     return f"{folder} is gone: it was deleted or moved while the run was at work there"
 
@@ -127,3 +96,8 @@ def last_checkpoint(folder: Path) -> str:
     """A clause that names the checkpoint to go on from."""
     newest = next(iter(published(folder / "checkpoints")), None)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
+
+
+def published(folder: Path) -> list[Path]:
+    """Checkpoints in a folder, newest first, whole or not."""
+    return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)

@@ -1,0 +1,53 @@
+"""The memory that a rank needs at its peak under FSDP2, or in one process."""
+
+import torch
+
+from llm_demo.model.decoder import unit_sizes
+from llm_demo.model.memory import GB, at_the_loss, describe, parameters
+
+
+def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
+    """What --estimate prints."""
+    return describe(of_fsdp(args, config, compute, train, ranks, sharded))
+
+
+def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
+    """GB (2**30 bytes) by part, one entry for each rank."""
+    block, embedding = parameters(config)
+    n = config.num_hidden_layers
+    ends = embedding * (1 if config.tie_word_embeddings else 2)
+    total, size = n * block + ends, torch.finfo(compute.dtype).bits // 8
+    unit = unit_sizes(config, n, args.blocks_per_unit)[0] * block
+    tokens = args.micro_batch_size * train.seq_len
+    accumulates = args.grad_accum_steps > 1
+    activations, loss = at_the_loss(args, config, compute, train, tokens * n, head=True)
+    if sharded:
+        early = (
+            total / ranks * 4 + (ends + 2 * unit if args.reshard_after_forward else total) * size
+        )
+        late = total / ranks * 4 + (embedding + unit) * size
+        # between micro-batches gradients stay whole and in fp32
+        kept = total * 4 if accumulates else 0
+        # the shards, and what the embedding's is reduced from and to
+        grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
+    else:
+        kept = total * 4 if accumulates else 0
+        halves = (
+            compute.dtype == torch.bfloat16 and compute.compile
+        )  # see llm_demo/parallel/masters.py
+        early = late = total * (4 if halves or size == 4 else 4 + size)
+        if size == 4:
+            grads = (total + embedding) * 4
+        elif accumulates:  # a micro-batch's are there before they are added
+            grads = total * (4 + size)
+        elif halves:  # a unit's are made one tensor
+            grads = (total + max(unit, ends)) * size
+        else:
+            grads = total * 4 + 2 * ends * size
+    rest = {"optimizer": total / ranks * 8}
+    moments = (
+        {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
+        {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},
+    )
+    parts = max(moments, key=lambda parts: sum(parts.values()))
+    return [{k: v / GB for k, v in parts.items()}] * ranks

@@ -1,0 +1,154 @@
+"""The loop of a training run, from step 1 to the last line: the same for every way to train."""
+
+import argparse
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.data.steps import Packs, collate, step_rows, token_counts
+from llm_demo.export import export
+from llm_demo.files import finite, write_json
+from llm_demo.model.generate import generate, prompts_of, stop_tokens
+from llm_demo.model.source import describe_model
+from llm_demo.optim import lr_at
+from llm_demo.plan import Plan
+from llm_demo.process import World
+from llm_demo.run.checkpoint import Checkpoints
+from llm_demo.run.clock import Clock
+from llm_demo.run.log import Log
+from llm_demo.run.next_steps import next_steps
+from llm_demo.run.summary import COLUMNS, summarise
+
+
+def train(
+    args: Namespace,
+    world: World,
+    plan: Plan,
+    log: Log,
+    clock: Clock,
+    checkpoints: Checkpoints,
+    step: Callable,
+    evaluate: Callable,
+    ask: Callable,
+    state: Callable,
+    facts: Callable,
+) -> None:
+    """Train from the checkpoint or the beginning to the end. Every rank calls.
+
+    A script brings what depends on how it spreads the model:
+    step(rows, n_labels, lr): an optimizer step on these rows of all replicas, -1 for an empty one;
+        returns this rank's share of the loss and the gradient norm, 0-dim tensors on the device
+    evaluate(micro): loss.score summed over this rank's held-out rows, fp32 [2] on the device
+    ask(batch, index): the likeliest next tokens, see generate.generate
+    state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it
+    """
+    data, horizon = plan.data, plan.horizon
+    if args.dry_run:
+        try_forward(args, plan, ask)
+        log.say("dry run: everything is ready for step 1")
+        return
+    clock.begin()
+    checkpoints.begin()
+
+    def evaluation(done: int) -> None:
+        total = evaluate(args.eval_batch_size or args.micro_batch_size)
+        dist.all_reduce(total)
+        clock.log_eval(done, *heldout_score(data.heldout, total))
+
+    if data.heldout and not checkpoints.path:
+        evaluation(0)
+    for n in range(checkpoints.first_step, horizon.max_steps):
+        # rows and label count of the whole step, over all ranks: known without communication
+        rows = step_rows(len(data.train), args.seed, n, horizon.global_batch, horizon.n_total)
+        n_tokens, n_labels = token_counts(data.train, rows)
+        lr = lr_at(n, horizon.lr, args.warmup_steps, horizon.max_steps, args.lr_scheduler)
+        loss, norm = step(rows, n_labels, lr)
+        # the numbers are read a step later, so the host never waits for the device
+        slots = rows.size * data.train.seq_len
+        clock.end_step(n + 1, n_tokens, n_labels, slots, loss, norm, lr)
+        if n == checkpoints.first_step and args.save and world.rank == 0:
+            describe_model(plan.source.folder, plan.source.tokenizer, log.folder / "model")
+        last = n + 1 == horizon.max_steps
+        if data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
+            evaluation(n + 1)
+        checkpoints.after_step(n + 1, state, facts)
+
+    checkpoints.finish()
+    export_last(args, world, log, checkpoints.folder / f"step_{horizon.max_steps:08d}")
+    show_answers(args, plan, log, ask)
+    finish(world, log, clock)
+
+
+def nothing_left(args: Namespace, world: World, log: Log, clock: Clock, checkpoints) -> None:
+    """For a run that has taken its last step already: do what it may have been killed before."""
+    log.say(f"nothing left to train: {checkpoints.path} is of the last step")
+    if checkpoints.path.parent == checkpoints.folder and not args.dry_run:
+        export_last(args, world, log, checkpoints.path)
+        if not (log.folder / "summary.json").exists():
+            clock.history.resume(checkpoints.facts)
+            clock.history.records += log.open(clock.history.first_step)
+            finish(world, log, clock)
+
+
+def try_forward(args: Namespace, plan: Plan, ask: Callable) -> None:
+    """A dry run's one forward pass, not compiled: a model may be refused only there."""
+    train, horizon = plan.data.train, plan.horizon
+    rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
+    batch = collate(train, rows[: args.micro_batch_size], plan.data.max_docs)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
+
+
+def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:
+    """(held-out loss, rows answered exactly, rows) from loss.score's sum over all held-out rows."""
+    loss, wrong = total.tolist()
+    rows = len(packs.row_docs)
+    return loss / int(packs.label_counts.sum()), rows - round(wrong), rows
+
+
+def export_last(args: Namespace, world: World, log: Log, checkpoint) -> None:
+    """With --export: the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
+    out = log.folder / "hf"
+    if args.export != "none" and world.rank == 0 and not out.exists():
+        log.say(export(checkpoint, out, args.export))
+
+
+@torch.no_grad()
+def show_answers(args: Namespace, plan: Plan, log: Log, ask: Callable) -> None:
+    """Print the model's answers to three prompts beside those in the data."""
+    tokens, data, tokenizer = plan.sample_tokens, plan.data, plan.source.tokenizer
+    if not tokens:
+        return
+    seq_len = data.train.seq_len
+    pairs = prompts_of(data.heldout or data.train, 3, seq_len - min(tokens, seq_len // 2))
+    shape, stop = (args.micro_batch_size, seq_len), set(stop_tokens(tokenizer))
+    prompts = [prompt for prompt, _ in pairs]
+    answers = generate(ask, prompts, shape, data.max_docs, tokens, stop)
+    for (prompt, expected), answer in zip(pairs, answers, strict=True):
+        text = [tokenizer.decode(t, skip_special_tokens=True) for t in (prompt, answer, expected)]
+        log.say(
+            "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
+        )
+
+
+def finish(world: World, log: Log, clock: Clock) -> None:
+    """Write summary.json, print the row for tables and what can be done next, close."""
+    seconds, profile = clock.stop()
+    if world.rank != 0:
+        return
+    history = clock.history
+    summary = summarise(history, log.settings, seconds, clock.peak, profile)
+    with log.writing():
+        write_json(log.folder / "summary.json", finite(summary), indent=2)
+    log.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    log.say(f"| {' | '.join(map(str, summary['row'].values()))} |")
+    log.say("(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)")
+    if len(history.exact) > 1:
+        before, after = history.exact[0][1], history.exact[-1][1]
+        log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
+    log.say(f"run: {log.folder}")
+    if lines := next_steps(log.folder, argparse.Namespace(**log.settings), summary["steps"]):
+        log.say("\n".join(["what can be done next, as commands:", *lines]))
+    log.close()

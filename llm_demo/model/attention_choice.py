@@ -1,0 +1,108 @@
+"""Which attention backend runs here and is right: the fastest one, tried in its own process."""
+
+import argparse
+import contextlib
+import importlib.metadata
+import importlib.util
+import sys
+
+import torch
+
+from llm_demo.device import DTYPES, Device, is_sm80
+from llm_demo.errors import UserError
+from llm_demo.model.attention import BACKENDS, IMPLS, make_documents
+from llm_demo.probe import probe_once
+
+
+def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str | None:
+    """Why `impl` can't run on this device, from facts alone; None if nothing speaks against it.
+
+    single: no row holds more than one document."""
+    if impl == "sdpa":
+        return None if single else "rows hold several documents"
+    if impl in ("bucketed", "bucketed_math", "math"):
+        return None
+    if impl == "varlen" and importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return f"PyTorch {torch.__version__} has no varlen_attn (it came with 2.10)"
+    if impl == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+        return "the flash-attn package is not installed"
+    if device.type == "cpu":
+        return "has no CPU kernel"
+    if dtype == torch.float32:
+        return "needs bf16 or fp16"
+    if not has_fused_kernels(device):
+        built = "PyTorch's ROCm build " if impl == "varlen" else "flash-attn "
+        return f"{built * (device.vendor == 'amd')}has no kernel for {device.arch}"
+    return None
+
+
+def has_fused_kernels(device: Device) -> bool:
+    amd = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
+    return is_sm80(device) or device.vendor == "amd" and device.arch.startswith(amd)
+
+
+def choose(
+    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None
+) -> tuple[str, list]:
+    """(backend, reasons): the fastest backend that runs here, and a line for each one rejected.
+
+    heads: (query heads, key-value heads, head size); single: as in why_not.
+    probe(impl, dtype, heads) -> error or None is asked for each candidate on a GPU.
+    Raises UserError where a backend asked for can't run."""
+    if asked != "auto" and asked not in IMPLS:
+        raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
+    probe = probe or probe_backend
+    reasons = []
+    for impl in IMPLS if asked == "auto" else (asked,):
+        problem = why_not(impl, device, dtype, single)
+        if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
+            # without fused kernels the padding that a bucket saves is worth more
+            problem = problem or "bucketed is as fast here"
+        if problem is None and device.type == "cuda" and not impl.endswith("math"):
+            problem = probe(impl, dtype, heads)
+        if problem is None:
+            return impl, reasons
+        reasons.append(f"{impl}: {problem}")
+    raise UserError(f"--attn_impl {asked} can't run on {device}: {reasons[0].split(': ', 1)[1]}")
+
+
+def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
+    """Why `impl` does not run here, or is wrong, in a process of its own; None if all is well."""
+    name = next(name for name, d in DTYPES.items() if d == dtype)
+    versions = (importlib.metadata.version("flash_attn"),) if impl == "flash_attn" else ()
+    return probe_once("llm_demo.model.attention_choice", impl, name, *heads, versions=versions)
+
+
+def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:
+    """Largest error of output and gradients against math in fp32, relative to the largest value."""
+    H, KV, D = heads
+    B, S, lengths = 2, 256, [256, 256] if impl == "sdpa" else [256, 100, 60, 96]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)
+    torch.manual_seed(0)
+    leaves = [torch.randn(B, n, S, D, device=device).to(dtype) for n in (H, KV, KV)]
+    up = torch.randn(B, S, H, D, device=device).to(dtype)
+    results = []
+    for which, cast in ((impl, dtype), ("math", torch.float32)):
+        qkv = [x.detach().to(cast).requires_grad_() for x in leaves]
+        docs = make_documents(cu, (B, S), which, torch.device(device))
+        out = BACKENDS[which](*qkv, docs, D**-0.5)
+        results.append([out, *torch.autograd.grad(out, qkv, up.to(cast))])
+    pairs = zip(*results, strict=True)
+    return max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def _probe_main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("impl")
+    parser.add_argument("dtype")
+    parser.add_argument("heads", type=int, nargs=3)
+    a = parser.parse_args()
+    error = compare_with_math(a.impl, DTYPES[a.dtype], a.heads, "cuda")
+    bound = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}[a.dtype]
+    if not error < bound:
+        sys.exit(f"differs from math by {error:.1e}, more than {bound:.0e}")
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        _probe_main()

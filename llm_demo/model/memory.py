@@ -1,0 +1,149 @@
+"""How much memory a rank will need at its peak, by part, before anything is allocated.
+
+Two moments compete for the peak: the loss, when all activations are there and the logits of a
+chunk; and the end of the backward, when all gradients are."""
+
+import numpy as np
+import torch
+from transformers import AttentionInterface
+
+from llm_demo.device import this_device
+from llm_demo.model.attention import BUCKET
+from llm_demo.model.attention_choice import why_not
+from llm_demo.model.costs import flops_per_token, head_size
+from llm_demo.model.decoder import Blocks, skeleton
+from llm_demo.model.loss import CHUNK
+
+GB = 2**30
+
+
+def saved_bytes(args, config, compute, train) -> float:
+    """Bytes that one block keeps for the backward, for one token."""
+    if args.use_activation_checkpointing:
+        return config.hidden_size * torch.finfo(compute.dtype).bits // 8
+    return _saved_by_block(args, config, compute, train)
+
+
+def passing_bytes(args, config, compute, train) -> float:
+    """Bytes for one token that are there only while one block's backward runs: what it computes
+    again, and the gradients of the probabilities where attention is no fused kernel."""
+    again = (
+        _saved_by_block(args, config, compute, train) if args.use_activation_checkpointing else 0
+    )
+    return again + 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
+
+
+def _saved_by_block(args, config, compute, train) -> float:
+    """Bytes for one token without checkpointing."""
+    size = torch.finfo(compute.dtype).bits // 8
+    d, inner = config.hidden_size, config.intermediate_size
+    q = config.num_attention_heads * head_size(config)
+    kv = config.num_key_value_heads * head_size(config)
+    if compute.compile:
+        # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention's
+        # output; gate, up and their product. What is cheap the compiler computes again.
+        return (4 * d + 3 * q + 3 * kv + 3 * inner) * size * args.activation_memory_budget
+    return _saved_uncompiled(config, compute, train)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what a fused kernel keeps, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        ctx.save_for_backward(q, k, v)
+        return torch.empty_like(q.transpose(1, 2))
+
+
+def _count_attention(module, q, k, v, *args, **kwargs):
+    return _Attention.apply(q, k, v), None
+
+
+AttentionInterface.register("packed_counted", _count_attention)
+
+
+def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
+    """The same for plain PyTorch, counted in a forward on the meta device, which allocates none."""
+    block = skeleton(config, "counted").model.layers[0].to(compute.dtype)
+    like = {"dtype": compute.dtype, "device": "meta"}
+    hidden = torch.empty(1, tokens, config.hidden_size, requires_grad=True, **like)
+    table = torch.empty(1, tokens, head_size(config), **like)
+    kept = {}
+
+    def keep(t):  # several tensors may be views of one storage
+        kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = Blocks([block], False)(hidden, (table, table), None, None)
+    del out
+    for p in block.parameters():
+        kept.pop(p.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in kept.values()) / tokens + _saved_by_kernel(
+        config, compute, train
+    )
+
+
+def _keys_kept(config, compute, train) -> float:
+    """How many keys a token's probabilities are kept for, in the mean: none by a fused kernel."""
+    device = this_device()
+    plain = device.vendor == "amd" and why_not("varlen", device, compute.dtype, single=False)
+    if compute.attn_impl == "math":
+        return train.seq_len
+    if compute.attn_impl == "bucketed_math" or compute.attn_impl == "bucketed" and plain:
+        lengths = np.diff(train.doc_start)
+        padded = np.minimum(-(-lengths // BUCKET) * BUCKET, train.seq_len)
+        return float((padded**2).sum() / lengths.sum())
+    return 0
+
+
+def _saved_by_kernel(config, compute, train) -> float:
+    """What an attention that is not one fused kernel keeps besides q, k, v and its output."""
+    heads, D = config.num_attention_heads, head_size(config)
+    if keys := _keys_kept(config, compute, train):
+        # the kernel works in fp32, on repeated k and v, and keeps the probabilities
+        return 3 * heads * D * 4 + heads * keys * 4
+    if compute.attn_impl == "bucketed" and not train.single:
+        # q, k and v are kept in the buckets only, the output there and in the order of the tokens
+        return heads * D * torch.finfo(compute.dtype).bits // 8
+    return 0
+
+
+def loss_bytes(args, config, compute, train) -> float:
+    """Bytes of a chunk's logits, of their gradient and of the head's gradient."""
+    rows = min(CHUNK, args.micro_batch_size * train.seq_len)
+    size = torch.finfo(compute.dtype).bits // 8
+    # compiled: logits and their gradient; plain: in fp32, in place, beside them in less
+    plain = 4 if size == 4 else 4 + size
+    logits = rows * config.vocab_size * (2 * size if compute.compile else plain)
+    return logits + config.vocab_size * config.hidden_size * 4
+
+
+def parameters(config) -> list[float]:
+    """[of a block, of the embedding and of a head that is not tied to it: each this many]."""
+    return [flops / 6 for flops in flops_per_token(config, 0)]
+
+
+def at_the_loss(
+    args, config, compute, train, block_tokens: float, head: bool
+) -> tuple[float, float]:
+    """(bytes of activations, of the loss) when both together are most. block_tokens: tokens that
+    are kept, times the blocks that keep them; head: whether the loss is formed here at all."""
+    kept = block_tokens * saved_bytes(args, config, compute, train)
+    passing = args.micro_batch_size * train.seq_len * passing_bytes(args, config, compute, train)
+    loss = loss_bytes(args, config, compute, train) if head else 0
+    return (kept, loss) if loss >= passing else (kept + passing, 0)
+
+
+def describe(ranks: list[dict[str, float]]) -> str:
+    """A table of the parts, and a word where they hardly fit this device."""
+    totals = [sum(parts.values()) for parts in ranks]
+    width = max(len(name) for name in ranks[0])
+    lines = ["memory expected at the peak, GB (2**30 bytes) of each rank:"]
+    for name in ranks[0]:
+        lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
+    lines.append(f"  {'together':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
+    capacity_gb = this_device().memory_gb
+    if capacity_gb and max(totals) > 0.95 * capacity_gb:
+        lines.append(f"this will hardly fit: the device has {capacity_gb:.0f}")
+    return "\n".join(lines)

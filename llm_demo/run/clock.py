@@ -1,0 +1,245 @@
+"""The clock of a run: how long each step took, and the line that says so."""
+
+import math
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+
+from llm_demo.device import peak_memory_gb, peak_tflops, this_device
+from llm_demo.errors import UserError
+from llm_demo.process import World
+from llm_demo.run.comm import CommTimer, Gather
+from llm_demo.run.folder import last_checkpoint
+from llm_demo.run.log import Log
+from llm_demo.run.profiling import StepProfiler, parse_steps
+from llm_demo.run.summary import History, timed_while_profiled
+
+
+class Clock:
+    """Times steps and logs them. Every rank calls each method.
+
+    flops: training FLOPs of one token slot, for MFU. dtype: of the compute."""
+
+    def __init__(
+        self,
+        args: Namespace,
+        world: World,
+        log: Log,
+        max_steps: int,
+        flops: float,
+        dtype: torch.dtype,
+    ):
+        self.args, self.world, self.log = args, world, log
+        self.max_steps, self.flops = max_steps, flops
+        device = this_device(world.device.index or 0)
+        self.peak = args.peak_tflops or peak_tflops(device, dtype)
+        self.history = History()
+        self.comm, self.gather = CommTimer(world.device, world.rank, world.size), Gather(world)
+        steps = parse_steps(args.profile_steps)
+        self.profiler, self.profile = steps and StepProfiler(steps, world), None
+        self.pending = None  # a logged step whose numbers are still on the device
+        self.bad_steps, self.unread, self.looked = 0, [], None
+        self.started = time.perf_counter()
+
+    def begin(self) -> None:
+        """Start the clock before step 1."""
+        self.started = time.perf_counter()
+        if self.world.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        if self.args.comm_timer:
+            self.comm.install()
+        self._profile_from(1)
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave what happened since the last logged step (an evaluation, say) out of step times."""
+        self.comm.take()
+        self.data_seconds = 0.0
+        self.since = self.comm.event()
+        self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
+
+    def data(self, batches: Iterable) -> Iterator:
+        """The same batches; the time it takes to make them is logged as perf/data_ms."""
+        batches = iter(batches)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            self.data_seconds += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def end_step(self, step, tokens, label_tokens, slots, loss, grad_norm, lr: float) -> None:
+        """Record optimizer step `step` (from 1) if it is one to log.
+
+        tokens, label_tokens, slots: of the step, over all ranks. loss: this rank's share of the
+        step's loss; grad_norm: the same on every rank; 0-dim tensors on the device. They are
+        written one logged step later, because reading them now would make the host wait for the
+        device. Raises UserError, on every rank alike, after --max_skipped_steps steps in a row
+        whose loss or norm is not finite."""
+        logged = step % self.args.log_every == 0 or step == self.max_steps
+        if self.profiler:
+            logged |= step + 1 == self.profiler.first or step == self.profiler.last
+        ended = self.comm.event() if logged else None
+        history, i = self.history, self.interval
+        first = step == history.first_step + 1
+        if first:
+            with self.comm.mute():
+                history.records += self.log.open(history.first_step)
+        history.step = step
+        history.tokens += tokens
+        history.label_tokens += label_tokens
+        i.steps, i.tokens = i.steps + 1, i.tokens + tokens
+        i.label_tokens, i.slots = i.label_tokens + label_tokens, i.slots + slots
+        if self.args.log_every > 1:
+            self._watch(step, loss.detach() + grad_norm)
+        if not logged:
+            return
+        if isinstance(grad_norm, torch.Tensor):
+            grad_norm = grad_norm.float().to("cpu", non_blocking=True)
+        numbers = loss.detach().to("cpu", non_blocking=True), grad_norm
+        totals = (history.tokens, history.label_tokens)
+        memory = peak_memory_gb(self.world.device)
+        here = (step, i, totals, numbers, lr, memory, self.comm.take(), self.data_seconds)
+        previous, self.pending = self.pending, (*here, self.since, ended)
+        self.since, self.data_seconds = self.comm.event() if first else ended, 0.0
+        self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
+        if previous:
+            self._log_step(*previous)
+        if step == self.max_steps:
+            self.flush()
+        self._profile_from(step + 1)
+
+    def flush(self) -> None:
+        """Write the step that is still to be written."""
+        if self.pending:
+            previous, self.pending = self.pending, None
+            self._log_step(*previous)
+
+    def log_eval(self, step: int, loss: float, right: int, rows: int) -> None:
+        """right: how many of the held-out rows are answered exactly."""
+        self.history.evals.append((step, loss))
+        self.history.exact.append((step, right / rows))
+        self.log.record({"step": step, "eval/loss": loss, "eval/exact": right / rows})
+        self.log.say(
+            f"step {step}/{self.max_steps} | held-out loss {loss:.4f} | {right / rows:.1%} of "
+            f"{rows:,} rows answered exactly"
+        )
+        self.restart()
+
+    def stop(self) -> tuple[float, dict | None]:
+        """(seconds since `begin`, what the profiler measured or None)."""
+        self.comm.remove()
+        profile = self.profile
+        if profile:
+            timer = timed_while_profiled(self.history, self.profiler.first, self.profiler.last)
+            profile = {**profile, "timer": timer}
+        return time.perf_counter() - self.started, profile
+
+    def _profile_from(self, step: int) -> None:
+        """Start or stop the profiler where `step` is the next; the clock starts anew after it."""
+        if not self.profiler:
+            return
+        if step == self.profiler.first:
+            self.flush()
+            self.profiler.start()
+            self.restart()
+        if step == self.profiler.last + 1:
+            self.flush()
+            with self.comm.mute(), self.log.writing():
+                self.profile = self.profiler.stop(self.log.folder)
+            self.log.say(f"profile: {self.log.folder}/profile.txt")
+            self.restart()
+
+    def _log_step(self, step, i, totals, numbers, lr, memory, comm, data_s, since, ended) -> None:
+        ended.synchronize()
+        seconds = since.elapsed_time(ended) / 1e3 / i.steps
+        busy, exposed, doubt, operations = self.comm.read(comm, since)
+        loss, grad_norm = map(float, numbers)
+        with self.comm.mute():
+            times = (busy, exposed, doubt, data_s * 1e3)
+            mine = [loss, memory, *(x / i.steps for x in times)]
+            ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
+        share, memory, busy, exposed, doubt, data_ms = map(list, zip(*ranks, strict=True))
+        self.history.doubts[step] = doubt
+        loss = math.fsum(share)
+        per_s = i.tokens / i.steps / seconds
+        flops = self.flops * i.slots / i.steps / seconds / self.world.size
+        record = {
+            "step": step,
+            "train/loss": loss,
+            "train/grad_norm": grad_norm,
+            "train/lr": lr,
+            "train/skipped": not math.isfinite(grad_norm),
+            "perf/step_ms": seconds * 1e3,
+            "perf/comm_ms": [round(x, 3) for x in busy],
+            "perf/comm_exposed_ms": [round(x, 3) for x in exposed],
+            "perf/comm_wait_ms": [round(x / i.steps, 3) for x in wait],
+            "perf/data_ms": round(max(data_ms), 3),
+            "perf/toks_per_s": per_s,
+            "perf/label_toks_per_s": i.label_tokens / i.steps / seconds,
+            "perf/slots_per_s": i.slots / i.steps / seconds,
+            "perf/mfu": flops / (self.peak * 1e12) if self.peak else None,
+            "perf/peak_mem_gb": [round(x, 3) for x in memory],
+            "data/tokens": totals[0],
+            "data/label_tokens": totals[1],
+            "data/fill": i.tokens / i.slots,
+        }
+        self.history.records.append(record)
+        self.log.record(record)
+        if record["train/skipped"]:
+            self.log.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
+        self.log.say(self._line(record))
+        if self.args.log_every == 1:
+            self._count(step, not math.isfinite(loss) or record["train/skipped"])
+
+    def _line(self, r: dict) -> str:
+        """The console line of a step."""
+        mfu = f"{r['perf/mfu']:.1%}" if self.peak else "n/a"
+        left = timedelta(seconds=int((self.max_steps - r["step"]) * r["perf/step_ms"] / 1e3))
+        eta = f"eta {left}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
+        return (
+            f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | "
+            f"gnorm {r['train/grad_norm']:.2f} | lr {r['train/lr']:.1e} | "
+            f"{r['perf/step_ms']:.0f} ms (comm {max(r['perf/comm_ms']):.0f}) | "
+            f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} learnt) | "
+            f"mfu {mfu} | mem {max(r['perf/peak_mem_gb']):.1f} GB | {eta}"
+        )
+
+    def _watch(self, step: int, value: torch.Tensor) -> None:
+        """Where not every step is logged: look at all of them, some steps later and together.
+        value: not finite if this rank's loss or the norm is not."""
+        most = self.args.max_skipped_steps
+        if not most:
+            return
+        self.unread.append(value)
+        if len(self.unread) == max(1, min(most // 2, 10)) or step == self.max_steps:
+            values = torch.stack(self.unread).to("cpu", non_blocking=True)
+            previous, self.looked = self.looked, (step, values, self.comm.event())
+            self.unread = []
+            for looked in (previous, self.looked if step == self.max_steps else None):
+                if looked:
+                    self._look(*looked)
+
+    def _look(self, last: int, values: torch.Tensor, there) -> None:
+        there.synchronize()
+        with self.comm.mute():
+            ranks = self.gather.floats(values.tolist())
+        for step, row in enumerate(zip(*ranks, strict=True), last + 1 - len(values)):
+            self._count(step, not all(map(math.isfinite, row)))
+
+    def _count(self, step: int, bad: bool) -> None:
+        self.bad_steps = self.bad_steps + 1 if bad else 0
+        if self.bad_steps >= self.args.max_skipped_steps > 0:
+            raise UserError(
+                f"loss or gradient norm not finite in {self.bad_steps} steps in a row, up to step "
+                f"{step} (--max_skipped_steps): look at the data, try a lower --lr or --dtype fp32;"
+                f" {last_checkpoint(self.log.folder)}"
+            )
+
+
+def _kilo(n: float) -> str:
+    return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"

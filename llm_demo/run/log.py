@@ -1,0 +1,115 @@
+"""What a run prints and records: the console, train.log, metrics.jsonl and the run's folder."""
+
+import contextlib
+import json
+from argparse import Namespace
+
+import torch
+
+from llm_demo.dist import from_rank0
+from llm_demo.errors import UserError
+from llm_demo.files import disk_full, finite, write_text
+from llm_demo.process import World
+from llm_demo.run.environment import describe_run
+from llm_demo.run.folder import choose_folder, gone, lock_folder, take_folder
+from llm_demo.run.tracker import open_tracker
+
+
+class Log:
+    """A run's folder and what goes there. Only rank 0 writes and prints; every rank calls."""
+
+    def __init__(self, args: Namespace, world: World, script: str):
+        self.args, self.world = args, world
+        self.is_main = world.rank == 0
+        self.tracker = open_tracker(args)
+        self.folder = from_rank0(world, lambda: choose_folder(args, script))
+        self.settings = dict(vars(args))  # for config.json: flags as resolved
+        self.lock = self.file = None
+        self.early, self.early_records = [], []  # from before the folder exists
+        from_rank0(world, self._lock)
+
+    def _lock(self) -> None:
+        self.lock = lock_folder(self.folder, self.args)
+
+    def resolved(self, **settings) -> None:
+        """Note what was decided where the flags left it open."""
+        self.settings |= settings
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0 and write it to train.log."""
+        if not self.is_main:
+            return
+        if self.file is None:
+            self.early.append(text)
+        else:
+            with self.writing():
+                print(text, file=self.file, flush=True)
+        print(text, flush=True)
+
+    def record(self, record: dict) -> None:
+        """Append an object to metrics.jsonl, and to the tracker."""
+        if not self.is_main:
+            return
+        if self.file is None:
+            self.early_records.append(record)
+            return
+        with self.writing():
+            with open(self.folder / "metrics.jsonl", "a") as f:
+                f.write(json.dumps(finite(record)) + "\n")
+            if self.tracker:
+                self.tracker(self.folder, record)
+
+    @contextlib.contextmanager
+    def writing(self):
+        """Turn a failed write into a UserError of one line."""
+        try:
+            yield
+        except OSError as e:
+            if self.file and not self.folder.is_dir():
+                raise UserError(gone(self.folder)) from e
+            reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
+            raise UserError(f"--output_dir {self.folder}: {reason}") from e
+
+    def open(self, resumed_at: int) -> list[dict]:
+        """Make the folder with config.json, env.json and cmd.sh; every rank calls. Returns the
+        steps that metrics.jsonl holds already, up to step `resumed_at`, on rank 0.
+
+        This happens after the first step. A run that is refused or fails before then must neither
+        empty an old run nor leave a folder that blocks the next attempt."""
+        kept = []
+
+        def make():
+            with self.writing():
+                self.lock = take_folder(self.folder, self.args, self.lock)
+                if (self.folder / "metrics.jsonl").exists():
+                    kept.extend(self._forget_steps_after(resumed_at))
+                settings = {**self.settings, "output_dir": str(self.folder)}
+                describe_run(self.folder, settings, self.world)
+                self.file = open(self.folder / "train.log", "a")
+                print(*self.early, sep="\n", file=self.file, flush=True)
+            for record in self.early_records:
+                self.record(record)
+
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
+        torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: all ranks have taken the step
+        from_rank0(self.world, make)
+        return kept
+
+    def _forget_steps_after(self, step: int) -> list[dict]:
+        """Drop from metrics.jsonl what a killed run did after the step it resumes from."""
+        file, lines, steps = self.folder / "metrics.jsonl", [], []
+        for line in file.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:  # half a line: killed while writing it
+                continue
+            if step and record["step"] <= step:
+                lines.append(line + "\n")
+                steps += [record] if "train/loss" in record else []
+        write_text(file, "".join(lines))
+        return steps
+
+    def close(self) -> None:
+        self.file.close()
+        self.lock.close()

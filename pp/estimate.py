@@ -1,0 +1,68 @@
+"""The memory that a stage of a pipeline needs at its peak."""
+
+import torch
+from deepspeed.runtime.pipe import schedule
+
+from llm_demo.model.memory import GB, at_the_loss, describe, parameters
+
+
+def table(args, config, compute, train, replicas: int, counts: list[int]) -> str:
+    """What --estimate prints. counts: blocks of each piece of the model."""
+    held = pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
+    return describe(of_pipeline(args, config, compute, train, replicas, held))
+
+
+def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[list[tuple]]:
+    """For each stage its pieces of the model: (blocks, most micro-batches whose activations it
+    holds at once, has the embedding, has the head), as the schedule has it."""
+    held = []
+    for stage in range(stages):
+        if which == "dualpipev":
+            steps = schedule.DualPipeVSchedule(accum, stages, stage).steps()
+        else:
+            steps = schedule.TrainSchedule(accum, stages, stage).steps()
+        pieces = [stage, 2 * stages - 1 - stage][: 1 + (which == "dualpipev")]
+        now, most, peak = dict.fromkeys(pieces, 0), dict.fromkeys(pieces, 0), 0
+        for instruction in (i for step in steps for i in step):
+            kind = type(instruction)
+            if kind in (schedule.ForwardPass, schedule.BackwardPass):
+                piece = pieces[getattr(instruction, "phase", 0)]
+                now[piece] += 1 if kind is schedule.ForwardPass else -1
+                blocks = sum(counts[p] * now[p] for p in pieces)
+                if blocks > peak:
+                    peak, most = blocks, dict(now)
+        held.append([(counts[p], most[p], p == 0, p == len(counts) - 1) for p in pieces])
+    return held
+
+
+def of_pipeline(
+    args, config, compute, train, replicas: int, pieces: list[list[tuple[int, int, bool, bool]]]
+) -> list[dict]:
+    """GB (2**30 bytes) by part, one entry for each stage. pieces: for each stage its pieces of the
+    model, (blocks, micro-batches in flight, has the embedding, has the head)."""
+    block, embedding = parameters(config)
+    size = torch.finfo(compute.dtype).bits // 8
+    tokens, found = args.micro_batch_size * train.seq_len, []
+    for stage in pieces:
+        ends = sum(first + last for _, _, first, last in stage)
+        if config.tie_word_embeddings:
+            ends = min(ends, 1)
+        count = sum(blocks for blocks, *_ in stage) * block + ends * embedding
+        flight = sum(blocks * in_flight for blocks, in_flight, *_ in stage)
+        head = any(last for *_, last in stage)
+        activations, loss = at_the_loss(args, config, compute, train, tokens * flight, head)
+        parts = {
+            # ZeRO-1 shards masters and optimizer over replicas
+            "weights": count * (size + 4 / replicas),
+            "optimizer": count * 8 / replicas,
+            # fp32's engine accumulates them beside those of the micro-batch
+            "gradients": count * (8 if size == 4 and args.grad_accum_steps > 1 else 4),
+            "activations": activations,
+            "loss": loss,
+        }
+        if size == 4:  # and in its step once more, for the optimizer, and the embedding's apart
+            last = count * (8 + 4 / replicas) + embedding * 4 * bool(ends)
+            step = {**parts, "gradients": last, "activations": 0, "loss": 0}
+            parts = max(parts, step, key=lambda parts: sum(parts.values()))
+        found.append({k: v / GB for k, v in parts.items()})
+    return found
