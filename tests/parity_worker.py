@@ -27,9 +27,9 @@ def poison(grads):
 def watch_fsdp():
     import fsdp.train_fsdp as script
 
-    def build(*args, make=script.build):
-        record["model"] = make(*args)
-        return record["model"]
+    def load(model, *args, into=script.load):
+        record["model"] = model
+        into(model, *args)
 
     class Shards(script.Shards):
         def take_grads(self):
@@ -67,7 +67,7 @@ def watch_fsdp():
     def whole(t):
         return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().cpu()
 
-    script.build, script.Shards, script.clipped_step = build, Shards, clipped_step
+    script.load, script.Shards, script.clipped_step = load, Shards, clipped_step
     script.spare_bytes = spare_bytes
     return script, params
 

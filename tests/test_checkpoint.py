@@ -21,10 +21,12 @@ from llm_demo.run import checkpoint, checkpoint_files
 
 
 class Voice:
-    """What Checkpoints needs of a run."""
+    """What Checkpoints needs of a run: its log, its clock and its history."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, lr=0.1):
         self.folder, self.said, self.comm = folder, [], SimpleNamespace(mute=contextlib.nullcontext)
+        self.settings = {**dict.fromkeys(checkpoint.SETTINGS), "lr": lr, "max_steps": 99}
+        self.history = self
 
     def say(self, text):
         self.said.append(text)
@@ -35,9 +37,8 @@ class Voice:
         return {"eval_loss": self.eval_loss, "loss_scale": scale, **more}
 
     eval_loss = None
-    flush = restart_clock = lambda self: None
-    resume = lambda self, facts: None  # noqa: E731
-    log_save = lambda self, path, size, seconds, stall: None  # noqa: E731
+    flush = restart = lambda self: None
+    resume = record = lambda self, facts: None  # noqa: E731
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,16 +52,15 @@ def alone():
 WORLD = World(0, 1, 0, torch.device("cpu"))
 
 
-def plan(folder, identity, lr=0.1):
-    more = {"max_steps": 99, "lr": lr, "replicas": 1, "describe_model": lambda folder: None}
-    return SimpleNamespace(run=Voice(folder), identity=identity, **more)
-
-
 def make(folder, **more):
     flags = {"save": False, "save_async": False, "keep_last": 0, "keep_best": False,
-             "resume": "auto", "resume_anyway": False, "export": "none",
-             **dict.fromkeys(checkpoint.SETTINGS), **more}  # fmt: skip
-    return checkpoint.Checkpoints(plan(folder, {"seed": 1}), SimpleNamespace(**flags), WORLD)
+             "resume": "auto", "resume_anyway": False, "export": "none", **more}  # fmt: skip
+    return checkpoints_of(Voice(folder), {"seed": 1}, flags)
+
+
+def checkpoints_of(voice, identity, flags):
+    args = SimpleNamespace(**flags)
+    return checkpoint.Checkpoints(args, WORLD, voice, voice, identity, max_steps=99)
 
 
 def state(step):
@@ -80,7 +80,7 @@ def found(folder, **more):
         t = {name: torch.zeros_like(x) for name, x in state(0).items()}
         checkpoints.load(t)
         assert all(torch.equal(t[n], x) for n, x in state(checkpoints.first_step).items())
-    return checkpoints.first_step, " ".join(checkpoints.run.said)
+    return checkpoints.first_step, " ".join(checkpoints.log.said)
 
 
 def flip(file):
@@ -122,7 +122,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
     kept = lambda: sorted(p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints"))  # noqa: E731
     checkpoints = make(tmp_path, keep_last=2, keep_best=True, save_async=True)
     for step, loss in enumerate((5.0, 3.0, 4.0, None, 4.5, math.nan), 1):
-        checkpoints.run.eval_loss = loss
+        checkpoints.log.eval_loss = loss
         save(checkpoints, step)
     assert kept() == ["2", "5", "6"]
     assert (tmp_path / "checkpoints/latest").read_text() == "step_00000006\n"
@@ -135,22 +135,21 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
     checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
     for step in (1, 2):
         checkpoints.after_step(step, lambda s=step: state(s), dict)
-    assert "no room for copies" in checkpoints.run.said[1] and not checkpoints.thread
+    assert "no room for copies" in checkpoints.log.said[1] and not checkpoints.thread
     assert found(tmp_path)[0] == 2
 
 
 def test_other_data_is_refused_with_the_difference_named(tmp_path):
     save(make(tmp_path), 1)
-    now = plan(tmp_path, {"seed": 2, "b": 4}, lr=0.2)
-    flags = {"save": False, "resume": "auto", "resume_anyway": False}
-    flags |= dict.fromkeys(checkpoint.SETTINGS)
+    voice, identity = Voice(tmp_path, lr=0.2), {"seed": 2, "b": 4}
+    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
     with pytest.raises(
         UserError, match="other rows: seed was 1, is 2; b was None, is 4; --resume_"
     ):
-        checkpoint.Checkpoints(now, SimpleNamespace(**flags), WORLD)
+        checkpoints_of(voice, identity, flags)
     flags["resume_anyway"] = True
-    assert checkpoint.Checkpoints(now, SimpleNamespace(**flags), WORLD).first_step == 1
-    assert now.run.said[-1] == "resume: as asked, with other settings: lr was 0.1, is 0.2"
+    assert checkpoints_of(voice, identity, flags).first_step == 1
+    assert voice.said[-1] == "resume: as asked, with other settings: lr was 0.1, is 0.2"
 
 
 def test_another_model_is_refused(tmp_path):

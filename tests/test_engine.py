@@ -2,14 +2,13 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, torchrun
 
 from llm_demo.errors import UserError
-from llm_demo.model.decoder import skeleton
+from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.source import load_config
 from llm_demo.optim import make_adamw
 from pp import ds_engine
@@ -63,10 +62,9 @@ def test_bounds_and_their_description():
         ([28], 1, [0, 31]),
         ([10, 9, 9], 3, [0, 5, 8, 13]),
     ):
-        plan = SimpleNamespace(weights=None, attn_impl="math", compile=False)
-        args = SimpleNamespace(seed=0, blocks_per_unit=unit, use_activation_checkpointing=False)
-        layers, found, layouts = layer_specs(lm, plan, args, counts, torch.device("cpu"))
-        assert found == bounds and len(layers) == bounds[-1] and len(layouts) == len(counts)
+        sizes = [unit_sizes(QWEN, count, unit) for count in counts]
+        layers, found = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
+        assert found == bounds and len(layers) == bounds[-1]
     said = describe_split([14, 14], QWEN, 1024, False)
     assert "stage 0: 14 blocks 39% of the work" in said
     assert "stage 1: 14 blocks + head 61% of the work; the dearest is 1.22 x the mean" in said

@@ -8,10 +8,11 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from llm_demo import estimate
+from fsdp import estimate as fsdp
 from llm_demo.device import DTYPES
+from llm_demo.model import memory
 from llm_demo.model.source import load_config
-from pp import ds_engine
+from pp import estimate as pipeline
 
 FILES = sorted(ROOT.glob("bench/results/*/*/*.json"))
 
@@ -21,18 +22,18 @@ DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # a
 def expected(row, config):
     args = SimpleNamespace(**config)
     lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
-    plan = SimpleNamespace(
-        config=load_config(ROOT / row["model"], args.seq_len), compile=args.compile,
-        dtype=DTYPES[args.dtype], attn_impl=args.attn_impl, replicas=args.replicas,
-        train=SimpleNamespace(
-            seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths])
-        ),
-    )  # fmt: skip
+    config = load_config(ROOT / row["model"], args.seq_len)
+    compute = SimpleNamespace(
+        compile=args.compile, dtype=DTYPES[args.dtype], attn_impl=args.attn_impl
+    )
+    train = SimpleNamespace(
+        seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths])
+    )
     if row["engine"] == "fsdp":
-        return estimate.of_fsdp(plan, args, args.replicas)
+        return fsdp.of_fsdp(args, config, compute, train, args.replicas, args.fsdp)
     counts = [int(c) for c in args.partition.split(",")]
-    held = ds_engine.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
-    return estimate.of_pipeline(plan, args, held)
+    held = pipeline.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
+    return pipeline.of_pipeline(args, config, compute, train, args.replicas, held)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -52,12 +53,12 @@ def test_there_are_measured_peaks():
 
 
 def test_what_a_schedule_holds():
-    one = ds_engine.pieces_held("1f1b", 2, [18, 10], 8)
+    one = pipeline.pieces_held("1f1b", 2, [18, 10], 8)
     assert one == [[(18, 2, True, False)], [(10, 1, False, True)]]
-    assert ds_engine.pieces_held("1f1b", 2, [18, 10], 1)[0] == [(18, 1, True, False)]
-    four = ds_engine.pieces_held("1f1b", 4, [2, 2, 1, 1], 8)
+    assert pipeline.pieces_held("1f1b", 2, [18, 10], 1)[0] == [(18, 1, True, False)]
+    four = pipeline.pieces_held("1f1b", 4, [2, 2, 1, 1], 8)
     assert [stage[0][1] for stage in four] == [4, 3, 2, 1]
-    v = ds_engine.pieces_held("dualpipev", 2, [9, 9, 9, 1], 8)
+    v = pipeline.pieces_held("dualpipev", 2, [9, 9, 9, 1], 8)
     assert [piece[0] for stage in v for piece in stage] == [9, 1, 9, 9]
     assert v[0][1][3] and v[0][0][2] and not any(last for *_, last in v[1])
 
@@ -72,7 +73,7 @@ def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
 
     config, cpu = load_config(ROOT / "models/qwen3-tiny", 128), torch.device("cpu")
     train = SimpleNamespace(seq_len=128, single=documents_of == 128)
-    plan = SimpleNamespace(config=config, dtype=torch.float32, attn_impl=impl, train=train)
+    compute = SimpleNamespace(dtype=torch.float32, attn_impl=impl)
     lm = skeleton(config, impl)
     block = materialise(lm, "model.layers.0", None, 0, cpu)
     cu = torch.arange(0, 257, documents_of, dtype=torch.int32)
@@ -95,7 +96,7 @@ def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
         kept.pop(p.untyped_storage().data_ptr(), None)
     real = sum(size for _, size in kept.values()) / 256
     assert out.shape == hidden.shape
-    assert estimate._saved_uncompiled(plan) == pytest.approx(real, rel=0.02)
+    assert memory._saved_uncompiled(config, compute, train) == pytest.approx(real, rel=0.02)
 
 
 def test_replicas_of_a_pipeline_share_masters_and_moments():
@@ -103,17 +104,14 @@ def test_replicas_of_a_pipeline_share_masters_and_moments():
     config = load_config(ROOT / "models/qwen3-tiny", 128)
     # a stage: three blocks of 393,216 matrix weights, and the tied embedding, 4096 x 192
     params = 3 * 393_216 + 786_432
-    held = ds_engine.pieces_held("1f1b", 2, [3, 3], 4)
+    held = pipeline.pieces_held("1f1b", 2, [3, 3], 4)
     args = SimpleNamespace(
         micro_batch_size=2, seq_len=128, grad_accum_steps=4, use_activation_checkpointing=False
     )
-    train = SimpleNamespace(single=True)
+    train = SimpleNamespace(seq_len=128, single=True)
+    compute = SimpleNamespace(dtype=torch.bfloat16, compile=False, attn_impl="sdpa")
     for replicas in (1, 2, 4):
-        plan = SimpleNamespace(
-            config=config, dtype=torch.bfloat16, replicas=replicas, compile=False,
-            attn_impl="sdpa", train=train,
-        )  # fmt: skip
-        for parts in estimate.of_pipeline(plan, args, held):
+        for parts in pipeline.of_pipeline(args, config, compute, train, replicas, held):
             found = {k: parts[k] * 2**30 / params for k in ("weights", "optimizer", "gradients")}
             # bytes: bf16 weights here and fp32 ones shared, two fp32 moments shared, fp32 sums here
             share = {"weights": 2 + 4 / replicas, "optimizer": 8 / replicas, "gradients": 4}

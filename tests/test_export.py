@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import export
 from llm_demo.errors import UserError
-from llm_demo.plan import describe_model
+from llm_demo.model.source import describe_model
 from llm_demo.run import checkpoint_files
 
 TINY = ROOT / "models/qwen3-tiny"

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
-from llm_demo import estimate, optim
+from fsdp import estimate
+from llm_demo import optim
 from llm_demo.model.source import load_config
 from llm_demo.optim import LossScale, clipped_step, join, make_adamw, split
 from llm_demo.parallel.masters import Masters
@@ -112,18 +113,16 @@ def test_reshard_after_forward_means_fsdp2(train):
 @pytest.mark.parametrize("micro", [1, 8])
 def test_the_plain_path_is_expected_to_need_less(micro, accum):
     config = load_config(ROOT / "models/qwen3-0.6b", 1024)
-    plan = SimpleNamespace(
-        config=config, compile=True, dtype=torch.bfloat16, attn_impl="sdpa", replicas=1,
-        train=SimpleNamespace(seq_len=1024, single=True, doc_start=[0, 1024]),
-    )  # fmt: skip
+    compute = SimpleNamespace(compile=True, dtype=torch.bfloat16, attn_impl="sdpa")
+    train = SimpleNamespace(seq_len=1024, single=True, doc_start=[0, 1024])
     args = SimpleNamespace(
-        seq_len=1024, micro_batch_size=micro, grad_accum_steps=accum, blocks_per_unit=0,
+        micro_batch_size=micro, grad_accum_steps=accum, blocks_per_unit=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0,
         reshard_after_forward=False,
     )  # fmt: skip
     totals = []
-    for args.fsdp in (False, True):
-        (parts,) = estimate.of_fsdp(plan, args, 1)
+    for sharded in (False, True):
+        (parts,) = estimate.of_fsdp(args, config, compute, train, 1, sharded)
         totals.append(sum(parts.values()))
     assert totals[0] < totals[1]
 

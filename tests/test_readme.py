@@ -14,7 +14,7 @@ from llm_demo import args, evaluate, export
 from llm_demo.check import __main__ as check
 from llm_demo.data import records
 from llm_demo.model import attention
-from llm_demo.run import metrics
+from llm_demo.run import summary
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
@@ -141,7 +141,7 @@ def test_the_keys_of_metrics_jsonl_are_those_written():
             written |= keys
     assert len(written) > 12
     assert named == written
-    assert f"`{' | '.join(metrics.COLUMNS)}`" in README
+    assert f"`{' | '.join(summary.COLUMNS)}`" in README
 
 
 def test_the_shapes_of_data_and_the_backends_are_those_there_are():

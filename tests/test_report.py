@@ -18,7 +18,7 @@ from conftest import ROOT, run
 
 from llm_demo import report
 from llm_demo.errors import UserError
-from llm_demo.run import metrics
+from llm_demo.run import summary
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -192,7 +192,7 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     steps += [record(s, ranks=3) for s in (4, 5)]
     ranks = report.step_parts(report.SimpleNamespace(steps=steps, config={}))
     assert len(ranks) == 3 and ranks[0]["step"] == 100
-    assert report.WARMUP == metrics.WARMUP
+    assert report.WARMUP == summary.WARMUP
 
 
 def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path):
@@ -381,7 +381,7 @@ def test_the_command(two, tmp_path):
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():
-    texts = [(ROOT / f"llm_demo/{name}.py").read_text() for name in ("report", "metrics")]
+    texts = [(ROOT / f"llm_demo/{name}.py").read_text() for name in ("report", "run/clock")]
     read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
     assert len(read) >= 10 and read <= written
 

@@ -349,7 +349,7 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     keys = {"input_key": "question", "target_key": "answer", "train_json": "openai/gsm8k"}
 
     def load_both(said, **flags):
-        return load_data(Args(**keys, **flags), None, make_tokenizer(), said.append)
+        return load_data(Args(**keys, **flags), None, make_tokenizer(), said.append)[:2]
 
     said = []
     train, heldout = load_both(said, dataset_config="main", eval_json="openai/gsm8k:test")
@@ -459,8 +459,8 @@ def test_seq_len_of_a_plan(tmp_path, monkeypatch):
     write(tmp_path / "x.heldout.jsonl", {"text": "b" * 300})
     path, said = write(tmp_path / "x.jsonl", *[{"text": "a" * 140}] * 9), []
     args = Args(train_json=path)
-    train, heldout = load_data(args, None, make_tokenizer(), said.append, 2048)
-    assert args.seq_len == train.seq_len == heldout.seq_len == 256
+    train, heldout, _ = load_data(args, None, make_tokenizer(), said.append, 2048)
+    assert train.seq_len == heldout.seq_len == 256
     why = "99% of 9 documents have at most 141 tokens, rounded up to a multiple of 128"
     assert f"seq_len: 256 ({why})" in said
 
@@ -599,18 +599,16 @@ def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
     (tmp_path / "run/config.json").write_text('{"seq_len": 1024}')
     said, run = [], tmp_path / "run"
     for resume in ("auto", f"{tmp_path}/run", f"{tmp_path}/run/checkpoints/step_00000001"):
-        args = SimpleNamespace(seq_len=0, resume=resume)
-        resumed_seq_len(args, resumed_settings(args, None, run), said.append)
-        assert args.seq_len == 1024
+        earlier = resumed_settings(resume, None, run)
+        assert resumed_seq_len(0, earlier, said.append) == 1024
     assert said == ["seq_len: 1024 (from the resumed run)"] * 3
-    for args in (
-        SimpleNamespace(seq_len=64, resume="auto"),  # asked for: an error later, as before
-        SimpleNamespace(seq_len=0, resume=None),
-        SimpleNamespace(seq_len=0, resume=f"{tmp_path}/nothing"),
+    for seq_len, resume in (
+        (64, "auto"),  # asked for: an error later, as before
+        (0, None),
+        (0, f"{tmp_path}/nothing"),
     ):
-        before = args.seq_len
-        resumed_seq_len(args, resumed_settings(args, None, run), said.append)
-        assert args.seq_len == before
+        earlier = resumed_settings(resume, None, run)
+        assert resumed_seq_len(seq_len, earlier, said.append) == seq_len
 
 
 def test_a_run_of_an_earlier_version_keeps_its_number_of_steps():

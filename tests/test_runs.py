@@ -31,7 +31,7 @@ from llm_demo.model.decoder import Blocks
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import LossScale
 from llm_demo.process import World
-from llm_demo.run import checkpoint, checkpoint_files, metrics
+from llm_demo.run import checkpoint, checkpoint_files, clock, log
 from llm_demo.run import folder as run_folder
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -66,7 +66,7 @@ def train(tmp_path, monkeypatch):
             locks.append(vars(run_folder)[name](*args))
             return locks[-1]
 
-        monkeypatch.setattr(metrics, name, lock)
+        monkeypatch.setattr(log, name, lock)
 
     def call(kind, flags):
         for lock in filter(None, locks):  # of a run before, which was another process
@@ -250,9 +250,10 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path):
 
 def watched(tmp_path, **flags):
     flags = {"max_skipped_steps": 3, "log_every": 1, **flags}
-    watched = metrics.Run.__new__(metrics.Run)
-    vars(watched).update(args=SimpleNamespace(**flags), folder=tmp_path, bad_steps=0, unread=[])
-    vars(watched).update(looked=None, max_steps=40, comm=metrics.CommTimer(WORLD.device, 0, 1))
+    watched = clock.Clock.__new__(clock.Clock)
+    voice = SimpleNamespace(folder=tmp_path)
+    vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unread=[])
+    vars(watched).update(looked=None, max_steps=40, comm=clock.CommTimer(WORLD.device, 0, 1))
     return watched
 
 
@@ -400,14 +401,15 @@ def test_a_file_over_the_limit_is_called_that(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):
     """metrics.jsonl grows beyond the limit; --output_dir is named."""
-    run, begin = metrics.Run, metrics.Run.open_folder
+    begin = log.Log.open
 
-    def open_folder(self):
-        begin(self)
+    def open_folder(self, step):
+        records = begin(self, step)
         resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+        return records
 
     with limit(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "open_folder", open_folder)
+        patch.setattr(log.Log, "open", open_folder)
         with pytest.raises(UserError, match="--output_dir out: File too large .*: out"):
             train(kind, "--max_steps 40 --save false --eval_json none")
 
@@ -446,14 +448,14 @@ def test_other_errors_are_not_called_a_full_disk():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("flags", ["--save false", "--save_every 2 --log_every 9"])
 def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, monkeypatch):
-    end_step = metrics.Run.end_step
+    end_step = clock.Clock.end_step
 
     def deleted(self, step, *rest):
         if step == 2:
-            shutil.rmtree(self.folder)
+            shutil.rmtree(self.log.folder)
         end_step(self, step, *rest)
 
-    monkeypatch.setattr(metrics.Run, "end_step", deleted)
+    monkeypatch.setattr(clock.Clock, "end_step", deleted)
     with pytest.raises(UserError, match="^out is gone: it was deleted or moved while"):
         train(kind, f"--max_steps 4 --eval_json none {flags}")
     assert not (tmp_path / "out").exists()

@@ -19,9 +19,8 @@ from llm_demo import export
 from llm_demo.data import packs as data
 from llm_demo.errors import UserError
 from llm_demo.model.decoder import skeleton
-from llm_demo.model.source import load_config, load_tokenizer
+from llm_demo.model.source import describe_model, load_config, load_tokenizer
 from llm_demo.model.weights import open_weights
-from llm_demo.plan import describe_model
 from llm_demo.process import World
 from llm_demo.run import checkpoint, checkpoint_files
 
