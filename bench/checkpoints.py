@@ -25,11 +25,10 @@ from safetensors.torch import save_file
 
 from bench.presets import DEFAULTS, SMALL
 from bench.run import RESULTS, command_of, environment_of, run_command
-from llm_demo.device import DTYPES
+from llm_demo.device import DTYPES, World
 from llm_demo.files import ROOT
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.source import load_config
-from llm_demo.process import World
 from llm_demo.run.checkpoint_files import read, shapes_of
 from llm_demo.run.environment import environment
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from llm_demo.device import World
 from llm_demo.model.compiling import compiled_add, compiled_sum, sum_into
 from llm_demo.model.decoder import Blocks
 from llm_demo.parallel import copy_engines
-from llm_demo.process import World
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives

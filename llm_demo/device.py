@@ -104,3 +104,16 @@ def peak_memory_gb(device: torch.device) -> float:
 
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def local_size(self) -> int:
+        """Ranks of this node."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))

@@ -11,9 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llm_demo.device import World
 from llm_demo.errors import STOPPED, Stopped, UserError
 from llm_demo.files import disk_full
-from llm_demo.process import World, minutes, outlive_terminal, raise_on_ctrl_c
+from llm_demo.process import minutes, outlive_terminal, raise_on_ctrl_c
 
 
 def timeout() -> timedelta:

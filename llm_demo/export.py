@@ -20,14 +20,13 @@ from transformers import (
 )
 
 from llm_demo.args import PlainParser, size
-from llm_demo.device import DTYPES
+from llm_demo.device import DTYPES, World
 from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full
 from llm_demo.model.generate import stop_tokens
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import MOMENTS
-from llm_demo.process import World
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find, read, shapes_of
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.data.steps import Packs, collate, step_rows, token_counts
+from llm_demo.device import World
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
 from llm_demo.model.generate import generate, prompts_of, stop_tokens
 from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
 from llm_demo.plan import Plan
-from llm_demo.process import World
 from llm_demo.run.checkpoint import Checkpoints
 from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log

@@ -17,7 +17,7 @@ from llm_demo.args import command_line
 from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
 from llm_demo.data.records import hub_parts
 from llm_demo.data.steps import Packs, step_rows
-from llm_demo.device import DTYPES, Device, pick_dtype, this_device
+from llm_demo.device import DTYPES, Device, World, pick_dtype, this_device
 from llm_demo.dist import from_rank0, once_per_node
 from llm_demo.errors import UserError
 from llm_demo.model.attention_choice import choose
@@ -32,7 +32,6 @@ from llm_demo.model.source import (
     without_window,
 )
 from llm_demo.model.weights import Weights, open_weights
-from llm_demo.process import World
 from llm_demo.run.log import Log
 
 

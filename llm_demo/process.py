@@ -9,15 +9,15 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import dataclass
-
-import torch
 
 from llm_demo.errors import UserError
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, for the child to end with us
+
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
 YEAR = 365 * 24 * 60  # minutes: no wait is longer
 
 
@@ -121,16 +121,3 @@ class _Stream:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-
-
-@dataclass(frozen=True)
-class World:
-    rank: int
-    size: int
-    local_rank: int
-    device: torch.device
-
-    @property
-    def local_size(self) -> int:
-        """Ranks of this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, python, run
 
+from llm_demo.device import World
 from llm_demo.errors import UserError
-from llm_demo.process import World
 from llm_demo.run import checkpoint, checkpoint_files
 
 

@@ -5,10 +5,9 @@ import torch
 from conftest import torchrun
 
 from fsdp import fsdp2
-from llm_demo.device import Device
+from llm_demo.device import Device, World
 from llm_demo.errors import UserError
 from llm_demo.parallel import copy_engines
-from llm_demo.process import World
 from llm_demo.run.comm import CommTimer
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
@@ -91,8 +90,8 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
     timer = CommTimer(torch.device("cpu"), 0, 2)
     timer.install()
     sent, total = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
-    fsdp2.GatherByEngines()(total, None, None)
-    how = fsdp2.SumInFp32(torch.bfloat16, compiles=False, engines=True)
+    fsdp2.GatherByEngines(timer.call)(total, None, None)
+    how = fsdp2.SumInFp32(torch.bfloat16, compiles=False, engines=True, timed=timer.call)
     how(total, sent, None, torch.distributed.ReduceOp.SUM)
     timer.remove()
     assert [op[0][0] for op in timer.take()[0]] == ["copied all_gather", "copied all_to_all"]

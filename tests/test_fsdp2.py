@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
 from fsdp import fsdp2
+from llm_demo.device import World
 from llm_demo.parallel import copy_engines
-from llm_demo.process import World
 
 STEPS = 4
 

@@ -25,12 +25,12 @@ from test_security import sign
 
 from llm_demo import export
 from llm_demo.data import packs as data
+from llm_demo.device import World
 from llm_demo.errors import UserError
 from llm_demo.files import disk_full
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import LossScale
-from llm_demo.process import World
 from llm_demo.run import checkpoint, checkpoint_files, clock, log
 from llm_demo.run import folder as run_folder
 

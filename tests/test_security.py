@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from llm_demo import export
 from llm_demo.data import packs as data
+from llm_demo.device import World
 from llm_demo.errors import UserError
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.source import describe_model, load_config, load_tokenizer
 from llm_demo.model.weights import open_weights
-from llm_demo.process import World
 from llm_demo.run import checkpoint, checkpoint_files
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -86,16 +86,16 @@ def sign(folder):
 
 
 def export_of(folder):
-    found = checkpoint_files.find(SimpleNamespace(resume=str(folder)), folder, WORLD, print)
+    found = checkpoint_files.find(str(folder), folder, WORLD, print)
     export.export(found, folder.parent.parent / "out")
 
 
 def resume_from(folder):
-    flags = {"save": False, "resume": str(folder), "resume_anyway": True}
-    flags |= dict.fromkeys(checkpoint.SETTINGS)
-    said = SimpleNamespace(folder=folder.parent, say=print, resume=lambda facts: None)
-    plan = SimpleNamespace(run=said, identity={}, lr=0, max_steps=9)
-    checkpoints = checkpoint.Checkpoints(plan, SimpleNamespace(**flags), WORLD)
+    flags = {"save": False, "save_async": False, "resume": str(folder), "resume_anyway": True}
+    settings = {**dict.fromkeys(checkpoint.SETTINGS), "lr": 0, "max_steps": 9}
+    log = SimpleNamespace(folder=folder.parent, say=print, settings=settings)
+    clock = SimpleNamespace(history=SimpleNamespace(resume=lambda facts: None))
+    checkpoints = checkpoint.Checkpoints(SimpleNamespace(**flags), WORLD, log, clock, {}, 9)
     shapes = checkpoint_files.shapes_of(folder)
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     checkpoints.load(tensors)

@@ -111,7 +111,7 @@ def print_environment() -> None:
 
     import torch
 
-    from llm_demo.process import World
+    from llm_demo.device import World
     from llm_demo.run import environment
 
     rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

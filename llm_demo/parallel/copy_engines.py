@@ -15,10 +15,9 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from llm_demo.device import links, this_device
+from llm_demo.device import World, links, this_device
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
-from llm_demo.process import World
 
 try:
     from torch.distributed import _symmetric_memory as symmetric

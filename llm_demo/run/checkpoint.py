@@ -17,10 +17,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from llm_demo.device import World
 from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.files import PART
-from llm_demo.process import World, stop_signals
+from llm_demo.process import stop_signals
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import (
     checked_facts,

@@ -8,9 +8,8 @@ from datetime import timedelta
 
 import torch
 
-from llm_demo.device import peak_memory_gb, peak_tflops, this_device
+from llm_demo.device import World, peak_memory_gb, peak_tflops, this_device
 from llm_demo.errors import UserError
-from llm_demo.process import World
 from llm_demo.run.comm import CommTimer, Gather
 from llm_demo.run.folder import last_checkpoint
 from llm_demo.run.log import Log

@@ -28,7 +28,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from llm_demo.process import World
+from llm_demo.device import World
 
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",

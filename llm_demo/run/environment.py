@@ -10,9 +10,8 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.device import links, this_device
+from llm_demo.device import World, links, this_device
 from llm_demo.files import ROOT, write_json
-from llm_demo.process import World
 
 
 def environment(world: World) -> dict:

@@ -6,10 +6,10 @@ from argparse import Namespace
 
 import torch
 
+from llm_demo.device import World
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
 from llm_demo.files import disk_full, finite, write_text
-from llm_demo.process import World
 from llm_demo.run.environment import describe_run
 from llm_demo.run.folder import choose_folder, gone, lock_folder, take_folder
 from llm_demo.run.tracker import open_tracker

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from llm_demo.device import World
 from llm_demo.errors import UserError
-from llm_demo.process import World
 from llm_demo.run.comm import MUTED, union, waiting
 
 BARRIER = re.compile(r"symmetric_memory::barrier", re.I)
