@@ -2,8 +2,9 @@
 
 import torch
 
+from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe, parameters
+from llm_demo.model.memory import GB, at_the_loss, describe
 
 
 def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
@@ -13,11 +14,11 @@ def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
 
 def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
     """GB (2**30 bytes) by part, one entry for each rank."""
-    block, embedding = parameters(config)
-    n = config.num_hidden_layers
+    blocks = [block.parameters for block in block_costs(config, 0)]
+    embedding, n = head_cost(config).parameters, len(blocks)
     ends = embedding * (1 if config.tie_word_embeddings else 2)
-    total, size = n * block + ends, torch.finfo(compute.dtype).bits // 8
-    unit = unit_sizes(config, n, args.blocks_per_unit)[0] * block
+    total, size = sum(blocks) + ends, torch.finfo(compute.dtype).bits // 8
+    unit = unit_sizes(config, n, args.blocks_per_unit)[0] * max(blocks)
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, tokens * n, head=True)
@@ -32,9 +33,7 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
         grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
     else:
         kept = total * 4 if accumulates else 0
-        halves = (
-            compute.dtype == torch.bfloat16 and compute.compile
-        )  # see llm_demo/parallel/masters.py
+        halves = compute.dtype == torch.bfloat16 and compute.compile  # see parallel/masters.py
         early = late = total * (4 if halves or size == 4 else 4 + size)
         if size == 4:
             grads = (total + embedding) * 4

@@ -1,5 +1,5 @@
 """FSDP2 with fewer bytes and copies. The same numbers, to the bit on two ranks; more of them add up
-in another order. Where FSDP2 lacks a part that this needs, it goes its own way."""
+in another order. If this PyTorch lacks a part used here, the log says so and FSDP2 runs without."""
 
 import inspect
 import math
@@ -28,26 +28,33 @@ def spare_bytes(
     compiles: bool,
     engines: bool,
     timed: Callable = lambda name, call, *args: call(*args),
-) -> None:
-    """Change every unit of a sharded model, before its first step. dtype: what it computes in, bf16
-    or fp16. accumulates: a step has several micro-batches. compiles: torch.compile works here.
-    engines: blocks travel by copy engines (copy_engines.choose).
+) -> list[str]:
+    """Change every unit of a sharded model, before its first step; returns what was not possible
+    with this PyTorch, which then runs as it is.
+
+    dtype: what it computes in, bf16 or fp16. accumulates: a step has several micro-batches.
+    compiles: torch.compile works here. engines: blocks travel by copy engines.
     timed(name, function, *args) calls a function of copy_engines: CommTimer.call."""
-    cast_in_copy()
+    missing = {}
+    if reason := cast_in_copy():
+        missing["shards are cast before they are copied"] = reason
     # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
     # node: with more than two GPUs in each node that is less.
     few = world.local_size <= 2 or world.local_size == world.size
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        if accumulates and compiles:
-            add_together(unit)
+        if accumulates and compiles and (reason := add_together(unit)):
+            missing["gradients are added one by one"] = reason
         # Not embedding and head: what is shared stays allocated, and theirs is large for its use
         by_engines = engines and isinstance(unit, Blocks)
-        if few and not accumulates and hasattr(unit, "set_custom_reduce_scatter"):  # not in 2.8
+        if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
+            missing["gradients are reduced in fp32"] = "no custom reduce-scatter"  # PyTorch 2.8
+        elif few and not accumulates:
             unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines, timed))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(timed))
+    return [f"{what}: this PyTorch has {why}" for what, why in missing.items()]
 
 
 class GatherByEngines:
@@ -94,26 +101,45 @@ class SumInFp32:
         self.sum(output_tensor, parts)
 
 
-def cast_in_copy() -> None:
+def cast_in_copy() -> str | None:
     """FSDP2 casts a unit's fp32 shards, then copies what it has cast into the gather's input. The
-    copy can cast: leave the first pass out. Two private functions, for all units at once."""
+    copy can cast: leave the first pass out. Replaces two private functions, for all units at once;
+    returns the reason where that is not possible.
+
+    A unit keeps FSDP2's own way where its parameters differ in dtype, are offloaded, are resharded
+    after the forward to fewer ranks, or bring a gather of their own (fsdp_pre_all_gather)."""
     inputs_of = getattr(collectives, "_get_param_all_gather_inputs", None)
     describe = getattr(collectives, "_get_all_gather_input_metadatas", None)
-    if not (inputs_of and describe) or getattr(inputs_of, "casts_later", False):
-        return
+    if not (inputs_of and describe):
+        return "no functions of the known names"
+    if getattr(inputs_of, "casts_later", False):
+        return None
     one = torch.empty(1)
     wants = [*inspect.signature(inputs_of).parameters, *inspect.signature(describe).parameters]
+    source = inspect.getsource(collectives.FSDPParam)
+    used = ("param_dtype", "offload_to_cpu", "sharded_state", "_sharded_param_data")
     if (
         wants != ["fsdp_params", "param_all_gather_inputs"]
         or describe([[one]]) != ([[one.dtype]], [[1]], one.dtype)
-        or not {"param_dtype", "_sharded_param_data"} <= set(collectives.FSDPParam.__annotations__)
+        or not all(f"self.{name}" in source for name in used)
+        or not hasattr(collectives, "ShardedState")
     ):
-        return
+        return "other functions of these names"
+    sharded = collectives.ShardedState.SHARDED
     cast_to = None
+
+    def plain(p, dtype) -> bool:
+        return (
+            p.param_dtype == dtype
+            and not p.offload_to_cpu
+            and p.sharded_state == sharded
+            and not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+        )
 
     def uncast(params):
         nonlocal cast_to
-        cast_to = params[0].param_dtype  # of all; None where there is nothing to cast
+        dtype = params[0].param_dtype  # None where there is nothing to cast
+        cast_to = dtype if dtype and all(plain(p, dtype) for p in params) else None
         return [[p._sharded_param_data] for p in params] if cast_to else inputs_of(params)
 
     def described(inputs):
@@ -124,15 +150,18 @@ def cast_in_copy() -> None:
     uncast.casts_later = True
     collectives._get_param_all_gather_inputs = uncast
     collectives._get_all_gather_input_metadatas = described
+    return None
 
 
-def add_together(unit: FSDPModule) -> None:
+def add_together(unit: FSDPModule) -> str | None:
     """Add a unit's gradients to their fp32 sums in one kernel, before FSDP2 does it one by one at
-    half the memory's speed. Its private parts."""
+    half the memory's speed. Uses private parts of it; returns the reason where they are others."""
     group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
     post_backward = getattr(group, "post_backward", None)
-    if not all(hasattr(p, "unsharded_accumulated_grad") for p in getattr(group, "fsdp_params", [])):
-        return
+    if not post_backward:
+        return "no post_backward of a unit"
+    if not all(hasattr(p, "unsharded_accumulated_grad") for p in group.fsdp_params):
+        return "no accumulated gradient of a unit"
 
     def add_first(*unused):
         both = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
@@ -144,5 +173,5 @@ def add_together(unit: FSDPModule) -> None:
             p._unsharded_param.grad = None
         post_backward(*unused)
 
-    if post_backward:
-        group.post_backward = add_first
+    group.post_backward = add_first
+    return None

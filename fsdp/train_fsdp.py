@@ -9,7 +9,6 @@ import dataclasses
 import functools
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp import estimate
@@ -33,11 +32,13 @@ from llm_demo.optim import (
     clipped_step,
     compiles_adamw,
     fill_adam_state,
+    grads_of,
     make_adamw,
     set_lr,
 )
 from llm_demo.parallel import copy_engines
 from llm_demo.parallel.masters import Masters
+from llm_demo.parallel.mesh import DATA, make_mesh
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
@@ -70,6 +71,7 @@ def main() -> None:
     world = start()
     if args.fsdp is False and world.size > 1:
         raise UserError(f"--no_fsdp is for one process, here are {world.size}: NPROC_PER_NODE=1")
+    mesh = make_mesh(world, **{DATA: world.size})
     sharded = world.size > 1 or args.reshard_after_forward if args.fsdp is None else args.fsdp
 
     # decisions and data
@@ -100,21 +102,23 @@ def main() -> None:
                 compile_forward(unit, args.activation_memory_budget)
         model = DecoderLoss(lm, units, compute.compile)
         if sharded:
-            shard(model, config.tie_word_embeddings, compute.dtype, args.reshard_after_forward)
+            tied, reshard = config.tie_word_embeddings, args.reshard_after_forward
+            shard(model, tied, compute.dtype, reshard, mesh)
             if compute.dtype != torch.float32:
                 engines = choose_engines(args.copy_engines, world, units, log)
                 how = (compute.dtype, accum > 1, compute.compile, engines, clock.comm.call)
-                spare_bytes(model, world, *how)
+                for missing in spare_bytes(model, world, *how):
+                    log.say(f"fsdp: {missing}")
         load(model, lm, weights, args.seed, world.device)
 
     # what is optimized: shards, flat fp32 masters of a unit, or the parameters themselves
     flat = not sharded and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
     model_params = params = list(model.parameters())
-    shards = masters = sharded_over = None
+    shards = masters = None
     if sharded:
         shards = Shards(model)
-        params, sharded_over = shards.local, dist.group.WORLD
+        params = shards.local
     elif flat:
         masters = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
         params = masters.params
@@ -159,7 +163,8 @@ def main() -> None:
         if shards:
             shards.take_grads()
         set_lr(optimizer, lr)
-        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, sharded_over)
+        parts = [(grads_of(optimizer), mesh.get_group() if sharded else None)]
+        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 
     @torch.no_grad()
     def evaluate(micro):
@@ -186,17 +191,17 @@ def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Bl
     return units
 
 
-def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard_after_forward: bool) -> None:
-    """FSDP2 of each unit. Embedding, last norm and head are one unit where they are tied, else two,
-    so that the head's weight and gradient travel while blocks compute."""
+def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh) -> None:
+    """FSDP2 of each unit over a mesh. Embedding, last norm and head are one unit where they are
+    tied, else two, so that the head's weight and gradient travel while blocks compute."""
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in model.units:
-        fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for end in (model,) if tied else (model.tail, model):
-        fully_shard(end, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # The loss is divided by the step's token count already, so gradients are summed over ranks.
     # Left to itself FSDP2 averages, or sums, depending on backend and version.
     for unit in model.modules():

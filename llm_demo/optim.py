@@ -203,15 +203,22 @@ class LossScale:
             self.good_steps = torch.where(grow, 0, self.good_steps)
 
 
-def global_norm(grads: list[torch.Tensor], sharded_over=None) -> torch.Tensor:
-    """2-norm of all gradients together: an fp32 scalar. sharded_over: the process group whose ranks
-    each hold a part of them.
+def global_norm(parts: list[tuple]) -> torch.Tensor:
+    """2-norm of all gradients together: an fp32 scalar.
 
-    Summed in fp64: in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
-    square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
-    if sharded_over is not None:
-        dist.all_reduce(square, group=sharded_over)
-    return square.sqrt().float()
+    parts: (gradients, the process group whose ranks each hold a part of them, or None). Summed in
+    fp64: in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
+    total = 0
+    for grads, group in parts:
+        square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        total = total + square
+    return total.sqrt().float()
+
+
+def grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
 
 
 @torch.no_grad()
@@ -219,18 +226,16 @@ def clipped_step(
     optimizer: torch.optim.AdamW,
     max_grad_norm: float,
     loss_scale: LossScale,
-    sharded_over=None,
-    norm_of: list[torch.Tensor] | None = None,
+    norm_of: list[tuple] | None = None,
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip where that norm is not finite; returns the norm.
 
-    sharded_over: as in global_norm. norm_of: gradients to take it of, if not of all of them.
+    norm_of: the parts of global_norm; default: all gradients, whole on this rank.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) is over all parameters of all
     ranks, sharded or not, a tied one counted once; so every rank takes or skips the step alike.
     Nothing waits for the device: scale, clip factor and skip reach AdamW as tensors."""
-    grads = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    norm = global_norm(norm_of or grads, sharded_over) / loss_scale.scale
+    norm = global_norm(norm_of or [(grads_of(optimizer), None)]) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:

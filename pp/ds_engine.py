@@ -245,7 +245,7 @@ def _bf16_step(optimizer, sums: _Fp32Sums, loss_scale: LossScale, stages) -> Non
         master.grad = grad
     norm_of, _ = optimizer.get_grads_for_norm()  # a tied weight's on its first stage only
     optimizer._global_grad_norm = clipped_step(
-        optimizer.optimizer, optimizer.clip_grad, loss_scale, stages, norm_of
+        optimizer.optimizer, optimizer.clip_grad, loss_scale, [(norm_of, stages)]
     )
     optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()  # the engine empties the gradients

@@ -3,7 +3,8 @@
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from llm_demo.model.memory import GB, at_the_loss, describe, parameters
+from llm_demo.model.costs import block_costs, head_cost
+from llm_demo.model.memory import GB, at_the_loss, describe
 
 
 def table(args, config, compute, train, replicas: int, counts: list[int]) -> str:
@@ -40,7 +41,7 @@ def of_pipeline(
 ) -> list[dict]:
     """GB (2**30 bytes) by part, one entry for each stage. pieces: for each stage its pieces of the
     model, (blocks, micro-batches in flight, has the embedding, has the head)."""
-    block, embedding = parameters(config)
+    block, embedding = block_costs(config, 0)[0].parameters, head_cost(config).parameters
     size = torch.finfo(compute.dtype).bits // 8
     tokens, found = args.micro_batch_size * train.seq_len, []
     for stage in pieces:

@@ -11,7 +11,7 @@ from llm_demo.data.batch import position_ids
 from llm_demo.errors import UserError
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import flops_per_token
+from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model.rotary import rotary_tables
@@ -165,11 +165,10 @@ def costs(config, seq_len: int, checkpointing: bool, by_parameters=False) -> tup
     """(embedding, block, norm and head): FLOPs a token, forward and backward, or parameters.
 
     Checkpointing runs a block's forward once more: 4/3 of its cost, and nothing for the head."""
-    block, head = flops_per_token(config, seq_len)
-    if not by_parameters:
-        return 0, block * (4 / 3 if checkpointing else 1), head
-    block, _ = flops_per_token(config, 0)
-    return head / 6, block / 6, head / 6
+    block, head = block_costs(config, seq_len)[0], head_cost(config)
+    if by_parameters:
+        return head.parameters, block.parameters, head.parameters
+    return 0, block.flops * (4 / 3 if checkpointing else 1), head.flops
 
 
 def stage_costs(counts, first, block, last) -> list[float]:

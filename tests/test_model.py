@@ -12,7 +12,7 @@ from bench import checkpoints
 from llm_demo.data.batch import position_ids
 from llm_demo.errors import UserError
 from llm_demo.model.attention import make_documents
-from llm_demo.model.costs import flops_per_token, param_count
+from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
 from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights import materialise, open_weights
@@ -98,7 +98,9 @@ def test_random_weights_leave_the_generator_alone():
 def test_published_flops():
     """Qwen3-0.6B at S = 1024: 28 blocks of 119.5 MFLOP and a head of 933 MFLOP a token."""
     config = load_config(ROOT / "models/qwen3-0.6b", 1024)
-    block, head = flops_per_token(config, 1024)
+    blocks, head = [b.flops for b in block_costs(config, 1024)], head_cost(config).flops
+    (block,) = set(blocks)
+    assert flops_of_slot(config, 1024) == 28 * block + head
     assert block == pytest.approx(119.5e6, rel=1e-3)
     assert head == pytest.approx(933e6, rel=1e-3)
 

@@ -1,19 +1,39 @@
-"""Parameters and FLOPs of a decoder, from its configuration."""
+"""Parameters and FLOPs of a decoder, block by block, from its configuration."""
 
 import math
+from typing import NamedTuple
 
 from torch import nn
 
 
-def flops_per_token(config, seq_len: int) -> tuple[float, float]:
-    """Training FLOPs per token of (one block, the head): 6 per weight of a matrix product, and
-    12·heads·head_dim·S of a block for attention, counted in full rather than its causal half, as
-    in the PaLM paper's appendix B. Their sum over blocks and head is what MFU divides by."""
+class Cost(NamedTuple):
+    parameters: int  # of matrices; norms are left out
+    active: int  # those that one token uses
+    flops: float  # of training on one token, forward and backward
+
+
+def block_costs(config, seq_len: int) -> list[Cost]:
+    """The cost of each decoder block.
+
+    FLOPs: 6 per active weight of a matrix product, and 12·heads·head_dim·S for attention, counted
+    in full rather than its causal half, as in the PaLM paper's appendix B."""
     d, inner = config.hidden_size, config.intermediate_size
     heads, head_dim = config.num_attention_heads, head_size(config)
     attention = d * head_dim * (2 * heads + 2 * config.num_key_value_heads)
-    block = 6 * (attention + 3 * d * inner) + 12 * heads * head_dim * seq_len
-    return block, 6 * d * config.vocab_size
+    weights = attention + 3 * d * inner
+    block = Cost(weights, weights, 6 * weights + 12 * heads * head_dim * seq_len)
+    return [block] * config.num_hidden_layers
+
+
+def head_cost(config) -> Cost:
+    """The cost of the head. The embedding has as many parameters and no matrix product."""
+    weights = config.hidden_size * config.vocab_size
+    return Cost(weights, weights, 6 * weights)
+
+
+def flops_of_slot(config, seq_len: int) -> float:
+    """Training FLOPs of one token slot through the whole model: what MFU divides by."""
+    return sum(block.flops for block in block_costs(config, seq_len)) + head_cost(config).flops
 
 
 def head_size(config) -> int:
@@ -22,9 +42,3 @@ def head_size(config) -> int:
 
 def param_count(model: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
-
-
-def flops_of_slot(config, seq_len: int) -> float:
-    """Training FLOPs of one token slot through the whole model."""
-    block, head = flops_per_token(config, seq_len)
-    return config.num_hidden_layers * block + head

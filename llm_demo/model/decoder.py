@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_demo.errors import UserError
 from llm_demo.model import attention  # noqa: F401  registers what skeleton asks for
-from llm_demo.model.costs import flops_per_token
+from llm_demo.model.costs import block_costs
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model.rotary import LongRope, rope_type, rotary_tables
 from llm_demo.model.weights import Weights
@@ -78,8 +78,8 @@ class Blocks(nn.Module):
 
 def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
     """Blocks of each unit; 0 blocks_per_unit: as many as make about 64M parameters, 4 at most."""
-    block, _ = flops_per_token(config, 0)
-    size = blocks_per_unit or max(1, min(4, round(64e6 / (block / 6))))
+    parameters = block_costs(config, 0)[0].parameters
+    size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
     units = -(-n_blocks // size)
     return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
 

@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from llm_demo.device import this_device
 from llm_demo.model.attention import BUCKET
 from llm_demo.model.attention_choice import why_not
-from llm_demo.model.costs import flops_per_token, head_size
+from llm_demo.model.costs import head_size
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.loss import CHUNK
 
@@ -117,11 +117,6 @@ def loss_bytes(args, config, compute, train) -> float:
     plain = 4 if size == 4 else 4 + size
     logits = rows * config.vocab_size * (2 * size if compute.compile else plain)
     return logits + config.vocab_size * config.hidden_size * 4
-
-
-def parameters(config) -> list[float]:
-    """[of a block, of the embedding and of a head that is not tied to it: each this many]."""
-    return [flops / 6 for flops in flops_per_token(config, 0)]
 
 
 def at_the_loss(

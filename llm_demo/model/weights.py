@@ -30,10 +30,11 @@ class Weights:
                 for name in (n for n, f in files.items() if f == file):
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Rows start to stop of a tensor, in the file's dtype, on the CPU. Raises UserError."""
+    def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
+        """A tensor, or the part of it that these slices of its dimensions select, in the file's
+        dtype, on the CPU. Raises UserError."""
         with self._open(self.files[name]) as opened:
-            found = opened.get_slice(name)[start:stop]
+            found = opened.get_slice(name)[part]
         self.bytes_read += found.nbytes
         return found
 
@@ -92,7 +93,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) -> nn.Module:
-    """Give the parameters of the submodule `name` their values, of a sharded one this rank's rows,
+    """Give the parameters of the submodule `name` their values, of a sharded one this rank's part,
     and their Hugging Face name, `hf_name`.
 
     From `weights`, or at random: by the model's own rule, each module from a seed of its name, so
@@ -103,13 +104,13 @@ def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) 
         random = _random(model, part, f"{seed}:{path}") if weights is None else {}
         for key, p in part.named_parameters(recurse=False):
             p.hf_name = f"{path}.{key}"
-            local, start = p, 0
+            local, mine = p, (slice(None),)
             if isinstance(p, DTensor):
-                local = p.to_local()
-                start = p.__create_chunk_list__()[0].offsets[0]  # as for a checkpoint of it
-            rows = start, start + len(local)
+                local, chunk = p.to_local(), p.__create_chunk_list__()[0]  # as for a checkpoint
+                spans = zip(chunk.offsets, chunk.sizes, strict=True)
+                mine = tuple(slice(at, at + size) for at, size in spans)
             # to the device first: copy_ would widen it in the host's memory
-            found = random[key][slice(*rows)] if random else weights.read(p.hf_name, *rows)
+            found = random[key][mine] if random else weights.read(p.hf_name, mine)
             local.copy_(found.to(local.device))
     return module
 

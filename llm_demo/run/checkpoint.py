@@ -14,7 +14,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llm_demo.device import World
@@ -70,7 +70,7 @@ class Checkpoints:
         # the writing thread talks to its peers while the others train: a group of its own
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread, self.problem, self.done = None, None, None
-        self.staged, self.mesh, self.reserving = {}, None, None
+        self.staged, self.meshes, self.reserving = {}, {}, None
         self.asked = False  # by a signal, to stop
         if args.save and world.local_size < world.size:
             self._see_each_other()
@@ -286,8 +286,6 @@ class Checkpoints:
             return tensors
         if self.reserving:
             self.reserving.join()
-        if self.mesh is None and any(isinstance(t, DTensor) for t in tensors.values()):
-            self.mesh = init_device_mesh("cpu", (self.world.size,))
         found = {}
         for name, t in tensors.items():
             local = _local(t)
@@ -295,12 +293,18 @@ class Checkpoints:
                 self.staged[name] = torch.empty_like(local, device="cpu")
             found[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
-                found[name] = DTensor.from_local(
-                    found[name], self.mesh, t.placements, shape=t.shape, stride=t.stride()
-                )
+                where = self._on_cpu(t.device_mesh), t.placements
+                how = {"shape": t.shape, "stride": t.stride()}
+                found[name] = DTensor.from_local(found[name], *where, **how)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         return found
+
+    def _on_cpu(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The same grid of ranks for tensors in the host's memory. Every rank calls."""
+        if mesh.device_type != "cpu" and mesh not in self.meshes:
+            self.meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        return self.meshes.get(mesh, mesh)
 
     def _write(self, name: str, tensors: dict, facts: dict, started, went_on=None) -> None:
         part = self.folder / f"{PART}{name}"

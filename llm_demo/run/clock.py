@@ -42,6 +42,7 @@ class Clock:
         self.pending = None  # a logged step whose numbers are still on the device
         self.bad_steps, self.unread, self.looked = 0, [], None
         self.started = time.perf_counter()
+        self.restart()
 
     def begin(self) -> None:
         """Start the clock before step 1."""
@@ -56,8 +57,7 @@ class Clock:
     def restart(self) -> None:
         """Leave what happened since the last logged step (an evaluation, say) out of step times."""
         self.comm.take()
-        self.data_seconds = 0.0
-        self.since = self.comm.event()
+        self.data_seconds, self.since = 0.0, self.comm.event()
         self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
 
     def data(self, batches: Iterable) -> Iterator:
