@@ -507,7 +507,7 @@ def page(runs: list) -> str:
 <div class="cards">{"".join(map(card, runs))}</div>
 {figures}
 {settings_that_differ(runs) if len(runs) > 1 else ""}</main>
-<footer>Definitions: docs/report.md and “How to read a run” in README.md.</footer>
+<footer>Definitions: docs/report.md and docs/metrics.md.</footer>
 </body></html>
 """
 

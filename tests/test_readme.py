@@ -1,11 +1,10 @@
-"""The README names the settings, flags, files and metrics that there are, and no others."""
+"""README and docs/ name the settings, flags, files and metrics that there are, and no others."""
 
 import ast
-import contextlib
 import dataclasses
-import io
 import re
 
+import pytest
 from conftest import ROOT
 
 from bench.run import make_parser
@@ -14,27 +13,48 @@ from llm_demo import args, evaluate, export
 from llm_demo.check import __main__ as check
 from llm_demo.data import records
 from llm_demo.model import attention
-from llm_demo.run import summary
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
+DOCS = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
+# docs/flags.md is generated, and compared with the flags in a test of its own
+TEXT = "\n".join([README, *(text for name, text in DOCS.items() if name != "flags")])
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "bench/*.md", "data/*.md", "models/*.md")
+    for page in sorted(ROOT.glob(pattern))
+]
+
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
-METRICS = (ROOT / "llm_demo/run/metrics.py").read_text()
-FOLDER = (ROOT / "llm_demo/run/folder.py").read_text()
+OF_RUNS = [file.read_text() for file in sorted((ROOT / "llm_demo/run").glob("*.py"))]
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
-PROFILED = {"profile.txt"}
-A_USERS_OWN = {"my.jsonl", "x.jsonl", "x.heldout.jsonl", "gsm8k/train.jsonl", "gsm8k/test.jsonl"}
+FILES_OF_A_CHECKPOINT = {"trainer.json", "manifest.json"}
+OTHER_FILES = {"profile.txt", "meta.json"}  # of a profile, of the cache
+A_USERS_OWN = {
+    "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
+    "gsm8k/train.jsonl", "gsm8k/test.jsonl",
+}  # fmt: skip
+NOT_OURS = {"NCCL", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # first words of names
+FOREIGN_FLAGS = {"--shm-size", "--ipc"}  # docker's
 
 
-def table(heading):
+def section(text, heading):
+    """The text below a heading of the second level."""
+    return text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+
+
+def table(text, heading):
     """The cells of each row of the first table below a heading."""
-    section = README.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = section.split("\n|---")[1].split("\n\n")[0].splitlines()[1:]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    rows = section(text, heading).split("\n|---")[1].split("\n\n")[0].splitlines()[1:]
+    return [cells(row) for row in rows]
+
+
+def cells(row):
+    return [cell.strip() for cell in row.strip().strip("|").split("|")]
 
 
 def block(kind):
@@ -47,103 +67,191 @@ def flag_of(setting):
     return {"MODEL": "model_name_or_path"}.get(setting, setting.lower())
 
 
+def fields(kind):
+    """Flag -> default of a script."""
+    return {
+        f.name: f.default for group in (*SHARED, SCRIPTS[kind]) for f in dataclasses.fields(group)
+    }
+
+
 def default(kind, setting):
     """What applies if nothing is set, as the README writes it."""
-    fields = [f for group in (*SHARED, SCRIPTS[kind]) for f in dataclasses.fields(group)]
-    script = {field.name: field.default for field in fields}[flag_of(setting)]
-    value = block(kind)[setting].removeprefix("$ROOT/") or script
+    value = block(kind)[setting].removeprefix("$ROOT/") or fields(kind)[flag_of(setting)]
     if value is None:
         return "–"
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return f"`{text.removeprefix(f'{ROOT}/')}`"
 
 
-def flags_of_help():
-    said = io.StringIO()
-    for more in SCRIPTS.values():
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-            args.parse_args("", more, argv=["--help"])
-    # transformers adds each flag once more, spelled with dashes
-    return {flag for flag in re.findall(r"--\w[\w-]*", said.getvalue()) if "-" not in flag[2:]}
+def flags():
+    """Every flag of either script, as it is typed."""
+    names = {name for kind in SCRIPTS for name in fields(kind)} | {"bf16", "fp16", "help"}
+    return {f"--{name}" for name in names} | {f"--no_{name}" for name in names}
 
 
-def test_every_setting_is_in_the_table_with_its_default_and_flag():
+def test_the_settings_are_those_of_the_launchers_with_their_defaults():
     blocks = {kind: block(kind) for kind in LAUNCHERS}
-    assert all(len(settings) > 30 for settings in blocks.values())
     documented = {}
-    for names, defaults, flags, _ in table("Settings"):
-        for name, flag in zip(re.findall("`(.*?)`", names), flags.split(", "), strict=True):
-            only = re.search(r"\((\w+)\)$", names)
-            documented[name] = only and only[1], defaults, flag
+    for names, defaults, _ in table(README, "Settings"):
+        only = re.search(r"\((\w+)\)$", names)
+        documented[names.split("`")[1]] = only and only[1], defaults
+    assert len(documented) > 12
     expected = {}
-    for name in blocks["fsdp"] | blocks["pp"]:
+    for name in documented:
         values = {kind: default(kind, name) for kind in LAUNCHERS if name in blocks[kind]}
         first, *others = dict.fromkeys(values.values())
         text = f"{first} (pp: {others[0]})" if others else first
-        only = None if len(values) == 2 else next(iter(values))
-        expected[name] = only, text, f"`--{flag_of(name)}`"
+        expected[name] = None if len(values) == 2 else next(iter(values)), text
     assert documented == expected
+    for kind, settings in blocks.items():  # any other one is named after its flag, as promised
+        assert {flag_of(name) for name in settings} <= fields(kind).keys()
 
 
-def test_every_flag_is_named_and_every_flag_named_exists():
-    flags = flags_of_help()
-    named = set(re.findall(r"--\w[\w-]*", README)) - {"--no_"}
+def test_every_flag_named_exists_and_every_commands_flag_is_named():
+    named = set(re.findall(r"--\w[\w-]*", TEXT)) - {"--no_"} - FOREIGN_FLAGS
     assert len(named) > 30
     of_bench = set(re.findall(r"--\w+", make_parser().format_help()))
     parsers = (export.make_parser(), evaluate.make_parser(), check.make_parser())
     commands = {f for p in parsers for f in re.findall(r"--\w+", p.format_help())} - {"--help"}
     commands.add("--check")  # of setup.sh
-    assert named <= flags | of_bench | commands, named - flags - of_bench - commands
+    known = flags() | of_bench | commands
+    assert named <= known, named - known
     assert commands <= named, commands - named
-    # --no_x is said of all booleans at once; the deepspeed launcher adds --local_rank
-    untold = {f for f in flags if not f.startswith("--no_")} - {"--fsdp", "--local_rank"}
-    assert untold <= named, untold - named
 
 
 def test_every_variable_named_is_read_somewhere():
-    named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z_]+\b|\b[A-Z]{2,}(?==)", README))
-    # NCCL's and RCCL's own, and PyTorch's
-    named -= {"NCCL_P2P_DISABLE", "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"}
-    sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/launch/__main__.py"]
-    sources += ["llm_demo/data/packs.py"]
-    read = set(re.findall(r"\w+", "".join((ROOT / source).read_text() for source in sources)))
+    named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z_]+\b|\b[A-Z]{2,}(?==)", TEXT))
+    named = {name for name in named if name.split("_")[0] not in NOT_OURS}
+    sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/dist.py"]
+    sources = [*map(ROOT.joinpath, [*sources, "llm_demo/data/packs.py"])]
+    sources += (ROOT / "llm_demo/launch").glob("*.py")
+    read = set(re.findall(r"\w+", "".join(source.read_text() for source in sources)))
     assert len(named) > 30
     assert named <= read, named - read
 
 
-def test_every_path_named_exists_and_every_script_is_named():
-    words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", README)}
+def test_every_path_named_exists():
+    text = re.sub(r"\]\(\S+?\)", "]", TEXT)  # links have a test of their own
+    words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", text)}
     folders = ("fsdp/", "pp/", "llm_demo/", "data/", "models/", "tests/", "bench/", ".ci/")
-    paths = {w for w in words if re.search(r"\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
+    paths = {w for w in words if re.search(r"\w\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
     paths |= {w for w in words if w.startswith(folders) and not re.match(r"data/\w+$", w)}
     assert len(paths) > 40
-    missing = {
-        p for p in paths - FILES_OF_A_RUN - PROFILED - A_USERS_OWN if not (ROOT / p).exists()
-    }
+    known = FILES_OF_A_RUN | FILES_OF_A_CHECKPOINT | OTHER_FILES | A_USERS_OWN
+    missing = {p for p in paths - known if not (ROOT / p).exists() and not p.endswith("flags.md")}
     assert not missing
-    rooms = ("fsdp", "pp", "llm_demo", "bench", "bench/peers")
-    rooms = [p for room in rooms for p in (ROOT / room).glob("*.[psj]*")]
-    ours = {str(p.relative_to(ROOT)) for p in rooms if p.name != "__init__.py"}
-    assert ours <= paths, ours - paths
+
+
+def test_every_folder_is_described_in_the_readme():
+    packages = {
+        p.parent for top in ("fsdp", "pp", "llm_demo", "bench") for p in (ROOT / top).rglob("*.py")
+    }
+    expected = {f"{p.relative_to(ROOT)}/" for p in packages} | {
+        "data/",
+        "models/",
+        "runs/",
+        "docs/",
+    }
+    described = set(re.findall(r"`([\w./]+/)`", section(README, "Folders")))
+    assert described == expected | {"tests/", ".ci/"}
+
+
+def test_every_module_is_named_once():
+    named = re.findall(r"^(\w+/\S+)  +\w", section(DOCS["design"], "Modules"), re.M)
+    files = [p for top in ("fsdp", "pp", "llm_demo") for p in (ROOT / top).rglob("*.[psj]*")]
+    ours = {str(p.relative_to(ROOT)) for p in files if p.suffix in (".py", ".sh", ".json")}
+    ours = {p for p in ours if not p.endswith("__init__.py")}
+    assert set(named) == ours, set(named) ^ ours
+    assert len(named) == len(ours)
+    of_bench = [p for room in ("bench", "bench/peers") for p in (ROOT / room).glob("*.[ps][yh]")]
+    of_bench = {str(p.relative_to(ROOT)) for p in of_bench if p.name != "__init__.py"}
+    assert all(f"`{p}`" in DOCS["benchmarks"] for p in of_bench)
 
 
 def test_the_files_of_a_run_are_named():
-    assert set(re.findall(r'"(\w+\.(?:jsonl?|sh|log))"', METRICS + FOLDER)) == FILES_OF_A_RUN
+    found = set(re.findall(r'"(\w+\.(?:jsonl?|sh|log))"', "".join(OF_RUNS)))
+    found |= set(re.findall(r'"(\w+\.json)"', (ROOT / "llm_demo/plan.py").read_text()))
+    of_a_model = {"generation_config.json"}
+    assert FILES_OF_A_RUN - {"summary.json"} <= found
+    assert found <= FILES_OF_A_RUN | FILES_OF_A_CHECKPOINT | of_a_model
     assert all(f"`{name}`" in README for name in FILES_OF_A_RUN)
+    assert all(f"| `{name}` |" in DOCS["metrics"] for name in FILES_OF_A_RUN)
+    assert all(name in DOCS["checkpoints"] for name in FILES_OF_A_CHECKPOINT)
 
 
 def test_the_keys_of_metrics_jsonl_are_those_written():
-    named = {key for row in table("How to read a run") for key in re.findall("`(.*?)`", row[1])}
+    rows = table(DOCS["metrics"], "The numbers of a step")
+    named = {key for row in rows for key in re.findall("`(.*?)`", row[1])}
     written = set()
-    for node in ast.walk(ast.parse(METRICS)):
+    for node in (node for text in OF_RUNS for node in ast.walk(ast.parse(text))):
         keys = {getattr(key, "value", None) for key in getattr(node, "keys", ())}
-        if "step" in keys:  # the object of a step, and that of an evaluation
-            written |= keys
+        if "step" in keys and any("/" in str(key) for key in keys):
+            written |= keys  # the object of a step, of an evaluation, of a checkpoint
     assert len(written) > 12
     assert named == written
-    assert f"`{' | '.join(summary.COLUMNS)}`" in README
+    columns = re.search(r"COLUMNS = \((.*?)\)\n", "".join(OF_RUNS))[1]
+    assert f"`{' | '.join(ast.literal_eval(columns))}`" in DOCS["metrics"]
 
 
 def test_the_shapes_of_data_and_the_backends_are_those_there_are():
-    assert {row[0].strip("`") for row in table("Your data")} == set(records.FORMATS)
-    assert [row[0].strip("`") for row in table("Attention")] == list(attention.IMPLS)
+    assert {row[0].strip("`") for row in table(README, "Your model and data")} == set(
+        records.FORMATS
+    )
+    assert {row[0].strip("`") for row in table(DOCS["data"], "Keys of a row")} == set(
+        records.FORMATS
+    )
+    assert [row[0].strip("`") for row in table(DOCS["attention"], "Backends")] == list(
+        attention.IMPLS
+    )
+
+
+def test_the_readmes_first_table_is_of_the_benchmarks():
+    """Each of its rows is in a table of docs/benchmarks.md, with its model or all of one."""
+    measured = [cells(row) for row in DOCS["benchmarks"].splitlines() if row.startswith("| ")]
+    rows = [cells(row) for row in README.splitlines() if row.startswith("| qwen3-")]
+    assert len(rows) == 6
+    for model, engine, *numbers in rows:
+        same = [row for row in measured if {engine, *numbers} <= set(row)]
+        assert [row for row in same if model in row or "0.6b" in model and "qwen3-8b" not in row]
+
+
+def test_the_messages_of_the_troubleshooting_tables_are_printed_by_something():
+    sources = [p for top in ("fsdp", "pp", "llm_demo") for p in (ROOT / top).rglob("*.py")]
+    text = "".join(p.read_text() for p in (*sources, ROOT / "setup.sh"))
+    text = re.sub(r'" *\n\s*f?"', "", text)
+    for rows in (table(README, "Trouble"), table(DOCS["running"], "Troubleshooting")):
+        for message in re.findall("`(.*?)`", " ".join(row[0] for row in rows)):
+            for part in re.split(r"\b\d+\b|…|\bSIG\w+|:|\.venv", message):
+                assert part.strip() in text or message in EXTERNAL, message
+
+
+EXTERNAL = {"No space left on device", "File too large"}  # the operating system's
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    for link in re.findall(r"\]\((\S+?)\)", text):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if target == ROOT / "docs/flags.md" and not target.exists():
+            continue
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def anchors(text):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.S), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_links_to_every_page_and_pages_are_short():
+    linked = set(re.findall(r"\]\(docs/(\w+)\.md", README))
+    assert linked >= DOCS.keys()
+    assert len(README.splitlines()) <= 200
+    assert {
+        name: len(text.splitlines()) for name, text in DOCS.items() if text.count("\n") > 250
+    } == {}
