@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peers.torchtitan import measure as measure_torchtitan
+from bench.peers import torchtitan
 from bench.presets import DEFAULTS, PRESETS
 from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
@@ -45,7 +45,7 @@ def main() -> int:
             continue
         print(f"[{i}/{len(rows)}] {name} ...", end=" ", flush=True)
         started = time.time()
-        result = measure(row, args)
+        result = measure(row, args.timeout)
         result |= {"row": row, "wall_s": round(time.time() - started, 1)}
         part = file.with_suffix(".part")
         part.write_text(json.dumps(result, indent=1) + "\n")
@@ -120,26 +120,26 @@ def name_of(row: dict) -> str:
     return "-".join([*parts, *extra.split()]).replace("/", "_")
 
 
-def measure(row: dict, args) -> dict:
-    """Run a row; {"status": "ok" | "out of memory" | "failed", ...}."""
-    if row["engine"] == "torchtitan":
-        return measure_torchtitan(row, args.timeout)
+def measure(row: dict, timeout: float) -> dict:
+    """Run a row. Returns its status ("ok", "out of memory" or "failed"), command and figures."""
+    peer = row["engine"] == "torchtitan"
+    if peer and not torchtitan.installed():
+        return {"status": "failed", "error": "torchtitan is not installed", "command": ""}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
-        command = command_of(row, out)
-        code, text = run_command(command, environment_of(row), args.timeout)
-        result = {"command": " ".join(command)}
-        if code == 0:
-            for file in ("summary", "env", "config"):
-                result[file] = json.loads((out / f"{file}.json").read_text())
-            result = {"status": "ok", **result}
-        else:
-            result = {**failure(code, text), **result}
-    # a result is read elsewhere, where these folders are others
-    told = json.dumps(result)
-    for folder, name in ((scratch, "OUT"), (cache(), "CACHE"), (ROOT, "")):
-        told = told.replace(f"{folder}/", f"{name}/" if name else "")
-    return json.loads(told)
+        command = torchtitan.command_of(row) if peer else command_of(row, out)
+        code, text = run_command(command, environment_of(row), timeout)
+        files = () if code or peer else ("summary", "env", "config")
+        found = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
+        if peer and not code:
+            found = torchtitan.read(row, text)
+    outcome = {"status": "ok", **found} if found else failure(code, text)
+    result = json.dumps({"command": " ".join(command), **outcome})
+    # paths of this machine mean nothing elsewhere
+    paths = {f"{scratch}/": "OUT/", f"{cache()}/": "CACHE/", sys.executable: "python"}
+    for path, name in {**paths, f"{ROOT}/": ""}.items():
+        result = result.replace(path, name)
+    return json.loads(result)
 
 
 def command_of(row: dict, out: Path) -> list[str]:
@@ -173,6 +173,8 @@ def environment_of(row: dict) -> dict:
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
+    if row["engine"] == "torchtitan":
+        env[torchtitan.ROW] = json.dumps(row)
     return env
 
 

@@ -216,7 +216,8 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     )
     monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
-    result = torchtitan.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    assert result["status"] == "ok" and result["command"].startswith("python -m torch.distributed")
     assert result["summary"]["peak_mem_gb"] == [3.0]
     assert result["summary"]["reserved_mem_gb"] == [20.4]
     assert result["summary"]["median_slots_per_s"] == 2000
