@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# One GPU: the plain path beside FSDP2 and torchtitan, and how fast `python -m llm_demo.evaluate`
-# answers. In parts, of at most ten minutes each:
+# Measure one GPU: the plain model beside FSDP2 and torchtitan, and the speed of
+# `python -m llm_demo.evaluate`. Each part takes at most ten minutes:
 #
 #   bash bench/one_gpu.sh OUT steps                                      9 min: the preset one_gpu
 #   bash bench/one_gpu.sh OUT answers ROWS.jsonl TOKENIZER_FOLDER        6 min
 #   bash bench/one_gpu.sh OUT tests                                      2 min
 #
-# OUT gets results and logs. MODEL, ROWS, NEW_TOKENS, PRESET and ONLY make it smaller.
+# Results and logs go to OUT: the rows to OUT/one_gpu.jsonl. MODEL, ROWS, NEW_TOKENS, PRESET and
+# ONLY make the work smaller.
 set -uo pipefail
 OUT=$(mkdir -p "$1" && cd "$1" && pwd) PART=$2 DATA=${3:-} TOKENIZER=${4:-}
 MODEL=${MODEL:-models/qwen3-0.6b} ROWS=${ROWS:-1319} NEW_TOKENS=${NEW_TOKENS:-256}
@@ -15,7 +16,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHON=${PYTHON:-python3} PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-0}
 
-step() { # name, seconds, command: its output goes to a log, its status and time to steps.txt
+step() { # name, seconds, command: output goes to a log, status and time to steps.txt
     local name=$1 limit=$2 started=$SECONDS
     shift 2
     timeout "$limit" "$@" >"$OUT/$name.log" 2>&1
@@ -27,14 +28,13 @@ if [[ $PART == tests ]]; then
         tests/test_answers.py tests/test_rotary.py
     tail -15 "$OUT/gpu_tests.log"
 elif [[ $PART == steps ]]; then
-    step steps 590 "$PYTHON" -m bench.run --preset "$PRESET" --only "${ONLY:-}" --out one_gpu_run \
-        --overwrite --timeout 200
-    mv bench/results/one_gpu_run "$OUT/$PRESET"
+    step steps 590 "$PYTHON" -m bench.run --preset "$PRESET" --only "${ONLY:-}" \
+        --out "$OUT/$PRESET" --overwrite --timeout 200
     cat "$OUT/steps.log"
 else
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
-    # random weights hardly ever stop, so each answer is of full length
+    # random weights almost never stop, so every answer has the full length
     "$PYTHON" - "$MODEL" "$TOKENIZER" "$work/model" <<'EOF' || exit 1
 import sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

@@ -1,4 +1,6 @@
-"""Sets of rows to measure, and what a row is where it says nothing."""
+"""Sets of rows to measure. A row is a dict of settings; DEFAULTS holds those it does not name."""
+
+from pathlib import Path
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
 DEFAULTS = {
@@ -6,17 +8,17 @@ DEFAULTS = {
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
 DUALPIPEV = "--schedule dualpipev"
-# What the first version of this project did: half of the parameters a stage, plain attention.
+# The first version of this project: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
 
-# (micro, GA, ckpt, dtype, steps): fewer steps where one takes seconds
+# (micro, GA, ckpt, dtype, steps): fewer steps where a step takes seconds
 _SEED = [(1, 1, False, "fp32", 32), (1, 1, True, "bf16", 32), (4, 8, True, "bf16", 16),
          (4, 8, True, "fp32", 8), (4, 8, False, "fp32", 8), (8, 1, True, "bf16", 32),
          (8, 4, True, "bf16", 16), (8, 8, True, "bf16", 16), (8, 8, True, "fp32", 6)]  # fmt: skip
 
 
 def _pairs(sweep, *schedules, **more):
-    """pp and FSDP on the same rows a step: FSDP's two replicas take half the GA each."""
+    """pp and FSDP with equal rows a step on two GPUs: each of FSDP's replicas takes half the GA."""
     rows = []
     for ga in sweep:
         rows.append({"engine": "pp", "micro": 8, "ga": ga, **more})
@@ -33,7 +35,7 @@ _8B = [
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8, "flags": DUALPIPEV},
     {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
-    # the pipeline's tokens a step
+    # as many tokens a step as the pipeline
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
@@ -52,7 +54,7 @@ PRESETS = {
     ],
     "teff": _pairs((1, 2)) + _pairs((4, 8, 12), "dualpipev", steps=16),
     "8b": _8B,
-    # each beside its peer
+    # our engines beside their peer
     "speed": [
         {"engine": "fsdp", "micro": 8},
         {"engine": "torchtitan", "micro": 8},
@@ -70,28 +72,38 @@ PRESETS = {
         {"engine": "pp", "micro": 8, "ga": 8, "ckpt": True, "steps": 6, "flags": SEED_LIKE},
         *_8B,
     ],
-    # one process: the plain path, FSDP2 as before, and its peer
+    # one process: the plain model, FSDP2 on a world of one, and the peer
     "one_gpu": [
         {"engine": engine, "gpus": 1, **row, **more}
         for row in ({"micro": 8}, {"micro": 16}, {"micro": 8, "ckpt": True}, _GA_8)
         for engine, more in (("fsdp", {}), ("fsdp", {"flags": "--fsdp"}), ("torchtitan", {}))
     ],
-    # through the host's memory; and through sockets, as slow as a network
+    # GPUs connected through host memory, and through sockets, which are as slow as a network
     "no_p2p": _pairs((2,), env=_NO_P2P, steps=10)
     + _pairs((4, 8, 16), "dualpipev", env=_NO_P2P, steps=10),
     "slow_link": _pairs((2,), env=_SOCKETS, steps=8)
     + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
-    # events against the profiler, and without either
+    # the event timer beside the profiler, and steps without either
     "timer": [
         {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}
         for engine, ga, steps, profiled in _PROFILED
         for flags in (f"--profile_steps {profiled}", "--no_comm_timer")
     ]
-    # with copy engines, and with a host that is ahead of the device though it is profiled
+    # with copy engines; here the host stays ahead of the device even when profiled
     + [{**_8B[0], "flags": f"{_8B[0]['flags']} --profile_steps 8:9"}],
-    # what a card without fused attention runs, forced: attention in math, whole rows or buckets
+    # what a GPU without fused attention runs: math attention, whole rows or buckets
     "math": [
         {"engine": "fsdp", "micro": 8, "data": data, "flags": f"--attn_impl {impl}", "steps": 16}
         for data in ("packed", "full") for impl in ("math", "bucketed_math")
     ],
 }  # fmt: skip
+
+
+def name_of(row: dict) -> str:
+    """A short name: the main settings, and the others where they differ from their defaults."""
+    parts = [row["engine"], Path(row["model"]).name, f"s{row['seq_len']}", f"m{row['micro']}"]
+    parts += [f"ga{row['ga']}", row["dtype"]] + ["ckpt"] * row["ckpt"]
+    parts += [f"{row['gpus']}gpus"] * bool(row["gpus"])
+    parts += [] if row["data"] == "full" else [Path(row["data"]).stem]
+    extra = f"{row['flags']} {row['env']}".replace("--", "").replace("=", " ")
+    return "-".join([*parts, *extra.split()])

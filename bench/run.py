@@ -1,8 +1,8 @@
-"""Measure rows of (engine, micro-batch, accumulation, checkpointing, dtype, ...) one after another.
+"""Measure the training scripts with many settings, one row after another.
 
-Each row is a run of the real launcher, as a user would start it; what it left in summary.json and
-env.json becomes one JSON under bench/results/. A row that fails, or runs out of memory, is a row
-that says so. Ctrl-C keeps what is done; --resume goes on."""
+A row is one run of a launcher, started as a user would start it, with one set of settings. Its
+summary.json, env.json and config.json become one line of bench/results/NAME.jsonl. A row that fails
+or runs out of memory is recorded as such. Ctrl-C keeps the completed rows; --resume continues."""
 
 import argparse
 import itertools
@@ -18,128 +18,113 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.peers.torchtitan import measure as measure_torchtitan
-from bench.presets import DEFAULTS, PRESETS
+from bench import store
+from bench.peers import torchtitan
+from bench.presets import DEFAULTS, PRESETS, name_of
 from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
-from llm_demo.files import ROOT
+from llm_demo.files import ROOT, write_text
 
-RESULTS = ROOT / "bench/results"
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+ENGINES = [*LAUNCHERS, "torchtitan"]
 
 
 def main() -> int:
     args = make_parser().parse_args()
     rows = grid(args)
-    folder = RESULTS / (args.out or args.preset or "grid")
-    names = [name_of(row) for row in rows]
-    done = {n for n in names if (folder / f"{n}.json").exists()}
+    out = args.out or args.preset or "grid"
+    file, found = store.file_of(out), {store.key_of(r): r for r in store.read(out)}
+    done = {key: found[key]["status"] for key in rows if key in found}
     if done and not (args.resume or args.overwrite):
-        raise UserError(f"{folder} holds {len(done)} of these rows: --resume or --overwrite")
-    folder.mkdir(parents=True, exist_ok=True)
+        raise UserError(f"{file} holds {len(done)} of these rows: --resume or --overwrite")
     failed = 0
-    for i, (name, row) in enumerate(zip(names, rows, strict=True), 1):
-        file = folder / f"{name}.json"
-        if args.resume and name in done and json.loads(file.read_text())["status"] == "ok":
-            print(f"[{i}/{len(rows)}] {name}: done before", flush=True)
+    for i, (key, row) in enumerate(rows.items(), 1):
+        if args.resume and done.get(key) == "ok":
+            print(f"[{i}/{len(rows)}] {name_of(row)}: done before", flush=True)
             continue
-        print(f"[{i}/{len(rows)}] {name} ...", end=" ", flush=True)
+        print(f"[{i}/{len(rows)}] {name_of(row)} ...", end=" ", flush=True)
         started = time.time()
-        result = measure(row, args)
+        result = measure(row, args.timeout)
         result |= {"row": row, "wall_s": round(time.time() - started, 1)}
-        part = file.with_suffix(".part")
-        part.write_text(json.dumps(result, indent=1) + "\n")
-        part.replace(file)  # whole or not at all
+        store.write(out, result)
         failed += result["status"] != "ok"
         print(describe(result), flush=True)
-    print(f"results: {folder}")
+    print(f"results: {file}")
     return 1 if failed else 0
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = PlainParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--preset", choices=PRESETS, help="a set of rows; below: rows of your own")
+    parser = PlainParser(
+        description=f"{__doc__.splitlines()[0]} Flags that take A,B measure all combinations."
+    )
+    parser.add_argument("--preset", choices=PRESETS, help="a set of rows; flags override it")
     for name, kind, text in (
-        ("engines", str, "fsdp, pp, torchtitan"),
+        ("engines", str, ", ".join(ENGINES)),
         ("micro", whole(1), "rows of a micro-batch"),
         ("ga", whole(1), "micro-batches a step"),
-        ("ckpt", str, "true, false: activation checkpointing"),
+        ("ckpt", str, "activation checkpointing: true, false"),
         ("dtype", str, "fp32, bf16, fp16"),
         ("seq_len", whole(1), "token slots of a row"),
         ("model", str, "folder or hub id"),
-        ("gpus", whole(), "processes; 0: all GPUs"),
-        ("data", str, "full: rows of random tokens; packed: documents; or a data file"),
+        ("gpus", whole(), "number of processes; 0: one a GPU"),
+        ("data", str, "full: rows of random tokens; packed: random documents; or a data file"),
     ):
         parser.add_argument(
             f"--{name}", type=lambda s, k=kind: [k(x) for x in s.split(",")],
-            help=f"{text}; several with commas", metavar="A,B",
+            metavar="A,B", help=text,
         )  # fmt: skip
-    parser.add_argument("--steps", type=whole(1), help="optimizer steps of a row (default 32)")
-    parser.add_argument("--flags", default=None, help='further flags: --flags="--a 1"')
-    parser.add_argument("--env", default=None, help='further environment, "NAME=value ..."')
-    parser.add_argument("--only", type=regex, help="rows whose name this regular expression finds")
-    parser.add_argument("--out", help="folder below bench/results/; default: the preset's name")
-    parser.add_argument("--timeout", type=whole(1), default=1800, help="seconds a row may take")
-    parser.add_argument("--resume", action="store_true", help="measure what is missing or failed")
-    parser.add_argument("--overwrite", action="store_true", help="measure all again")
+    parser.add_argument("--steps", type=whole(1), help="optimizer steps of a row (default: 32)")
+    parser.add_argument("--flags", help='flags passed to the launcher: --flags="--a 1"')
+    parser.add_argument("--env", help='environment variables for the launcher: "NAME=value ..."')
+    parser.add_argument("--only", type=regex, help="only rows whose name matches this expression")
+    parser.add_argument("--out", help="write bench/results/OUT.jsonl; default: OUT is the preset")
+    parser.add_argument("--timeout", type=whole(1), default=1800, help="seconds allowed for a row")
+    parser.add_argument("--resume", action="store_true", help="measure missing and failed rows")
+    parser.add_argument("--overwrite", action="store_true", help="measure every row again")
     return parser
 
 
-def grid(args) -> list[dict]:
-    """The rows asked for: a preset's, with the flags given here instead; or all combinations."""
+def grid(args) -> dict[str, dict]:
+    """Return the rows asked for by their keys: a preset's, changed by flags, or combinations."""
     given = {"engine": args.engines, "ckpt": args.ckpt and [c == "true" for c in args.ckpt]}
     for name in ("micro", "ga", "dtype", "seq_len", "model", "gpus", "data"):
         given[name] = getattr(args, name)
     for name in ("steps", "flags", "env"):
-        value = getattr(args, name)
-        given[name] = None if value is None else [value]
+        given[name] = None if (value := getattr(args, name)) is None else [value]
     given = {k: v for k, v in given.items() if v is not None}
     if not (args.preset or given):
         raise UserError("nothing to measure: give a --preset, or --engines, --micro, ... (--help)")
     combinations = [dict(zip(given, x, strict=True)) for x in itertools.product(*given.values())]
     bases = PRESETS[args.preset] if args.preset else [{}]
-    rows = {}
-    for base, chosen in itertools.product(bases, combinations):
-        row = {**DEFAULTS, **base, **chosen}
-        rows[name_of(row)] = row
-    if bad := {row["engine"] for row in rows.values()} - {*LAUNCHERS, "torchtitan"}:
-        raise UserError(f"--engines {bad.pop()}: choose from {', '.join(LAUNCHERS)}, torchtitan")
-    rows = [row for name, row in rows.items() if re.search(args.only or "", name)]
+    combined = [{**DEFAULTS, **b, **c} for b, c in itertools.product(bases, combinations)]
+    if bad := {row["engine"] for row in combined} - {*ENGINES}:
+        raise UserError(f"--engines {bad.pop()}: choose from {', '.join(ENGINES)}")
+    rows = [row for row in combined if re.search(args.only or "", name_of(row))]
     if not rows:
         raise UserError(f"--only {args.only}: no such row")
-    return rows
+    return {store.key_of({"row": row}): row for row in rows}
 
 
-def name_of(row: dict) -> str:
-    """A file name that holds every setting that differs from its usual value."""
-    parts = [row["engine"], Path(row["model"]).name, f"s{row['seq_len']}", f"m{row['micro']}"]
-    parts += [f"ga{row['ga']}", row["dtype"]] + ["ckpt"] * row["ckpt"]
-    parts += [f"{row['gpus']}gpus"] * bool(row["gpus"])
-    parts += [] if row["data"] == "full" else [Path(row["data"]).stem]
-    extra = f"{row['flags']} {row['env']}".replace("--", "").replace("=", " ").replace(",", ".")
-    return "-".join([*parts, *extra.split()]).replace("/", "_")
-
-
-def measure(row: dict, args) -> dict:
-    """Run a row; {"status": "ok" | "out of memory" | "failed", ...}."""
-    if row["engine"] == "torchtitan":
-        return measure_torchtitan(row, args.timeout)
+def measure(row: dict, timeout: float) -> dict:
+    """Run a row. Returns its status ("ok", "out of memory" or "failed"), command and figures."""
+    peer = row["engine"] == "torchtitan"
+    if peer and not torchtitan.installed():
+        return {"status": "failed", "error": "torchtitan is not installed", "command": ""}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
-        command = command_of(row, out)
-        code, text = run_command(command, environment_of(row), args.timeout)
-        result = {"command": " ".join(command)}
-        if code == 0:
-            for file in ("summary", "env", "config"):
-                result[file] = json.loads((out / f"{file}.json").read_text())
-            result = {"status": "ok", **result}
-        else:
-            result = {**failure(code, text), **result}
-    # a result is read elsewhere, where these folders are others
-    told = json.dumps(result)
-    for folder, name in ((scratch, "OUT"), (cache(), "CACHE"), (ROOT, "")):
-        told = told.replace(f"{folder}/", f"{name}/" if name else "")
-    return json.loads(told)
+        command = torchtitan.command_of(row) if peer else command_of(row, out)
+        code, text = run_command(command, environment_of(row), timeout)
+        files = () if code or peer else ("summary", "env", "config")
+        found = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
+        if peer and not code:
+            found = torchtitan.read(row, text)
+    outcome = {"status": "ok", **found} if found else failure(code, text)
+    result = json.dumps({"command": " ".join(command), **outcome})
+    # paths of this machine mean nothing elsewhere
+    paths = {f"{scratch}/": "OUT/", f"{cache()}/": "CACHE/", sys.executable: "python"}
+    for path, name in {**paths, f"{ROOT}/": ""}.items():
+        result = result.replace(path, name)
+    return json.loads(result)
 
 
 def command_of(row: dict, out: Path) -> list[str]:
@@ -173,18 +158,19 @@ def environment_of(row: dict) -> dict:
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
+    if row["engine"] == "torchtitan":
+        env[torchtitan.ROW] = json.dumps(row)
     return env
 
 
 def data_of(row: dict, model: str) -> str:
-    """A file of random tokens: rows that are full, or documents as long as GSM8K's.
+    """Return a file of random tokens: full rows, or documents as long as GSM8K's.
 
-    Random, because only the step is timed; the same for everybody, because the seed is."""
+    Only the step is timed, so tokens may be random; a fixed seed makes them the same everywhere."""
     if row["data"] not in ("full", "packed"):
         return row["data"]
     vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
-    root = cache()
-    file = root / f"bench-{row['data']}-{vocab}-{S}.jsonl"
+    file = cache() / f"bench-{row['data']}-{vocab}-{S}.jsonl"
     if file.exists():
         return str(file)
     rng = np.random.default_rng(0)
@@ -192,15 +178,13 @@ def data_of(row: dict, model: str) -> str:
     for _ in range(512 if row["data"] == "full" else max(512, 256 * S // 160)):
         if row["data"] == "full":
             document = {"input_ids": rng.integers(0, vocab, S).tolist()}
-        else:  # 160 tokens in the mean, the last two thirds of them learnt
+        else:  # 160 tokens on average; the last two thirds have labels
             n = int(np.clip(rng.lognormal(5.0, 0.35), 16, S))
             ids = rng.integers(0, vocab, n).tolist()
             document = {"input_ids": ids, "labels": [-100] * (n // 3) + ids[n // 3 :]}
-        lines.append(json.dumps(document))
-    root.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}")
-    part.write_text("\n".join(lines) + "\n")
-    part.replace(file)
+        lines.append(f"{json.dumps(document)}\n")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(lines))
     return str(file)
 
 
@@ -209,7 +193,7 @@ def cache() -> Path:
 
 
 def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str]:
-    """(exit code, output) of a command; Ctrl-C and the limit end it and its children."""
+    """Run a command. Returns its exit code and output. Ctrl-C and the timeout end its children."""
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             command, env=env, stdout=output, stderr=output, start_new_session=True
@@ -232,8 +216,8 @@ def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str
 
 
 def failure(code: int, text: str) -> dict:
-    """What a row that failed leaves: its status, its own words, the end of its output."""
-    # not C++'s stacks: once NCCL's, one a second, were all that was left of a row
+    """Describe a failed row: its status, its error message and the end of its output."""
+    # without C++ stacks: NCCL can print one a second and fill all 4,000 characters
     told = [line for line in text.strip().splitlines() if not line.startswith("frame #")]
     errors = [line for line in told if line.startswith("error:")]
     oom = "out of GPU memory" in text or "OutOfMemoryError" in text
@@ -249,18 +233,17 @@ def describe(result: dict) -> str:
     if result["status"] != "ok":
         return f"{result['status']}: {result['error'][:160]}"
     s = result["summary"]
-    return f"{s['median_step_ms']:.1f} ms, {s['median_slots_per_s']:,.0f} slots/s, " + " / ".join(
-        f"{m:.1f}" for m in s["peak_mem_gb"]
-    )
+    peaks = " / ".join(f"{peak:.1f}" for peak in s["peak_mem_gb"])
+    return f"{s['median_step_ms']:.1f} ms, {s['median_slots_per_s']:,.0f} slots/s, {peaks} GiB"
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the row would run on
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the row would keep running
     try:
         sys.exit(main())
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nstopped; what is done is kept, --resume goes on", file=sys.stderr)
+        print("\nstopped; what is done is kept, --resume continues", file=sys.stderr)
         sys.exit(130)

@@ -1,16 +1,16 @@
-"""Markdown tables from the JSON under bench/results/: python -m bench.table [--check] [FOLDER ...]
+"""Markdown tables of bench/results: python -m bench.table [--check] [NAME ...]
 
-Prints those of the folders named (below bench/results/: my-box/seed). Without any it writes anew
-what stands in README.md between <!-- table: FOLDER --> and <!-- end -->; --check fails where that
-and the results differ."""
+With names it prints the tables of bench/results/NAME.jsonl (my-box/seed). Without, it updates the
+tables between <!-- table: NAME --> and <!-- end --> in README.md and docs/*.md; --check only fails
+if one of them differs from the results."""
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
 
-from bench.run import RESULTS
+from bench import store
+from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -18,18 +18,23 @@ HEAD = (
     "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
     "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)",
 )  # fmt: skip
-OPTIONAL = {"model": 1, "real/s": 0, "learnt/s": 0}  # left out with no more than so many values
+OPTIONAL = {
+    "model": 1,
+    "real/s": 0,
+    "learnt/s": 0,
+}  # columns left out if they have no more values than this
 
 
-def rows_of(folder: Path) -> list[dict]:
-    """A folder's results, ordered by their settings."""
-    rows = [json.loads(file.read_text()) for file in folder.glob("*.json")]
+def in_order(results: list[dict]) -> list[dict]:
+    """Sort results by their settings."""
     order = ("model", "engine", "ckpt", "micro", "ga", "dtype", "data", "flags", "env")
-    return sorted(rows, key=lambda r: [str(r["row"][k]).rjust(8) for k in order])
+    return sorted(results, key=lambda r: [str(r["row"][k]).rjust(8) for k in order])
 
 
 def line_of(result: dict, env: bool = True) -> list[str]:
-    """A row of the table: medians, and of step_ms the least and the most. env: name it, too."""
+    """Format a row of the table: medians, and for step_ms also the minimum and the maximum.
+
+    env: whether to name the row's environment variables."""
     row, summary = result["row"], result.get("summary", {})
     notes = [row["data"]] * (row["data"] != "full") + row["flags"].split()
     notes += row["env"].split() if env else []
@@ -58,59 +63,61 @@ def line_of(result: dict, env: bool = True) -> list[str]:
     ]  # fmt: skip
 
 
-def table(folder: Path) -> str:
-    """A folder's table in Markdown. Results of bench.checkpoints bring their own columns."""
-    named = [json.loads(file.read_text()).get("columns") for file in sorted(folder.glob("*.json"))]
-    if all(named):
-        rows = [dict(zip(named[0], named[0], strict=True)), dict.fromkeys(named[0], "---"), *named]
-        return "".join(f"| {' | '.join(row.values())} |\n" for row in rows)
-    results = rows_of(folder)
-    env = len({result["row"]["env"] for result in results}) > 1  # what all share is said once
+def table(name: str) -> str:
+    """Return the table of a file of results. Those of bench.checkpoints have their own columns."""
+    results = store.read(name)
+    if not results:
+        raise UserError(f"no results in {store.file_of(name)}")
+    if "columns" in results[0]:
+        head = list(results[0]["columns"])
+        return markdown([head, ["---"] * len(head), *(r["columns"].values() for r in results)])
+    results = in_order(results)
+    env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     lines = [[str(cell) for cell in line_of(result, env)] for result in results]
     kept = []
-    for name, column in zip(HEAD, zip(*lines, strict=True), strict=True):
-        if len(set(column) - {""}) > OPTIONAL.get(name, -1):
-            kept.append((name, "---", *column))
-    return "".join(f"| {' | '.join(row)} |\n" for row in zip(*kept, strict=True))
+    for title, column in zip(HEAD, zip(*lines, strict=True), strict=True):
+        if len(set(column) - {""}) > OPTIONAL.get(title, -1):
+            kept.append((title, "---", *column))
+    return markdown(zip(*kept, strict=True))
+
+
+def markdown(lines) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def render(text: str) -> str:
-    """The README's text with every marked table made from the results."""
+    """Return a page's text with every marked table made from the results."""
+    return MARKED.sub(lambda found: found[1] + table(found[2]) + found[4], text)
 
-    def fill(found):
-        return found[1] + table(RESULTS / found[2]) + found[4]
 
-    return MARKED.sub(fill, text)
+def pages() -> list[Path]:
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("folders", nargs="*", metavar="FOLDER")
+    parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    if args.check and args.folders:
-        parser.error("--check is for README.md, without a FOLDER")
-    for name in args.folders:
-        if not any((RESULTS / name).glob("*.json")):
-            print(f"error: no results in {RESULTS / name}", file=sys.stderr)
-            return 2
-        print(table(RESULTS / name))
-    if args.folders:
-        return 0
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    fresh = render(text)
-    if args.check:
-        if fresh != text:
-            print(
-                "error: README.md and bench/results differ: python -m bench.table", file=sys.stderr
-            )
-        return int(fresh != text)
-    readme.write_text(fresh)
-    return 0
+    if args.check and args.names:
+        parser.error("--check takes no NAME")
+    for name in args.names:
+        print(table(name))
+    stale = [] if args.names else [p for p in pages() if p.read_text() != render(p.read_text())]
+    for page in stale:
+        if args.check:
+            said = f"error: {page.relative_to(ROOT)} is out of date: run python -m bench.table"
+            print(said, file=sys.stderr)
+        else:
+            page.write_text(render(page.read_text()))
+    return int(args.check and bool(stale))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)

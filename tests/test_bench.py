@@ -1,9 +1,9 @@
-"""The benchmark command: rows that work, rows that fail, going on, and the tables in the README."""
+"""The benchmark command: rows that succeed or fail, --resume, result files, tables, pictures."""
 
 import functools
-import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, python
 
-from bench import checkpoints, plots, table
+from bench import checkpoints, plots, store, table
 from bench import run as bench
 from llm_demo import device
 from llm_demo.args import less_memory, parse_args
@@ -26,7 +26,7 @@ def measure(tmp_path, monkeypatch, capsys):
     """bench.run with flags, its launchers being real processes; -> (exit code, what it printed)."""
 
     def call(*flags):
-        monkeypatch.setattr(bench, "RESULTS", tmp_path)
+        monkeypatch.setattr(store, "RESULTS", tmp_path)
         monkeypatch.setattr(sys, "argv", ["bench.run", *flags])
         monkeypatch.setattr(sys, "executable", python())  # the launchers'
         code = bench.main()
@@ -39,10 +39,10 @@ def test_smoke_then_resume(measure, tmp_path):
     """Both launchers, full rows and packed documents; a row that is there is not run again."""
     code, said = measure("--preset", "smoke")
     assert code == 0, said
-    files = sorted((tmp_path / "smoke").glob("*.json"))
-    assert len(files) == 2
-    for file in files:
-        result = json.loads(file.read_text())
+    assert [file.name for file in tmp_path.iterdir()] == ["smoke.jsonl"]
+    results = store.read("smoke")
+    assert len(results) == 2
+    for result in results:
         assert result["status"] == "ok" and result["env"]["versions"]["torch"]
         assert result["summary"]["median_step_ms"] > 0
         assert str(tmp_path) not in result["command"] and str(ROOT) not in result["command"]
@@ -76,8 +76,7 @@ def test_a_row_that_fails_is_a_row_that_says_so(measure, tmp_path):
     flags = ["--engines", "fsdp", "--model", "models/qwen3-tiny", "--flags=--oops"]
     code, said = measure(*flags, "--out", "x")
     assert code == 1 and "unknown argument --oops" in said
-    (file,) = (tmp_path / "x").glob("*.json")
-    result = json.loads(file.read_text())
+    (result,) = store.read("x")
     assert result["status"] == "failed" and result["error"].startswith("error: unknown")
     assert "failed" in table.line_of(result)
 
@@ -106,7 +105,7 @@ def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
             break
         time.sleep(0.5)
     assert not running()
-    assert not list(tmp_path.glob("x/*.json"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_grids_and_names():
@@ -126,6 +125,50 @@ def test_grids_and_names():
             replicas = 2 if row["engine"] == "fsdp" else 1
             work[row["engine"]].add(row["micro"] * row["ga"] * replicas)
         assert work["pp"] == work["fsdp"]
+
+
+def result_of(**settings):
+    return {"status": "ok", "row": {**bench.DEFAULTS, **settings}}
+
+
+def test_a_row_replaces_the_one_with_the_same_settings(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    for more in ({"micro": 1}, {"micro": 2}, {"micro": 2, "env": "A=1"}, {"model": "a/qwen3-0.6b"}):
+        store.write("box/x", result_of(**more))
+    assert len(store.read("box/x")) == 4
+    # another number of steps is a better measurement of the same row
+    store.write("box/x", {**result_of(micro=1, steps=99), "new": True})
+    assert [r.get("new") for r in store.read("box/x")] == [True, None, None, None]
+    # a file written before a setting existed
+    old = result_of(micro=1)
+    del old["row"]["env"]
+    store.write("box/x", old)
+    assert store.read("box/x")[0] == old and len(store.read("box/x")) == 4
+    for script in ("fsdp", "pp", "fsdp"):
+        store.write("save", {"columns": {"script": script}})
+    assert [r["columns"]["script"] for r in store.read("save")] == ["fsdp", "pp"]
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    store.write("x", result_of(micro=1))
+    before = store.read("x")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (store.file_of("x").stat().st_size + 9, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            store.write("x", result_of(micro=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert store.read("x") == before
+    store.write("x", result_of(micro=2))
+    assert len(store.read("x")) == 2
+
+
+def test_names_of_results_are_allowed_on_every_system():
+    files = [file for folder in (store.RESULTS, plots.PLOTS) for file in folder.rglob("*")]
+    assert len(files) > 12
+    assert not [file for file in files if set(file.name) & set('<>:"\\|?*')]
 
 
 # cards bridged in pairs
@@ -157,12 +200,31 @@ def test_the_links_between_gpus(tool, said, found, monkeypatch):
     assert device.links() == found
 
 
-def test_the_readmes_tables_are_those_of_the_results():
-    text = (ROOT / "README.md").read_text()
-    assert table.MARKED.search(text)
-    assert table.render(text) == text, "python -m bench.table"
-    broken = text.replace("| fsdp |", "| fsdp | 1", 1)
-    assert broken != text and table.render(broken) == text
+def test_the_tables_are_those_of_the_results():
+    marked = {page: page.read_text() for page in table.pages()}
+    marked = {page: text for page, text in marked.items() if table.MARKED.search(text)}
+    assert marked
+    for text in marked.values():
+        assert table.render(text) == text, "python -m bench.table"
+        broken = text.replace("| fsdp |", "| fsdp | 1", 1)
+        assert broken != text and table.render(broken) == text
+
+
+def test_tables_are_updated_in_the_page_that_has_them(tmp_path, monkeypatch, capsys):
+    text = "\nabove\n<!-- table: h200-x2/teff -->\n{}<!-- end -->\nbelow\n"
+    (tmp_path / "docs").mkdir()
+    pages = tmp_path / "README.md", tmp_path / "docs/a.md", tmp_path / "docs/b.md"
+    for page, body in zip(pages, ("no table", text.format("| old |\n"), text), strict=True):
+        page.write_text(body)
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["bench.table", "--check"])
+    assert table.main() == 1
+    assert "docs/a.md is out of date" in (said := capsys.readouterr().err) and "README" not in said
+    monkeypatch.setattr(sys, "argv", ["bench.table"])
+    assert table.main() == 0
+    assert pages[0].read_text() == "no table"
+    expected = text.format(table.table("h200-x2/teff"))
+    assert [page.read_text() for page in pages[1:]] == [expected] * 2
 
 
 def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
@@ -216,19 +278,21 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     )
     monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
-    result = torchtitan.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    assert result["status"] == "ok" and result["command"].startswith("python -m torch.distributed")
     assert result["summary"]["peak_mem_gb"] == [3.0]
     assert result["summary"]["reserved_mem_gb"] == [20.4]
     assert result["summary"]["median_slots_per_s"] == 2000
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
 
 
-def test_the_readmes_pictures_are_of_the_results():
-    named = re.findall(r"\]\(bench/plots/(\S+)\.png\)", (ROOT / "README.md").read_text())
+def test_the_pictures_are_of_the_results():
+    text = "".join(page.read_text() for page in table.pages())
+    named = re.findall(r"\]\((?:\.\./)?bench/plots/(\S+)\.png\)", text)
     assert len(named) >= 2
     for name in named:
         picture = (plots.PLOTS / f"{name}.png").read_bytes()
-        assert plots.digest(bench.RESULTS / name).encode() in picture, "python -m bench.plots"
+        assert plots.digest(name).encode() in picture, "python -m bench.plots"
 
 
 def test_where_two_lines_cross():

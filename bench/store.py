@@ -1,0 +1,39 @@
+"""Results on disk: bench/results/NAME.jsonl has one JSON object a line, one line a row."""
+
+import json
+from pathlib import Path
+
+from bench.presets import DEFAULTS
+from llm_demo.files import ROOT, write_text
+
+RESULTS = ROOT / "bench/results"
+
+
+def file_of(name: str) -> Path:
+    return RESULTS / f"{name}.jsonl"
+
+
+def read(name: str) -> list[dict]:
+    """Read the results of a file in the order they were added; [] if there is no file."""
+    file = file_of(name)
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def write(name: str, result: dict) -> None:
+    """Add a result to a file, or replace the result with the same settings.
+
+    The file is replaced as a whole: an interruption leaves the old one. It is read again first,
+    because another benchmark may have added rows in the meantime."""
+    results = {key_of(r): r for r in read(name)}
+    results[key_of(result)] = result
+    file_of(name).parent.mkdir(parents=True, exist_ok=True)
+    write_text(file_of(name), "".join(f"{json.dumps(r)}\n" for r in results.values()))
+
+
+def key_of(result: dict) -> str:
+    """What tells results apart: all settings of a row but the number of steps.
+
+    Results of bench.checkpoints have columns of their own; the first names script and flags."""
+    if "columns" in result:
+        return result["columns"]["script"]
+    return json.dumps({**DEFAULTS, **result["row"], "steps": None}, sort_keys=True)
