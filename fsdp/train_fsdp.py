@@ -5,7 +5,6 @@ bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.js
 python fsdp/train_fsdp.py                                    one process: the plain model
 """
 
-import dataclasses
 import functools
 
 import torch
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import spare_bytes
 from llm_demo import estimate
-from llm_demo.args import flag, parse_args
+from llm_demo.args import parse_args
 from llm_demo.data.batch import answers_of, learnt, to_device
 from llm_demo.dist import World, run, start
 from llm_demo.errors import UserError
@@ -50,24 +50,6 @@ from llm_demo.plan import (
     try_forward,
 )
 from llm_demo.run.checkpoint import Checkpoints
-
-
-@dataclasses.dataclass
-class FsdpArgs:
-    fsdp: bool | None = flag(
-        None, "shard with FSDP2; unset: with several processes, or --reshard_after_forward. One "
-        "process has nothing to share: it trains the plain model, faster and in less memory"
-    )  # fmt: skip
-    reshard_after_forward: bool = flag(
-        False, "free each block's gathered weights after use and gather them again in each forward "
-        "and backward, not once a step: less memory, more communication, the more with GA"
-    )  # fmt: skip
-    copy_engines: bool | None = flag(
-        None, "in bf16 and fp16, blocks' gathers, and without accumulation the exchange of their "
-        "gradients, by the GPUs' copy engines in the place of NCCL's kernels; unset: where blocks "
-        "are large and NVLink joins the GPUs of one node"
-    )  # fmt: skip
-
 
 parse = functools.partial(parse_args, __doc__, FsdpArgs)
 
