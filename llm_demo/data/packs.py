@@ -141,9 +141,7 @@ def load_packs(
         "input_key": input_key,
         "target_key": target_key,
         "overlong": overlong,
-        "learn_turns": None
-        if learn_turns == "all"
-        else learn_turns,  # as before this flag
+        "learn_turns": None if learn_turns == "all" else learn_turns,  # as before this flag
     }
     key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
     root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")

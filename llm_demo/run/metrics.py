@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from llm_demo.args import parse_steps
 from llm_demo.device import peak_memory_gb, peak_tflops, this_device
 from llm_demo.dist import World, from_rank0
 from llm_demo.errors import UserError
@@ -25,7 +26,7 @@ from llm_demo.run.folder import (
     take_folder,
 )
 from llm_demo.run.next_steps import next_steps
-from llm_demo.run.profiling import StepProfiler, parse_steps
+from llm_demo.run.profiling import StepProfiler
 from llm_demo.run.tracker import open_tracker
 
 WARMUP = 2  # logged steps left out of the summary's medians: allocator, kernels and caches warm up
