@@ -399,8 +399,9 @@ def help_page(description: str, groups: list[type], values: dict) -> str:
 
 
 HOW = (
-    "Booleans: --x or --x true, --no_x or --x false. The launchers also read environment variables "
-    "with a flag's name in capitals (MODEL for --model_name_or_path); see docs/flags.md."
+    "--save is --save true, and --no_save is --save false; so for all booleans. The launchers also "
+    "read environment variables with a flag's name in capitals (MODEL for --model_name_or_path); "
+    "see docs/flags.md."
 )
 
 

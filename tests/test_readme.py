@@ -2,7 +2,6 @@
 
 import ast
 import contextlib
-import dataclasses
 import io
 import re
 
@@ -18,7 +17,6 @@ from llm_demo.run import metrics
 from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
-SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
 LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
 METRICS = (ROOT / "llm_demo/run/metrics.py").read_text()
@@ -37,27 +35,6 @@ def table(heading):
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def block(kind):
-    """Setting -> default of a launcher's block of settings."""
-    text = (ROOT / LAUNCHERS[kind]).read_text()
-    return dict(re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M))
-
-
-def flag_of(setting):
-    return {"MODEL": "model_name_or_path"}.get(setting, setting.lower())
-
-
-def default(kind, setting):
-    """What applies if nothing is set, as the README writes it."""
-    fields = [f for group in (*SHARED, SCRIPTS[kind]) for f in dataclasses.fields(group)]
-    script = {field.name: field.default for field in fields}[flag_of(setting)]
-    value = block(kind)[setting].removeprefix("$ROOT/") or script
-    if value is None:
-        return "–"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return f"`{text.removeprefix(f'{ROOT}/')}`"
-
-
 def flags_of_help():
     said = io.StringIO()
     for more in SCRIPTS.values():
@@ -65,24 +42,6 @@ def flags_of_help():
             args.parse_args("", more, argv=["--help"])
     # transformers adds each flag once more, spelled with dashes
     return {flag for flag in re.findall(r"--\w[\w-]*", said.getvalue()) if "-" not in flag[2:]}
-
-
-def test_every_setting_is_in_the_table_with_its_default_and_flag():
-    blocks = {kind: block(kind) for kind in LAUNCHERS}
-    assert all(len(settings) > 30 for settings in blocks.values())
-    documented = {}
-    for names, defaults, flags, _ in table("Settings"):
-        for name, flag in zip(re.findall("`(.*?)`", names), flags.split(", "), strict=True):
-            only = re.search(r"\((\w+)\)$", names)
-            documented[name] = only and only[1], defaults, flag
-    expected = {}
-    for name in blocks["fsdp"] | blocks["pp"]:
-        values = {kind: default(kind, name) for kind in LAUNCHERS if name in blocks[kind]}
-        first, *others = dict.fromkeys(values.values())
-        text = f"{first} (pp: {others[0]})" if others else first
-        only = None if len(values) == 2 else next(iter(values))
-        expected[name] = only, text, f"`--{flag_of(name)}`"
-    assert documented == expected
 
 
 def test_every_flag_is_named_and_every_flag_named_exists():
@@ -105,8 +64,9 @@ def test_every_variable_named_is_read_somewhere():
     # NCCL's and RCCL's own, and PyTorch's
     named -= {"NCCL_P2P_DISABLE", "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING"}
     sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/launch/__main__.py"]
-    sources += ["llm_demo/data/packs.py"]
+    sources += ["llm_demo/data/packs.py", "llm_demo/launch/settings.py"]
     read = set(re.findall(r"\w+", "".join((ROOT / source).read_text() for source in sources)))
+    read |= {flag[2:].upper() for flag in flags_of_help()}
     assert len(named) > 30
     assert named <= read, named - read
 
