@@ -1,6 +1,6 @@
-# shellcheck shell=bash disable=SC2034
-# Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh: turns the settings at their top into flags of
-# the training script, and starts it.
+# shellcheck shell=bash
+# Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh before their settings: starts a training script
+# with these. llm_demo/launch/settings.py turns settings and environment into flags.
 
 stopped() {
     echo "error: stopped by SIGINT" >&2
@@ -8,10 +8,15 @@ stopped() {
 }
 trap stopped INT
 
-# launch torchrun|deepspeed SCRIPT "SETTING ..." [flags of the command line]
+before=$(compgen -v) # the variables that there are before a launcher's settings
+
+# launch torchrun|deepspeed SCRIPT [flags of the command line]
 launch() {
-    local launcher=$1 script=$2 settings=$3 bundled=yes epochs='' name value flag flags=()
-    shift 3
+    local launcher=$1 script=$2 name settings=()
+    shift 2
+    for name in $(compgen -v | grep '^[A-Z]'); do
+        [[ $'\n'$before$'\n' == *$'\n'"$name"$'\n'* ]] || settings+=("$name=${!name}")
+    done
     if [[ -n ${PYTHON:-} ]]; then
         # Without Ctrl-C, which would be a traceback here: the trap answers it afterwards.
         (trap '' INT && exec "$PYTHON" -c \
@@ -26,41 +31,7 @@ launch() {
         PYTHON=$ROOT/.venv/bin/python
     fi
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-    for flag in "$@"; do
-        case $flag in
-        -h | --help) exec "$PYTHON" "$script" --help ;;
-        --num[_-]epochs*) epochs=flag ;;
-        --train[_-]json* | --model[_-]name[_-]or[_-]path*) bundled=no ;;
-        esac
-    done
-    # A number of epochs replaces a default number of steps; as a flag, also the environment's.
-    if [[ $epochs == flag ]]; then
-        NUM_EPOCHS='' MAX_STEPS=''
-    elif [[ -n $NUM_EPOCHS ]]; then
-        epochs=setting
-        printenv MAX_STEPS >/dev/null || MAX_STEPS=''
-    fi
-    [[ $MODEL == "$ROOT/models/qwen3-tiny" ]] || bundled=no
-    [[ $TRAIN_JSON == "$ROOT/data/first_run.jsonl" ]] || bundled=no
-    if [[ $bundled == yes ]]; then
-        for name in $FIRST_RUN; do
-            value=${name#*=} name=${name%%=*}
-            [[ $name != MAX_STEPS || -z $epochs ]] || continue
-            [[ -n ${!name} ]] || printenv "$name" >/dev/null || printf -v "$name" %s "$value"
-        done
-    fi
-
-    for name in MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE \
-        GRAD_ACCUM_STEPS MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER \
-        MAX_GRAD_NORM DTYPE PACK_SEQUENCES TRAIN_ON_PROMPT USE_ACTIVATION_CHECKPOINTING ATTN_IMPL \
-        COMPILE SEED LOG_EVERY EVAL_EVERY EVAL_BATCH_SIZE OUTPUT_DIR REPORT_TO \
-        TOKENIZER_NAME_OR_PATH DATA_FORMAT OVERLONG SAMPLE_TOKENS OVERWRITE DRY_RUN SAVE_EVERY KEEP_LAST RESUME $settings; do
-        [[ -n ${!name} ]] || continue
-        flag=--$(tr '[:upper:]' '[:lower:]' <<<"$name")
-        flags+=("${flag/#--model/--model_name_or_path}" "${!name}")
-    done
-    set -- "$PYTHON" -m llm_demo.launch "$launcher" "$script" "${flags[@]}" "$@"
-    echo "+ $(printf '%q ' "$@")"
+    set -- "$PYTHON" -m llm_demo.launch.settings "$launcher" "$script" "${settings[@]}" -- "$@"
     # Ctrl-C would be a traceback while Python starts. Where env can, it waits until we listen.
     if env --block-signal=INT true 2>/dev/null; then set -- env --block-signal=INT "$@"; fi
     exec "$@"

@@ -2,8 +2,8 @@
 
 python fsdp/launch_script.py [flags of train_fsdp.py]     (also installed as llm-demo-fsdp)
 
-It starts from the defaults of launch_fsdp.sh; where two processes accumulate 2 micro-batches there,
-one accumulates 4 here, so that a step sees the same rows.
+It takes the settings of launch_fsdp.sh, but not those of the environment. Where two processes
+accumulate 2 micro-batches there, one accumulates 4 here, so that a step sees the same rows.
 """
 
 import os
@@ -13,32 +13,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-DEFAULTS = {
-    "--model_name_or_path": str(ROOT / "models/qwen3-tiny"),
-    "--train_json": str(ROOT / "data/first_run.jsonl"),
-    "--micro_batch_size": "4",
-    "--grad_accum_steps": "4",
-}
-FIRST_RUN = {  # only with the bundled model and data
-    "--seq_len": "64",
-    "--max_steps": "220",
-    "--lr": "2e-3",
-    "--log_every": "10",
-}
-
 
 def main() -> None:
-    given = {flag.split("=")[0].replace("-", "_").replace("__", "--", 1) for flag in sys.argv[1:]}
-    defaults = DEFAULTS.copy()
-    if not given & {"--model_name_or_path", "--train_json"}:
-        defaults |= FIRST_RUN
-    if "--num_epochs" in given:  # a number of epochs replaces the default number of steps
-        defaults.pop("--max_steps", None)
-    script = ROOT / "fsdp/train_fsdp.py"
-    sys.argv = [str(script), *(word for pair in defaults.items() for word in pair), *sys.argv[1:]]
+    sys.path.insert(0, str(ROOT))
+    from llm_demo.launch.settings import flags_of, read_launcher
+
+    script, settings = read_launcher(ROOT / "fsdp/launch_fsdp.sh")
+    settings["GRAD_ACCUM_STEPS"] = str(2 * int(settings["GRAD_ACCUM_STEPS"] or 1))
+    sys.argv = [str(script), *flags_of(script, settings, {}, sys.argv[1:])]
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port: nobody else joins
-    sys.path.insert(0, str(ROOT))
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -5,16 +5,16 @@ bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.js
 python fsdp/train_fsdp.py                                    one process: the plain model
 """
 
-import dataclasses
 import functools
 
 import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp import estimate
+from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import spare_bytes
 from fsdp.shards import Shards, training_state
-from llm_demo.args import flag, less_memory, parse_args
+from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, learnt, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import run, start
@@ -44,24 +44,6 @@ from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
 from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
-
-
-@dataclasses.dataclass
-class FsdpArgs:
-    fsdp: bool | None = flag(
-        None, "shard with FSDP2; unset: with several processes, or --reshard_after_forward. One "
-        "process has nothing to share: it trains the plain model, faster and in less memory"
-    )  # fmt: skip
-    reshard_after_forward: bool = flag(
-        False, "free each block's gathered weights after use and gather them again in each forward "
-        "and backward, not once a step: less memory, more communication, the more with GA"
-    )  # fmt: skip
-    copy_engines: bool | None = flag(
-        None, "in bf16 and fp16, blocks' gathers, and without accumulation the exchange of their "
-        "gradients, by the GPUs' copy engines in the place of NCCL's kernels; unset: where blocks "
-        "are large and NVLink joins the GPUs of one node"
-    )  # fmt: skip
-
 
 parse = functools.partial(parse_args, __doc__, FsdpArgs)
 

@@ -1,162 +1,427 @@
-"""The flags both scripts share: one dataclass per concern, parsed into one flat namespace."""
+"""The flags: each declared once, with its help, bounds and choices; parsed into one flat object.
+
+The flags that scripts share are here, those of one script in the flags.py beside it. Nothing heavy
+is imported, so that a launcher can check all flags before torch is imported.
+"""
 
 import argparse
 import dataclasses
 import difflib
+import functools
 import math
 import re
+import shlex
+import shutil
 import sys
+import textwrap
+import types
+import typing
 from typing import Literal
-
-from transformers import HfArgumentParser
 
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
+MOST = 2**31 - 1  # for whole numbers, unless a flag says otherwise
+TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
-def flag(default, help):
-    return dataclasses.field(default=default, metadata={"help": help})
+
+def flag(
+    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory=False
+):
+    """A dataclass field that is a flag.
+
+    Args:
+        positive, at_least, at_most: bounds of a number.
+        env: the environment variable that sets it, "" for none; default: its name in capitals.
+        saves_memory: whether to suggest switching it on after running out of GPU memory.
+    """
+    metadata = {
+        "help": help, "positive": positive, "at_least": at_least, "at_most": at_most, "env": env,
+        "saves_memory": saves_memory,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass
 class ModelArgs:
+    """Model"""
+
     model_name_or_path: str = flag(
         str(ROOT / "models/qwen3-tiny"),
-        "Hugging Face folder or hub id; a folder without weights starts from random ones",
+        "Hugging Face model: a local folder or a hub id. A folder without weights starts from "
+        "random ones.",
+        env="MODEL",
     )
-    tokenizer_name_or_path: str | None = flag(None, "folder or hub id; default: the model's own")
+    tokenizer_name_or_path: str | None = flag(
+        None, "Tokenizer: a folder or a hub id. Default: the model's own."
+    )
     chat_template: str | None = flag(
-        None, "file with a Jinja chat template to use in place of the tokenizer's; exported with "
-        "the model"
-    )  # fmt: skip
-    attn_impl: str = flag(
-        "auto",
-        "auto | sdpa (one document a row) | varlen | flash_attn | bucketed | bucketed_math (no "
-        "fused kernel) | math: "
-        "attention over packed documents; auto takes the fastest that runs here and says why",
+        None, "File with a Jinja chat template. Default: the tokenizer's own."
     )
+    attn_impl: Literal[
+        "auto", "sdpa", "varlen", "flash_attn", "bucketed", "bucketed_math", "math"
+    ] = flag("auto", "Attention backend. auto: the fastest that runs here; the log says why.")
     use_activation_checkpointing: bool = flag(
-        False, "recompute each decoder block in the backward: less memory, about a third more work"
+        False,
+        "Recompute each decoder block in the backward pass: less memory, about a third more "
+        "compute.",
+        saves_memory=True,
     )
     compile: bool | None = flag(
-        None, "torch.compile blocks and loss; default: where it pays and works, which is printed"
+        None, "Compile decoder blocks and loss. Default: where it works and is faster."
     )
     activation_memory_budget: float = flag(
-        1.0, "where blocks are compiled: the share of activations to keep, 0 to 1; the cheapest of "
-        "the rest are computed again in the backward"
-    )  # fmt: skip
+        1.0,
+        "Fraction of activations, 0 to 1, that compiled blocks keep; the cheapest of the others "
+        "are recomputed.",
+        at_most=1,
+    )
     blocks_per_unit: int = flag(
-        0, "decoder blocks compiled and sharded as one unit; 0: about 64M parameters, 4 at most"
+        0,
+        "Decoder blocks per unit of compilation and sharding. 0: as many as hold about 64M "
+        "parameters, at most 4.",
     )
 
 
 @dataclasses.dataclass
 class DataArgs:
+    """Data"""
+
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
-        "JSON Lines, JSON, Parquet, CSV or TSV; several files separated by commas, a glob, a "
-        "folder, or the id of a dataset on the hub",
+        "Training data (JSON Lines, JSON, Parquet, CSV, TSV): files separated by commas, a glob, "
+        "a folder, or a hub dataset.",
     )
-    dataset_config: str | None = flag(None, "configuration of a hub dataset, such as main")
-    dataset_split: str | None = flag(None, "split of a hub dataset to train on; default: train")
+    dataset_config: str | None = flag(None, "Configuration of a hub dataset, such as main.")
+    dataset_split: str | None = flag(None, "Split of a hub dataset to train on. Default: train.")
     eval_json: str = flag(
         "auto",
-        "held-out file, or a split on the hub such as openai/gsm8k:test; auto: "
-        "X.heldout.jsonl beside X.jsonl if it is there; none: no eval",
+        "Held-out data; a hub dataset with its split, such as openai/gsm8k:test. auto: "
+        "X.heldout.jsonl beside X.jsonl, if it exists. none: no evaluation.",
     )
-    data_format: str = flag(
-        "auto",
-        "auto | messages | conversations | prompt | input | alpaca | tokens | text: see README.md",
-    )
-    input_key: str | None = flag(None, "name of the prompt column, with --target_key")
-    target_key: str | None = flag(None, "name of the answer column, with --input_key")
+    data_format: Literal[
+        "auto", "tokens", "messages", "conversations", "prompt", "alpaca", "input", "text"
+    ] = flag("auto", "Format of a row. auto: detected from the first one.")
+    input_key: str | None = flag(None, "Name of the prompt column. Needs --target_key.")
+    target_key: str | None = flag(None, "Name of the answer column. Needs --input_key.")
     seq_len: int = flag(
-        0, "token slots of a row; 0: enough for 99 %% of the documents, rounded up to a multiple "
-        "of 128, at most 4096 and the model's limit"
-    )  # fmt: skip
-    pack_sequences: bool = flag(True, "several whole documents in a row; off: one, padded")
+        0,
+        "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "
+        "128, at most 4096 and the model's limit.",
+    )
+    pack_sequences: bool = flag(True, "Pack several whole documents into a row. Off: one, padded.")
     overlong: Literal["truncate", "split", "drop"] = flag(
-        "truncate", "what becomes of a document longer than seq_len"
+        "truncate", "What to do with a document longer than a row."
     )
-    train_on_prompt: bool = flag(False, "learn every token, not the assistant's alone")
-    learn_turns: Literal["all", "last"] = flag(
-        "all", "of a conversation: every turn of the assistant, or only the last one"
-    )
+    train_on_prompt: bool = flag(False, "Train on every token, not only on the assistant's.")
+    learn_turns: Literal["all", "last"] = flag("all", "Assistant turns to train on.")
 
 
 @dataclasses.dataclass
 class TrainArgs:
-    micro_batch_size: int = flag(1, "rows a replica works on at a time")
-    grad_accum_steps: int = flag(1, "micro-batches of a replica in one optimizer step")
-    max_steps: int = flag(0, "optimizer steps; 0: as many as num_epochs takes")
-    num_epochs: float = flag(1.0, "passes over the data, where max_steps is 0")
+    """Training"""
+
+    micro_batch_size: int = flag(
+        1, "Rows per replica in one forward and backward pass.", at_least=1
+    )
+    grad_accum_steps: int = flag(1, "Micro-batches per replica in one optimizer step.", at_least=1)
+    max_steps: int = flag(0, "Optimizer steps. 0: as many as --num_epochs takes.")
+    num_epochs: float = flag(
+        1.0, "Passes over the training data, if --max_steps is 0.", at_most=1e9
+    )
     lr: float | None = flag(
-        None, "peak learning rate; default: 2e-5 for trained weights, 1e-3 for random ones"
+        None,
+        "Peak learning rate. Default: 2e-5 for trained weights, 1e-3 for random.",
+        positive=True,
     )
-    weight_decay: float = flag(0.01, "AdamW, on matrices only: not on norms and biases")
-    warmup_steps: int = flag(10, "optimizer steps of linear warm-up")
-    lr_scheduler: Literal["cosine", "linear", "constant"] = flag("cosine", "after the warm-up")
-    max_grad_norm: float = flag(1.0, "clip the global gradient norm to this; 0: no clipping")
+    weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
+    warmup_steps: int = flag(10, "Optimizer steps of linear warm-up.")
+    lr_scheduler: Literal["cosine", "linear", "constant"] = flag(
+        "cosine", "Decay after the warm-up. cosine and linear end at a tenth of --lr."
+    )
+    max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this. 0: no clipping.")
     max_skipped_steps: int = flag(
-        20, "steps in a row with a loss or gradient norm that is not finite (NaN or infinity), "
-        "after which the run ends with an error; 0: no limit"
-    )  # fmt: skip
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
-        "auto", "of the compute; weights and optimizer states are fp32 always"
+        20,
+        "End with an error after this many consecutive steps whose loss or gradient norm is NaN "
+        "or infinite. 0: no limit.",
     )
-    seed: int = flag(1234, "of the row order and of random weights")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
+        "auto",
+        "Compute dtype; weights and optimizer states are always fp32. auto: fp32 on a CPU, bf16 "
+        "on a GPU that has it, else fp16. Short forms: --bf16, --fp16.",
+    )
+    seed: int = flag(1234, "Seed of row order and random weights.", at_most=2**63 - 1)
 
 
 @dataclasses.dataclass
 class RunArgs:
-    output_dir: str | None = flag(None, "the run's folder; default: runs/<script>-<model>-<time>")
-    overwrite: bool = flag(False, "empty a non-empty output_dir first")
-    save: bool = flag(
-        True, "checkpoints at the end, and when SIGTERM, SIGHUP or Ctrl-C ends the run after a step"
-    )
-    save_every: int = flag(0, "optimizer steps between checkpoints besides those; 0: none")
-    save_async: bool = flag(True, "write those in the background, from copies in the host's memory")
-    keep_last: int = flag(2, "checkpoints to keep, older ones are removed; 0: all")
-    keep_best: bool = flag(False, "keep the one with the lowest held-out loss, too")
+    """Run"""
+
+    output_dir: str | None = flag(None, "Folder of the run. Default: runs/<script>-<model>-<time>.")
+    overwrite: bool = flag(False, "Replace the earlier run in --output_dir. Off: an error.")
+    save: bool = flag(True, "Save a checkpoint at the end and when a signal stops the run.")
+    save_every: int = flag(0, "Optimizer steps between further checkpoints. 0: none.")
+    save_async: bool = flag(True, "Write these in the background, from copies in host memory.")
+    keep_last: int = flag(2, "Checkpoints to keep; older ones are deleted. 0: all.")
+    keep_best: bool = flag(False, "Also keep the checkpoint with the lowest held-out loss.")
     resume: str | None = flag(
-        None, "auto: go on from the newest whole checkpoint of output_dir, if there is one; or a "
-        "checkpoint's folder, or a run's"
-    )  # fmt: skip
-    resume_anyway: bool = flag(False, "go on even if data, seed or rows of a step are others")
-    export: Literal["none", "bf16", "fp16", "fp32"] = flag(
-        "none", "at the end, a Hugging Face folder in this dtype: hf/ in the run's folder"
+        None,
+        "auto: resume from the newest complete checkpoint in --output_dir, or start if there is "
+        "none. A folder: resume from that checkpoint or run.",
     )
-    log_every: int = flag(1, "optimizer steps between two logged ones")
-    eval_every: int = flag(0, "optimizer steps between evaluations; 0: before and after only")
-    eval_batch_size: int = flag(0, "rows a replica evaluates at a time; 0: --micro_batch_size")
-    sample_tokens: int = flag(32, "length of the three answers generated at the end; 0: none")
-    report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "a tracker beside the JSONL")
-    comm_timer: bool = flag(True, "time communication in every step; off: comm columns are 0")
+    resume_anyway: bool = flag(False, "Resume even if data, seed or rows per step have changed.")
+    export: Literal["none", "bf16", "fp16", "fp32"] = flag(
+        "none", "Export a Hugging Face model in this dtype to hf/ in the run's folder at the end."
+    )
+    log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
+    eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
+    eval_batch_size: int = flag(0, "Rows per replica when evaluating. 0: --micro_batch_size.")
+    sample_tokens: int = flag(32, "Tokens of each of the three sample answers at the end. 0: none.")
+    report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
+    comm_timer: bool = flag(True, "Measure communication time in every step. Off: logged as 0.")
     profile_steps: str = flag(
-        "", '"a:b": profile these steps (from 1): a Chrome trace per rank and profile.txt'
+        "",
+        "Steps to profile, such as 5:7 (from 1): traces and profile.txt. Default: none.",
     )
     peak_tflops: float | None = flag(
-        None, "of one GPU in the run's dtype, for MFU; default: llm_demo/device.py's table"
+        None,
+        "Peak TFLOP/s of one GPU in this dtype, for MFU. Default: from a table.",
+        positive=True,
     )
-    estimate: bool = flag(
-        False, "print the memory each rank is expected to need, by part, and exit; allocates none"
-    )
-    dry_run: bool = flag(
-        False, "do everything up to step 1 and one forward pass, print the plan, exit; writes none"
-    )  # fmt: skip
+    estimate: bool = flag(False, "Print an estimate of peak memory per rank and exit.")
+    dry_run: bool = flag(False, "Prepare, run one forward pass, print the plan and exit.")
 
 
-class OneLine:
-    def error(self, message):  # argparse prints its 60-line usage first; the line is what helps
+SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
+
+
+def check(args) -> None:
+    """Raises UserError for shared flags that contradict each other."""
+    check_rows(args.seq_len, args.learn_turns, args.train_on_prompt)
+    parse_steps(args.profile_steps)
+    if args.max_steps == 0 and not args.num_epochs > 0:
+        raise UserError("--max_steps 0 needs --num_epochs above 0")
+    if args.activation_memory_budget < 1 and args.compile is False:
+        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
+    if args.resume == "auto" and not args.output_dir:
+        raise UserError("--resume auto needs --output_dir, the run to resume")
+    if args.export != "none" and not args.save:
+        raise UserError("--export converts the last checkpoint, so it cannot go with --save false")
+    if args.resume and args.overwrite:
+        raise UserError("--resume keeps the run's folder and --overwrite empties it: choose one")
+    if bool(args.input_key) != bool(args.target_key):
+        raise UserError("--input_key and --target_key name a pair of columns: give both")
+
+
+def check_rows(seq_len: int, learn_turns: str, train_on_prompt: bool) -> None:
+    if 0 < seq_len < 8:
+        raise UserError(f"--seq_len {seq_len} is too small: 8 is the least")
+    if learn_turns == "last" and train_on_prompt:
+        raise UserError("--learn_turns last and --train_on_prompt contradict: choose one")
+
+
+def parse_steps(text: str) -> tuple[int, int] | None:
+    """ "a:b" -> (a, b), steps from 1, both included; "" -> None. Raises UserError."""
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f'--profile_steps {text}: two steps such as "5:7", the first from 1')
+    return int(found[1]), int(found[2])
+
+
+def less_memory(args) -> str:
+    """What to change after running out of GPU memory, best first, with the current values."""
+    ways = [("micro_batch_size", "halve it, double grad_accum_steps")]
+    ways = ways if args.micro_batch_size > 1 else []
+    for field in dataclasses.fields(args):
+        if field.metadata["saves_memory"] and not getattr(args, field.name):
+            ways.append((field.name, "true"))
+    if args.activation_memory_budget == 1:
+        ways.append(("activation_memory_budget", "0.6, if blocks are compiled"))
+    ways.append(("seq_len", "shorter rows"))
+    if args.dtype == "fp32":
+        ways.append(("dtype", "bf16"))
+    lines = [f"--{name} (now {shown(getattr(args, name))}): {how}" for name, how in ways]
+    return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
+
+
+# ---------------------------------------------------------------------------- parsing
+
+
+def kind_of(field: dataclasses.Field) -> type:
+    """bool, int, float or str."""
+    if choices_of(field):
+        return str
+    union = isinstance(field.type, types.UnionType)  # X | None
+    return typing.get_args(field.type)[0] if union else field.type
+
+
+def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
+    literal = typing.get_origin(field.type) is Literal
+    return typing.get_args(field.type) if literal else ()
+
+
+def choices(group: type, name: str) -> tuple[str, ...]:
+    """The values that a flag of this dataclass can take."""
+    return choices_of(next(f for f in dataclasses.fields(group) if f.name == name))
+
+
+def env_of(field: dataclasses.Field) -> str:
+    """The environment variable that sets a flag through a launcher; "" if there is none."""
+    env = field.metadata["env"]
+    return field.name.upper() if env is None else env
+
+
+def value_of(field: dataclasses.Field, text: str):
+    """What `text` means as the value of a flag. Raises UserError if it is not allowed."""
+    kind, given = kind_of(field), f"--{field.name} {text[:80]}"
+    if kind is bool:
+        if text.lower() not in TRUE + FALSE:
+            raise UserError(f"{given}: must be true or false")
+        return text.lower() in TRUE
+    try:
+        value = kind(text)
+    except ValueError:
+        what = "a whole number" if kind is int else "a number"
+        raise UserError(f"{given}: must be {what}") from None
+    if choices_of(field):
+        check_choice(field.name, value, choices_of(field))
+    if kind in (int, float):
+        check_bounds(field, value)
+    return value
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"--{name} {value[:80]}: choose from {', '.join(allowed)}")
+
+
+def check_bounds(field: dataclasses.Field, value: float) -> None:
+    bounds, given = field.metadata, f"--{field.name} {str(value)[:80]}"
+    most = bounds["at_most"] or (MOST if isinstance(value, int) else math.inf)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{given}: must be a finite number")
+    if bounds["positive"] and not value > 0:
+        raise UserError(f"{given}: must be positive")
+    if value < 0 and not bounds["at_least"]:
+        raise UserError(f"{given}: must not be negative")
+    if value < bounds["at_least"]:
+        raise UserError(f"{given}: must be at least {bounds['at_least']}")
+    if value > most:
+        raise UserError(f"{given}: must be at most {most:,}")
+
+
+class PlainParser(argparse.ArgumentParser):
+    def error(self, message):  # argparse would print its usage first, which is long
         raise UserError(f"{message} (see --help)")
 
 
-class Parser(OneLine, HfArgumentParser):
-    pass
+def parse_args(description: str, *more: type, argv: list[str] | None = None):
+    """Parse the shared flags and those of the dataclasses in `more` into one flat dataclass.
+
+    A boolean flag is --x, --x true, --no_x or --x false; dashes may replace underscores.
+
+    Args:
+        description: printed as it is above the help.
+        more: dataclasses of flags; `check(args)` of one that has it raises UserError for values
+            that contradict each other.
+
+    Raises UserError for an unknown flag (with the nearest known one), a value that is not allowed
+    and a combination that contradicts itself.
+    """
+    groups = [*SHARED, *more]
+    parser = PlainParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    for field in (field for group in groups for field in dataclasses.fields(group)):
+        boolean = {"nargs": "?", "const": True} if kind_of(field) is bool else {}
+        read = functools.partial(value_of, field)
+        parser.add_argument(*spellings(field.name), type=read, default=field.default, **boolean)
+        if boolean:
+            off = spellings(f"no_{field.name}")
+            parser.add_argument(*off, action="store_false", dest=field.name, default=field.default)
+    for dtype in ("bf16", "fp16"):
+        parser.add_argument(f"--{dtype}", action="store_const", const=dtype, dest="dtype")
+    given, unknown = parser.parse_known_args(argv)
+    values = vars(given)
+    if values.pop("help"):
+        print(help_page(description, groups, values))
+        sys.exit(0)
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        hint = f"did you mean {near[0]}?" if near else "see --help"
+        raise UserError(f"unknown argument {unknown[0]}; {hint}")
+    # the last base's fields come first
+    args = dataclasses.make_dataclass("Args", [], bases=tuple(reversed(groups)))(**values)
+    check(args)
+    for group in more:
+        getattr(group, "check", lambda args: None)(args)
+    return args
 
 
-class PlainParser(OneLine, argparse.ArgumentParser):
-    pass
+def spellings(name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
+
+
+def command_line() -> str:
+    return shlex.join([sys.executable, *sys.argv])
+
+
+# ---------------------------------------------------------------------------- help
+
+COLUMN = 22  # where the texts begin
+NO_BREAK = "\xa0"  # a space at which textwrap does not break a line
+
+
+def help_page(description: str, groups: list[type], values: dict) -> str:
+    """The page that --help prints. values: of all flags; where one is not the default, it is shown
+    beside it."""
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    lines = [description.strip()]
+    for group in groups:
+        lines += ["", f"{group.__doc__}:"]
+        for field in dataclasses.fields(group):
+            names = f"  --{field.name}"
+            if kind_of(field) is bool:
+                names += f", --no_{field.name}"
+            indent = " " * COLUMN
+            text = f"{field.metadata['help']} {remarks(field, values[field.name])}"
+            text = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
+            text = [line.replace(NO_BREAK, " ") for line in text]
+            if len(names) < COLUMN:
+                text[0] = names + text[0][len(names) :]
+            else:
+                lines.append(names)
+            lines += text
+    lines += ["", *textwrap.wrap(HOW, width)]
+    return "\n".join(lines)
+
+
+HOW = (
+    "--save is --save true, and --no_save is --save false; so for all booleans. The launchers also "
+    "read environment variables with a flag's name in capitals (MODEL for --model_name_or_path); "
+    "see docs/flags.md."
+)
+
+
+def remarks(field: dataclasses.Field, value) -> str:
+    """The choices, the default, and the value if it is another one."""
+    parts = [" | ".join(choices_of(field))]
+    if field.default not in (None, ""):
+        parts.append(f"default:{NO_BREAK}{shown(field.default)}")
+    if value != field.default:
+        parts.append(f"here:{NO_BREAK}{shown(value)}")
+    return f"[{'; '.join(filter(None, parts))}]" if any(parts) else ""
+
+
+def shown(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).removeprefix(f"{ROOT}/")
+
+
+# ---------------------------------------------------------------------------- types for argparse
 
 
 def whole(at_least: int = 0):
@@ -168,8 +433,8 @@ def whole(at_least: int = 0):
         except ValueError:
             value = -1
         if not at_least <= value <= MOST:
-            said = f"{text[:80]}: must be a whole number, {at_least} or more"
-            raise argparse.ArgumentTypeError(said)
+            message = f"{text[:80]}: must be a whole number, {at_least} or more"
+            raise argparse.ArgumentTypeError(message)
         return value
 
     return parse
@@ -189,96 +454,3 @@ def regex(text: str) -> str:
     except re.error as e:
         raise argparse.ArgumentTypeError(f"{text}: not a regular expression ({e})") from None
     return text
-
-
-def parse_args(description: str, *more: type, argv: list[str] | None = None) -> argparse.Namespace:
-    """Parse the shared flags and those of the dataclasses in `more` into one flat namespace.
-
-    Raises UserError for an unknown flag (with the nearest known one), a wrong value or a
-    combination that can't train."""
-    groups = [ModelArgs, DataArgs, TrainArgs, RunArgs, *more]
-    parser = Parser(groups, description=description, allow_abbrev=False)
-    for field in (f for group in groups for f in dataclasses.fields(group)):
-        if field.type == bool | None:
-            parser._option_string_actions[f"--{field.name}"].nargs = "?"
-            parser._option_string_actions[f"--{field.name}"].const = True
-        if field.type in (bool, bool | None) and not field.default:
-            # HfArgumentParser adds --no_x to the others itself
-            parser.add_argument(f"--no_{field.name}", action="store_false", dest=field.name)
-    for dtype in ("bf16", "fp16"):
-        parser.add_argument(
-            f"--{dtype}", action="store_const", const=dtype, dest="dtype", help=f"--dtype {dtype}"
-        )
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
-        raise UserError(f"unknown argument {unknown[0]}; {hint}")
-    check(args)
-    return args
-
-
-def less_memory(args: argparse.Namespace) -> str:
-    """What to change after running out of GPU memory, with the present values, best first."""
-    given = vars(args)
-    now = given.get
-    ways = [
-        ("micro_batch_size", now("micro_batch_size", 1) > 1, "halve it, double grad_accum_steps"),
-        ("use_activation_checkpointing", not now("use_activation_checkpointing"), "true"),
-        ("activation_memory_budget", now("activation_memory_budget") == 1, "0.6, where compiled"),
-        ("reshard_after_forward", now("reshard_after_forward") is False, "true"),
-        ("seq_len", True, "shorter rows"),
-        ("dtype", now("dtype") == "fp32", "bf16"),
-    ]
-    ways = [way for way in ways if way[1] and way[0] in given]  # a program may have none of them
-    lines = [f"--{name} (now {now(name) or 'the default'}): {how}" for name, _, how in ways]
-    return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
-
-
-MOST = 2**31 - 1  # for whole numbers
-# Every number must be finite, not negative and at most MOST. Further bounds:
-POSITIVE = ("lr", "peak_tflops")
-AT_LEAST_1 = ("micro_batch_size", "grad_accum_steps", "log_every", "stages")
-AT_MOST = {"seed": 2**63 - 1, "num_epochs": 1e9}
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raises UserError for the first numeric flag whose value can't be meant."""
-    for name, value in vars(args).items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        said = f"--{name} {str(value)[:80]}"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{said}: must be a finite number")
-        if name == "activation_memory_budget" and not 0 <= value <= 1:
-            raise UserError(f"{said}: a share, from 0 to 1")
-        if name in POSITIVE and not value > 0:
-            raise UserError(f"{said}: must be positive")
-        if name in AT_LEAST_1 and value < 1:
-            raise UserError(f"{said}: must be at least 1")
-        if value < 0:
-            raise UserError(f"{said}: must not be negative")
-        most = AT_MOST.get(name, MOST if isinstance(value, int) else math.inf)
-        if value > most:
-            raise UserError(f"{said}: must be at most {most:,}")
-
-
-def check(args: argparse.Namespace) -> None:
-    check_numbers(args)
-    if args.max_steps == 0 and not args.num_epochs > 0:
-        raise UserError("--max_steps 0 needs --num_epochs above 0")
-    if args.resume == "auto" and not args.output_dir:
-        raise UserError("--resume auto needs --output_dir: whose checkpoints?")
-    if args.export != "none" and not args.save:
-        raise UserError("--export makes its folder of the last checkpoint: it can't go without one")
-    if args.resume and args.overwrite:
-        raise UserError("--resume and --overwrite: one keeps a run's folder, the other empties it")
-    if bool(args.input_key) != bool(args.target_key):
-        raise UserError("--input_key and --target_key name a pair of columns: give both")
-
-
-def command_line() -> str:
-    import shlex
-
-    return shlex.join([sys.executable, *sys.argv])

@@ -18,9 +18,9 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llm_demo.args import PlainParser, regex, whole
+from llm_demo.args import DataArgs, PlainParser, choices, regex, whole
 from llm_demo.data.batch import IGNORE_INDEX, learnt
-from llm_demo.data.packs import LEARN_TURNS, load_packs
+from llm_demo.data.packs import load_packs
 from llm_demo.data.records import find_files
 from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
-    add("--learn_turns", choices=LEARN_TURNS, default="all")
+    add("--learn_turns", choices=choices(DataArgs, "learn_turns"), default="all")
     add("--batch_size", type=whole(1), help="documents at a time, fewer where they are long; "
         "default: as many as fit in a GPU's memory, up to 256; on a CPU 32")  # fmt: skip
     add("--rows", type=whole(), default=0,

@@ -141,10 +141,6 @@ def load_data(
     eval_json = args.eval_json
     if eval_json == "auto":
         eval_json = heldout_beside(args.train_json) or "none"
-    flags = (
-        "train_on_prompt", "input_key", "target_key", "data_format", "overlong", "learn_turns",
-        "dataset_config",
-    )  # fmt: skip
     both = f"{args.train_json},{eval_json}"
     for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
         if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
@@ -154,7 +150,8 @@ def load_data(
             )
 
     def load(path: str, seq_len: int, split: str | None = None) -> Packs:
-        options = {name: getattr(args, name) for name in flags}
+        # every flag that load_packs has a parameter for
+        options = {k: v for k, v in vars(args).items() if k in load_packs.__kwdefaults__}
         options |= {"dataset_split": split, "seq_len": seq_len, "seq_len_limit": limit, "log": say}
         packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
         if not len(packs):

@@ -5,20 +5,17 @@ bash pp/launch_pp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
 NPROC_PER_NODE=4 bash pp/launch_pp.sh                        2 stages x 2 replicas
 """
 
-import dataclasses
 import functools
 import itertools
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from llm_demo.args import flag, less_memory, parse_args
+from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, learnt, to_device
 from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
-from llm_demo.files import ROOT
 from llm_demo.loop import nothing_left, train
 from llm_demo.model.costs import flops_of_slot, param_count
 from llm_demo.model.decoder import skeleton, unit_sizes
@@ -29,25 +26,7 @@ from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
 from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
-
-
-@dataclasses.dataclass
-class PipeArgs:
-    stages: int = flag(2, "pipeline stages; processes beyond them form further replicas")
-    partition: str = flag(
-        "balanced",
-        'balanced (by FLOPs, with the head) | uniform | parameters | blocks of each piece: "18,10"',
-    )
-    schedule: Literal["1f1b", "dualpipev"] = flag(
-        "1f1b", "dualpipev: two pieces of the model a stage, the first holding both ends; "
-        "wants --grad_accum_steps of at least 2 x stages"
-    )  # fmt: skip
-    deepspeed_config: str = flag(str(ROOT / "pp/ds_pp_2gpus.json"), "engine switches, no numbers")
-    check_tied_every: int = flag(
-        0, "steps between two checks that tied copies are equal; 0: after step 1 only"
-    )
-    local_rank: int = flag(0, "given by the deepspeed launcher; LOCAL_RANK decides")
-
+from pp.flags import PipeArgs
 
 parse = functools.partial(parse_args, __doc__, PipeArgs)
 

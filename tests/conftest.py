@@ -61,6 +61,20 @@ def python(**env) -> str:
     return str(stand_in)
 
 
+def no_ranks(folder: Path) -> str:
+    """A stand-in for the interpreter: a launcher prints its command, and starts no process."""
+    stand_in = folder / "no_ranks"
+    code = (
+        "import sys; sys.argv[:3] = ['settings']; "
+        "from llm_demo.launch import __main__, settings; "
+        "__main__.main = lambda: 0; sys.exit(settings.main())"
+    )
+    interpreter = shlex.quote(sys.executable)
+    stand_in.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit\nexec {interpreter} -c "{code}" "$@"\n')
+    stand_in.chmod(0o755)
+    return str(stand_in)
+
+
 def run(command, cwd=ROOT, timeout=240, fresh=False, **env):
     """Run a command to its end; returns the CompletedProcess, output as text.
 

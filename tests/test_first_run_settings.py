@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, no_ranks
 
 SHELLS = ["fsdp/launch_fsdp.sh", "pp/launch_pp.sh"]
 SETTINGS = ("TRAIN_JSON", "MODEL", "SEQ_LEN", "MAX_STEPS", "NUM_EPOCHS", "LR", "LOG_EVERY")
@@ -25,11 +25,16 @@ def flags_of(words):
     return found
 
 
-def from_shell(shell, *flags, **environ):
-    """The flags that a launcher gives to the script; none is started."""
+@pytest.fixture
+def from_shell(tmp_path):
+    """from_shell(shell, *flags, **environ): the flags that a launcher gives to the script."""
+    return lambda *args, **environ: started(*args, PYTHON=no_ranks(tmp_path), **environ)
+
+
+def started(shell, *flags, **environ):
     env = {k: v for k, v in os.environ.items() if k not in SETTINGS}
     done = subprocess.run(
-        ["bash", str(ROOT / shell), *flags], env={**env, "PYTHON": "true", **environ},
+        ["bash", str(ROOT / shell), *flags], env={**env, **environ},
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("+ "))
@@ -50,7 +55,7 @@ def from_script(monkeypatch, *flags):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_the_bundled_run_has_its_settings(shell, monkeypatch):
+def test_the_bundled_run_has_its_settings(shell, from_shell, monkeypatch):
     found = from_shell(shell)
     assert found.keys() >= FIRST_RUN
     assert found["train_json"] == str(ROOT / "data/first_run.jsonl")
@@ -63,21 +68,23 @@ def test_the_bundled_run_has_its_settings(shell, monkeypatch):
     ["--model_name_or_path", "my"], ["--model_name_or_path=my"],
 ])  # fmt: skip
 @pytest.mark.parametrize("shell", SHELLS)
-def test_own_data_or_model_takes_one_epoch_of_the_scripts_length(shell, flags, monkeypatch):
+def test_own_data_or_model_takes_one_epoch_of_the_scripts_length(
+    shell, flags, from_shell, monkeypatch
+):
     assert not FIRST_RUN & from_shell(shell, *flags).keys()
     assert not FIRST_RUN & from_script(monkeypatch, *flags).keys()
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("environ", [{"TRAIN_JSON": "my.jsonl"}, {"MODEL": "my/model"}])
-def test_the_same_by_the_environment(shell, environ):
+def test_the_same_by_the_environment(shell, environ, from_shell):
     assert not FIRST_RUN & from_shell(shell, **environ).keys()
     found = from_shell(shell, MAX_STEPS="7", SEQ_LEN="512", **environ)
     assert (found["max_steps"], found["seq_len"]) == ("7", "512")
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_what_is_asked_for_beats_the_bundled_settings(shell, monkeypatch):
+def test_what_is_asked_for_beats_the_bundled_settings(shell, from_shell, monkeypatch):
     found = from_shell(shell, "--max_steps", "5", LR="1e-4", SEQ_LEN="")
     assert (found["max_steps"], found["lr"]) == ("5", "1e-4")
     assert "seq_len" not in found  # an empty setting leaves the choice to the script

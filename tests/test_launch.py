@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import python
+from conftest import no_ranks, python
 
 from llm_demo.launch.__main__ import report
 
@@ -102,7 +102,9 @@ def repo(tmp_path):
     for folder in ("fsdp", "pp", "llm_demo/launch"):
         (repo / folder).mkdir(parents=True)
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
-    ours = ("__init__", "errors", "launch/__init__", "launch/__main__", "launch/nodes", "process")
+    files += ["fsdp/flags.py", "pp/flags.py"]
+    ours = ("__init__", "args", "errors", "files", "process")
+    ours += ("launch/__init__", "launch/__main__", "launch/nodes", "launch/settings")
     for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
         shutil.copy(ROOT / name, repo / name)
     for name in SCRIPTS.values():
@@ -161,20 +163,21 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
     ],
 )
 def test_asking_for_epochs_drops_the_default_steps(repo, args, environ, steps, epochs):
-    given = printed_flags(run_shell(repo, "torchrun", *args, PYTHON="true", **environ))
+    given = printed_flags(run_shell(repo, "torchrun", *args, PYTHON=no_ranks(repo), **environ))
     assert (given.get("max_steps"), given["num_epochs"]) == (steps, epochs)
 
 
 def test_the_pipeline_has_settings_of_its_own(repo):
-    output = run_shell(repo, "deepspeed", PYTHON="true", STAGES="1", PARTITION="2,2")
+    output = run_shell(repo, "deepspeed", PYTHON=no_ranks(repo), STAGES="1", PARTITION="2,2")
     given = printed_flags(output)
     assert (given["stages"], given["partition"]) == ("1", "2,2")
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_help_starts_no_processes(repo, kind):
-    (line,) = shown(run_shell(repo, kind, "--lr", "1", "--help"))
-    assert line["RANK"] is None and line["argv"] == ["--help"]
+    output = run_shell(repo, kind, "--lr", "1", "--help")
+    assert shown(output) == []  # neither ranks nor the script
+    assert "  --lr " in output and "here: 1.0]" in output
 
 
 def test_a_python_without_torch_is_named(repo, tmp_path):

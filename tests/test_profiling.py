@@ -7,9 +7,10 @@ import json
 import pytest
 from conftest import ROOT
 
+from llm_demo.args import parse_steps
 from llm_demo.errors import UserError
 from llm_demo.run.comm import MUTED
-from llm_demo.run.profiling import DEVICE_WORK, analyse, page, parse_steps, together
+from llm_demo.run.profiling import DEVICE_WORK, analyse, page, together
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 

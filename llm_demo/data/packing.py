@@ -8,8 +8,6 @@ import numpy as np
 from llm_demo.data.batch import Sample
 from llm_demo.progress import progress
 
-OVERLONG = ("truncate", "split", "drop")
-
 # the default seq_len: holds this share of the documents, is a multiple of this, and at most this
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 

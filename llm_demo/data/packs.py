@@ -14,22 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from llm_demo.args import DataArgs, check_choice, check_rows, choices
 from llm_demo.data.batch import IGNORE_INDEX
 from llm_demo.data.build import build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
-from llm_demo.data.packing import LONGEST_DEFAULT, OVERLONG
+from llm_demo.data.packing import LONGEST_DEFAULT
 from llm_demo.data.records import ROLES, content_of, find_files, split_name
 from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError
 from llm_demo.files import digest, disk_full
-
-# what the packs depend on besides files and tokenizer, in the order of load_packs' own list
-FLAGS = (
-    "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
-    "overlong", "learn_turns",
-)  # fmt: skip
-
-LEARN_TURNS = ("all", "last")
 
 CACHE_VERSION = 3  # raise it with every change of what records.py, labels.py or packing.py make
 
@@ -70,19 +63,22 @@ def load_packs(
     format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
     UserError for whatever is wrong with the flags, the file or the tokenizer.
     """
-    if seq_len and seq_len < 8:
-        raise UserError(f"--seq_len {seq_len} is too small: 8 is the least")
-    if overlong not in OVERLONG:
-        raise UserError(f"--overlong {overlong}: choose from {', '.join(OVERLONG)}")
-    if learn_turns not in LEARN_TURNS:
-        raise UserError(f"--learn_turns {learn_turns}: choose from {', '.join(LEARN_TURNS)}")
-    if learn_turns == "last" and train_on_prompt:
-        raise UserError("--learn_turns last and --train_on_prompt contradict: choose one")
+    check_choice("overlong", overlong, choices(DataArgs, "overlong"))
+    check_choice("learn_turns", learn_turns, choices(DataArgs, "learn_turns"))
+    check_rows(seq_len, learn_turns, train_on_prompt)
     files = find_files(train_json, dataset_config, dataset_split, log)
     codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
     reading = (data_format, input_key, target_key)
-    turns = None if learn_turns == "all" else learn_turns
-    flags = [seq_len, pack, train_on_prompt, *reading, overlong, turns]
+    flags = {  # in the order in which they are hashed
+        "seq_len": seq_len,
+        "pack_sequences": pack,
+        "train_on_prompt": train_on_prompt,
+        "data_format": data_format,
+        "input_key": input_key,
+        "target_key": target_key,
+        "overlong": overlong,
+        "learn_turns": None if learn_turns == "all" else learn_turns,  # as before this flag
+    }
     key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
     root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
     folder = os.path.join(root, f"packs-{key}")
@@ -152,7 +148,7 @@ def heldout_beside(train_json: str) -> str | None:
     return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
-def _content_key(files: list[str], codec, flags: list, limit: int) -> tuple[str, dict]:
+def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str, dict]:
     """All that the packs depend on, as 24 hex digits, and by part. Bytes, not names and dates: a
     copy hits."""
     key, identity = hashlib.sha256(), {}
@@ -166,7 +162,8 @@ def _content_key(files: list[str], codec, flags: list, limit: int) -> tuple[str,
     tokenizer = codec.tokenizer
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
     key.update(codec.backend.to_str().encode())
-    rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template, flags, limit]
+    rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template]
+    rest += [list(flags.values()), limit]
     key.update(json.dumps(rest, default=str).encode())
     specials = json.dumps(rest[1:3], default=str)
     for name, text in (
@@ -174,7 +171,7 @@ def _content_key(files: list[str], codec, flags: list, limit: int) -> tuple[str,
         ("chat template", str(tokenizer.chat_template)),
     ):
         identity[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return key.hexdigest()[:24], identity | dict(zip(FLAGS, flags, strict=True))
+    return key.hexdigest()[:24], identity | flags
 
 
 def _reading(stats: dict) -> dict | None:

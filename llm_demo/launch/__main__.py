@@ -28,6 +28,7 @@ from pathlib import Path
 
 from llm_demo.errors import STOPPED, UserError
 from llm_demo.launch import nodes
+from llm_demo.launch.settings import check_flags
 from llm_demo.process import (
     PARENT,
     end_with_parent,
@@ -309,6 +310,7 @@ def main() -> int:
     try:
         if not Path(command[0]).is_file():
             raise UserError(f"no script {command[0]}")
+        check_flags(command)
         node = this_node()
         set_defaults(node)
         os.environ["LLM_DEMO_LAUNCHER"] = sys.argv[1]  # for the run's cmd.sh

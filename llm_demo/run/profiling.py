@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.device import World
-from llm_demo.errors import UserError
 from llm_demo.run.comm import MUTED, union, waiting
 
 BARRIER = re.compile(r"symmetric_memory::barrier", re.I)
@@ -32,16 +31,6 @@ LAUNCH_GAP = 10  # microseconds from a launch, or the kernel before, to a kernel
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
-
-
-def parse_steps(text: str) -> tuple[int, int] | None:
-    """ "a:b" -> (a, b), steps from 1, both included; "" -> None. UserError for anything else."""
-    if not text:
-        return None
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UserError(f'--profile_steps {text}: two steps such as "5:7", the first from 1')
-    return int(found[1]), int(found[2])
 
 
 class StepProfiler:

@@ -1,0 +1,87 @@
+"""Write docs/flags.md, the table of all flags: python docs/make_flags.py
+
+Flags come from llm_demo/args.py and the flags.py beside each training script, the launchers' own
+values from the settings at their top. tests/test_flags.py fails when the page is stale.
+"""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from llm_demo.args import SHARED, choices_of, env_of, kind_of, shown  # noqa: E402
+from llm_demo.launch.settings import BUNDLED, FIRST_RUN, groups_of, read_launcher  # noqa: E402
+
+TOP = """\
+# Flags
+
+Written by `python docs/make_flags.py`. Edit the texts in `llm_demo/args.py`, `fsdp/flags.py` and
+`pp/flags.py`.
+
+- **On the command line**: `bash fsdp/launch_fsdp.sh --lr 2e-5`. Dashes may replace underscores.
+  `--save` is `--save true`, and `--no_save` is `--save false`; so for all booleans.
+- **In the environment**: `LR=2e-5 bash fsdp/launch_fsdp.sh`. A launcher reads the variables of the
+  column *environment* for the flags of its script. The scripts themselves and
+  `fsdp/launch_script.py` do not.
+- **At the top of a launcher** are the settings to edit: {settings}. Any other variable of the
+  tables can be added there, as in `SEED=${{SEED-7}}`.
+
+A flag beats the environment, which beats the launcher. An empty value leaves the choice to the
+script. Asking for a number of epochs drops the launcher's number of steps. With the bundled model
+and data ({bundled}), the launchers set {first_run} where these are empty.
+
+All flags are checked before anything is started: an unknown flag, a wrong value or a contradiction
+is one line, `error: ...`, and exit code 2.
+"""
+
+
+def page() -> str:
+    launchers = {}  # name of the script's folder -> its settings
+    sections = [(group.__doc__, group) for group in SHARED]
+    for launcher in sorted(ROOT.glob("*/launch_*.sh")):
+        script, settings = read_launcher(launcher)
+        launchers[script.parent.name] = settings
+        for group in groups_of(script):
+            sections.append((f"{group.__doc__} (`{script.relative_to(ROOT)}`)", group))
+    text = TOP.format(
+        settings=listed(dict.fromkeys(name for block in launchers.values() for name in block)),
+        bundled=listed(BUNDLED.values()),
+        first_run=listed(f"{name}={value}" for name, value in FIRST_RUN.items()),
+    )
+    for title, group in sections:
+        text += f"\n## {title}\n| flag | default | launcher | environment | meaning |\n"
+        text += "|---|---|---|---|---|\n"
+        for field in dataclasses.fields(group):
+            text += f"| {' | '.join(row(field, launchers))} |\n"
+    return text
+
+
+def row(field: dataclasses.Field, launchers: dict[str, dict[str, str]]) -> list[str]:
+    """The cells of a flag; launcher: its value, if it is not the default."""
+    names = [field.name, f"no_{field.name}"] if kind_of(field) is bool else [field.name]
+    default = "" if field.default is None else shown(field.default)
+    env = env_of(field)
+    own = {name: shown(block.get(env, "")) for name, block in launchers.items()}
+    own = {name: value for name, value in own.items() if value not in ("", default)}
+    if len(set(own.values())) == 1 and len(own) == len(launchers):
+        launcher = f"`{next(iter(own.values()))}`"
+    else:
+        launcher = ", ".join(f"`{value}` ({name})" for name, value in own.items())
+    meaning = field.metadata["help"].replace("<", "&lt;")
+    if choices_of(field):
+        meaning += f" One of {listed(choices_of(field))}."
+    return [listed(f"--{name}" for name in names), code(default), launcher, code(env), meaning]
+
+
+def code(text: str) -> str:
+    return f"`{text}`" if text else "–"
+
+
+def listed(names) -> str:
+    return ", ".join(map(code, names))
+
+
+if __name__ == "__main__":
+    (ROOT / "docs/flags.md").write_text(page())

@@ -1,0 +1,34 @@
+"""The flags of train_fsdp.py, besides those in llm_demo/args.py; imports nothing heavy."""
+
+import dataclasses
+
+from llm_demo.args import flag
+from llm_demo.errors import UserError
+
+
+@dataclasses.dataclass
+class FsdpArgs:
+    """FSDP"""
+
+    fsdp: bool | None = flag(
+        None,
+        "Shard with FSDP2. Default: with several processes or --reshard_after_forward. A single "
+        "process otherwise trains the plain model, which is faster and needs less memory.",
+    )
+    reshard_after_forward: bool = flag(
+        False,
+        "Free each block's weights after use and gather them again in every forward and backward "
+        "pass, not once a step: less memory, more communication.",
+        saves_memory=True,
+    )
+    copy_engines: bool | None = flag(
+        None,
+        "In bf16 and fp16, gather blocks with the GPUs' copy engines instead of NCCL kernels; "
+        "without accumulation, exchange their gradients that way too. Default: if blocks are large "
+        "and NVLink joins the GPUs of one node.",
+    )
+
+    @staticmethod
+    def check(args) -> None:
+        if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
+            raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")

@@ -1,0 +1,98 @@
+"""From a launcher's settings and the environment to flags, and the check of all flags.
+
+python -m llm_demo.launch.settings torchrun|deepspeed SCRIPT [SETTING=value ...] -- [flags]
+
+The rule: a setting, or an environment variable, with a flag's name in capitals sets that flag
+(MODEL sets --model_name_or_path). A flag of the command line beats the environment, which beats the
+settings at the top of a launcher. An empty value leaves the choice to the script. Only launchers
+read the environment this way, and only for the flags of the script they start: STAGES means
+something to pp/launch_pp.sh and nothing to fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`.
+"""
+
+import ast
+import dataclasses
+import importlib.util
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+from llm_demo.args import SHARED, env_of, parse_args
+
+# Settings for the bundled model and data, for those that are empty and not in the environment.
+BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
+FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "220", "LR": "2e-3", "LOG_EVERY": "10"}
+
+
+def groups_of(script: Path) -> list[type]:
+    """The dataclasses of flags.py beside a training script: its own flags. The script itself is
+    not imported, because that takes seconds."""
+    path = script.parent / "flags.py"
+    spec = importlib.util.spec_from_file_location(f"{script.stem}_flags", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
+
+
+def check_flags(command: list[str]) -> None:
+    """Check the flags of a training script, or print its help. command: the script and its flags.
+    A script without a flags.py beside it is not checked. Raises UserError."""
+    script = Path(command[0])
+    if (script.parent / "flags.py").is_file():
+        description = ast.get_docstring(ast.parse(script.read_text())) or ""
+        parse_args(description, *groups_of(script), argv=command[1:])
+
+
+def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> list[str]:
+    """The flags of a training script: those that settings and environment stand for, and then
+    those given on the command line, which win."""
+    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
+    names = {env_of(field): field.name for field in fields if env_of(field)}
+    words = [word.split("=")[0] for word in given if word.startswith("--")]
+    named = {word[2:].replace("-", "_") for word in words}
+    values = {**settings, **{name: environ[name] for name in names if name in environ}}
+
+    # Asking for epochs replaces a default number of steps.
+    if "num_epochs" in named:
+        values.update(NUM_EPOCHS="", MAX_STEPS="")
+    elif values.get("NUM_EPOCHS") and "MAX_STEPS" not in environ:
+        values["MAX_STEPS"] = ""
+    by_epochs = "num_epochs" in named or values.get("NUM_EPOCHS")
+
+    root = script.parent.parent
+    bundled = all(values.get(name) == f"{root}/{path}" for name, path in BUNDLED.items())
+    if bundled and not named & {names[name] for name in BUNDLED}:
+        for name, value in FIRST_RUN.items():
+            if not values.get(name) and name not in environ:
+                if not (name == "MAX_STEPS" and by_epochs):
+                    values[name] = value
+
+    set_by_name = [(flag, values.get(name)) for name, flag in names.items()]
+    return [word for flag, value in set_by_name if value for word in (f"--{flag}", value)] + given
+
+
+def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
+    """(training script, {setting: default}) of a launcher such as fsdp/launch_fsdp.sh."""
+    root, text = str(launcher.parent.parent), launcher.read_text()
+    settings = re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M)
+    script = re.search(r'^launch \w+ "\$ROOT/(.*?)"', text, re.M)[1]
+    return Path(root, script), {name: value.replace("$ROOT", root) for name, value in settings}
+
+
+def main() -> int:
+    from llm_demo.launch import __main__ as launch
+
+    end = sys.argv.index("--")
+    kind, script, *settings = sys.argv[1:end]
+    settings = dict(setting.split("=", 1) for setting in settings)
+    flags = flags_of(Path(script), settings, dict(os.environ), sys.argv[end + 1 :])
+    if not {"-h", "--help"} & set(flags):
+        command = [sys.executable, "-m", "llm_demo.launch", kind, script, *flags]
+        print(f"+ {shlex.join(command)}", flush=True)
+    sys.argv[1:] = [kind, script, *flags]
+    return launch.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The flags of pp_train.py, besides those in llm_demo/args.py; imports nothing heavy."""
+
+import dataclasses
+import re
+from typing import Literal
+
+from llm_demo.args import flag
+from llm_demo.errors import UserError
+from llm_demo.files import ROOT
+
+
+@dataclasses.dataclass
+class PipeArgs:
+    """Pipeline"""
+
+    stages: int = flag(2, "Pipeline stages. Further processes form further replicas.", at_least=1)
+    partition: str = flag(
+        "balanced",
+        "How to split the blocks: balanced (by FLOPs, including the head), uniform, parameters, "
+        "or the blocks of each piece, such as 18,10.",
+    )
+    schedule: Literal["1f1b", "dualpipev"] = flag(
+        "1f1b",
+        "dualpipev: two pieces per stage, both ends of the model on the first. Needs at least 2 "
+        "--stages, and --grad_accum_steps of at least 2 x stages.",
+    )
+    deepspeed_config: str = flag(
+        str(ROOT / "pp/ds_pp_2gpus.json"),
+        "DeepSpeed configuration. Switches only: numbers are set by flags.",
+    )
+    check_tied_every: int = flag(
+        0,
+        "Optimizer steps between checks that both copies of tied embeddings are equal. 0: after "
+        "step 1 only.",
+    )
+    local_rank: int = flag(
+        0, "Passed by DeepSpeed's launcher; ignored, LOCAL_RANK decides.", env=""
+    )
+
+    @staticmethod
+    def check(args) -> None:
+        named = ("balanced", "uniform", "parameters")
+        if args.partition not in named and not re.fullmatch(r"\d+(,\d+)*", args.partition):
+            raise UserError(
+                f"--partition {args.partition}: balanced, uniform, parameters, or counts such as "
+                '"18,10"'
+            )
+        least = max(4, 2 * args.stages)
+        if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < least):
+            raise UserError(
+                "--schedule dualpipev wants 2 --stages or more, and --grad_accum_steps of at "
+                f"least 2 x stages: {least}"
+            )

@@ -1,0 +1,250 @@
+"""Flags: by command line, environment and launcher; refused early; on the help's and docs' page."""
+
+import argparse
+import dataclasses
+import os
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, no_ranks
+
+from fsdp.flags import FsdpArgs
+from llm_demo import args
+from llm_demo.data import records
+from llm_demo.errors import UserError
+from llm_demo.launch.settings import FIRST_RUN
+from llm_demo.model import attention
+from pp.flags import PipeArgs
+
+SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
+SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
+LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+# Variables that people's scripts set.
+PUBLIC = """
+    MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
+    MAX_STEPS NUM_EPOCHS LR WEIGHT_DECAY WARMUP_STEPS LR_SCHEDULER MAX_GRAD_NORM DTYPE
+    PACK_SEQUENCES TRAIN_ON_PROMPT USE_ACTIVATION_CHECKPOINTING ATTN_IMPL COMPILE SEED LOG_EVERY
+    EVAL_EVERY EVAL_BATCH_SIZE OUTPUT_DIR REPORT_TO TOKENIZER_NAME_OR_PATH DATA_FORMAT OVERLONG
+    SAMPLE_TOKENS OVERWRITE DRY_RUN SAVE_EVERY KEEP_LAST RESUME
+""".split()
+OWN = {
+    "fsdp": ["RESHARD_AFTER_FORWARD"],
+    "pp": ["STAGES", "SCHEDULE", "PARTITION", "DEEPSPEED_CONFIG", "CHECK_TIED_EVERY"],
+}
+
+
+def fields(kind):
+    return [f for group in (*SHARED, SCRIPTS[kind]) for f in dataclasses.fields(group)]
+
+
+def start(launcher, *flags, python=sys.executable, **environ):
+    """Run a launcher to its end; nothing of this process's environment sets a flag."""
+    names = {args.env_of(field) for kind in SCRIPTS for field in fields(kind)}
+    env = {k: v for k, v in os.environ.items() if k not in names}
+    return subprocess.run(
+        ["bash", str(launcher), *flags], env={**env, "PYTHON": python, **environ},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def flags_in(output):
+    """{name: value} of the command that a launcher prints, where the last one counts."""
+    (line,) = (line for line in output.splitlines() if line.startswith("+ "))
+    words = shlex.split(line)[6:]
+    return {words[i].removeprefix("--"): words[i + 1] for i in range(0, len(words), 2)}
+
+
+def block(kind):
+    """Setting -> default of a launcher's block of settings."""
+    text = (ROOT / LAUNCHERS[kind]).read_text()
+    return dict(re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M))
+
+
+# ---------------------------------------------------------------- docs/flags.md
+
+
+def test_the_page_of_flags_is_up_to_date():
+    page = runpy.run_path(str(ROOT / "docs/make_flags.py"))["page"]()
+    assert (ROOT / "docs/flags.md").read_text() == page, "python docs/make_flags.py"
+
+
+def test_every_setting_and_flag_is_on_the_page_with_its_default():
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
+    lines = (ROOT / "docs/flags.md").read_text().splitlines()
+    table = [cells(line) for line in lines if line.startswith("| `--")]
+    documented = {row[0].split(",")[0]: row[1:4] for row in table}
+    assert len(documented) == len(table)
+
+    def written(value):
+        if value in (None, ""):
+            return "–"
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        return f"`{text.removeprefix(f'{ROOT}/')}`"
+
+    expected = {}
+    blocks = {kind: block(kind) for kind in LAUNCHERS}
+    for kind in LAUNCHERS:
+        for field in fields(kind):
+            name = "MODEL" if field.name == "model_name_or_path" else field.name.upper()
+            default = written(field.default)
+            values = {k: written(b.get(name, "").removeprefix("$ROOT/")) for k, b in blocks.items()}
+            values = {k: v for k, v in values.items() if v not in ("–", default)}
+            if len(set(values.values())) > 1:
+                launcher = ", ".join(f"{value} ({k})" for k, value in values.items())
+            else:
+                launcher = next(iter(values.values()), "")
+            variable = "–" if name == "LOCAL_RANK" else f"`{name}`"
+            expected[f"`--{field.name}`"] = [default, launcher, variable]
+    assert documented == expected
+    known = {field.name.upper() for kind in SCRIPTS for field in fields(kind)} | {"MODEL"}
+    assert all(10 < len(settings) < 20 and settings.keys() <= known for settings in blocks.values())
+
+
+# ---------------------------------------------------------------- environment and launchers
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_variable_sets_the_flag_of_its_name(kind, tmp_path):
+    names = {args.env_of(field): field.name for field in fields(kind)}
+    names.pop("", None)  # of flags that no variable sets
+    assert names.keys() >= {*PUBLIC, *OWN[kind]}
+    environ = {name: f"of {name}" for name in (*names, *OWN["fsdp"], *OWN["pp"])}
+    environ["LOCAL_RANK"] = "3"  # as set by launchers, for the ranks
+    done = start(ROOT / LAUNCHERS[kind], python=no_ranks(tmp_path), **environ)
+    found = flags_in(done.stdout)
+    assert found == {flag: f"of {name}" for name, flag in names.items()}
+    assert found["model_name_or_path"] == "of MODEL" and "local_rank" not in found
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_a_launcher_takes_any_setting(kind, tmp_path):
+    for name in ("launch_common.sh", LAUNCHERS[kind]):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("llm_demo", f"{kind}/flags.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    launcher = tmp_path / LAUNCHERS[kind]
+    launcher.write_text(
+        launcher.read_text().replace("\nLR=${LR-}\n", "\nLR=1e-4\nSEED=${SEED-7}\nWHERE='a b'\n")
+    )
+    python = no_ranks(tmp_path)
+    found = flags_in(start(launcher, python=python).stdout)
+    assert (found["lr"], found["seed"]) == ("1e-4", "7") and "where" not in found
+    assert found.keys() >= {name.lower() for name in FIRST_RUN}
+    found = flags_in(start(launcher, python=python, SEED="8", DTYPE="").stdout)
+    assert found["seed"] == "8" and "dtype" not in found
+
+
+# ---------------------------------------------------------------- refused before anything heavy
+
+EARLY = [
+    ("fsdp", "--lr nan", "--lr nan: must be a finite number"),
+    ("fsdp", "--learning_rate 1", "unknown argument --learning_rate; did you mean --learn_turns?"),
+    ("fsdp", "--overlong wrap", "--overlong wrap: choose from truncate, split, drop"),
+    ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen, flash_attn, "
+     "bucketed, bucketed_math, math"),
+    ("fsdp", "--save maybe", "--save maybe: must be true or false"),
+    ("fsdp", "--seq_len 7", "--seq_len 7 is too small: 8 is the least"),
+    ("fsdp", "--profile_steps 3", '--profile_steps 3: two steps such as "5:7", the first from 1'),
+    ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
+    ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
+    ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
+    ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
+    ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev wants 2 --stages or more, and "
+     "--grad_accum_steps of at least 2 x stages: 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, flags, message", EARLY)
+def test_bad_flags_are_refused_before_torch_is_imported(kind, flags, message, tmp_path):
+    for heavy in ("torch", "transformers", "numpy", "deepspeed"):
+        (tmp_path / f"{heavy}.py").write_text("raise SystemExit('too late')")
+    done = start(ROOT / LAUNCHERS[kind], *flags.split(), PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_a_bad_variable_is_refused_as_the_flag_is():
+    done = start(ROOT / LAUNCHERS["fsdp"], SEED="many")
+    assert (done.returncode, done.stderr) == (2, "error: --seed many: must be a whole number\n")
+
+
+# ---------------------------------------------------------------- help
+
+
+@pytest.mark.parametrize("kind", LAUNCHERS)
+def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
+    for heavy in ("torch", "transformers", "numpy", "deepspeed"):
+        (tmp_path / f"{heavy}.py").write_text("raise SystemExit('too late')")
+    done = start(ROOT / LAUNCHERS[kind], "--help", "--seed", "7", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert len(lines) < 120 and max(map(len, lines)) <= 100
+    for name in ("Model", "Data", "Training", "Run", SCRIPTS[kind].__doc__):
+        assert lines.count(f"{name}:") == 1
+    assert f"bash {LAUNCHERS[kind]}  " in done.stdout  # an example, on a line of its own
+    text = " ".join(done.stdout.split())
+    for field in fields(kind):
+        entry = f" --{field.name}"
+        if field.type in (bool, bool | None):
+            entry += f", --no_{field.name}"
+        assert f"{entry} {field.metadata['help']}" in text
+    accumulated = {"fsdp": 2, "pp": 4}[kind]
+    for remark in (
+        "[default: 1; here: 4]", f"[default: 1; here: {accumulated}]", "[here: 0.002]",
+        "[default: data/sft_en.jsonl; here: data/first_run.jsonl]", "[default: 1234; here: 7]",
+        "[default: 0.01]", "[cosine | linear | constant; default: cosine]",
+    ):  # fmt: skip
+        assert remark in text, remark
+
+
+# ---------------------------------------------------------------- parsing
+
+
+@pytest.mark.parametrize("words, name, value", [
+    ("", "save", True), ("--save", "save", True), ("--save false", "save", False),
+    ("--save=False", "save", False), ("--no_save", "save", False), ("--no-save", "save", False),
+    ("--no_save --save", "save", True), ("--no_overwrite", "overwrite", False),
+    ("--overwrite yes", "overwrite", True), ("--overwrite 0", "overwrite", False),
+    ("", "fsdp", None), ("--fsdp", "fsdp", True), ("--fsdp=f", "fsdp", False),
+    ("--no_fsdp", "fsdp", False), ("--no_fsdp --fsdp", "fsdp", True), ("", "compile", None),
+    ("--seq-len 64", "seq_len", 64), ("--seq_len=64", "seq_len", 64), ("--lr 1", "lr", 1.0),
+    ("--use-activation-checkpointing", "use_activation_checkpointing", True),
+    ("--bf16", "dtype", "bf16"), ("--bf16 --dtype fp16", "dtype", "fp16"),
+    ("--train_json=", "train_json", ""), ("--lr 1 --lr 2", "lr", 2.0),
+])  # fmt: skip
+def test_spellings(words, name, value):
+    parsed = getattr(args.parse_args("", FsdpArgs, argv=words.split()), name)
+    assert parsed == value and type(parsed) is type(value)
+
+
+def test_a_shortened_flag_is_unknown():
+    with pytest.raises(UserError, match="unknown argument --seq; see --help|did you mean"):
+        args.parse_args("", argv=["--seq", "64"])
+
+
+def test_parsed_flags_are_flat_and_in_the_order_of_the_help():
+    parsed = args.parse_args("", PipeArgs, argv=[])
+    assert list(vars(parsed)) == [field.name for field in fields("pp")]
+    assert vars(parsed) == {field.name: field.default for field in fields("pp")}
+    assert vars(argparse.Namespace(**vars(parsed))) == vars(parsed)
+
+
+def test_choices_are_those_that_the_code_knows():
+    assert args.choices(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
+    assert args.choices(args.DataArgs, "data_format") == records.DATA_FORMATS
+
+
+def test_out_of_memory_advice_includes_the_scripts_own_flags():
+    of_fsdp = args.less_memory(args.parse_args("", FsdpArgs, argv=[]))
+    of_pp = args.less_memory(args.parse_args("", PipeArgs, argv=[]))
+    assert "--reshard_after_forward (now false): true" in of_fsdp
+    assert "reshard" not in of_pp and "--use_activation_checkpointing (now false)" in of_pp
+    on = args.parse_args("", FsdpArgs, argv=["--reshard_after_forward"])
+    assert "reshard" not in args.less_memory(on)
