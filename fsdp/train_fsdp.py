@@ -63,7 +63,7 @@ def main() -> None:
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
-        raise UserError("--copy_engines: they serve FSDP in bf16 or fp16")
+        raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, world.size, sharded))
         return

@@ -11,7 +11,6 @@ import functools
 import math
 import re
 import shlex
-import shutil
 import sys
 import textwrap
 import types
@@ -377,7 +376,7 @@ NO_BREAK = "\xa0"  # a space at which textwrap does not break a line
 def help_page(description: str, groups: list[type], values: dict) -> str:
     """The page that --help prints. values: of all flags; where one is not the default, it is shown
     beside it."""
-    width = min(100, shutil.get_terminal_size((100, 24)).columns)
+    width = 100
     lines = [description.strip()]
     for group in groups:
         lines += ["", f"{group.__doc__}:"]

@@ -8,12 +8,13 @@ from datetime import timedelta
 
 import torch
 
+from llm_demo.args import parse_steps
 from llm_demo.device import World, peak_memory_gb, peak_tflops, this_device
 from llm_demo.errors import UserError
 from llm_demo.run.comm import CommTimer, Gather
 from llm_demo.run.folder import last_checkpoint
 from llm_demo.run.log import Log
-from llm_demo.run.profiling import StepProfiler, parse_steps
+from llm_demo.run.profiling import StepProfiler
 from llm_demo.run.summary import History, timed_while_profiled
 
 
