@@ -31,7 +31,7 @@ launch() {
         PYTHON=$ROOT/.venv/bin/python
     fi
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-    set -- "$PYTHON" -m llm_demo.launch.settings "$launcher" "$script" "${settings[@]}" -- "$@"
+    set -- "$PYTHON" -m llm_demo.launch.start "$launcher" "$script" "${settings[@]}" -- "$@"
     # Ctrl-C would be a traceback while Python starts. Where env can, it waits until we listen.
     if env --block-signal=INT true 2>/dev/null; then set -- env --block-signal=INT "$@"; fi
     exec "$@"

@@ -104,7 +104,13 @@ def repo(tmp_path):
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
     files += ["fsdp/flags.py", "pp/flags.py"]
     ours = ("__init__", "args", "errors", "files", "process")
-    ours += ("launch/__init__", "launch/__main__", "launch/nodes", "launch/settings")
+    ours += (
+        "launch/__init__",
+        "launch/__main__",
+        "launch/nodes",
+        "launch/settings",
+        "launch/start",
+    )
     for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
         shutil.copy(ROOT / name, repo / name)
     for name in SCRIPTS.values():

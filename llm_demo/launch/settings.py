@@ -1,7 +1,5 @@
 """From a launcher's settings and the environment to flags, and the check of all flags.
 
-python -m llm_demo.launch.settings torchrun|deepspeed SCRIPT [SETTING=value ...] -- [flags]
-
 The rule: a setting, or an environment variable, with a flag's name in capitals sets that flag
 (MODEL sets --model_name_or_path). A flag of the command line beats the environment, which beats the
 settings at the top of a launcher. An empty value leaves the choice to the script. Only launchers
@@ -12,10 +10,7 @@ something to pp/launch_pp.sh and nothing to fsdp/launch_fsdp.sh or `python fsdp/
 import ast
 import dataclasses
 import importlib.util
-import os
 import re
-import shlex
-import sys
 from pathlib import Path
 
 from llm_demo.args import SHARED, env_of, parse_args
@@ -78,21 +73,3 @@ def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
     settings = re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M)
     script = re.search(r'^launch \w+ "\$ROOT/(.*?)"', text, re.M)[1]
     return Path(root, script), {name: value.replace("$ROOT", root) for name, value in settings}
-
-
-def main() -> int:
-    from llm_demo.launch import __main__ as launch
-
-    end = sys.argv.index("--")
-    kind, script, *settings = sys.argv[1:end]
-    settings = dict(setting.split("=", 1) for setting in settings)
-    flags = flags_of(Path(script), settings, dict(os.environ), sys.argv[end + 1 :])
-    if not {"-h", "--help"} & set(flags):
-        command = [sys.executable, "-m", "llm_demo.launch", kind, script, *flags]
-        print(f"+ {shlex.join(command)}", flush=True)
-    sys.argv[1:] = [kind, script, *flags]
-    return launch.main()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,28 @@
+"""What a launcher runs: its settings and the environment become flags, then the ranks start.
+
+python -m llm_demo.launch.start torchrun|deepspeed SCRIPT [SETTING=value ...] -- [flags]
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from llm_demo.launch import __main__ as launch
+from llm_demo.launch.settings import flags_of
+
+
+def main() -> int:
+    end = sys.argv.index("--")
+    kind, script, *settings = sys.argv[1:end]
+    settings = dict(setting.split("=", 1) for setting in settings)
+    flags = flags_of(Path(script), settings, dict(os.environ), sys.argv[end + 1 :])
+    if not {"-h", "--help"} & set(flags):
+        command = [sys.executable, "-m", "llm_demo.launch", kind, script, *flags]
+        print(f"+ {shlex.join(command)}", flush=True)
+    sys.argv[1:] = [kind, script, *flags]
+    return launch.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
