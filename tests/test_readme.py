@@ -17,6 +17,8 @@ from pp.pp_train import PipeArgs
 
 README = (ROOT / "README.md").read_text()
 DOCS = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
+LAYERS = re.compile("<!-- layers -->.*<!-- end layers -->", re.S)  # modules, not paths
+DOCS["design"] = LAYERS.sub("", DOCS["design"])
 # docs/flags.md is generated, and compared with the flags in a test of its own
 TEXT = "\n".join([README, *(text for name, text in DOCS.items() if name != "flags")])
 PAGES = [
