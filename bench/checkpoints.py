@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -26,6 +27,7 @@ from bench.presets import DEFAULTS, SMALL
 from bench.run import command_of, environment_of, run_command
 from llm_demo.device import DTYPES, World
 from llm_demo.files import ROOT
+from llm_demo.loop import LOADED
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.source import load_config
 from llm_demo.run.checkpoint_files import read, shapes_of
@@ -185,7 +187,8 @@ def write_random(config_of: Path, folder: Path, dtype: torch.dtype) -> int:
 
 
 def watch(command: list[str]) -> tuple[int, float]:
-    """Run a command. Returns the peak of its processes' resident bytes, summed, and its seconds."""
+    """Run a dry run. Returns the peak of its processes' resident bytes, summed, until the model is
+    loaded, and the run's seconds. Its forward pass would gather weights in a CPU's memory."""
     started, seen, done = time.time(), [0], threading.Event()
 
     def sample():
@@ -194,11 +197,18 @@ def watch(command: list[str]) -> tuple[int, float]:
 
     sampler = threading.Thread(target=sample)
     sampler.start()
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child, text = subprocess.Popen(command, env=environment_of(DEFAULTS), **pipes), ""
     try:
-        launch(command)
+        for line in child.stdout:
+            text += line
+            if line.startswith(LOADED):
+                done.set()
     finally:
         done.set()
         sampler.join()
+    if child.wait():
+        sys.exit(f"error: {' '.join(command)}\n{text[-3000:]}")
     return max(seen), time.time() - started
 
 

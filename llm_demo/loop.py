@@ -21,6 +21,8 @@ from llm_demo.run.log import Log
 from llm_demo.run.next_steps import next_steps
 from llm_demo.run.summary import COLUMNS, summarise
 
+LOADED = "dry run: the model is loaded; trying a forward pass"
+
 
 def train(
     args: Namespace,
@@ -46,6 +48,7 @@ def train(
     """
     data, horizon = plan.data, plan.horizon
     if args.dry_run:
+        log.say(LOADED)
         try_forward(args, plan, ask)
         log.say("dry run: everything is ready for step 1")
         return
