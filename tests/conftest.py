@@ -65,9 +65,9 @@ def no_ranks(folder: Path) -> str:
     """A stand-in for the interpreter: a launcher prints its command, and starts no process."""
     stand_in = folder / "no_ranks"
     code = (
-        "import sys; sys.argv[:3] = ['settings']; "
-        "from llm_demo.launch import __main__, settings; "
-        "__main__.main = lambda: 0; sys.exit(settings.main())"
+        "import sys; sys.argv[:3] = ['start']; "
+        "from llm_demo.launch import __main__, start; "
+        "__main__.main = lambda: 0; sys.exit(start.main())"
     )
     interpreter = shlex.quote(sys.executable)
     stand_in.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit\nexec {interpreter} -c "{code}" "$@"\n')
