@@ -7,7 +7,8 @@ number of ranks or stages, or with the other script.
     checkpoints/step_00000020/   *.distcp, .metadata   torch.distributed.checkpoint's
                                  trainer.json          step, loss scale, what the run trains on
                                  manifest.json         size and SHA-256 of the others, written last
-    checkpoints/latest           the name of the last one published"""
+    checkpoints/latest           the name of the last one published
+"""
 
 import contextlib
 import json

@@ -15,8 +15,10 @@ profiling.py takes busy and wait from a profiler's trace. Its exposed is the com
 which no kernel runs although one is launched. The two differ where the host is late: events know
 nothing of launches, and count a wait from the moment it is requested.
 
-    doubt    how far busy may be off because the stream was idle while the host was still launching. An operation lies between its two events, and fills the time between them
-             except for what the host took from recording the first to recording the second"""
+    doubt    how far busy may be off because the stream was idle while the host was still launching.
+             An operation lies between its two events, and fills the time between them except for
+             what the host took from recording the first to recording the second
+"""
 
 import contextlib
 import functools
