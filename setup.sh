@@ -131,8 +131,8 @@ else
 fi
 
 # ---- else install PyTorch for this machine -----------------------------------------------------
-# Architectures with kernels in PyTorch's ROCm wheels. Many laptops have an AMD graphics unit that is
-# not listed, and on which such a wheel would only crash.
+# Architectures with kernels in PyTorch's ROCm wheels. Many laptops have an AMD graphics unit that
+# is not listed, and on which such a wheel would only crash.
 ROCM_ARCHS=' gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201 '
 
 amd_archs() { # from the kernel driver (90008 is gfx908, a CPU is 0), else from rocminfo

@@ -162,9 +162,10 @@ def set_lr(optimizer, lr: float) -> None:
 
 
 def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
-    """Learning rate of optimizer step `step` (from 0) of `total`. Rises to `lr` over `warmup`
-    steps, then stays constant or falls, by a half cosine or linearly, to a tenth of it in the last
-    step. A function of the step alone, so there is no state to save."""
+    """Learning rate of optimizer step `step` (from 0) of `total`.
+
+    Rises to `lr` over `warmup` steps, then stays constant or falls, by a half cosine or linearly,
+    to a tenth of it in the last step. A function of the step alone, so no state to save."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
@@ -175,9 +176,10 @@ def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float
 
 
 class LossScale:
-    """fp16's dynamic loss scale, on the device: halved by an overflow, doubled after 1000 good
-    steps. torch.amp.GradScaler detects overflow per rank. Here the global norm does, equally on
-    every rank, so all skip together. The scale stays 1 in the other dtypes."""
+    """fp16's dynamic loss scale, on the device: halved by overflow, doubled after 1000 good steps.
+
+    torch.amp.GradScaler detects overflow per rank. Here the global norm does, equally on every
+    rank, so all skip together. The scale stays 1 in the other dtypes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dynamic = dtype == torch.float16
