@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh before their settings: starts a training script
-# with these. llm_demo/launch/settings.py turns settings and environment into flags.
+# Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh before their settings. launch() starts a
+# training script; llm_demo/launch/settings.py turns settings and environment into flags.
 
 stopped() {
     echo "error: stopped by SIGINT" >&2
@@ -8,7 +8,7 @@ stopped() {
 }
 trap stopped INT
 
-before=$(compgen -v) # the variables that there are before a launcher's settings
+before=$(compgen -v) # the variables defined before a launcher's settings
 
 # launch torchrun|deepspeed SCRIPT [flags of the command line]
 launch() {
@@ -18,21 +18,21 @@ launch() {
         [[ $'\n'$before$'\n' == *$'\n'"$name"$'\n'* ]] || settings+=("$name=${!name}")
     done
     if [[ -n ${PYTHON:-} ]]; then
-        # Without Ctrl-C, which would be a traceback here: the trap answers it afterwards.
+        # Ignores Ctrl-C, which would print a traceback here; the trap handles it afterwards.
         (trap '' INT && exec "$PYTHON" -c \
             'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))') || {
             echo "error: PYTHON=$PYTHON has no torch: unset PYTHON, and .venv is prepared and used" >&2
             exit 2
         }
     else
-        trap 'exit 130' INT # setup.sh says why
+        trap 'exit 130' INT # setup.sh prints why
         bash "$ROOT/setup.sh"
         trap stopped INT
         PYTHON=$ROOT/.venv/bin/python
     fi
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
     set -- "$PYTHON" -m llm_demo.launch.start "$launcher" "$script" "${settings[@]}" -- "$@"
-    # Ctrl-C would be a traceback while Python starts. Where env can, it waits until we listen.
+    # Ctrl-C would print a traceback while Python starts: block it if env can, until it is handled.
     if env --block-signal=INT true 2>/dev/null; then set -- env --block-signal=INT "$@"; fi
     exec "$@"
 }

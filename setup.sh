@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Prepare .venv in this folder with all that training needs. Run it as often as you like: it ends in
-# a moment when nothing is to do, and installs into no environment but the .venv it made itself.
+# Prepare .venv in this folder with everything training needs. Safe to run again: it ends at once if
+# there is nothing to do, and installs only into the .venv it made itself.
 #
 #   bash setup.sh          # what training needs
-#   bash setup.sh --dev    # and what the tests and the lint need
-#   bash setup.sh --check  # then check this machine; further arguments go to llm_demo.check
+#   bash setup.sh --dev    # also what the tests and the lint need
+#   bash setup.sh --check  # also check this machine; further arguments go to llm_demo.check
 #
-# PYTHON=python3.12   build .venv on this interpreter (default: the active environment's, else
+# PYTHON=python3.12   build .venv with this interpreter (default: the active environment's, else
 #                     python3, else the newest of 3.10 to 3.13)
-# TORCH_BUILD=cpu     cpu, cuda or rocm6.4 (or another ROCm), whatever the hardware suggests
-# SETUP_DRY_RUN=1     print the decisions and the commands, change nothing
+# TORCH_BUILD=cpu     cpu, cuda or rocm6.4 (or another ROCm), overriding detection
+# SETUP_DRY_RUN=1     print decisions and commands, change nothing
 #
-# A PyTorch that the interpreter imports already is used as it is, never replaced.
+# A PyTorch that the interpreter can already import is kept as it is, never replaced.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 VENV=$ROOT/.venv
 VENV_PYTHON=$VENV/bin/python
 OURS=$VENV/.made-by-setup-sh
-STAMP=$VENV/.setup-stamp # a checksum of what set-up depends on, then the extras installed
+STAMP=$VENV/.setup-stamp # a checksum of what setup depends on, then the installed extras
 DRY_RUN=${SETUP_DRY_RUN:-}
-PROBE_ROOT=${PROBE_ROOT:-} # the tests put other machines' /proc, /sys and /opt under this folder
+PROBE_ROOT=${PROBE_ROOT:-} # tests fake other machines' /proc, /sys and /opt in this folder
 
 say() { printf 'setup: %s\n' "$*"; }
 die() { printf 'error: %s\n' "$*" >&2 && exit 1; }
@@ -35,7 +35,7 @@ if [[ ${1:-} == --check ]]; then
     shift
     check=1 check_args=("$@")
     set --
-    exec 3>&1 >&2 # standard output is for the check alone
+    exec 3>&1 >&2 # standard output is for the check only
 fi
 [[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev, --check or nothing"
 extras=${1:+dev}
@@ -44,10 +44,10 @@ check_if_asked() {
     set -- "$VENV_PYTHON" -m llm_demo.check ${check_args[@]+"${check_args[@]}"}
     [[ -z $DRY_RUN ]] || { run "$@" && return; }
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-    exec "$@" >&3 3>&- 9>&- # 9 is the lock on .venv, which others may be waiting for
+    exec "$@" >&3 3>&- 9>&- # 9: release the lock on .venv
 }
 
-# ---- is there anything to do? ----------------------------------------------------------------
+# ---- anything to do? ---------------------------------------------------------------------------
 fingerprint() {
     cat "$ROOT"/{setup.sh,requirements.txt,constraints.txt,pyproject.toml} "$VENV/pyvenv.cfg" | cksum
 }
@@ -66,7 +66,7 @@ fi
         "DS_BUILD_OPS=0 '$VENV_PYTHON' -m pip install -e '$ROOT'" \
         "and start the launchers with PYTHON='$VENV_PYTHON'"
 if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
-    exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same moment
+    exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same time
     flock 9 || true
     if ready; then
         check_if_asked
@@ -75,14 +75,14 @@ if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
 fi
 if [[ -f $STAMP && -z $extras ]]; then extras=$(tail -n 1 "$STAMP"); fi
 
-# ---- .venv, and the PyTorch that is there already ----------------------------------------------
+# ---- .venv, and an existing PyTorch ------------------------------------------------------------
 suitable() {
     "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
-torch_of() { # the version of the PyTorch that this interpreter imports, in pip's spelling, or nothing
+torch_of() { # the version of this interpreter's torch as pip spells it, or nothing
     "$1" -c 'import importlib.metadata as m, torch; print(m.version("torch"))' 2>/dev/null || true
 }
-PATH=${PATH//"$VENV/bin:"/} # an activated .venv is what is set up here, not what to build it on
+PATH=${PATH//"$VENV/bin:"/} # don't build .venv on itself if it is active
 [[ ${VIRTUAL_ENV:-} != "$VENV" ]] || unset VIRTUAL_ENV
 if [[ -n ${PYTHON:-} ]]; then
     suitable "$PYTHON" || die "PYTHON=$PYTHON is not a Python 3.10 to 3.13"
@@ -111,15 +111,15 @@ else
         die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or" \
             "name another Python: PYTHON=/path/to/python bash setup.sh"
     say "making $VENV on $("$base" -V), once"
-    if [[ -z $DRY_RUN ]]; then # an interrupted run leaves this file empty: ours, but not finished
+    if [[ -z $DRY_RUN ]]; then # left empty by an interrupted run: ours, but unfinished
         rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"
     fi
-    errors=/dev/null # shown if it fails; after Ctrl-C they are a traceback
+    errors=/dev/null # shown only on failure: Ctrl-C leaves a traceback
     [[ -n $DRY_RUN ]] || errors=$VENV/venv.log
     run "$base" -m venv "$VENV" 2>"$errors" || { cat "$errors" >&2 && exit 1; }
     if [[ -n $torch && -z $DRY_RUN ]]; then
-        # Not --system-site-packages: made from a venv, that shows the packages of the Python below
-        # it, not the venv's own. These folders come last in sys.path, so .venv's packages win.
+        # Not --system-site-packages: from a venv, it shows the packages of the underlying Python,
+        # not the venv's own. These folders come last in sys.path, so .venv's packages win.
         "$base" -c 'if True:
             import sys
             for path in sys.path:
@@ -130,12 +130,12 @@ else
     [[ -n $DRY_RUN ]] || echo "$base" >"$OURS"
 fi
 
-# ---- or else the PyTorch for this machine ------------------------------------------------------
-# What PyTorch's ROCm wheels have kernels for. Many laptops have an AMD graphics unit that is not
-# among these, and on which such a wheel would only crash.
+# ---- else install PyTorch for this machine -----------------------------------------------------
+# Architectures with kernels in PyTorch's ROCm wheels. Many laptops have an AMD graphics unit that
+# is not listed, and on which such a wheel would only crash.
 ROCM_ARCHS=' gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201 '
 
-amd_archs() { # as the kernel driver tells them: 90008 is gfx908, a CPU is 0; else as rocminfo does
+amd_archs() { # from the kernel driver (90008 is gfx908, a CPU is 0), else from rocminfo
     cat "$PROBE_ROOT"/sys/class/kfd/kfd/topology/nodes/*/properties 2>/dev/null |
         awk '$1 == "gfx_target_version" && $2 {
             printf "gfx%d%x%x\n", $2 / 10000, $2 / 100 % 100, $2 % 100 }' | grep . ||
@@ -158,7 +158,7 @@ choose_build() { # sets build, release and reason
                 rocm=$(cat "$PROBE_ROOT/opt/rocm/.info/version" 2>/dev/null || echo unknown)
                 reason="an AMD GPU was found ($arch, ROCm $rocm)"
                 rocm=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$rocm" || true)
-                case $rocm in # wheels bring their own ROCm; it must suit the driver of the one here
+                case $rocm in # wheels include ROCm, which must match the installed driver
                 6.3 | 7.[012]) build=rocm$rocm ;;
                 [7-9].* | [1-9][0-9].*) build=rocm7.2 ;;
                 *) build=rocm6.4 ;;
@@ -169,7 +169,7 @@ choose_build() { # sets build, release and reason
         done
         [[ $build == rocm* ]] || reason+=$other
     fi
-    case $build in # the wheels of one ROCm exist for few releases
+    case $build in # each ROCm has wheels for few releases
     rocm6.3) release=2.8.0 ;;
     rocm6.4) release=2.9.1 ;;
     rocm7.0) release=2.10.0 ;;
@@ -177,11 +177,11 @@ choose_build() { # sets build, release and reason
     esac
 }
 pip=("$VENV_PYTHON" -m pip --disable-pip-version-check --no-input install)
-via_uv() { # uv knows where PyTorch keeps its builds
+via_uv() { # uv knows where PyTorch's builds are
     run "${pip[@]}" uv &&
         run "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --torch-backend="$1" "$2"
 }
-install_torch() { # the first way that works; pip's own sources may well hold the very build
+install_torch() { # tries pip's own sources first, which may have the build
     case $build in
     cuda)
         via_uv auto "torch==$release" && return
@@ -214,7 +214,7 @@ elif [[ -n ${TORCH_BUILD:-} ]]; then
         "environment, to get another"
 fi
 
-# ---- the rest, without touching torch or the numpy that came with it ----------------------------
+# ---- the rest, keeping torch and the numpy that came with it -----------------------------------
 if [[ -z $DRY_RUN ]]; then
     torch=$(torch_of "$VENV_PYTHON")
     [[ -n $torch ]] || die "PyTorch does not start; see '$VENV_PYTHON' -c 'import torch'"
@@ -223,7 +223,7 @@ if [[ -z $DRY_RUN ]]; then
     { grep -vE "$pinned" "$ROOT/constraints.txt" && echo "torch==$torch"; } >"$VENV/constraints.txt"
 fi
 run "${pip[@]}" 'setuptools>=77'
-# DeepSpeed comes as source. In pip's isolated build it would look for torch in vain, or get another.
+# DeepSpeed comes as source. pip's isolated build would lack torch, or install another one.
 run env DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation -c "$VENV/constraints.txt" \
     -e "$ROOT${extras:+[$extras]}"
 if [[ -z $DRY_RUN ]]; then

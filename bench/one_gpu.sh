@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Measure one GPU: the plain model beside FSDP2 and torchtitan, and the speed of
+# Measure one GPU: the plain model against FSDP2 and torchtitan, and the speed of
 # `python -m llm_demo.evaluate`. Each part takes at most ten minutes:
 #
 #   bash bench/one_gpu.sh OUT steps                                      9 min: the preset one_gpu
 #   bash bench/one_gpu.sh OUT answers ROWS.jsonl TOKENIZER_FOLDER        6 min
 #   bash bench/one_gpu.sh OUT tests                                      2 min
 #
-# Results and logs go to OUT: the rows to OUT/one_gpu.jsonl. MODEL, ROWS, NEW_TOKENS, PRESET and
-# ONLY make the work smaller.
+# Results and logs go to OUT, the rows to OUT/one_gpu.jsonl. MODEL, ROWS, NEW_TOKENS, PRESET and
+# ONLY reduce the work.
 set -uo pipefail
 OUT=$(mkdir -p "$1" && cd "$1" && pwd) PART=$2 DATA=${3:-} TOKENIZER=${4:-}
 MODEL=${MODEL:-models/qwen3-0.6b} ROWS=${ROWS:-1319} NEW_TOKENS=${NEW_TOKENS:-256}
@@ -34,7 +34,7 @@ elif [[ $PART == steps ]]; then
 else
     work=$(mktemp -d)
     trap 'rm -rf "$work"' EXIT
-    # random weights almost never stop, so every answer has the full length
+    # random weights almost never stop, so answers have the full length
     "$PYTHON" - "$MODEL" "$TOKENIZER" "$work/model" <<'EOF' || exit 1
 import sys, torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer

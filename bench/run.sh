@@ -6,8 +6,8 @@
 #   bash bench/run.sh --engines fsdp,pp --micro 4,8 --ga 1,8 --ckpt false,true --dtype bf16
 #   bash bench/run.sh --help
 #
-# Results go to bench/results/, one file a preset and one line a row; python -m bench.table prints
-# them as tables.
+# Results go to bench/results/, one file per preset and one line per row; python -m bench.table
+# prints them as tables.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z ${PYTHON:-} ]]; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Fine-tune with FSDP2 on this machine's GPUs, or on 2 CPU processes without any. The first run
+# Fine-tune with FSDP2 on this machine's GPUs, or on 2 CPU processes without GPUs. The first run
 # prepares .venv. Works from any folder; relative paths are relative to yours.
 #
 #   bash fsdp/launch_fsdp.sh                                  # the bundled small model and data
@@ -7,7 +7,7 @@
 #   MODEL=Qwen/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash fsdp/launch_fsdp.sh
 #   bash fsdp/launch_fsdp.sh --help                           # every flag
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash fsdp/launch_fsdp.sh --output_dir /shared/run
-#                                # and the same with NODE_RANK=1 there
+#                                # and with NODE_RANK=1 on the other node
 #
 # A flag beats the environment, which beats the settings below; docs/flags.md lists all flags.
 # PYTHON=... uses that interpreter instead of .venv.
@@ -16,15 +16,15 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch_common.sh"
 
-# ---- settings; an empty one leaves the choice to the script, see docs/flags.md -----------------
+# ---- settings; empty: the script decides, see docs/flags.md ------------------------------------
 MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
 TRAIN_JSON=${TRAIN_JSON-$ROOT/data/first_run.jsonl}
-SEQ_LEN=${SEQ_LEN-} # tokens of a row
-# rows of an optimizer step = processes x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS
+SEQ_LEN=${SEQ_LEN-} # tokens per row
+# rows per optimizer step = processes x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE-4}
 GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS-2}
 MAX_STEPS=${MAX_STEPS-}   # optimizer steps
-NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data; with neither: one
+NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data; default: one pass
 LR=${LR-}
 DTYPE=${DTYPE-} # auto, fp32, bf16, fp16
 USE_ACTIVATION_CHECKPOINTING=${USE_ACTIVATION_CHECKPOINTING-} # less memory, more compute
@@ -32,7 +32,7 @@ OUTPUT_DIR=${OUTPUT_DIR-} # the folder of the run
 SAVE_EVERY=${SAVE_EVERY-} # steps between checkpoints, besides the one at the end
 RESUME=${RESUME-}         # auto: resume in OUTPUT_DIR if there is a checkpoint
 RESHARD_AFTER_FORWARD=${RESHARD_AFTER_FORWARD-} # less memory, more communication
-# With the bundled model and data, llm_demo/launch/settings.py sets SEQ_LEN, MAX_STEPS, LR and
-# LOG_EVERY for a first run, if they are empty.
+# With the bundled model and data, llm_demo/launch/settings.py fills SEQ_LEN, MAX_STEPS, LR and
+# LOG_EVERY if they are empty.
 # --------------------------------------------------------------------------------------------------
 launch torchrun "$ROOT/fsdp/train_fsdp.py" "$@"

@@ -7,4 +7,4 @@ from llm_demo.process import PARENT, end_with_parent, quit_on
 if parent := os.environ.pop(PARENT, None):
     end_with_parent(int(parent))
 if sys.argv[:1] == ["-m"]:  # python -m llm_demo.NAME, which imports this first
-    quit_on(signal.SIGINT)  # one line, not a traceback, while the imports take seconds
+    quit_on(signal.SIGINT)  # print one line, not a traceback, during the slow imports

@@ -1,4 +1,4 @@
-"""What this machine computes with: every question of vendor and architecture is answered here."""
+"""The device this machine computes with; all decisions by vendor and architecture are made here."""
 
 import os
 import subprocess
@@ -10,8 +10,8 @@ from llm_demo.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Dense matrix peaks in TFLOP/s by (part of the name or arch): fp32, bf16, fp16. fp32 is what
-# PyTorch uses by default, no TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper.
+# Dense matrix peaks in TFLOP/s by (part of the name or arch): fp32, bf16, fp16. fp32 is PyTorch's
+# default, without TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper.
 PEAK_TFLOPS = {
     "gfx908": (46.1, 92.3, 184.6),  # MI100
     "gfx90a": (47.9, 191.5, 191.5),  # MI250X, one of its two dies; MI210 is 5 % lower
@@ -28,7 +28,7 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True)
 class Device:
-    type: str  # "cuda" (AMD's too: ROCm answers to that name) or "cpu"
+    type: str  # "cuda" (also for AMD: ROCm uses that name) or "cpu"
     vendor: str  # "nvidia", "amd" or "cpu"
     name: str
     arch: str  # "gfx908", "sm_90", or "" on a CPU
@@ -45,7 +45,7 @@ def this_device(index: int = 0) -> Device:
         return Device("cpu", "cpu", f"CPU, {os.cpu_count()} cores", "", 0.0)
     props = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
-        # get_device_capability() is (9, 0) on an MI100: Hopper's number. gcnArchName is the truth.
+        # get_device_capability() is (9, 0) on an MI100, the same as Hopper's; gcnArchName is right.
         vendor, arch = "amd", props.gcnArchName.split(":")[0]
     else:
         vendor, arch = "nvidia", "sm_{}{}".format(*torch.cuda.get_device_capability(index))
@@ -58,7 +58,7 @@ def is_sm80(device: Device) -> bool:
 
 
 def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
-    """The compute dtype for --dtype `asked`, and the reason."""
+    """The compute dtype for --dtype `asked`, and the reason. Raises UserError for no bf16."""
     if asked != "auto":
         if asked == "bf16" and device.vendor == "nvidia" and not is_sm80(device):
             raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16; take fp16")
@@ -73,21 +73,21 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
 
 
 def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
-    """Dense matrix peak in TFLOP/s of one device, or None where we don't know it: never a guess."""
+    """Dense matrix peak in TFLOP/s of one device; None if unknown, never a guess."""
     column = list(DTYPES.values()).index(dtype)
     keys = (device.arch, *(key for key in PEAK_TFLOPS if key in device.name))
     return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
 
 
 def links() -> list[str]:
-    """The ways in which this node's GPUs reach each other, hidden ones too, that of the first two
-    first, as the vendor's tool calls them: "NV18", "PIX", "XGMI". Empty where it names none."""
+    """Links between this node's GPUs, including hidden ones, as the vendor's tool names them:
+    "NV18", "PIX", "XGMI". The first two GPUs' link comes first. Empty if the tool names none."""
     for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
         try:
             said = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
-        # "GPU0   X   NV18 ..."; the table's head is indented
+        # "GPU0 X NV18 ..."; the table's header is indented
         rows = [line.split()[1:] for line in said.splitlines() if line.startswith("GPU")]
         pairs = [row[j] for i, row in enumerate(rows) for j in range(i + 1, len(rows))]
         if pairs:
@@ -96,7 +96,7 @@ def links() -> list[str]:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory this process has held, in 2**30 bytes: allocated on a GPU, resident on a CPU."""
+    """Peak memory of this process in 2**30 bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     import resource
@@ -115,5 +115,5 @@ class World:
 
     @property
     def local_size(self) -> int:
-        """Ranks of this node."""
+        """The number of ranks on this node."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))

@@ -1,4 +1,4 @@
-"""Which process this is, and how it talks to the others: torch.distributed, started and ended."""
+"""Start and end torch.distributed, and run code on some or all ranks."""
 
 import os
 import signal
@@ -23,9 +23,9 @@ def timeout() -> timedelta:
 
 
 def start() -> World:
-    """Join the process group that the launcher's environment describes (a world of one without).
+    """Join the process group described by the launcher's environment (world size 1 without one).
 
-    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK picks the GPU and nothing else."""
+    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU."""
     env = os.environ
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         env.setdefault(name, default)
@@ -40,7 +40,7 @@ def start() -> World:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # gloo beside NCCL: objects and barriers before step 1 need no GPU.
+        # gloo besides NCCL: objects and barriers before step 1 need no GPU.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout(), device_id=device)
     else:
         device = torch.device("cpu")
@@ -49,9 +49,9 @@ def start() -> World:
 
 
 def once_per_node(world: World, build: Callable):
-    """Run `build` on the first process of each node, then on the others (who find its files).
+    """Run `build` on the first process of each node, then on the others (which find its files).
 
-    A UserError on one process is raised on all of them, so that nobody waits for the dead."""
+    A UserError on one process is raised on all of them, so that none waits for a dead one."""
     result = None
     for turn in (world.local_rank == 0, world.local_rank != 0):
         error = None
@@ -68,7 +68,7 @@ def once_per_node(world: World, build: Callable):
 
 
 def from_rank0(world: World, make: Callable):
-    """What `make()` returned on rank 0, on every rank; a UserError there, raised on every rank."""
+    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank."""
     box = [None, None]
     if world.rank == 0:
         try:
@@ -82,32 +82,31 @@ def from_rank0(world: World, make: Callable):
 
 
 def _let_others_speak() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # no checkpoint first
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # don't save first
     time.sleep(3)
 
 
 def run(
     main: Callable[[], None], parse: Callable | None = None, advice: Callable | None = None
 ) -> None:
-    """Call main(); end with one line for bad input, a traceback for a defect, never with a hang.
+    """Call main(). End with one line for bad input, with a traceback for a bug, never with a hang.
 
-    parse() returns the flags again, for what is said of a full disk; advice(flags): what helps
-    against a full GPU."""
+    parse() returns the flags again, to locate a full disk; advice(flags): help for a full GPU."""
     code = 0
     outlive_terminal()
     raise_on_ctrl_c()
     try:
         main()
         if dist.is_initialized():
-            # Without the barrier a fast rank's exit reads as a crash to a slow one; without the
-            # destroy about one gloo run in twenty ends in abort().
+            # Without the barrier, a fast rank's exit looks like a crash to a slow one. Without the
+            # destroy, about one gloo run in twenty ends in abort().
             dist.barrier()
             dist.destroy_process_group()
     except UserError as e:
         code = 2
         if os.environ.get("RANK", "0") != "0":
-            # Rank 0 has found the same, as a rule, and says it; the launcher then ends this one. If
-            # this one went first, rank 0 would be ended before it has spoken.
+            # Rank 0 usually has the same error and prints it; the launcher then ends this rank. If
+            # this rank exited first, rank 0 would be killed before it could print.
             _let_others_speak()
         print(f"error: {e}", file=sys.stderr)
     except Stopped as e:
@@ -129,7 +128,7 @@ def run(
         code = 1
         if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
             rank = os.environ["RANK"]
-            _let_others_speak()  # the peer has said why, and the launcher ends this one
+            _let_others_speak()  # the peer prints the reason, and the launcher ends this rank
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
         elif what := disk_full(e, output_dir=parse and parse().output_dir):
             print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
@@ -137,5 +136,5 @@ def run(
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code:  # threads of a broken process group would keep a plain exit waiting
+    if code:  # threads of a broken process group would block a normal exit
         os._exit(code)

@@ -1,4 +1,4 @@
-"""The exceptions meant for the user: scripts print their message and exit, no traceback."""
+"""Exceptions for the user: scripts print the message and exit, without a traceback."""
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
 
@@ -8,4 +8,4 @@ class UserError(Exception):
 
 
 class Stopped(Exception):
-    """A signal asked the run to stop, and it did, between two steps, with a checkpoint."""
+    """A signal asked the run to stop, and it stopped between two steps, with a checkpoint."""

@@ -1,8 +1,8 @@
 """Compare models on held-out data: python -m llm_demo.evaluate --models BASE TUNED --data FILE
-
-Loss and perplexity over the learnt tokens of each file, answers to its first rows side by side, and
-with --answer_regex how many answers end in the right number. Hub ids or folders; CPU or one GPU.
-Answers are greedy, by transformers' continuous batching (generate.batched) or batch by batch."""
+Prints loss and perplexity over the learnt tokens of each file, answers to its first rows side by
+side, and with --answer_regex how many answers end in the right number. Models are hub ids or
+folders; one CPU or GPU. Answers are greedy, by transformers' continuous batching or batch by
+batch."""
 
 import argparse
 import functools
@@ -34,7 +34,7 @@ from llm_demo.model.source import find_model, load_config, load_tokenizer
 from llm_demo.model.weights import open_weights
 from llm_demo.progress import progress
 
-TOKENS = 1 << 16  # of a batch, padding included
+TOKENS = 1 << 16  # of a batch, including padding
 
 
 def main() -> None:
@@ -43,14 +43,14 @@ def main() -> None:
         raise UserError("--answer_regex looks into answers, --train_on_prompt knows none: drop one")
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
-    if args.seq_len is None:  # the same documents for all models
+    if args.seq_len is None:  # so that all models get the same documents
         configs = [load_config(find_model(name), 1) for name in args.models]
         args.seq_len = min(config.max_position_embeddings for config in configs)
     results = []
     for name in args.models:
         results.append(evaluate(name, args, torch.device(device.type), dtype))
         gc.collect()
-        if args.out:  # after each, for the next one may fail
+        if args.out:  # after each model, since the next may fail
             args.out.mkdir(parents=True, exist_ok=True)
             settings = {"data": args.data, "seq_len": args.seq_len, "device": str(device)}
             out = json.dumps({**settings, "models": results}, indent=1)
@@ -88,19 +88,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
-    """One model's figures, file by file: loss, perplexity, tokens, exact matches and answers."""
+    """One model's figures for each file: loss, perplexity, tokens, exact matches and answers."""
     folder = find_model(name)
-    config = load_config(folder, args.seq_len)  # refuses what this project computes otherwise
+    config = load_config(folder, args.seq_len)  # refuses unsupported models
     if open_weights(folder) is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     model = model.to(device).eval()
-    model.generation_config = GenerationConfig()  # its own may hold a repetition_penalty, say
+    model.generation_config = GenerationConfig()  # the model's own may have a repetition_penalty
     keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
     options = {key: getattr(args, key) for key in keys}
     batch, why = choose_batched(args.generate, device, config)
-    if length_dependent_rope(config):  # others in the batch would change a document's numbers
+    if length_dependent_rope(config):  # a document's numbers would depend on the rest of the batch
         args = argparse.Namespace(**{**vars(args), "batch_size": 1})
     files = []
     log = functools.partial(print, file=sys.stderr)
@@ -138,15 +138,15 @@ def say(what: str, started: float) -> None:
 
 
 def in_batches(args, device, function, *rest):
-    """function(batch_size, *rest), with --batch_size or else as many as the memory holds."""
+    """Call function(batch_size, *rest) with --batch_size, or the largest that fits in memory."""
     if args.batch_size or device.type == "cpu":
         return function(args.batch_size or 32, *rest)
     return find_executable_batch_size(function, starting_batch_size=256)(*rest)
 
 
 def batches(lengths: list[int], most: int, what: str):
-    """Indices of documents of these lengths, the longest first, at most `most` at a time and of at
-    most TOKENS together, padding included."""
+    """Yield batches of indices of documents with these lengths, longest first: at most `most`
+    documents and TOKENS tokens, including padding."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     with progress(what=what, total=len(order), unit="documents") as bar:
         while order:
@@ -158,12 +158,12 @@ def batches(lengths: list[int], most: int, what: str):
 
 @torch.no_grad()
 def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
-    """(sum of -log p over the learnt tokens / their number, their number) of the first documents.
-    Longest first, padded at the end, where causal attention does not look."""
+    """(mean of -log p over the learnt tokens, their number) of the first `count` documents. Longest
+    first, padded at the end, which causal attention does not see."""
     total, tokens = 0.0, 0
     for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
-        # copies: a row of the model's limit may be 100 times as long as its document
+        # copies: a row has the model's full length, which may be 100 times the document's
         found = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
         ids = torch.stack([torch.from_numpy(ids) for ids, _ in found]).to(model.device)
         labels = torch.stack([torch.from_numpy(labels) for _, labels in found])
@@ -175,8 +175,8 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
 
 
 def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
-    """(the likeliest continuation of each prompt, up to the token that ends it, how). Prompt and
-    continuation stay within the positions that the model knows."""
+    """(the greedy continuation of each prompt up to its stop token, how it was made). Prompt and
+    continuation stay within the model's positions."""
     stop = stop_tokens(tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     room = [model.config.max_position_embeddings - len(p) for p in prompts]
@@ -201,7 +201,7 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
 
 @torch.no_grad()
 def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[int]]:
-    """The likeliest continuation of each prompt, `batch` of them at a time, padded on the left."""
+    """The greedy continuation of each prompt, in batches of `batch`, padded on the left."""
     answers = [None] * len(prompts)
     for rows in batches(list(map(len, prompts)), batch, "answers"):
         longest = len(prompts[rows[0]])
@@ -211,7 +211,7 @@ def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[
             ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
             mask[k, longest - len(prompts[i]) :] = 1
         ids, mask = ids.to(model.device), mask.to(model.device)
-        # the answer of the longest goes beyond the model's positions: what is beyond is cut off
+        # the longest prompt's answer exceeds the model's positions; the excess is cut off later
         room = model.config.max_position_embeddings - len(prompts[rows[-1]])
         most = min(how["max_new_tokens"], room)
         found = model.generate(
@@ -223,7 +223,7 @@ def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[
 
 
 def result(text: str, args) -> str | None:
-    """What --answer_regex finds last, without thousands' commas and a closing stop."""
+    """The last match of --answer_regex, without thousands separators and final period."""
     found = re.findall(args.answer_regex, text)
     last = found[-1] if found else None
     last = last[0] if isinstance(last, tuple) else last
@@ -231,7 +231,7 @@ def result(text: str, args) -> str | None:
 
 
 def markdown(results: list[dict]) -> str:
-    """A table, a row for each file and model, and the first answers side by side."""
+    """A table with one row per file and model, and the first answers side by side."""
     exact = any("exact" in f for r in results for f in r["files"])
     lines = [f"| file | model | loss | perplexity | tokens |{' exact |' * exact}"]
     lines.append("|---|---|---|---|---|" + "---|" * exact)

@@ -1,7 +1,7 @@
-"""Make a Hugging Face folder of a checkpoint: python -m llm_demo.export RUN_OR_CHECKPOINT OUT
+"""Export a checkpoint as a Hugging Face folder: python -m llm_demo.export RUN_OR_CHECKPOINT OUT
 
-Of either script's, from the fp32 masters, on the CPU, a shard at a time: it needs neither the GPUs
-that trained the model nor room for all of it."""
+Works for both scripts, from the fp32 masters, on the CPU, one shard at a time. It needs neither the
+training GPUs nor memory for the whole model."""
 
 import argparse
 import json
@@ -68,7 +68,7 @@ def main() -> None:
 
 def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB") -> str:
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
-    when it is whole; says what it did. Raises UserError if it is there already."""
+    only when complete. Returns a line for the log. Raises UserError if `out` is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty: choose another folder")
     source = checkpoint.parent.parent
@@ -81,7 +81,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         config, wanted = model_of(source / "model")
         size = write_weights(checkpoint, part, wanted, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
-        if not config.architectures:  # servers such as vLLM go by it
+        if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(part)
         tokenizer = load_tokenizer(str(source / "model"))
@@ -91,7 +91,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         if out.exists():
             out.rmdir()
         part.rename(out)
-    except Exception as e:  # several libraries write
+    except Exception as e:  # from several libraries
         if not (said := disk_full(e, part)) and not isinstance(e, OSError):
             raise
         raise UserError(f"{out} can't be written: {said or e}") from e
@@ -101,23 +101,23 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
 
 
 def model_of(folder: Path) -> tuple:
-    """(the configuration that a run has kept, {name: shape} of its model's weights, a tied one
-    once). Raises UserError, whatever is wrong with it."""
+    """(a run's saved configuration, {name: shape} of its model's weights, a tied one once). Raises
+    UserError for any problem with it."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            # eager, for a configuration may name a kernel to be downloaded
+            # eager, because a configuration may name a kernel to download
             how = {"attn_implementation": "eager", "trust_remote_code": False}
             model = AutoModelForCausalLM.from_config(config, **how)
         return config, {name: tuple(p.shape) for name, p in model.named_parameters()}
-    except Exception as e:  # it may be somebody else's
+    except Exception as e:  # the file may come from elsewhere
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise UserError(f"{folder}/config.json: {reason}") from e
 
 
 def generation_config(folder: Path, tokenizer) -> GenerationConfig:
-    """The model's own, which ends answers where its training data did as well: a base model's
-    knows the end of a text only, not that of an assistant's turn."""
+    """The model's own, with the stop tokens of its training data added: a base model knows only the
+    end of a text, not of an assistant's turn."""
     found = GenerationConfig()
     if (folder / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(folder)
@@ -128,8 +128,8 @@ def generation_config(folder: Path, tokenizer) -> GenerationConfig:
 
 
 def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:
-    """Safetensors, in shards with an index if they are more than one; -> bytes. wanted: {name:
-    shape} of the configuration's model. UserError if the tensors are others, or not finite."""
+    """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
+    the configuration's model. Raises UserError if the tensors differ from it or are not finite."""
     ends = tuple(f".{name}" for name in MOMENTS)
     shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
     for name in sorted(shapes.keys() | wanted.keys()):
@@ -182,16 +182,16 @@ def card(checkpoint: Path, name: str) -> str:
 
 
 def push(folder: Path, repo: str, private: bool = True) -> None:
-    """Upload a folder to the hub with the token that huggingface_hub finds in its own places."""
+    """Upload a folder to the hub with the token that huggingface_hub finds."""
     from huggingface_hub import HfApi
 
     try:
         api = HfApi()
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
-        if private and not api.repo_info(repo).private:  # made before, and left as it was
+        if private and not api.repo_info(repo).private:  # it existed before, and is not changed
             raise ValueError("it is there and public: --public, or another name")
         api.upload_folder(repo_id=repo, folder_path=folder)
-    except Exception as e:  # of several libraries below the hub's
+    except Exception as e:  # from several libraries below the hub's
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is whole") from e
     print(f"pushed {folder} to {repo}")

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, hashed, and what a full disk is called."""
+"""Write files atomically, hash them, and detect a full disk."""
 
 import errno
 import hashlib
@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent  # of the repository
-PART = ".part-"  # begins the name of what is not whole, or is being removed; never read
+PART = ".part-"  # name prefix of anything incomplete or being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# PyTorch's writer and numpy's lose the system's reason
+# PyTorch's and numpy's writers lose the system's reason
 SILENT = re.compile(
     r"enforce fail at inline_container|PytorchStreamWriter failed writing"
     r"|\d+ requested and \d+ written"
@@ -24,14 +24,13 @@ SILENT = re.compile(
 def disk_full(
     error: BaseException | None, folder: Path | str | None = None, output_dir: str | None = None
 ) -> str | None:
-    """ "No space left on device: FOLDER" if `error`, or what caused it, comes of a full disk, a
-    quota or the limit of `ulimit -f`; None if it does not.
+    """Return "No space left on device: FOLDER" if `error` or its cause is a full disk, a quota or
+    the limit of `ulimit -f`; else None.
 
-    folder: where the write went, if that is known. If not, output_dir is one of the places where
-    it may have gone."""
+    folder: where the write went, if known. If not, output_dir is one of the possible places."""
     while error:
         number = getattr(error, "errno", None)
-        told = re.search(r"\(os error (\d+)\)", str(error))  # of a library in Rust
+        told = re.search(r"\(os error (\d+)\)", str(error))  # from a library in Rust
         if told:
             number = int(told[1])
         elif SILENT.search(str(error)):
@@ -48,7 +47,7 @@ def _guess(folder) -> int:
 
 
 def _short(folder) -> bool:
-    """Whether the disk of this folder has next to no room."""
+    """Whether this folder's disk is nearly full."""
     try:
         there = next(
             p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.exists()
@@ -71,7 +70,7 @@ def _describe(number: int, where, output_dir: str | None) -> str:
 
 
 def _places(output_dir: str | None) -> list[str]:
-    """Where a run writes."""
+    """The places where a run writes."""
     cache = os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
     hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
     return [p for p in (output_dir, cache, hub, "/tmp", "/dev/shm") if p]
@@ -86,12 +85,12 @@ def digest(file: Path) -> str:
 
 
 def write_json(file: Path, what, **how) -> None:
-    """Replace a JSON file at once. how: as of json.dumps."""
+    """Replace a JSON file atomically. how: options of json.dumps."""
     write_text(file, json.dumps(what, **{"indent": 1, **how}) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace a small file at once: a reader sees the old text or the new one, whole."""
+    """Replace a small file atomically: a reader sees either the old text or the new one."""
     part = file.with_name(f"{PART}{file.name}")
     with open(part, "w") as f:
         f.write(text)
@@ -101,7 +100,7 @@ def write_text(file: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make names in a folder survive a loss of power."""
+    """Make a folder's file names survive a loss of power."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -110,7 +109,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def finite(record: dict) -> dict:
-    """NaN and infinity as None: JSON has no such numbers."""
+    """Replace NaN and infinity by None, because JSON has no such numbers."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
     }

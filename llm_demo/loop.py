@@ -1,4 +1,4 @@
-"""The loop of a training run, from step 1 to the last line: the same for every way to train."""
+"""The training loop, from step 1 to the last line; the same for all kinds of parallelism."""
 
 import argparse
 from argparse import Namespace
@@ -39,13 +39,12 @@ def train(
 ) -> None:
     """Train from the checkpoint or the beginning to the end. Every rank calls.
 
-    A script brings what depends on how it spreads the model:
+    A script passes what depends on its kind of parallelism:
     step(rows, n_labels, lr): an optimizer step on these rows of all replicas, -1 for an empty one;
         returns this rank's share of the loss and the gradient norm, 0-dim tensors on the device
     evaluate(micro): loss.score summed over this rank's held-out rows, fp32 [2] on the device
     ask(batch, index): the likeliest next tokens, see generate.generate
-    state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it
-    """
+    state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""
     data, horizon = plan.data, plan.horizon
     if args.dry_run:
         log.say(LOADED)
@@ -63,7 +62,7 @@ def train(
     if data.heldout and not checkpoints.path:
         evaluation(0)
     for n in range(checkpoints.first_step, horizon.max_steps):
-        # rows and label count of the whole step, over all ranks: known without communication
+        # rows and label count of the whole step over all ranks, known without communication
         rows = step_rows(len(data.train), args.seed, n, horizon.global_batch, horizon.n_total)
         n_tokens, n_labels = token_counts(data.train, rows)
         lr = lr_at(n, horizon.lr, args.warmup_steps, horizon.max_steps, args.lr_scheduler)
@@ -85,7 +84,7 @@ def train(
 
 
 def nothing_left(args: Namespace, world: World, log: Log, clock: Clock, checkpoints) -> None:
-    """For a run that has taken its last step already: do what it may have been killed before."""
+    """Finish a run that has already taken its last step: do what it may have been killed before."""
     log.say(f"nothing left to train: {checkpoints.path} is of the last step")
     if checkpoints.path.parent == checkpoints.folder and not args.dry_run:
         export_last(args, world, log, checkpoints.path)
@@ -96,7 +95,7 @@ def nothing_left(args: Namespace, world: World, log: Log, clock: Clock, checkpoi
 
 
 def try_forward(args: Namespace, plan: Plan, ask: Callable) -> None:
-    """A dry run's one forward pass, not compiled: a model may be refused only there."""
+    """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
     train, horizon = plan.data.train, plan.horizon
     rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
     batch = collate(train, rows[: args.micro_batch_size], plan.data.max_docs)
@@ -112,7 +111,7 @@ def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:
 
 
 def export_last(args: Namespace, world: World, log: Log, checkpoint) -> None:
-    """With --export: the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
+    """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
     out = log.folder / "hf"
     if args.export != "none" and world.rank == 0 and not out.exists():
         log.say(export(checkpoint, out, args.export))
@@ -120,7 +119,7 @@ def export_last(args: Namespace, world: World, log: Log, checkpoint) -> None:
 
 @torch.no_grad()
 def show_answers(args: Namespace, plan: Plan, log: Log, ask: Callable) -> None:
-    """Print the model's answers to three prompts beside those in the data."""
+    """Print the model's answers to three prompts and the expected ones."""
     tokens, data, tokenizer = plan.sample_tokens, plan.data, plan.source.tokenizer
     if not tokens:
         return
@@ -137,7 +136,7 @@ def show_answers(args: Namespace, plan: Plan, log: Log, ask: Callable) -> None:
 
 
 def finish(world: World, log: Log, clock: Clock) -> None:
-    """Write summary.json, print the row for tables and what can be done next, close."""
+    """Write summary.json, print the table row and the next commands, and close the log."""
     seconds, profile = clock.stop()
     if world.rank != 0:
         return

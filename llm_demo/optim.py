@@ -1,4 +1,4 @@
-"""AdamW's groups, the learning rate of a step, the global gradient norm, fp16's loss scale."""
+"""AdamW's groups, the learning rate schedule, the global gradient norm, fp16's loss scale."""
 
 import functools
 import math
@@ -10,16 +10,16 @@ from torch import nn
 from torch.optim.adamw import adamw
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-MOMENTS = ("exp_avg", "exp_avg_sq")  # what AdamW keeps of each parameter
-LOW = "low"  # and of a bf16 parameter that is half of its master: the other half
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter
+LOW = "low"  # and for a bf16 parameter that is half of its master: the other half
 
 
 def compiles_adamw(
     works: bool, n_params: int, world_size: int, say: Callable, flat: bool = False
 ) -> bool:
-    """Whether to compile AdamW. works: torch.compile does here; n_params: the whole model's; flat:
-    a unit's parameters are one tensor. On two H200 it was worth 3 % for 8B, for 0.6B with small
-    tensors nothing that could be told from noise (bench/LOG.md)."""
+    """Whether to compile AdamW. works: torch.compile works here; n_params: of the whole model;
+    flat: a unit's parameters are one tensor. On two H200 it gained 3 % for 8B; for 0.6B with small
+    tensors the gain was within noise (bench/LOG.md)."""
     chosen = works and (flat or n_params / world_size >= 1e9)
     if chosen:
         why = "for large tensors" if flat else "faster from 1e9 parameters a process on"
@@ -30,9 +30,9 @@ def compiles_adamw(
 def make_adamw(
     params: Iterable[nn.Parameter], lr: float, weight_decay: float, compiled: bool = False
 ) -> torch.optim.AdamW:
-    """AdamW that decays matrices only: a norm's weight or a bias has nothing to gain from zero.
-    compiled: faster for large models; the same on all ranks, for it rounds in another way, and the
-    copies of a tied weight would drift apart."""
+    """AdamW that decays matrices only: pulling a norm's weight or a bias to zero has no benefit.
+    compiled: faster for large models. Must be the same on all ranks, because it rounds differently
+    and the copies of a tied weight would drift apart."""
     params = [p for p in params if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
@@ -43,18 +43,18 @@ def make_adamw(
 
 
 class CompiledAdamW(torch.optim.AdamW):
-    """AdamW, compiled where parameters are large: PyTorch's fused kernel reaches 60 % of an H200's
-    memory speed. For small ones its few launches count for more."""
+    """AdamW, compiled for large parameters: PyTorch's fused kernel reaches 60 % of an H200's memory
+    speed. For small parameters its few launches matter more."""
 
-    LARGE = 1 << 23  # elements of this rank's part: a pass takes 55 us, its launch as much
-    # Elements of a call. DeepSpeed hands over all matrices of a stage as one tensor, and before its
-    # first run the compiler tries a kernel out on copies of what it writes, in pinned memory of the
-    # host if on the device they would raise the peak: for an 8B model's stage 50 GB.
+    LARGE = 1 << 23  # elements of this rank's part: a pass takes 55 us, as long as its launch
+    # Elements per call. DeepSpeed passes all matrices of a stage as one tensor. Before its first
+    # run the compiler tries a kernel on copies of its outputs, in pinned host memory if they would
+    # raise the device's peak: 50 GB for an 8B model's stage.
     PIECE = 1 << 27
 
     @torch.no_grad()
     def step(self):
-        """grad_scale, found_inf: as PyTorch's fused AdamW has them, 0-dim fp32 tensors or not set
+        """grad_scale, found_inf: as in PyTorch's fused AdamW, 0-dim fp32 tensors or not set
         (DeepSpeed's fp32 and fp16 optimizers scale and skip by themselves)."""
         for group in self.param_groups:
             lists = [[] for _ in range(6)]
@@ -76,15 +76,15 @@ class CompiledAdamW(torch.optim.AdamW):
                     beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=group["eps"],
                 )  # fmt: skip
             if large:
-                steps = [step for *_, step in large]  # all the same: each has a gradient each time
+                steps = [step for *_, step in large]  # all equal: each has a gradient every time
                 torch._foreach_add_(steps, 1 - skip)
-                # Scalars as tensors, made on the device: neither compiled anew nor waited for.
+                # Scalars as tensors made on the device: no recompilation and no wait.
                 taken = steps[0].double()
                 size = (lr / (1 - beta1**taken)).float()
                 root = (1 - beta2**taken).sqrt().float()
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
             for *tensors, _ in large:
-                # flat, for shapes of a size to share their code
+                # flat, so that shapes of equal size share their code
                 pieces = [t.detach().view(-1).split(self.PIECE) for t in tensors]
                 low = self.state[tensors[0]].get(LOW)
                 low = [None] * len(pieces[0]) if low is None else low.view(-1).split(self.PIECE)
@@ -94,14 +94,14 @@ class CompiledAdamW(torch.optim.AdamW):
 
 @functools.cache
 def compiled_adamw():
-    """_adamw in one pass over the memory."""
+    """The compiled _adamw, one pass over the memory."""
     return torch.compile(_adamw, dynamic=False)
 
 
 def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=None):
-    """As in "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019), in place, or not
-    at all. less: lr * decay; size: lr / (1 - beta1**step); root: sqrt(1 - beta2**step).
-    low: of a p in bf16, the other half of its master."""
+    """In-place AdamW, skipped if skip > 0. Source: "Decoupled Weight Decay Regularization"
+    (Loshchilov and Hutter 2019). less: lr * decay; size: lr / (1 - beta1**step); root: sqrt(1 -
+    beta2**step). low: the other half of the master, for a bf16 p."""
     if low is not None:
         master = join(p, low)
         _adamw(master, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps)
@@ -111,18 +111,18 @@ def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=N
     g = g.float() / divisor
     new_m = m.lerp(g, 1 - beta1)
     new_v = v.lerp(g * g, 1 - beta2)
-    # not p * (1 - less): fp32 has no 1 - 2e-7, the decay of a usual lr, but only 1 - 1.8e-7
+    # not p * (1 - less): the decay of a usual lr is 2e-7, and fp32 rounds 1 - 2e-7 to 1 - 1.8e-7
     new_p = p - less * p - size * new_m / (new_v.sqrt() / root + eps)
     for old, new in ((p, new_p), (m, new_m), (v, new_v)):
         old.copy_(torch.where(skip > 0, old, new))
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights in bf16, what they lack in int16) of an fp32 tensor: `join` makes it of them.
+    """Split an fp32 tensor into bf16 weights and int16 remainders; `join` is the inverse.
 
-    The weights are rounded to the nearest, to even in a tie. What is added to the bits of a weight
-    to get those of its master fits in 16 bits but for every second tie, where it is 32,768: such a
-    master comes back one unit of fp32's last place nearer to zero."""
+    Weights are rounded to nearest, ties to even. The remainder, added to a weight's bits, gives its
+    master's bits. It fits in 16 bits except for every second tie, where it is 32,768: such a master
+    comes back one unit in fp32's last place nearer to zero."""
     bits = master.view(torch.int32)
     high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     low = (bits - (high << 16)).clamp(max=0x7FFF)
@@ -130,14 +130,14 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 tensor that `split` made these two of."""
+    """Restore the fp32 tensor from the two results of `split`."""
     high = weights.view(torch.int16).to(torch.int32) << 16
     return (high + low).view(torch.float32)
 
 
 def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
-    """Give each parameter the state that AdamW makes in its first step, zeros to be loaded into, as
-    if it had taken so many steps."""
+    """Give each parameter the state AdamW creates in its first step, with zeros to load into, as if
+    after `steps` steps."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             step = torch.tensor(float(steps), device=p.device)
@@ -146,13 +146,13 @@ def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
 
 
 def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-    """(parameter, its fp32 master, *MOMENTS of it) of each of `pairs`, (parameter, master)."""
+    """Yield (parameter, its fp32 master, *its MOMENTS) for each of `pairs`, (parameter, master)."""
     for p, master in pairs:
         yield p, master.detach(), *(optimizer.state[master][name] for name in MOMENTS)
 
 
 def adam_steps(optimizer: torch.optim.AdamW) -> int:
-    """Steps that AdamW has taken; a skipped one is none."""
+    """Steps that AdamW has taken, not counting skipped ones."""
     return int(next(iter(optimizer.state.values()))["step"])
 
 
@@ -164,8 +164,8 @@ def set_lr(optimizer, lr: float) -> None:
 def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
-    Rises to `lr` over `warmup` steps, then falls by a half cosine or a line to a tenth of it in the
-    last step, or stays. A function of the step alone: nothing to save, nothing to step twice."""
+    Rises to `lr` over `warmup` steps, then stays constant or falls, by a half cosine or linearly,
+    to a tenth of it in the last step. A function of the step alone, so no state to save."""
     if step < warmup:
         return lr * (step + 1) / warmup
     if schedule == "constant":
@@ -176,10 +176,10 @@ def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float
 
 
 class LossScale:
-    """fp16's dynamic loss scale, on the device: halved by an overflow, doubled by 1000 good steps.
+    """fp16's dynamic loss scale, on the device: halved by overflow, doubled after 1000 good steps.
 
-    torch.amp.GradScaler looks for overflow rank by rank; here the global norm has the answer, the
-    same on every rank, so all skip together. Scale 1 for ever in the other dtypes."""
+    torch.amp.GradScaler detects overflow per rank. Here the global norm does, equally on every
+    rank, so all skip together. The scale stays 1 in the other dtypes."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dynamic = dtype == torch.float16
@@ -207,7 +207,7 @@ def global_norm(parts: list[tuple]) -> torch.Tensor:
     """2-norm of all gradients together: an fp32 scalar.
 
     parts: (gradients, the process group whose ranks each hold a part of them, or None). Summed in
-    fp64: in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
+    fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
     total = 0
     for grads, group in parts:
         square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
@@ -228,12 +228,12 @@ def clipped_step(
     loss_scale: LossScale,
     norm_of: list[tuple] | None = None,
 ) -> torch.Tensor:
-    """Clip by the global norm and step, or skip where that norm is not finite; returns the norm.
+    """Clip by the global norm and step, or skip if that norm is not finite. Returns the norm.
 
-    norm_of: the parts of global_norm; default: all gradients, whole on this rank.
+    norm_of: the parts for global_norm; default: all gradients, whole on this rank.
 
-    The norm (fp32 scalar on the device, unscaled, before clipping) is over all parameters of all
-    ranks, sharded or not, a tied one counted once; so every rank takes or skips the step alike.
+    The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
+    ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.
     Nothing waits for the device: scale, clip factor and skip reach AdamW as tensors."""
     norm = global_norm(norm_of or [(grads_of(optimizer), None)]) / loss_scale.scale
     skip = ~norm.isfinite()

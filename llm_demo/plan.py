@@ -1,6 +1,6 @@
-"""Everything that is decided before the model exists: model, data, kernels, steps.
+"""Decide everything before the model exists: model, data, kernels, steps.
 
-Every script makes the same decisions from the same flags; each is printed with its reason."""
+Every script makes the same decisions from the same flags, and prints each with its reason."""
 
 import contextlib
 import functools
@@ -36,11 +36,11 @@ from llm_demo.run.log import Log
 
 
 class Source(NamedTuple):
-    """Where the model is from."""
+    """The model's files and tokenizer."""
 
     folder: Path
-    config: object  # of transformers
-    weights: Weights | None  # None: random ones
+    config: object  # from transformers
+    weights: Weights | None  # None: random weights
     tokenizer: object
 
 
@@ -51,18 +51,18 @@ class Data(NamedTuple):
 
 
 class Compute(NamedTuple):
-    dtype: torch.dtype  # of the compute; masters are fp32
+    dtype: torch.dtype  # compute dtype; masters are fp32
     attn_impl: str
     compile: bool
 
 
 class Horizon(NamedTuple):
-    """How far the run goes, in which steps."""
+    """The length of the run and the size of its steps."""
 
     replicas: int  # data-parallel
     global_batch: int  # rows of an optimizer step
     max_steps: int
-    n_total: int | None  # rows of the whole run, where num_epochs sets its length
+    n_total: int | None  # rows of the whole run, if num_epochs sets its length
     lr: float
 
 
@@ -71,12 +71,12 @@ class Plan(NamedTuple):
     data: Data
     compute: Compute
     horizon: Horizon
-    identity: dict  # what the rows of a step depend on, by name
-    sample_tokens: int  # length of the answers at the end
+    identity: dict  # name -> what the rows of a step depend on
+    sample_tokens: int  # length of the sample answers at the end
 
 
 def make_plan(args: Namespace, world: World, log: Log, replicas: int) -> Plan:
-    """Decide what the flags leave open, and print it. Raises UserError on every rank alike."""
+    """Decide what the flags leave open, and print it. Raises UserError on every rank."""
     say = log.say
     say(f"command: {command_line()}")
     device = this_device(world.device.index or 0)
@@ -114,7 +114,7 @@ def make_plan(args: Namespace, world: World, log: Log, replicas: int) -> Plan:
 
 
 def find_source(args: Namespace, world: World, seq_len: int, say: Callable) -> Source:
-    """The model's folder, downloaded if need be, its configuration, weights and tokenizer."""
+    """The model's folder (downloaded if necessary), configuration, weights and tokenizer."""
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
     config = load_config(folder, seq_len)
     weights = open_weights(folder)
@@ -137,7 +137,7 @@ def load_data(
 ) -> tuple[Packs, Packs | None, str]:
     """(training rows, held-out rows or None, the held-out file or "none"), built once per node.
 
-    seq_len 0: taken from the lengths of the training documents, at most `limit`."""
+    seq_len 0: derived from the lengths of the training documents, at most `limit`."""
     eval_json = args.eval_json
     if eval_json == "auto":
         eval_json = heldout_beside(args.train_json) or "none"
@@ -150,7 +150,7 @@ def load_data(
             )
 
     def load(path: str, seq_len: int, split: str | None = None) -> Packs:
-        # every flag that load_packs has a parameter for
+        # all flags that are parameters of load_packs
         options = {k: v for k, v in vars(args).items() if k in load_packs.__kwdefaults__}
         options |= {"dataset_split": split, "seq_len": seq_len, "seq_len_limit": limit, "log": say}
         packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
@@ -175,7 +175,7 @@ def load_data(
 
 
 def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) -> int:
-    """The length of the answers, so that prompt and answer fit into the model's sliding window.
+    """Limit the length of answers, so that prompt and answer fit into the model's sliding window.
     Raises UserError if a document is longer than the window."""
     window, longest = window_of(config), max(p.longest for p in packs)
     without_window(config, longest)
@@ -186,7 +186,7 @@ def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) ->
 
 
 def refuse_unknown_tokens(config, packs: list[Packs]) -> None:
-    """Raise UserError if data that came as token ids has one beyond the model's vocabulary."""
+    """Raise UserError if data given as token ids has one outside the model's vocabulary."""
     for p in packs:
         if any(f["format"] == "tokens" for f in p.stats["files"]):
             if (largest := int(p.tokens.max())) >= config.vocab_size:
@@ -205,7 +205,7 @@ def pick_compute(
     packs: list[Packs],
     say: Callable,
 ) -> Compute:
-    """Attention backend and compilation, tried on rank 0."""
+    """Choose the attention backend and compilation, tested on rank 0."""
     heads = (config.num_attention_heads, config.num_key_value_heads, head_size(config))
     single = all(p.single for p in packs)
     pick = functools.partial(choose, args.attn_impl, device, dtype, heads, single)
@@ -224,7 +224,7 @@ def pick_horizon(
     args: Namespace, replicas: int, train: Packs, trained: bool, earlier: dict, say: Callable
 ) -> Horizon:
     """Rows of a step, number of steps and learning rate. trained: the model has weights; earlier:
-    as of `resumed_settings`."""
+    from `resumed_settings`."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * replicas
     say(
         f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x {replicas} "
@@ -256,7 +256,7 @@ def pick_horizon(
 
 
 def resumed_settings(resume: str | None, world: World, folder: Path) -> dict:
-    """seq_len, and what else config.json has, of the run that --resume names; {} without one."""
+    """config.json of the run that --resume names, which must have a seq_len; else {}."""
     named = folder if resume == "auto" else Path(resume or "")
 
     def look() -> dict:
@@ -270,8 +270,8 @@ def resumed_settings(resume: str | None, world: World, folder: Path) -> dict:
 
 
 def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:
-    """Without --seq_len, a resumed run keeps the value it had, so that its rows stay the same. The
-    default was a fixed number in earlier versions."""
+    """Without --seq_len, a resumed run keeps its earlier value, so that its rows stay the same.
+    Earlier versions had a fixed default."""
     if seq_len or not earlier:
         return seq_len
     say(f"seq_len: {earlier['seq_len']} (from the resumed run)")
@@ -279,8 +279,8 @@ def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:
 
 
 def fixed_steps(args: Namespace, earlier: dict) -> int:
-    """max_steps of a run that --resume auto continues and that an earlier version began, whose
-    launchers asked for 60 steps by default; 0 if the flags or this version decide."""
+    """max_steps of a run that --resume auto continues and an earlier version began, whose launchers
+    had a default of 60 steps; 0 if the flags or this version decide."""
     old = earlier and "max_skipped_steps" not in earlier
     if not old or args.resume != "auto" or args.max_steps or args.num_epochs != 1:
         return 0

@@ -1,7 +1,7 @@
-"""Ask once, in a fresh process, whether something works here; the answer is kept on disk.
+"""Test in a fresh process whether something works here, and cache the result on disk.
 
-In a process of its own because a GPU kernel that fails does so later, elsewhere, and for good: all
-checks can pass and the launch still poison every call after it."""
+A separate process, because a GPU kernel can fail late and elsewhere: all checks may pass and the
+launch still break every later call."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ from llm_demo.process import PARENT
 
 
 def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
-    """What `python -m module args` said last when it failed; None if it ended well.
+    """The last line of `python -m module args` if it failed; None if it succeeded.
 
     Cached by module, arguments, device, PyTorch and `versions`, in $LLM_DEMO_CACHE or
     ~/.cache/llm_demo."""
@@ -35,11 +35,11 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
-        return "did not answer within 180 s"  # not cached: a busy machine is no verdict
+        return "did not answer within 180 s"  # not cached: the machine may be busy
     problem = None
     if done.returncode:
         problem = ((done.stderr or done.stdout).strip().splitlines() or ["died silently"])[-1]
-    with contextlib.suppress(OSError):  # a read-only cache: ask again next time
+    with contextlib.suppress(OSError):  # a read-only cache: test again next time
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")
         part.write_text(problem or "")

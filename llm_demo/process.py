@@ -1,4 +1,4 @@
-"""What a process needs before torch is imported: how it ends, and numbers in its environment."""
+"""How a process ends, and numbers from the environment; needed before torch is imported."""
 
 import contextlib
 import ctypes
@@ -12,13 +12,13 @@ import time
 
 from llm_demo.errors import UserError
 
-PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, for the child to end with us
+PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-YEAR = 365 * 24 * 60  # minutes: no wait is longer
+YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 
 
 def number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1) -> int:
@@ -45,10 +45,10 @@ def minutes(name: str, default: float) -> float:
 
 
 def end_with_parent(parent: int) -> None:
-    """Have this process killed when `parent`, the process that started it, ends in any way.
+    """Kill this process when `parent`, the process that started it, ends in any way.
 
-    On Linux the kernel sends SIGKILL, also after an exec. Elsewhere a thread checks once a second.
-    A process whose parent has ended already exits here."""
+    On Linux the kernel sends SIGKILL, even after an exec. Elsewhere a thread checks once a second.
+    Exits at once if the parent has already ended."""
     if LIBC is not None:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     else:
@@ -64,14 +64,14 @@ def _watch(parent: int) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop. Under nohup SIGHUP is ignored, and stays so."""
+    """The signals that ask a run to stop. Under nohup, SIGHUP stays ignored."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not ignored)
 
 
 def quit_on(*signals: signal.Signals) -> None:
-    """Answer these signals with one line and exit code 128 + n, at once and without a traceback:
-    for the time before there is anything to save or to clean up."""
+    """On these signals, print one line and exit with code 128 + n, at once and without a traceback.
+    For the time before there is anything to save or clean up."""
     for signum in signals:
         signal.signal(signum, _quit)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # launch_common.sh blocks SIGINT
@@ -84,14 +84,14 @@ def _quit(signum, _frame) -> None:
 
 
 def raise_on_ctrl_c() -> None:
-    """End quit_on's time: from now on Ctrl-C is a KeyboardInterrupt, so that code can clean up."""
+    """Undo quit_on for SIGINT: Ctrl-C now raises KeyboardInterrupt, so that code can clean up."""
     if signal.getsignal(signal.SIGINT) is _quit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def outlive_terminal() -> None:
-    """Let what is printed vanish, not fail, once the terminal or the pipe's reader is gone: a run
-    whose terminal was closed still has to save."""
+    """Discard output, without an error, once the terminal or the pipe's reader is gone: a run whose
+    terminal was closed still has to save."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Stream):
@@ -117,7 +117,7 @@ class _Stream:
         except OSError as e:
             if e.errno not in (errno.EIO, errno.EPIPE):
                 raise
-            # what is buffered, and what C++ writes, goes there as well
+            # buffered text and C++ output also go there
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)

@@ -1,4 +1,4 @@
-"""Progress of work that takes long: a bar on a terminal, a line now and then in a file."""
+"""Show the progress of slow work: a bar on a terminal, occasional lines in a file."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 DELAY = 2  # seconds of work before anything is shown
-EVERY = 10  # seconds between two lines where stderr is no terminal
+EVERY = 10  # seconds between lines if stderr is not a terminal
 
 
 def progress(
@@ -26,7 +26,7 @@ def progress(
 
     Iterate over it, or use it as a context manager and call update(n). total: default is the
     iterable's length. unit "B": bytes, shown as kB, MB, GB."""
-    size = shutil.get_terminal_size()  # 80 x 24 where the terminal reports none; tqdm shows nothing
+    size = shutil.get_terminal_size()  # 80 x 24 if the terminal reports none; tqdm shows nothing
     shown = tqdm if sys.stderr.isatty() else _Lines
     return shown(
         iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY,
@@ -38,8 +38,8 @@ def progress(
 
 @contextlib.contextmanager
 def watched(what: str, total: float | None, measure: Callable[[], float], unit: str = "B"):
-    """Show the progress of the block inside, which cannot report it: `measure()` is asked for the
-    amount done, twice a second, by a thread. A block that ends without an error has done it all."""
+    """Show the progress of a block that cannot report it: a thread calls `measure()`, the amount
+    done, twice a second. A block that ends without an error counts as complete."""
     over = threading.Event()
 
     def watch():
@@ -53,7 +53,7 @@ def watched(what: str, total: float | None, measure: Callable[[], float], unit: 
         done = None
         try:
             yield bar
-            done = total  # what measure() looks at may be gone by now, as a folder that was renamed
+            done = total  # measure()'s subject may be gone by now, such as a renamed folder
         finally:
             over.set()
             if not bar.disable:
@@ -62,7 +62,7 @@ def watched(what: str, total: float | None, measure: Callable[[], float], unit: 
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of the files in a folder that is being written; 0 where there is none."""
+    """Bytes of the files in a folder that is being written; 0 if it does not exist."""
     total = 0
     with contextlib.suppress(OSError):  # a file may be renamed meanwhile
         for file in folder.iterdir():

@@ -1,7 +1,7 @@
-"""A page that shows runs side by side: python -m llm_demo.report RUN [RUN ...] --out FILE.html
+"""Write a page that compares runs: python -m llm_demo.report RUN [RUN ...] --out FILE.html
 
-RUN is a run's folder, finished or not. The page is one file with its charts inside: it loads
-nothing and runs no script. docs/report.md explains each chart."""
+RUN is a run's folder, finished or not. The page is one file that includes its charts, loads nothing
+and runs no script. docs/report.md explains each chart."""
 
 import html
 import io
@@ -22,12 +22,12 @@ from matplotlib.figure import Figure
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 
-WARMUP = 2  # logged steps left out of medians, as in metrics.py (which would import torch)
-GROUPS = 150  # of steps in a long line: their median is drawn, and their range
-MARKER = "<!-- llm_demo report -->"  # only files with it are replaced
+WARMUP = 2  # logged steps left out of medians, as in run/summary.py
+GROUPS = 150  # of steps in a long line: their median and range are drawn
+MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 
 COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4")
-DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # once the colours are used up
+DASHES = ("solid", (0, (5, 2)), (0, (1.5, 1.5)))  # used when colours run out
 MUTED, LINE = "#5a6675", "#dce0e6"
 PARTS = {  # of a step, in the order of the bars
     "compute": ("compute and idle", "#93a1b1"),
@@ -67,7 +67,7 @@ def check_out(out: Path) -> None:
 
 
 def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
-    """All runs, each with a letter and a line style."""
+    """All runs, each with a letter and a line style. Raises UserError for duplicates."""
     for i, folder in enumerate(folders):
         if folder.resolve() in [other.resolve() for other in folders[:i]]:
             raise UserError(f"{folder} is given twice")
@@ -76,13 +76,13 @@ def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
         run.letter = string.ascii_uppercase[i % 26] + str(i // 26 or "")
         run.color = COLORS[i % len(COLORS)]
         run.dash = DASHES[i // len(COLORS) % len(DASHES)]
-        run.width = 1.4 + 1.2 * min(2, len(runs) - 1 - i)  # a line below an equal one shows
+        run.width = 1.4 + 1.2 * min(2, len(runs) - 1 - i)  # shows a line below an equal one
     return runs
 
 
 def read_run(folder: Path) -> SimpleNamespace:
-    """config, env and summary (dicts, empty where a file is missing), steps and evals (records of
-    metrics.jsonl, in order), notes (what could not be read), parts (see step_parts).
+    """Attributes: config, env and summary (dicts, empty if the file is missing), steps and evals
+    (records of metrics.jsonl, in order), notes (what could not be read), parts (see step_parts).
 
     Raises UserError if the folder holds no run, OSError if it can't be read."""
     if not folder.is_dir():
@@ -121,7 +121,7 @@ def read_run(folder: Path) -> SimpleNamespace:
 
 
 def parse(text: str):
-    """JSON, or None where it is cut short or broken."""
+    """JSON, or None if it is truncated or invalid."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -143,7 +143,7 @@ def finite(values) -> list[float]:
 
 
 def middle(values) -> float:
-    """Median of the finite ones; NaN if there are none."""
+    """Median of the finite values; NaN if there are none."""
     return statistics.median(finite(values) or [math.nan])
 
 
@@ -152,8 +152,8 @@ def median(run, key: str) -> float:
 
 
 def of_ranks(run, key: str) -> list[float]:
-    """Medians, one a rank; empty where they were not recorded. After a resume with another number
-    of ranks, only those steps count."""
+    """Median of each rank; empty if not recorded. After a resume with a different number of ranks,
+    only those steps count."""
     records = run.steps[WARMUP:] or run.steps
     lists = [record[key] for record in records if isinstance(record.get(key), list)]
     ranks = [map(number, found) for found in lists if len(found) == len(lists[-1])]
@@ -161,18 +161,17 @@ def of_ranks(run, key: str) -> list[float]:
 
 
 def peak_memory(run) -> list[float]:
-    """Peak of each rank so far, in 2^30 bytes; empty where it was not recorded."""
+    """Peak of each rank so far, in 2^30 bytes; empty if not recorded."""
     lists = [found for r in run.steps if isinstance(found := r.get("perf/peak_mem_gb"), list)]
     return list(map(number, lists[-1])) if lists else []
 
 
 def step_parts(run) -> list[dict[str, float]]:
-    """Where a step's time went, a dict a rank, medians in ms: the PARTS, which add up to `step`;
-    `comm` and `wait`, all of it, behind compute or not. Empty where communication was not timed.
-
-    How much of the waiting was hidden behind compute is not recorded: waiting is taken to be
-    exposed as far as it fits. Where all communication is exposed, as in a pipeline or on a CPU,
-    that is exact; else `waiting` is at most this and `transfer` at least."""
+    """One dict per rank of where a step's time went, medians in ms: the PARTS, which add up to
+    `step`; `comm` and `wait` in total, hidden behind compute or not. Empty if communication was not
+    timed. How much waiting was hidden behind compute is not recorded, so as much of it as fits is
+    counted as exposed. That is exact if all communication is exposed, as in a pipeline or on a CPU;
+    otherwise `waiting` is an upper bound and `transfer` a lower one."""
     keys = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
     comm, exposed, wait = (of_ranks(run, key) for key in keys)
     step = median(run, "perf/step_ms")
@@ -193,11 +192,11 @@ def skipped(run) -> list[int]:
 
 
 def status(run) -> tuple[str, str]:
-    """(finished, unfinished or empty; the same for a reader)."""
+    """(finished, unfinished or empty; the same as a text for the reader)."""
     if not run.steps:
         return "empty", "no step logged yet"
     last, wanted = run.steps[-1]["step"], number(run.config.get("max_steps"))
-    if number(run.summary.get("steps")) >= max(last, wanted):  # where wanted is NaN, that's last
+    if number(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
         return "finished", f"finished, {last:,} steps"
     of = f" of {wanted:,.0f}" if wanted > 0 else ""
     return "unfinished", f"running or interrupted at step {last:,}{of}"
@@ -214,7 +213,7 @@ def new_chart(x_label: str, y_label: str = "", height: int = 250):
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The chart as an element of the page, with ids that no other chart has."""
+    """The chart as an SVG element, with ids that no other chart has."""
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True)
     text = out.getvalue()
@@ -223,7 +222,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def plot_line(axes, run, x: list[float], y: list[float], name: str) -> None:
-    """A run's line; of a long one the median of each group of steps, and lowest to highest."""
+    """Draw a run's line; for a long one the median and range of each group of steps."""
     gid = f"{run.letter}-{name}"
     size = math.ceil(len(y) / GROUPS)
     if size > 1:
@@ -239,8 +238,8 @@ def plot_line(axes, run, x: list[float], y: list[float], name: str) -> None:
 
 
 def line_chart(runs: list, name: str, key: str, y_label: str, over: str = "step") -> str:
-    """One number of each run over another; empty if no run has both. The y axis is logarithmic
-    where values span more than a factor of 50, as those of a run that diverged do."""
+    """Plot one number of each run over another; empty if no run has both. The y axis is logarithmic
+    if values span more than a factor of 50, as in a run that diverged."""
     figure, axes = new_chart("optimizer step" if over == "step" else "learnt tokens", y_label)
     every, drawn = [], False
     for i, run in enumerate(runs):
@@ -268,8 +267,8 @@ def line_chart(runs: list, name: str, key: str, y_label: str, over: str = "step"
 
 
 def plot_heldout(axes, run, x: list[float], over: str) -> list[float]:
-    """Draw the held-out losses and return them. x: of the logged steps. An evaluation between two
-    of them is placed on the straight line between."""
+    """Draw the held-out losses and return them. x: the positions of the logged steps. Evaluations
+    between two of them are interpolated linearly."""
     at, losses = column(run.evals, "step"), column(run.evals, "eval/loss")
     if over != "step":
         known = zip(column(run.steps, "step"), x, strict=True)
@@ -321,15 +320,15 @@ def split_chart(runs: list) -> str:
 
 
 def esc(value) -> str:
-    """Whatever a file says, as text: never as markup."""
+    """Escape a value from a file: text, never markup."""
     return html.escape(str(value))
 
 
 def short(n: float, digits: int = 3) -> str:
-    """1234 -> 1.23k; NaN is a dash."""
+    """1234 -> 1.23k; NaN -> a dash."""
     if not math.isfinite(n):
         return "–"
-    n = float(f"{n:.{digits}g}")  # first, for 999.9 is 1k
+    n = float(f"{n:.{digits}g}")  # rounds first: 999.9 becomes 1k
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(n) >= size:
             return f"{n / size:.{digits}g}{unit}"
@@ -345,7 +344,7 @@ def badge(run) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table that scrolls in its own box. The cells are HTML."""
+    """A scrolling table. The cells are HTML."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(
         f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>'
@@ -355,7 +354,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def facts(run) -> dict[str, object]:
-    """What a card says: how the run went, then what was run and on what."""
+    """A card's facts: first how the run went, then its settings and hardware."""
     c, env = run.config, run.env
     last, step = run.steps[-1] if run.steps else {}, median(run, "perf/step_ms")
     script = "one process" if c.get("fsdp") is False else "FSDP"
@@ -401,7 +400,7 @@ def card(run) -> str:
 
 
 def figure(title: str, chart: str, caption: str) -> str:
-    """A chart with its title and how to read it."""
+    """A chart with its title and caption."""
     if not chart:
         return f'<figure><h3>{title}</h3><p class="note">Not recorded in these runs.</p></figure>'
     chart = chart.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
@@ -409,7 +408,7 @@ def figure(title: str, chart: str, caption: str) -> str:
 
 
 def settings(run) -> dict[str, object]:
-    """Everything a run was told and ran on, flat, but for its folder."""
+    """All settings and the environment of a run, flat, except its folder."""
     found = {k: v for k, v in run.config.items() if k not in ("output_dir", "local_rank")}
     for key, value in run.env.items():
         nested = isinstance(value, dict)
@@ -429,7 +428,7 @@ def settings_that_differ(runs: list) -> str:
 
 
 def charts(runs: list) -> str:
-    """All figures, of runs that have steps."""
+    """All figures, for runs that have steps."""
     counts = "; ".join(f"{run.letter}: {len(skipped(run)):,}" for run in runs)
     figures = [
         figure(
@@ -493,7 +492,7 @@ def page(runs: list) -> str:
     drawn = [run for run in runs if run.steps]
     names = ", ".join(str(run.folder) for run in runs)
     with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # not what a matplotlibrc of the user's says
+        matplotlib.rcdefaults()  # ignores the user's matplotlibrc
         matplotlib.rcParams.update(CHART)
         figures = charts(drawn) if drawn else '<p class="note">No step is logged yet.</p>'
     return f"""<!doctype html>

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Fine-tune with a DeepSpeed pipeline on this machine's GPUs, or on 2 CPU processes without any:
-# 2 stages, and as many replicas of them as there are pairs of processes. The first run prepares
-# .venv. Works from any folder; relative paths are relative to yours.
+# Fine-tune with a DeepSpeed pipeline on this machine's GPUs, or on 2 CPU processes without GPUs:
+# 2 stages, with one replica for each pair of processes. The first run prepares .venv. Works from
+# any folder; relative paths are relative to yours.
 #
 #   bash pp/launch_pp.sh                                  # the bundled small model and data
 #   bash pp/launch_pp.sh --train_json my.jsonl --lr 2e-5  # flags go to pp/pp_train.py
 #   MODEL=Qwen/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash pp/launch_pp.sh
 #   bash pp/launch_pp.sh --help                           # every flag
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash pp/launch_pp.sh --output_dir /shared/run
-#                                # and the same with NODE_RANK=1 there
+#                                # and with NODE_RANK=1 on the other node
 #
 # A flag beats the environment, which beats the settings below; docs/flags.md lists all flags.
 # PYTHON=... uses that interpreter instead of .venv.
@@ -17,16 +17,16 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch_common.sh"
 
-# ---- settings; an empty one leaves the choice to the script, see docs/flags.md -----------------
+# ---- settings; empty: the script decides, see docs/flags.md ------------------------------------
 MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
 TRAIN_JSON=${TRAIN_JSON-$ROOT/data/first_run.jsonl}
-SEQ_LEN=${SEQ_LEN-} # tokens of a row
-# rows of an optimizer step = processes / STAGES x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS; with few
+SEQ_LEN=${SEQ_LEN-} # tokens per row
+# rows per optimizer step = processes / STAGES x MICRO_BATCH_SIZE x GRAD_ACCUM_STEPS; with few
 # micro-batches the stages wait for one another
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE-4}
 GRAD_ACCUM_STEPS=${GRAD_ACCUM_STEPS-4}
 MAX_STEPS=${MAX_STEPS-}   # optimizer steps
-NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data; with neither: one
+NUM_EPOCHS=${NUM_EPOCHS-} # or passes over the data; default: one pass
 LR=${LR-}
 DTYPE=${DTYPE-} # auto, fp32, bf16, fp16
 USE_ACTIVATION_CHECKPOINTING=${USE_ACTIVATION_CHECKPOINTING-} # less memory, more compute
@@ -36,7 +36,7 @@ RESUME=${RESUME-}         # auto: resume in OUTPUT_DIR if there is a checkpoint
 STAGES=${STAGES-}       # pipeline stages; default 2
 PARTITION=${PARTITION-} # balanced, uniform, parameters, or the blocks of each piece: 18,10
 SCHEDULE=${SCHEDULE-}   # 1f1b, dualpipev
-# With the bundled model and data, llm_demo/launch/settings.py sets SEQ_LEN, MAX_STEPS, LR and
-# LOG_EVERY for a first run, if they are empty.
+# With the bundled model and data, llm_demo/launch/settings.py fills SEQ_LEN, MAX_STEPS, LR and
+# LOG_EVERY if they are empty.
 # --------------------------------------------------------------------------------------------------
 launch deepspeed "$ROOT/pp/pp_train.py" "$@"

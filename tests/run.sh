@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install what the tests need and run them; arguments go to pytest: bash tests/run.sh -k packing -x
-# PYTHON=... takes that interpreter as it is instead of preparing .venv.
+# PYTHON=... uses that interpreter as it is, instead of preparing .venv.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z ${PYTHON:-} ]]; then
@@ -8,5 +8,5 @@ if [[ -z ${PYTHON:-} ]]; then
     PYTHON=$ROOT/.venv/bin/python
 fi
 cd "$ROOT"
-# Two files at a time; one after another where they share GPUs (see tests/conftest.py).
+# Two files at a time, or one if they share GPUs (see tests/conftest.py).
 exec "$PYTHON" -m pytest tests -n auto --dist loadfile --no-loadscope-reorder "$@"

@@ -15,7 +15,7 @@ from llm_demo.check import files, gpus, machine, pairs, processes
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import ROOT, Worker, ask, receive
 
-# Seconds for a command, most of which start with an import. pairs.LIMITS has those of groups.
+# Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
 LIMIT = 90
 HEADS = [16, 8, 128]  # query heads, key-value heads, head size: Qwen3-0.6B's
 FUSED = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # backends of PyTorch's SDPA
@@ -68,12 +68,12 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
     """Each GPU alone, each pair, all together."""
     amd = devices[0]["vendor"] == "amd"
     for i, device in enumerate(devices):
-        uuid = device.pop("uuid").removeprefix("GPU-")  # not for a public report
+        uuid = device.pop("uuid").removeprefix("GPU-")  # keep it out of public reports
         row = smi["gpus"].get(uuid, {})
         device["bus"] = row.get("bus") or device.get("bus", "")
         device["index"] = row.get("index", i)
     places = [device["bus"] for device in devices]
-    # The timing is for the question whether RCCL's flight recorder has durations.
+    # Timing is needed to see whether RCCL's flight recorder has durations.
     timed = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"} if amd else {}
     fleet, control = pairs.Fleet(len(devices), "cuda", folder, **timed), None
     if len(devices) > 1 and os.environ.get(pairs.P2P_OFF, "0") == "0":
@@ -100,7 +100,7 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
     found = fleet.try_pairs()
     fleet.again_alone(found, expected)
     without = control.try_pairs() if control else {}
-    # If a pair fails, all together would fail too, and take longer.
+    # If a pair fails, all GPUs together would fail too, and take longer.
     together, together_without = (
         None if not results or any(map(pairs.trouble, results.values())) else these.try_all()
         for these, results in ((fleet, found), (control, without))
@@ -120,7 +120,7 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
 
 
 def check_cpu(folder, facts, tell) -> None:
-    """Two processes on the CPU, as the launchers would start."""
+    """Two processes on the CPU, as the launchers start them."""
     fleet = pairs.Fleet(2, "cpu", folder)
     facts["pairs"] = [{"pair": (0, 1), "result": fleet.try_all()}]
     tell(pairs.gloo_line(facts["pairs"][0]["result"]))
@@ -193,7 +193,7 @@ def deepspeed(answer: dict) -> list:
 
 
 def amd(devices, facts) -> list:
-    """Answers to open questions about AMD cards, and what RCCL needs; see docs/check.md."""
+    """Answers to open questions about AMD cards, and RCCL's requirements; see docs/check.md."""
     lines = []
     for backend in FUSED:
         answer = facts["probes"][backend]
@@ -257,7 +257,7 @@ def main() -> int:
 
     try:
         facts = check(args.output_dir, tell)
-    except Exception as e:  # a bug in this command is no fault of the machine
+    except Exception as e:  # a bug in this command is not the machine's fault
         text = f"stopped early by a bug of its own: {processes.first_line(e)}"
         tell([(WARNING, "check", text, "please report this output")])
     finally:

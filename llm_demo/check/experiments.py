@@ -1,4 +1,4 @@
-"""The experiments that need PyTorch. A worker runs them, since they may hang or crash."""
+"""The experiments that need PyTorch. A worker runs them, because they may hang or crash."""
 
 import contextlib
 import pickle
@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from llm_demo.check.processes import first_line
 from llm_demo.device import DTYPES, peak_tflops, pick_dtype, this_device
 
-_device = None  # of this process, see `start`
+_device = None  # this process's device, see `start`
 
 
 def torch_facts() -> dict:
@@ -51,7 +51,7 @@ def torch_facts() -> dict:
 
 
 def choices() -> dict:
-    """The dtype, and for each attention backend why it can't run, judged by facts alone."""
+    """The default dtype, and why each attention backend can't run (None if it may)."""
     from llm_demo.model import attention_choice as attention
 
     here = this_device()
@@ -122,7 +122,7 @@ def sdpa(backend: str, dtype: str) -> dict:
 
 
 def start(device: str) -> dict:
-    """Open a device, "cuda:0" or "cpu", so that later commands are not slowed by that."""
+    """Open a device, "cuda:0" or "cpu", so that later commands need not wait for that."""
     global _device
     _device = torch.device(device)
     if _device.type == "cuda":
@@ -135,9 +135,9 @@ def start(device: str) -> dict:
 
 
 def gemm(seconds: float, hipblaslt: bool) -> dict:
-    """TFLOP/s of square products on a GPU by dtype, for `seconds` in total.
+    """TFLOP/s of square matrix products on a GPU, by dtype, measured for `seconds` in total.
 
-    hipblaslt: measure again with that library instead of the default one."""
+    hipblaslt: also measure with that library instead of the default one."""
     answer = {"rates": {dtype: _rate(dtype, seconds / len(DTYPES)) for dtype in DTYPES}}
     if hipblaslt:
         try:
@@ -202,13 +202,13 @@ def _process_group(rank, size, file, backend, limit):
         device_id=_device if _device.type == "cuda" else None,
     )
     yield
-    dist.all_reduce(torch.zeros(1, device=_device))  # nobody leaves early
+    dist.all_reduce(torch.zeros(1, device=_device))  # wait until all are done
     _wait()
     dist.destroy_process_group()
 
 
 def _numbers(n, rank, turn):
-    """int32 [n] that depend on place, rank and turn, so that stale values are noticed."""
+    """int32 [n] that depend on place, rank and turn, so that stale values are detected."""
     numbers = torch.arange(n, dtype=torch.int32, device=_device)
     return numbers.mul_(3).add_(1000 * turn + 7 * rank + 1)
 
@@ -216,7 +216,7 @@ def _numbers(n, rank, turn):
 def _verify(rank, size):
     """({operation: wrong elements}, elements compared)"""
     wrong, elements, turn = {"send": 0, "all_reduce": 0}, 0, 0
-    # NCCL has a protocol each for small, medium and large messages.
+    # NCCL has different protocols for small, medium and large messages.
     sizes = (1 << 8, 1 << 18, 1 << 24) if _device.type == "cuda" else (1 << 8, 1 << 18)
     for n in (n for n in sizes for _ in range(2)):
         turn += 1
@@ -238,7 +238,7 @@ def _verify(rank, size):
 
 def _bandwidth(rank, size):
     def seconds(operation, times):
-        """Time of one operation: best of three batches, on the slowest process."""
+        """Seconds of one operation: best of three batches, on the slowest process."""
         best = float("inf")
         for _ in range(3):
             dist.all_reduce(one)
@@ -262,7 +262,7 @@ def _bandwidth(rank, size):
     on_gpu = _device.type == "cuda"
     one = torch.zeros(1, device=_device)
     data = torch.zeros((16 if on_gpu else 1) << 20, device=_device)
-    # A fast link needs more data to reach its speed; a slow one would take seconds for as much.
+    # A fast link needs more data to reach its full speed; a slow one would need seconds for it.
     if seconds(lambda: dist.all_reduce(data), 1) < 3e-3 and on_gpu:
         data = torch.zeros(128 << 20, device=_device)
         dist.all_reduce(data)

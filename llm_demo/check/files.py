@@ -1,4 +1,4 @@
-"""Disk and stale lock files. A worker measures, since a file system may hang; see `lines`."""
+"""Disk and stale lock files. A worker measures them, because a file system may hang."""
 
 import contextlib
 import glob
@@ -40,7 +40,7 @@ def disk(folder: str) -> dict:
 
 
 def locks() -> dict:
-    """Lock files of builds that no process of this machine holds open: [path, age in hours]."""
+    """Lock files of builds that no process on this machine holds open: [path, age in hours]."""
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
     triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
     roots = [Path(root).expanduser() for root in (extensions, triton)]

@@ -26,7 +26,7 @@ THROTTLED = {
 
 
 def query(*fields: str, of: str = "gpu") -> list[list[str]]:
-    """One row of values for each GPU from nvidia-smi --query-...; [] if it lacks a field."""
+    """One row of values per GPU from nvidia-smi --query-...; [] if it lacks a field."""
     table = processes.tool(
         "nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"
     )
@@ -35,7 +35,7 @@ def query(*fields: str, of: str = "gpu") -> list[list[str]]:
 
 
 def bus(text: str) -> str:
-    """00000000:0A:00.0 as Linux writes it: 0000:0a:00.0"""
+    """Convert 00000000:0A:00.0 to Linux's form, 0000:0a:00.0."""
     return text.lower()[-12:]
 
 
@@ -92,12 +92,12 @@ def memory_faults(places: list[str]) -> dict[str, list[str]]:
 
 
 def amd_gb(place: str, name: str) -> float:
-    """2**30 bytes of an AMD GPU's memory; name: vram_total or vis_vram_total."""
+    """GiB of an AMD GPU's memory; name: vram_total or vis_vram_total."""
     return (number(read(f"sys/bus/pci/devices/{place}/mem_info_{name}")) or 0) / 2**30
 
 
 def gpu_lines(gpus: list[dict]) -> list:
-    """One line for each GPU. gpus: facts, rates, load and memory faults of each."""
+    """One line per GPU. gpus: each one's facts, rates, load and memory faults."""
     return [_gpu_line(gpu, gpus, f"gpu {i}") for i, gpu in enumerate(gpus)]
 
 
@@ -148,7 +148,7 @@ def topology() -> dict[tuple[int, int], str]:
     for command in (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopotype")):
         rows = [line.split() for line in processes.tool(*command).splitlines()]
         rows = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0])]
-        rows = [row for row in rows if not row[0].startswith("GPU")]  # the head of the table
+        rows = [row for row in rows if not row[0].startswith("GPU")]  # the table's header
         if rows:
             each = range(len(rows))
             return {(i, j): rows[i][j] for i in each for j in each if i != j}
@@ -167,7 +167,7 @@ def nvlinks() -> dict[int, list[float]]:
 
 
 def nvlink_lines(links: dict, indices: list[int]) -> list:
-    """A warning if some GPUs have fewer active NVLinks than others. indices: nvidia-smi's."""
+    """A warning if some GPUs have fewer active NVLinks than others. indices: as in nvidia-smi."""
     active = {i: len(links[index]) for i, index in enumerate(indices) if index in links}
     most = max(active.values(), default=0)
     few = [f"GPU {i} has {count}" for i, count in active.items() if count < most]
@@ -183,7 +183,7 @@ def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
     if load.get("gen") in PCIE and load.get("width"):
         gen, width = load["gen"], load["width"]
         found = [(PCIE[gen], width, f"PCIe {gen:.0f} x{width:.0f}")]
-    # AMD cards contain a PCIe switch: the slot's link is above it. The slowest link counts.
+    # AMD cards contain a PCIe switch, with the slot's link above it. The slowest link counts.
     folder = Path(os.path.realpath(root() / "sys/bus/pci/devices" / place))
     while not load.get("gen") and re.match(r"[0-9a-f]{4}:", folder.name):
         speed = number(read(folder / "current_link_speed"))
@@ -191,7 +191,7 @@ def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
         if speed and width:
             found.append((speed, width, f"PCIe {speed:.1f} GT/s x{width:.0f}"))
         folder = folder.parent
-    # Of 8 bits, encoding leaves 8/10 in the first two generations, 128/130 since.
+    # Encoding leaves 8/10 of the bits in the first two generations, 128/130 since.
     rates = ((s / 8 * w * (0.985 if s > 5 else 0.8), name) for s, w, name in found)
     return min(rates, default=None)
 
@@ -215,7 +215,7 @@ def expected_gb(gpus: list[dict], kinds: dict, links: dict) -> dict:
 
 
 def iommu(places: list[str], amd: bool, all_right: bool) -> list:
-    """The IOMMU can break or slow peer-to-peer between GPUs."""
+    """A line on the IOMMU, which can break or slow peer-to-peer between GPUs."""
     folders = [f"sys/bus/pci/devices/{place}/iommu_group/type" for place in places]
     types = {read(folder) for folder in folders} - {""}
     options = r"\b(iommu=pt|iommu\.passthrough=1)\b"

@@ -34,7 +34,7 @@ def read(path: Path | str) -> str:
 
 
 def number(text: str) -> float | None:
-    """The number at the start of a text; None for "[N/A]" and the like."""
+    """The number at the start of a text; None for "[N/A]" and similar."""
     found = re.match(r"\s*-?\d+(\.\d+)?", text)
     return float(found[0]) if found else None
 
@@ -132,7 +132,7 @@ def torch_build(facts: dict, smi: dict) -> list:
 
 
 def _kernels(facts: dict, text: str) -> tuple:
-    """The line on whether this build has kernels for the GPUs."""
+    """Report whether this build has kernels for the GPUs."""
     archs = [arch.split(":")[0] for arch in facts.get("archs", ())]
     for device in facts["devices"]:
         mine = device["arch"]
@@ -193,7 +193,7 @@ def usable_cores() -> list[int]:
 
 
 def cores(gpus: int) -> list:
-    """Cores per training process, the container's quota included."""
+    """Cores per training process, within the container's quota."""
     have, processes = float(len(usable_cores())), gpus or 2
     text = f"{have:.0f}"
     quota, _, period = read("sys/fs/cgroup/cpu.max").partition(" ")

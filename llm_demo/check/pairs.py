@@ -1,8 +1,8 @@
 """Communication between GPUs: pair by pair, then all together.
 
-Drivers report peer-to-peer as working on machines where it hangs or returns wrong values, so every
-value received is compared, and a control runs without it. A result is what experiments.group
-measured, or {"problem", "hung", "log"}."""
+Drivers report peer-to-peer as working on machines where it hangs or returns wrong values. So every
+received value is compared, and a control runs without peer-to-peer. A result is what
+experiments.group measured, or {"problem", "hung", "log"}."""
 
 import os
 import re
@@ -24,7 +24,7 @@ FIX_SHM = f"leave {P2P_OFF} unset; if you need it, enlarge /dev/shm (docker: --i
 
 
 class Fleet:
-    """One worker for each GPU, or several on a CPU."""
+    """One worker per GPU, or several on a CPU."""
 
     def __init__(self, count: int, device: str, folder: str, **env: str):
         """device: "cuda" or "cpu"; folder: for the files through which groups find each other."""
@@ -32,7 +32,7 @@ class Fleet:
         self.env, self.device, self.folder = env, device, folder
 
     def start(self) -> None:
-        """Open the devices of new workers; a worker that fails gets a `problem`."""
+        """Open the devices of new workers. A worker that fails gets a `problem`."""
         new = [w for w in self.workers if not w.ready and w.problem is None]
         for worker in new:
             i = self.workers.index(worker)
@@ -57,7 +57,7 @@ class Fleet:
         The workers of a group that failed are replaced."""
         self.start()
         backend = "gloo"
-        if self.device == "cuda":  # all together as in training
+        if self.device == "cuda":  # all GPUs together, as in training
             backend = "nccl" if kind == "pair" else "cpu:gloo,cuda:nccl"
         results = {}
         for g in groups:
@@ -67,7 +67,7 @@ class Fleet:
         for g in able:
             file = f"{self.folder}/{time.monotonic_ns()}-{'-'.join(map(str, g))}"
             for rank, i in enumerate(g):
-                # PyTorch's own timeout comes later than ours: it would abort the process.
+                # Longer than our limit, because PyTorch's timeout aborts the process.
                 place = {"file": file, "backend": backend, "limit": 4 * LIMITS[kind]}
                 self.workers[i].send(do, rank=rank, size=len(g), **place)
         answers = receive([[self.workers[i] for i in g] for g in able], LIMITS[kind])
@@ -81,7 +81,7 @@ class Fleet:
         return [results[g] for g in groups]
 
     def try_pairs(self) -> dict:
-        """pair -> result. Stops early when time is up or a whole round has failed."""
+        """pair -> result. Stops early if time is up or a whole round has failed."""
         found, begun = {}, time.monotonic()
         for pairs in rounds(list(range(len(self.workers)))):
             results = self.talk(pairs, "pair")
@@ -91,9 +91,9 @@ class Fleet:
         return found
 
     def again_alone(self, found: dict, expected: dict) -> None:
-        """Measure slow pairs again with the other GPUs idle, since pairs may share a bus.
+        """Measure slow pairs again with the other GPUs idle, because pairs may share a bus.
 
-        Updates `found`; takes ten seconds at most."""
+        Updates `found`; takes at most ten seconds."""
         begun = time.monotonic()
         for pair, result in found.items():
             if is_slow(result, expected.get(pair)) and time.monotonic() - begun < 10:
@@ -120,7 +120,7 @@ def joined(answers: list[dict]) -> dict:
 
 
 def rounds(gpus: list):
-    """All pairs, in rounds of disjoint pairs (a round-robin): n - 1 rounds if n is even."""
+    """All pairs, in round-robin rounds of disjoint pairs: n - 1 rounds if n is even."""
     ring = [*gpus, None] if len(gpus) % 2 else list(gpus)
     half = len(ring) // 2
     for _ in range(len(ring) - 1):
@@ -133,7 +133,7 @@ def rounds(gpus: list):
 
 
 def trouble(result: dict | None) -> str | None:
-    """What is wrong with a group's result; None if every value was correct."""
+    """The problem with a group's result; None if every value was correct."""
     if result is None:
         return None
     if result.get("problem"):
@@ -168,7 +168,7 @@ def is_slow(result: dict, expected: tuple | None) -> bool:
 
 
 def slow(result: dict, control: dict | None, expected: tuple | None, offered: bool):
-    """(level, text, fix) of a pair with correct values that is slow; None if it is not.
+    """(level, text, fix) of a correct but slow pair; None if it is not slow.
 
     In the text, RATE stands for the pair's GB/s."""
     if control and speed(control) > 1.3 * speed(result):
@@ -198,7 +198,7 @@ def names(pairs: list) -> str:
 
 
 def pair_lines(found: dict, control: dict, expected: dict, peers: list) -> list:
-    """One line for all healthy pairs, and one for each kind of trouble.
+    """One line for all healthy pairs, and one for each kind of problem.
 
     found, control: pair -> result, without and with NCCL_P2P_DISABLE=1. expected: pair -> (GB/s,
     name) or None. peers[i][j]: whether the driver offers peer-to-peer."""
@@ -207,7 +207,7 @@ def pair_lines(found: dict, control: dict, expected: dict, peers: list) -> list:
         offered = not peers or peers[pair[0]][pair[1]]
         said = broken(result, control.get(pair))
         said = said or slow(result, control.get(pair), expected.get(pair), offered)
-        if said:  # alike are those with the same fix, and the same words before the first number
+        if said:  # group by fix and by the text before the first number
             key = said[0], said[2], re.match(r"\D*", said[1])[0]
             alike.setdefault(key, []).append((pair, said))
         else:

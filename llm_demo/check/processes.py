@@ -1,4 +1,4 @@
-"""Processes that may hang or crash without harm to the check: vendors' tools and experiments.
+"""Run vendors' tools and experiments in processes that may hang or crash without harm.
 
 Nothing here imports torch, because that import may be what hangs."""
 
@@ -18,15 +18,15 @@ from pathlib import Path
 from llm_demo.process import LIBC, PARENT
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "llm_demo.check.processes"]  # tests put a stand-in here
+COMMAND = [sys.executable, "-m", "llm_demo.check.processes"]  # tests replace it
 TOOL_LIMIT = 15  # seconds
-GRACE = 3  # seconds for the other members of a group once one of them has failed
+GRACE = 3  # seconds for the rest of a group after one member has failed
 
 hung_tools = set()
 
 
 def end(process: subprocess.Popen) -> None:
-    """Kill a process and all its children. One that the kernel can't kill is left behind."""
+    """Kill a process and all its children. A process that the kernel can't kill is abandoned."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -59,7 +59,7 @@ def tool(*command: str) -> str:
 class Worker:
     """A process that answers each command with one line of JSON. It can be killed at any time.
 
-    module: commands name its functions. `problem`: why the process can't be used, or None."""
+    module: its functions are the commands. `problem`: why the process can't be used, or None."""
 
     started = []
 
@@ -71,7 +71,7 @@ class Worker:
         fixed = {
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
             PARENT: str(os.getpid()),
-            # NVLink multicast is not needed here, and is one more thing that can fail.
+            # NVLink multicast is not needed here, and could fail.
             "NCCL_NVLS_ENABLE": "0",
             "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
         }
@@ -87,7 +87,7 @@ class Worker:
         Worker.started.append(self)
 
     def send(self, do: str, **arguments) -> None:
-        with contextlib.suppress(OSError):  # it has died, which `receive` will find
+        with contextlib.suppress(OSError):  # it has died; `receive` will detect that
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
 
     def read(self) -> dict:
@@ -118,8 +118,8 @@ def receive(groups: list[list[Worker]], limit: float) -> list[list[dict]]:
     """The next answer of each worker, in the shape of `groups`.
 
     A worker that has died answers {"problem": text}. One that takes longer than `limit` seconds is
-    killed and answers {"problem": text, "hung": True}. If one of a group fails, the others get
-    GRACE more seconds, because they may be waiting for it."""
+    killed and answers {"problem": text, "hung": True}. If one member of a group fails, the others
+    get GRACE more seconds, because they may be waiting for it."""
     deadlines = [time.monotonic() + limit] * len(groups)
     waiting = {w.process.stdout: (w, g) for g, group in enumerate(groups) for w in group}
     answers = {}
@@ -148,7 +148,7 @@ def ask(worker: Worker, limit: float, do: str, **arguments) -> dict:
 
 
 def end_all() -> None:
-    for worker in Worker.started:  # all of them before waiting for the first
+    for worker in Worker.started:  # signal all of them before waiting for the first
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.process.pid, signal.SIGKILL)
     for worker in Worker.started:
@@ -163,10 +163,10 @@ def first_line(error: Exception) -> str:
 
 
 def serve(module: str) -> None:
-    """What a worker runs: answer the commands on standard input."""
-    if LIBC is not None:  # NCCL's last lines must not be lost in a buffer
+    """The worker's main loop: answer the commands on standard input."""
+    if LIBC is not None:  # don't lose NCCL's last lines in a buffer
         LIBC.setvbuf(ctypes.c_void_p.in_dll(LIBC, "stdout"), None, 1, 0)
-    # Libraries print to standard output, too, but only answers may go there.
+    # Libraries also print to standard output, where only answers may go.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     functions = importlib.import_module(module)

@@ -1,16 +1,16 @@
 """Start this node's processes: python -m llm_demo.launch torchrun|deepspeed SCRIPT [its flags]
 
-NPROC_PER_NODE   processes on this node (default: one a GPU, 2 without a GPU)
-NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   several nodes: the same line on each of them, with
+NPROC_PER_NODE   processes on this node (default: one per GPU, or 2 without a GPU)
+NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for several nodes: run the same command on each, with
                  NODE_RANK 0 on the one at MASTER_ADDR (port: 29500, or any free one for 1 node)
 JOIN_SECONDS     how long nodes wait for one another at the start (default: 50)
 DIST_TIMEOUT_MINUTES   how long a rank waits for the others in one operation (default: 30)
-STOP_MINUTES     how long ranks may take to save when SIGTERM, SIGHUP or Ctrl-C stops them (default:
-                 10); a second signal, 2 s later or more, ends them at once
-LOGLEVEL=INFO    what the launcher below has to tell (silent by default)
+STOP_MINUTES     how long ranks may take to save after SIGTERM, SIGHUP or Ctrl-C (default: 10);
+                 a second signal, at least 2 s later, ends them at once
+LOGLEVEL=INFO    show the log of the underlying launcher (silent by default)
 
-The exit code is that of the process that failed first, 128 + n for one that signal n killed, 75 for
-a run that a signal stopped and that has saved. No rank outlives this process, even a SIGKILL of it.
+The exit code is that of the process that failed first, 128 + n if signal n killed it, or 75 if a
+signal stopped the run and it has saved. No rank outlives this process, even if SIGKILL ends it.
 """
 
 import base64
@@ -39,7 +39,7 @@ from llm_demo.process import (
     stop_signals,
 )
 
-GRACE = 3  # seconds between SIGTERM and SIGKILL for the processes that are left when one has failed
+GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining processes after one has failed
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Node:
     rank: int  # of this node
     master_addr: str
     master_port: int
-    wait: int  # seconds, for the other nodes
+    wait: int  # seconds to wait for the other nodes
 
     def meet_others(self) -> None:
-        """Wait for the other nodes, once nothing slow is left to be done before the ranks start."""
+        """Wait for the other nodes, just before the ranks start."""
         if self.nodes > 1:
             seconds = nodes.time_left(self.wait)
             nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds)
 
 
 def bindable(port: int) -> int | None:
-    """The port if a server could listen on it now (any free port for 0), else None."""
+    """The port (any free one for 0) if a server could listen on it now, else None."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -70,7 +70,7 @@ def bindable(port: int) -> int | None:
 
 
 def this_node() -> Node:
-    """Read the environment. Raises UserError for what can't work, before anything slow is done."""
+    """Read the environment. Raises UserError for impossible settings, before any slow work."""
     number("STOP_MINUTES", 10)
     number("NPROC_PER_NODE", 2, at_least=1)
     minutes("DIST_TIMEOUT_MINUTES", 30)
@@ -103,18 +103,18 @@ def this_node() -> Node:
 def count_gpus() -> int:
     import torch
 
-    return torch.cuda.device_count()  # AMD's too; starts no CUDA context
+    return torch.cuda.device_count()  # AMD GPUs too; starts no CUDA context
 
 
 def set_defaults(node: Node) -> None:
-    """Environment of the training processes, where the user has not set it."""
+    """Set the environment of the training processes, except what the user has set."""
     import torch
 
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:  # macOS
         cores = os.cpu_count()
-    # Each process would start a thread for every core, and they would wait for one another.
+    # Each process would start one thread per core, and the threads would wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // node.processes)))
     # Less fragmentation on NVIDIA. ROCm ignores it with a warning, and hangs were reported on 7.2.
     if torch.version.cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
@@ -123,8 +123,8 @@ def set_defaults(node: Node) -> None:
 
 @contextlib.contextmanager
 def deaf():
-    """Hear no signal: one that was sent to a group may arrive twice (timeout of the coreutils sends
-    two), and the second would kill who is saving."""
+    """Ignore signals: one sent to a group may arrive twice (coreutils' timeout sends two), and the
+    second would kill ranks that are saving."""
     heard = {n: signal.signal(n, signal.SIG_IGN) for n in stop_signals()}
     try:
         yield
@@ -134,11 +134,11 @@ def deaf():
 
 
 class Ranks:
-    """The training processes of this node: every subprocess started from now on that has a RANK."""
+    """The training processes of this node: every subprocess with a RANK, from now on."""
 
     def __init__(self, visible: str | None = None):
         self.started = {}
-        self.failed = {}  # rank -> code of those that had failed when the others were stopped
+        self.failed = {}  # rank -> exit code, of those that failed before the others were stopped
         self.stopping = False
         init, parent = subprocess.Popen.__init__, os.getpid()
         nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -147,14 +147,14 @@ class Ranks:
             env = kwargs.get("env") or {}
             if "RANK" not in env:
                 return init(process, *args, **kwargs)
-            if nohup:  # torchrun has just taken SIGHUP for itself
+            if nohup:  # torchrun has just installed its SIGHUP handler
                 signal.signal(signal.SIGHUP, signal.SIG_IGN)
             if visible is not None:
                 env["CUDA_VISIBLE_DEVICES"] = visible
             env[PARENT] = str(parent)
             if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
                 kwargs["preexec_fn"] = lambda: end_with_parent(parent)
-            # The terminal's signals are for the launcher, which asks the ranks to stop.
+            # The terminal's signals go to the launcher only, which asks the ranks to stop.
             kwargs["start_new_session"] = True
             init(process, *args, **kwargs)
             self.started[int(env["RANK"])] = process
@@ -162,9 +162,9 @@ class Ranks:
         subprocess.Popen.__init__ = init_and_note
 
     def stop(self):
-        """SIGTERM for all that this process has started, SIGKILL for what is left after GRACE.
+        """Send SIGTERM to all processes started here, and SIGKILL to those left after GRACE.
 
-        If none has failed it is a signal that stops them: then they may save first."""
+        If no rank has failed, a signal is the cause, and the ranks may save first."""
         import psutil
 
         first, self.stopping = not self.stopping, True
@@ -180,7 +180,7 @@ class Ranks:
                         time.sleep(0.05)
                 while self.alive() and time.monotonic() < begun + 60 * number("STOP_MINUTES", 10):
                     time.sleep(0.05)
-        finally:  # a second signal is an exception in there
+        finally:  # a second signal raises an exception above
             children = psutil.Process().children(recursive=True)
             for child in children:
                 child.terminate()
@@ -205,7 +205,7 @@ def torchrun(node: Node, command: list[str]) -> int:
     close = PContext.close
 
     def stop_and_close(context, *args, **kwargs):
-        ranks.stop()  # torch waits 30 s before SIGKILL, and counts those it stopped as failed too
+        ranks.stop()  # torch waits 30 s before SIGKILL, and counts ranks it stopped as failed
         close(context, *args, **kwargs)
 
     PContext.close = stop_and_close
@@ -219,7 +219,7 @@ def torchrun(node: Node, command: list[str]) -> int:
     args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
     node.meet_others()
     try:
-        # Not its main(): that prints a 40-line traceback below the failing rank's own line.
+        # Not its main(), which prints a 40-line traceback below the failing rank's own line.
         run.run(args)
     except ChildFailedError:
         return report(ranks.failed)
@@ -234,9 +234,9 @@ def deepspeed(node: Node, command: list[str]) -> int:
     gpus = count_gpus()
     if not gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # The half of DeepSpeed's launcher that starts a node's processes. Its front half is left out:
-    # that drops CUDA_VISIBLE_DEVICES, obeys a /job/hostfile, and dies of SIGTERM alone, leaving
-    # the processes behind.
+    # Only the half of DeepSpeed's launcher that starts a node's processes. The front half drops
+    # CUDA_VISIBLE_DEVICES, obeys a /job/hostfile, and dies of SIGTERM alone, leaving the processes
+    # behind.
     try:
         from deepspeed.launcher import launch
     except ImportError as e:
@@ -246,9 +246,9 @@ def deepspeed(node: Node, command: list[str]) -> int:
         raise UserError(
             "this deepspeed has another launcher than 0.19.8: install deepspeed==0.19.8"
         )
-    # DeepSpeed numbers devices even where CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
+    # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
     ranks = Ranks(visible=None if gpus else os.environ.get("CUDA_VISIBLE_DEVICES"))
-    # DeepSpeed's own takes one process after another, and waits 30 s for each.
+    # DeepSpeed's own stops one process after another, and waits 30 s for each.
     launch.terminate_process_tree = lambda _pid: ranks.stop()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
     devices = visible.split(",") if visible and gpus else range(node.processes)
@@ -265,12 +265,12 @@ def deepspeed(node: Node, command: list[str]) -> int:
         "--log_level=critical",
         *command,
     ]
-    if stop_signals()[2:]:  # DeepSpeed has no handler of its own for SIGHUP
+    if stop_signals()[2:]:  # DeepSpeed doesn't handle SIGHUP
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     node.meet_others()
     heard, note = socket.socketpair()
     note.setblocking(False)
-    signal.set_wakeup_fd(note.fileno())  # DeepSpeed's handlers don't tell which signal it was
+    signal.set_wakeup_fd(note.fileno())  # DeepSpeed's handlers don't say which signal arrived
     try:
         launch.main()
     except SystemExit:
@@ -279,15 +279,15 @@ def deepspeed(node: Node, command: list[str]) -> int:
 
 
 def report(codes: dict[int, int]) -> int:
-    """The node's exit code from the codes of its failed ranks, and a line if nobody wrote one."""
-    # A rank killed by a signal could not speak; its peers fail a moment later, of its loss.
+    """The node's exit code from its failed ranks' codes; prints a line if no rank has."""
+    # A rank killed by a signal printed nothing; its peers fail a moment later because of it.
     rank, code = min(codes.items(), key=lambda item: (item[1] > 0, item[0]))
     if code < 0:
         name = signal.Signals(-code).name
         hint = ": out of memory, or killed by hand" if name == "SIGKILL" else ""
         print(f"error: rank {rank} died of {name}{hint}", file=sys.stderr)
         return 128 - code
-    if code not in (1, 2, 130, STOPPED):  # those come with the script's own words
+    if code not in (1, 2, 130, STOPPED):  # the script has printed its own error
         print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr)
     return code
 
@@ -304,9 +304,9 @@ def main() -> int:
         return 2
     command = sys.argv[2:]
     outlive_terminal()
-    quit_on(*stop_signals())  # until there are ranks, which may have something to save
+    quit_on(*stop_signals())  # until ranks exist, which may have something to save
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.CRITICAL)  # in this process only, not in those it starts
+        logging.disable(logging.CRITICAL)  # in this process only, not in its children
     try:
         if not Path(command[0]).is_file():
             raise UserError(f"no script {command[0]}")

@@ -1,8 +1,8 @@
-"""Several nodes find each other before any of them starts its processes.
+"""Let the nodes find each other before any of them starts its processes.
 
-Node 0 listens at MASTER_PORT. Every node, node 0 included, connects to MASTER_ADDR and says who it
-is. Once all have joined, node 0 tells them to go on. If some are missing or two disagree, all end
-with the same line. The port is free again afterwards, for torch.distributed."""
+Node 0 listens at MASTER_PORT. Every node, including node 0, connects to MASTER_ADDR and identifies
+itself. Once all have joined, node 0 tells them to continue. If some are missing or two disagree,
+all end with the same line. The port is then free again, for torch.distributed."""
 
 import json
 import queue
@@ -15,11 +15,11 @@ import time
 from llm_demo.errors import UserError
 
 STARTED = time.monotonic()
-NOTICE = 3  # seconds of waiting before a node says that it waits
+NOTICE = 3  # seconds before a node prints that it is waiting
 
 
 def time_left(seconds: float) -> float:
-    """What is left of a wait that began with this process; at least a second."""
+    """The rest of a wait that began when this process started; at least a second."""
     return max(1.0, STARTED + seconds - time.monotonic())
 
 
@@ -29,7 +29,7 @@ def resolve(addr: str, port: int, seconds: float) -> None:
 
 
 def meet(rank: int, nodes: int, addr: str, port: int, seconds: float) -> None:
-    """Wait until all nodes have joined. Raises UserError, on each of them, if they don't in
+    """Wait until all nodes have joined. Raises UserError on every node if they don't within
     `seconds`, or disagree."""
 
     def join():
@@ -49,14 +49,14 @@ def meet(rank: int, nodes: int, addr: str, port: int, seconds: float) -> None:
         except (OSError, ValueError, KeyError):
             problem = f"node 0 at {addr}:{port} ended while nodes were missing: see its output"
     if node0:
-        node0.thread.join()  # the port is free
+        node0.thread.join()  # then the port is free
     if problem:
         raise UserError(problem)
 
 
 def _wait_for(attempt, addr: str, port: int, seconds: float):
-    """Repeat attempt() until it succeeds; -> its result. It runs in a thread that can be abandoned:
-    a name server may take longer than `seconds`, and signals must be handled meanwhile."""
+    """Repeat attempt() until it succeeds, and return its result. It runs in a thread that can be
+    abandoned: a name server may take longer than `seconds`, and signals must still work."""
     results, ended, reason = queue.Queue(), threading.Event(), ["no answer"]
     where = f"MASTER_ADDR={addr}, MASTER_PORT={port}"
 
@@ -88,7 +88,7 @@ def _wait_for(attempt, addr: str, port: int, seconds: float):
 
 
 class Node0:
-    """Node 0's side of meet(): a thread that ends when all nodes have an answer."""
+    """Node 0's side of meet(): a thread that ends once all nodes have an answer."""
 
     def __init__(self, nodes: int, port: int, seconds: float):
         self.nodes, self.port, self.seconds = nodes, port, seconds
@@ -109,12 +109,12 @@ class Node0:
                 try:
                     _send(connection, problem=problem)
                     connection.settimeout(2)
-                    connection.recv(1)  # they close first, so that the port is free at once
+                    connection.recv(1)  # clients close first, so that the port is free at once
                 except OSError:
                     pass
 
     def gather(self) -> str | None:
-        """Wait for all nodes; -> None, or what is wrong."""
+        """Wait for all nodes. Returns None, or the problem."""
         until, problem = time.monotonic() + self.seconds, None
         with self.listener, selectors.DefaultSelector() as selector:
             selector.register(self.listener, selectors.EVENT_READ)
@@ -129,7 +129,7 @@ class Node0:
                     )
                 ready = [key for key, _ in selector.select(left)]
                 for key in ready:
-                    if key.data:  # a node that has joined says no more: it has ended
+                    if key.data:  # a joined node sends nothing more: it has ended
                         selector.unregister(key.fileobj)
                         self.joined.pop(key.data[0]).close()
                 if any(key.fileobj is self.listener for key in ready):
@@ -137,14 +137,14 @@ class Node0:
         return problem
 
     def admit(self, selector) -> str | None:
-        """Let a node join; -> None, or what is wrong with it."""
+        """Let a node join. Returns None, or the problem."""
         connection, (host, *_) = self.listener.accept()
         connection.settimeout(2)
         try:
             message = _receive(connection)
             node, nodes = int(message["node"]), int(message["nodes"])
             _send(connection, wait=self.seconds)
-        except (OSError, ValueError, KeyError, TypeError):  # a stranger: a port scan, say
+        except (OSError, ValueError, KeyError, TypeError):  # not a node: a port scan, say
             connection.close()
             return None
         if node in self.joined:
@@ -162,10 +162,10 @@ def _send(connection: socket.socket, **message) -> None:
 
 
 def _receive(connection: socket.socket) -> dict:
-    """A message from the other side. Raises OSError, or ValueError if it is none of ours."""
+    """A message from the other side. Raises OSError, or ValueError if it is not one of ours."""
     line = b""
     while not line.endswith(b"\n"):
-        byte = connection.recv(1)  # no more than one message
+        byte = connection.recv(1)  # don't read beyond this message
         if not byte or len(line) > 4096:
             raise ValueError("not a message")
         line += byte

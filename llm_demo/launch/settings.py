@@ -1,11 +1,10 @@
-"""From a launcher's settings and the environment to flags, and the check of all flags.
+"""Turn a launcher's settings and the environment into flags, and check all flags.
 
-The rule: a setting, or an environment variable, with a flag's name in capitals sets that flag
-(MODEL sets --model_name_or_path). A flag of the command line beats the environment, which beats the
-settings at the top of a launcher. An empty value leaves the choice to the script. Only launchers
-read the environment this way, and only for the flags of the script they start: STAGES means
-something to pp/launch_pp.sh and nothing to fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`.
-"""
+A setting or environment variable with a flag's name in capitals sets that flag (MODEL sets
+--model_name_or_path). A command-line flag beats the environment, which beats the settings at the
+top of a launcher. An empty value leaves the choice to the script. Only launchers read the
+environment this way, and only for the flags of the script they start: STAGES has a meaning for
+pp/launch_pp.sh, but none for fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`."""
 
 import ast
 import dataclasses
@@ -15,14 +14,14 @@ from pathlib import Path
 
 from llm_demo.args import SHARED, env_of, parse_args
 
-# Settings for the bundled model and data, for those that are empty and not in the environment.
+# For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
 FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "220", "LR": "2e-3", "LOG_EVERY": "10"}
 
 
 def groups_of(script: Path) -> list[type]:
-    """The dataclasses of flags.py beside a training script: its own flags. The script itself is
-    not imported, because that takes seconds."""
+    """The dataclasses in flags.py beside a training script: its own flags. The script itself is not
+    imported, because that takes seconds."""
     path = script.parent / "flags.py"
     spec = importlib.util.spec_from_file_location(f"{script.stem}_flags", path)
     module = importlib.util.module_from_spec(spec)
@@ -31,8 +30,8 @@ def groups_of(script: Path) -> list[type]:
 
 
 def check_flags(command: list[str]) -> None:
-    """Check the flags of a training script, or print its help. command: the script and its flags.
-    A script without a flags.py beside it is not checked. Raises UserError."""
+    """Check a training script's flags, or print its help. command: the script and its flags.
+    Scripts without a flags.py beside them are not checked. Raises UserError."""
     script = Path(command[0])
     if (script.parent / "flags.py").is_file():
         description = ast.get_docstring(ast.parse(script.read_text())) or ""
@@ -40,15 +39,15 @@ def check_flags(command: list[str]) -> None:
 
 
 def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> list[str]:
-    """The flags of a training script: those that settings and environment stand for, and then
-    those given on the command line, which win."""
+    """A training script's flags: those from the settings and the environment, followed by those of
+    the command line, which win."""
     fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
     names = {env_of(field): field.name for field in fields if env_of(field)}
     words = [word.split("=")[0] for word in given if word.startswith("--")]
     named = {word[2:].replace("-", "_") for word in words}
     values = {**settings, **{name: environ[name] for name in names if name in environ}}
 
-    # Asking for epochs replaces a default number of steps.
+    # A number of epochs replaces the default number of steps.
     if "num_epochs" in named:
         values.update(NUM_EPOCHS="", MAX_STEPS="")
     elif values.get("NUM_EPOCHS") and "MAX_STEPS" not in environ:

@@ -1,7 +1,6 @@
-"""What a launcher runs: its settings and the environment become flags, then the ranks start.
+"""Turn a launcher's settings and the environment into flags, then start the ranks.
 
-python -m llm_demo.launch.start torchrun|deepspeed SCRIPT [SETTING=value ...] -- [flags]
-"""
+python -m llm_demo.launch.start torchrun|deepspeed SCRIPT [SETTING=value ...] -- [flags]"""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""A run's checkpoints: when to save, from which copies, what to keep, where to go on."""
+"""Save, prune and resume the checkpoints of a run."""
 
 import math
 import shutil
@@ -38,19 +38,19 @@ from llm_demo.run.checkpoint_files import (
 from llm_demo.run.folder import gone, last_checkpoint, published
 from llm_demo.run.next_steps import resume
 
-# said where a run goes on with others, for they may be meant
+# a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
     "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
 )  # fmt: skip
 
-# what trainer.json must say for a run to go on from there
+# entries that trainer.json must have to resume from it
 NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 
 class Checkpoints:
-    """A run's checkpoints: when to save, in which order, and what to keep. copies: the tensors to
-    save are copies already, on the CPU (a pipeline's replicas gather them), not what is trained.
-    log, clock: the run's Log and Clock. identity: what the rows of a step depend on."""
+    """Saves, prunes and resumes a run's checkpoints. copies: the tensors to save are already copies
+    on the CPU (gathered by a pipeline's replicas), not the trained ones. log, clock: the run's Log
+    and Clock. identity: what the rows of a step depend on."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Checkpoints:
         self.in_background = args.save_async
         self.folder = log.folder / "checkpoints"
         self.settings = {name: log.settings[name] for name in SETTINGS}
-        # the writing thread talks to its peers while the others train: a group of its own
+        # its own group: the writing thread communicates while the ranks train
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread, self.problem, self.done = None, None, None
         self.staged, self.meshes, self.reserving = {}, {}, None
-        self.asked = False  # by a signal, to stop
+        self.asked = False  # a signal has asked the run to stop
         if args.save and world.local_size < world.size:
             self._see_each_other()
         started = time.perf_counter()
@@ -85,7 +85,7 @@ class Checkpoints:
             self._compare()
 
     def _compare(self) -> None:
-        """Refuse to go on with other rows, and say which other settings are taken."""
+        """Raise UserError if the checkpoint trained on other rows; log settings that differ."""
         if found := differences(self.facts.get("identity", {}), self.identity):
             said = f"{self.path} trained on other rows: {'; '.join(found)}"
             if not self.args.resume_anyway:
@@ -95,15 +95,15 @@ class Checkpoints:
             self.log.say(f"resume: as asked, with other settings: {'; '.join(found)}")
 
     def _see_each_other(self) -> None:
-        """Raise UserError, on all ranks, where a node would not see the run's folder: it could not
-        write its part. Nothing is made or emptied yet; the folder that is there will do."""
+        """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
+        Nothing is created or emptied yet, so an existing parent folder is tested."""
 
         def mark():
             above = next(p for p in self.folder.absolute().parents if p.exists())
             return Path(tempfile.mkstemp(prefix=".seen-", dir=above)[1])
 
         def look():
-            until = time.monotonic() + 5  # a network's folder may lag behind
+            until = time.monotonic() + 5  # a network file system may lag
             while not name.exists():
                 if time.monotonic() > until:
                     raise OSError(
@@ -122,7 +122,7 @@ class Checkpoints:
                 name.unlink()
 
     def load(self, tensors: dict) -> None:
-        """Fill tensors from the checkpoint that --resume has found, and count on from there."""
+        """Fill tensors from the checkpoint that --resume found, and restore the counters."""
         started = time.perf_counter()
         load(self.path, tensors, self.world, self.group)
         load_rng(self.path, self.world)
@@ -134,40 +134,40 @@ class Checkpoints:
         )
 
     def begin(self) -> None:
-        """From here on a signal ends the run at the end of a step, with a checkpoint."""
+        """From now on, a signal ends the run after the current step, with a checkpoint."""
         if not self.args.save:
             return
         for number in stop_signals():
             signal.signal(number, self._ask)
 
     def tidy(self) -> None:
-        """Put the folder in order, once the run has it."""
+        """Clean up the checkpoint folder, once this run owns it."""
         if self.world.rank == 0:
-            for left in self.folder.glob(f"{PART}*"):  # by a killed run
+            for left in self.folder.glob(f"{PART}*"):  # left by a killed run
                 shutil.rmtree(left, ignore_errors=True)
             for path in published(self.folder):
-                if int(path.name[-8:]) > self.first_step:  # passed over, and not to be counted
+                if int(path.name[-8:]) > self.first_step:  # skipped on resume: don't count it
                     aside = path.with_name(f"damaged_{path.name}")
                     shutil.rmtree(aside, ignore_errors=True)
                     path.rename(aside)
-            if self.args.export != "none":  # of an earlier end of this run
+            if self.args.export != "none":  # from an earlier end of this run
                 shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
 
     def _ask(self, *_signal):
         self.asked = True
 
     def after_step(self, step: int, tensors, facts) -> None:
-        """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls,
-        after every step. Raises Stopped once a signal on any rank is answered by a checkpoint."""
+        """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls
+        after every step. Raises Stopped after the checkpoint for a signal received by any rank."""
         if not self.args.save:
             return
         if step == self.first_step + 1:
             self.tidy()
         self._report()
         asked = torch.tensor(2 if self.problem else int(self.asked))
-        with self.clock.comm.mute():  # on the CPU: the GPU works on
+        with self.clock.comm.mute():  # on the CPU: the GPU keeps working
             dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if asked == 2:  # on all ranks in the same step, whoever knew it first
+        if asked == 2:  # all ranks stop in the same step
             self.finish()
         every, last = self.args.save_every, step == self.max_steps
         ahead = every and self.in_background and not self.copies and not last
@@ -181,8 +181,8 @@ class Checkpoints:
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
-        """Write a checkpoint, in the background unless `wait`; training stands still until its
-        tensors are copied. Raises UserError if this one, or the one before, can't be written."""
+        """Write a checkpoint, in the background unless `wait`. Training pauses until its tensors
+        are copied. Raises UserError if this checkpoint or the previous one can't be written."""
         started = time.perf_counter()
         self.clock.flush()  # metrics.jsonl holds all steps up to this one
         self.finish()
@@ -204,9 +204,9 @@ class Checkpoints:
         self.clock.restart()
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
-        """Raise UserError, on all ranks, if a weight or a moment on any of them is not finite."""
+        """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
         local = {name: _local(t) for name, t in tensors.items()}
-        names = [name for name, t in local.items() if t.numel()]  # a rank may hold nothing
+        names = [name for name, t in local.items() if t.numel()]  # a rank may hold none
         mine = None
         if names:
             largest = torch._foreach_norm([local[name] for name in names], math.inf)
@@ -221,7 +221,7 @@ class Checkpoints:
             )
 
     def finish(self) -> None:
-        """Wait for the checkpoint that is being written. Raises UserError if it can't be."""
+        """Wait for the checkpoint being written. Raises UserError if it can't be written."""
         if self.thread:
             self.thread.join()
             self.thread = None
@@ -230,7 +230,7 @@ class Checkpoints:
         self._report()
 
     def _report(self) -> None:
-        """Log the checkpoint that the writing thread has published, if it has."""
+        """Log the checkpoint, if the writing thread has just published one."""
         if self.done:
             (path, size, seconds, stall), self.done = self.done, None
             self.log.record(
@@ -247,8 +247,8 @@ class Checkpoints:
             )
 
     def _reserve(self, tensors: dict) -> None:
-        """Take pinned memory for a GPU's copies while training goes on: it takes seconds. Where
-        there is little left, checkpoints are not written in the background."""
+        """Allocate pinned memory for a GPU's copies in the background, which takes seconds. If the
+        host is short of memory, checkpoints are written in the foreground instead."""
         found = {name: _local(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
         places, total = {}, 0
         for name, t in found.items():
@@ -264,14 +264,14 @@ class Checkpoints:
         elif self.world.device.type == "cuda":
 
             def reserve():
-                torch.cuda.set_device(self.world.device)  # a thread begins with the first one
+                torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
                 memory = torch.empty(total, dtype=torch.uint8).zero_()
-                # pinned as it is: PyTorch's own rounds each allocation up to a power of two
+                # pinned in place: PyTorch's own rounds each allocation up to a power of two
                 runtime = torch.cuda.cudart()
                 done = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
                 if done != runtime.cudaError.success:
                     self.log.say("checkpoints: memory for copies can't be pinned, copying is slow")
-                else:  # before the memory goes: else whoever gets it next fails to copy there
+                else:  # unpin before the memory is freed, else copies to its next owner fail
                     unpin = weakref.finalize(self, lambda: unregister(runtime, memory))
                     unpin.atexit = False
                 for name, t in found.items():
@@ -281,7 +281,7 @@ class Checkpoints:
             self.reserving.start()
 
     def _stage(self, tensors: dict) -> dict:
-        """Copies in the host's memory, in the same buffers each time, pinned for a GPU."""
+        """Copy tensors to host memory, into the same buffers each time, pinned for a GPU."""
         if self.copies:
             return tensors
         if self.reserving:
@@ -301,7 +301,7 @@ class Checkpoints:
         return found
 
     def _on_cpu(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The same grid of ranks for tensors in the host's memory. Every rank calls."""
+        """The same mesh of ranks, for tensors in host memory. Every rank calls."""
         if mesh.device_type != "cpu" and mesh not in self.meshes:
             self.meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         return self.meshes.get(mesh, mesh)
@@ -319,7 +319,7 @@ class Checkpoints:
             together(show, self.world, self.group)
             now = time.perf_counter()
             self.done = self.folder / name, size, now - started, (went_on or now) - started
-        except (Exception, dcp.CheckpointException) as e:  # of a thread: the next step's business
+        except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             final, reason = self.folder / name, reason_of(e, part)
             self.problem = (
                 f"checkpoint {final} can't be written: {reason}; those before it are whole"
@@ -330,7 +330,7 @@ class Checkpoints:
                 shutil.rmtree(part, ignore_errors=True)
 
     def _prune(self, newest: str) -> None:
-        """Remove all but the newest, the K newest, and the best by held-out loss. Rank 0."""
+        """Keep the newest, the K newest, and the best by held-out loss; remove the rest. Rank 0."""
         if not self.args.keep_last:
             return
         names = [path.name for path in published(self.folder)]
@@ -345,7 +345,7 @@ class Checkpoints:
 
 
 def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
-    """What differs between two identities, by name: "seed was 1, is 2"."""
+    """The differences between two identities, by name: "seed was 1, is 2"."""
     found = []
     for key in {**before, **now}:
         a, b = before.get(key), now.get(key)
@@ -357,7 +357,7 @@ def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
 
 
 def unregister(runtime, memory: torch.Tensor) -> None:
-    """Undo cudaHostRegister; holds the memory until then."""
+    """Undo cudaHostRegister; keeps the memory alive until then."""
     runtime.cudaHostUnregister(memory.data_ptr())
 
 

@@ -1,8 +1,8 @@
-"""A checkpoint as files: written aside, hashed, published by a rename; found again, or passed over.
+"""A checkpoint's files: write, hash, publish by a rename, find, verify and load.
 
-One format for both scripts, by torch.distributed.checkpoint: fp32 master weights and Adam's moments
-under their Hugging Face names, whoever holds them in whatever pieces. So a run goes on with other
-numbers of ranks or stages, and with the other script.
+Both scripts use one format of torch.distributed.checkpoint: fp32 master weights and Adam's moments
+under their Hugging Face names, however they are sharded. So a run can resume with a different
+number of ranks or stages, or with the other script.
 
     checkpoints/step_00000020/   *.distcp, .metadata   torch.distributed.checkpoint's
                                  trainer.json          step, loss scale, what the run trains on
@@ -31,7 +31,7 @@ from llm_demo.run.metadata import Reader, read_metadata
 
 
 def together(act, world: World, group=None) -> list:
-    """What act() returns on each rank; an error on one is an OSError on all: nobody waits."""
+    """The results of act() on all ranks. An error on one rank raises OSError on all."""
     mine = error = None
     try:
         mine = act()
@@ -45,13 +45,13 @@ def together(act, world: World, group=None) -> list:
 
 
 def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
-    """Write tensors and facts to the folder `part`, with a manifest; every rank calls. Returns the
+    """Write tensors and facts to the folder `part`, with a manifest. Every rank calls. Returns the
     bytes of all ranks. Raises OSError, or what torch.distributed.checkpoint raises."""
     first = world.rank == 0
 
     def make():
         shutil.rmtree(part, ignore_errors=True)
-        part.parent.mkdir(exist_ok=True)  # not the run's folder: who deleted it wants it gone
+        part.parent.mkdir(exist_ok=True)  # don't recreate the run's folder if someone deleted it
         part.mkdir()
 
     def hashed():
@@ -67,7 +67,7 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
     files = {k: v for rank in together(hashed, world, group) for k, v in rank.items()}
 
     def finish():
-        for name, (size, _) in files.items():  # another node's, too
+        for name, (size, _) in files.items():  # files of other nodes, too
             if not (part / name).exists() or (part / name).stat().st_size != size:
                 raise OSError(f"rank 0 does not see {name}: do all nodes share --output_dir?")
         write_json(part / "manifest.json", {"files": files})
@@ -77,9 +77,9 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
 
 
 def publish(part: Path, final: Path) -> None:
-    """Give a folder that is whole its name, and only then point `latest` at it."""
+    """Rename a complete folder to its final name, then point `latest` at it."""
     sync_folder(part)
-    if final.exists():  # of the same step, from before a resume further back
+    if final.exists():  # the same step, from before a resume at an earlier one
         old = final.with_name(f"{PART}old-{final.name}")
         final.rename(old)
         part.rename(final)
@@ -99,8 +99,8 @@ def facts_of(path: Path) -> dict:
 
 
 def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
-    """The same, for use. Raises UserError if an entry of `needed` is missing, or any entry is not
-    of its kind: the file may be somebody else's."""
+    """A checkpoint's trainer.json, validated. Raises UserError if an entry of `needed` is missing
+    or any entry has the wrong type: the file may come from elsewhere."""
     facts = facts_of(path)
     for name in needed:
         if name not in facts:
@@ -127,7 +127,7 @@ def _pairs(x) -> bool:
     )
 
 
-FACTS = {  # what trainer.json may say, by name
+FACTS = {  # entry of trainer.json -> check of its value
     **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
     **dict.fromkeys(("identity", "settings"), lambda x: isinstance(x, dict)),
     "eval_loss": lambda x: x is None or _number(x),
@@ -143,7 +143,7 @@ FACTS = {  # what trainer.json may say, by name
 
 
 def problem_of(path: Path, world: World) -> str | None:
-    """Why a checkpoint is not whole; None if it is. Every rank calls and reads a share of it."""
+    """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it."""
 
     def look():
         try:
@@ -152,7 +152,7 @@ def problem_of(path: Path, world: World) -> str | None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             return {}, f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}"
         for name, (size, _) in named.items():
-            # the file may be somebody else's: nothing outside of the folder, no device, no pipe
+            # the manifest is not trusted: nothing outside the folder, no device, no pipe
             if Path(name).name != name or type(size) is not int:
                 return {}, f"manifest.json: {name[:80]!r} is no file of a checkpoint"
             try:
@@ -183,8 +183,8 @@ def problem_of(path: Path, world: World) -> str | None:
 
 
 def find(resume: str | None, run_folder: Path, world: World, say) -> Path | None:
-    """The checkpoint that --resume asks for, whole; None to start from the beginning. Raises
-    UserError if one was named and is not whole."""
+    """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
+    UserError if a named checkpoint is damaged."""
     if not resume:
         return None
     auto = resume == "auto"
@@ -212,8 +212,8 @@ def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
 
 
 def load(path: Path, tensors: dict, world: World, group=None) -> None:
-    """Fill `tensors` ({name: tensor or DTensor}, in place) from a checkpoint, in whatever pieces it
-    was saved; every rank calls. Raises UserError where names or shapes are another model's."""
+    """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
+    sharded. Every rank calls. Raises UserError if names or shapes do not match the model."""
     there = shapes_of(path)
     here = [None] * world.size
     mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
@@ -236,14 +236,14 @@ def _load(path: Path, tensors: dict, **how) -> None:
 
 
 def reason_of(error: BaseException, folder: Path | None = None) -> str:
-    """One line of what went wrong, of the rank where it did. folder: where it was writing."""
-    if isinstance(error, dcp.CheckpointException):  # no Exception, and its text is a traceback
+    """The error in one line, from the rank where it happened. folder: where it was writing."""
+    if isinstance(error, dcp.CheckpointException):  # not an Exception; its text is a traceback
         error = next(iter(error.failures.values()))[0]
-    if isinstance(error, pickle.UnpicklingError):  # of torch.load(weights_only=True)
+    if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
         return "a file of tensors holds something else, which is refused"
     if said := disk_full(error, folder):
         return said
-    cause = error  # a full disk may show as an error of the file's format
+    cause = error  # a full disk may appear as a file format error
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     lines = str(cause or error).strip().splitlines()
@@ -251,7 +251,7 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
 
 
 def rng_state(world: World) -> dict[str, torch.Tensor]:
-    """This rank's random number generators, under names of its own. Training draws from none."""
+    """This rank's random generator states, under names of their own. Training uses none of them."""
     state = {f"rng.cpu.{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         state[f"rng.cuda.{world.rank}"] = torch.cuda.get_rng_state()
@@ -259,11 +259,11 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 
 def load_rng(path: Path, world: World) -> None:
-    """Set them again where the checkpoint has those of a rank of this number."""
+    """Restore the generators, if the checkpoint has states for this rank."""
     there = shapes_of(path, rng=True)
     state = {name: t for name, t in rng_state(world).items() if there.get(name) == tuple(t.shape)}
     read(path, state)
-    with contextlib.suppress(RuntimeError):  # of another kind of device
+    with contextlib.suppress(RuntimeError):  # from another kind of device
         for name, t in state.items():
             torch.cuda.set_rng_state(t) if "cuda" in name else torch.set_rng_state(t)
 

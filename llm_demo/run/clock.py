@@ -1,4 +1,4 @@
-"""The clock of a run: how long each step took, and the line that says so."""
+"""Times the steps of a run and logs them."""
 
 import math
 import time
@@ -19,9 +19,9 @@ from llm_demo.run.summary import History, timed_while_profiled
 
 
 class Clock:
-    """Times steps and logs them. Every rank calls each method.
+    """Times steps and logs them. Every rank calls every method.
 
-    flops: training FLOPs of one token slot, for MFU. dtype: of the compute."""
+    flops: training FLOPs of one token slot, for MFU. dtype: the compute dtype."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Clock:
         self.restart()
 
     def restart(self) -> None:
-        """Leave what happened since the last logged step (an evaluation, say) out of step times."""
+        """Exclude the time since the last logged step (e.g. an evaluation) from step times."""
         self.comm.take()
         self.data_seconds, self.since = 0.0, self.comm.event()
         self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
 
     def data(self, batches: Iterable) -> Iterator:
-        """The same batches; the time it takes to make them is logged as perf/data_ms."""
+        """Yield the same batches, and log the time to make them as perf/data_ms."""
         batches = iter(batches)
         while True:
             started = time.perf_counter()
@@ -73,13 +73,13 @@ class Clock:
             yield batch
 
     def end_step(self, step, tokens, label_tokens, slots, loss, grad_norm, lr: float) -> None:
-        """Record optimizer step `step` (from 1) if it is one to log.
+        """Record optimizer step `step` (from 1) if it is to be logged.
 
         tokens, label_tokens, slots: of the step, over all ranks. loss: this rank's share of the
-        step's loss; grad_norm: the same on every rank; 0-dim tensors on the device. They are
-        written one logged step later, because reading them now would make the host wait for the
-        device. Raises UserError, on every rank alike, after --max_skipped_steps steps in a row
-        whose loss or norm is not finite."""
+        step's loss; grad_norm: the same on every rank; both are 0-dim tensors on the device. They
+        are written one logged step later, because reading them now would make the host wait for the
+        device. Raises UserError, on every rank, after --max_skipped_steps consecutive steps with a
+        non-finite loss or norm."""
         logged = step % self.args.log_every == 0 or step == self.max_steps
         if self.profiler:
             logged |= step + 1 == self.profiler.first or step == self.profiler.last
@@ -114,13 +114,13 @@ class Clock:
         self._profile_from(step + 1)
 
     def flush(self) -> None:
-        """Write the step that is still to be written."""
+        """Write the pending step."""
         if self.pending:
             previous, self.pending = self.pending, None
             self._log_step(*previous)
 
     def log_eval(self, step: int, loss: float, right: int, rows: int) -> None:
-        """right: how many of the held-out rows are answered exactly."""
+        """Log an evaluation. right: held-out rows answered exactly."""
         self.history.evals.append((step, loss))
         self.history.exact.append((step, right / rows))
         self.log.record({"step": step, "eval/loss": loss, "eval/exact": right / rows})
@@ -131,7 +131,7 @@ class Clock:
         self.restart()
 
     def stop(self) -> tuple[float, dict | None]:
-        """(seconds since `begin`, what the profiler measured or None)."""
+        """(seconds since `begin`, the profiler's figures or None)."""
         self.comm.remove()
         profile = self.profile
         if profile:
@@ -140,7 +140,7 @@ class Clock:
         return time.perf_counter() - self.started, profile
 
     def _profile_from(self, step: int) -> None:
-        """Start or stop the profiler where `step` is the next; the clock starts anew after it."""
+        """Start or stop the profiler before `step`, then restart the clock."""
         if not self.profiler:
             return
         if step == self.profiler.first:
@@ -210,8 +210,8 @@ class Clock:
         )
 
     def _watch(self, step: int, value: torch.Tensor) -> None:
-        """Where not every step is logged: look at all of them, some steps later and together.
-        value: not finite if this rank's loss or the norm is not."""
+        """If not every step is logged, check all steps for non-finite values, in groups, some steps
+        later. value: not finite if this rank's loss or the norm is not."""
         most = self.args.max_skipped_steps
         if not most:
             return

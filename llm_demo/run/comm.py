@@ -1,22 +1,23 @@
-"""How long communication took: busy, exposed, waiting; a light way that stays on for the whole run.
+"""Measure communication time (busy, exposed, waiting) cheaply enough for the whole run.
 
 The Python entry points of torch.distributed are wrapped, and a pair of events is recorded on the
-stream that communicates: FSDP2's side streams, from autograd's threads too, or the compute stream,
-where a pipeline sends and receives. On a CPU the clock is read instead.
+communicating stream: FSDP2's side streams (also from autograd's threads), or the compute stream, on
+which a pipeline sends and receives. On a CPU the clock is read instead.
 
     busy     union of the times in which an operation was under way, waiting for a peer included
-    exposed  the part of it in which the compute stream stood still: operations on that stream, and
-             those under way on other streams while it waits for them
-    wait     busy that was no transfer: each operation's time beyond the shortest of the same
-             operation over its ranks; a send and its receive are one operation, matched by order
+    exposed  the part of busy in which the compute stream stood still: operations on that stream,
+             and operations on other streams while it waits for them
+    wait     the part of busy that was not transfer: each operation's time beyond the shortest time
+             of that operation over its ranks; a send and its receive count as one operation,
+             matched by order
 
-profiling.py takes busy and wait from a profiler's trace; exposed is there what goes on while no
-kernel runs though one is launched. The two differ where the host is late: events can't know of
-launches, and count a wait from when it is asked for.
+profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
+which no kernel runs although one is launched. The two differ where the host is late: events know
+nothing of launches, and count a wait from the moment it is requested.
 
     doubt    how far busy may be off because the stream was idle while the host was still launching.
-             An operation lies between its two events, and fills the time between them but for what
-             the host took from recording the first to recording the second
+             An operation lies between its two events, and fills the time between them except for
+             what the host took from recording the first to recording the second
 """
 
 import contextlib
@@ -34,7 +35,7 @@ COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
     "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "send", "recv",
 )  # fmt: skip
-MUTED = "llm_demo: not timed"  # so that a profile on a CPU can leave it out, too
+MUTED = "llm_demo: not timed"  # so that a CPU profile can exclude it too
 
 
 def union(intervals) -> float:
@@ -47,7 +48,7 @@ def union(intervals) -> float:
 
 
 class _Clock:
-    """An event for devices without streams."""
+    """A CPU clock with the interface of an event."""
 
     def record(self):
         self.at = time.perf_counter()
@@ -60,7 +61,7 @@ class _Clock:
 
 
 class CommTimer:
-    """Times of the operations since the last `take`; each step's are read when it has ended."""
+    """Times operations; `take` collects those of a step, `read` reads them after its end."""
 
     def __init__(self, device: torch.device, rank: int, size: int):
         self.device, self.rank = device, rank
@@ -70,7 +71,7 @@ class CommTimer:
         self.originals = {}
 
     def event(self):
-        """A timing event (on a CPU: a clock), recorded now on the current stream."""
+        """A timing event (a clock on a CPU), recorded now on the current stream."""
         event = self.spare.pop() if self.spare else self._new()
         event.record()
         return event
@@ -79,7 +80,7 @@ class CommTimer:
         return torch.cuda.Event(enable_timing=True) if self.cuda else _Clock()
 
     def install(self) -> None:
-        """Wrap torch.distributed from here on."""
+        """Wrap torch.distributed's functions."""
         for name in COLLECTIVES:
             if hasattr(dist, name):
                 self._patch(dist, name, functools.partial(self._timed, name))
@@ -89,7 +90,7 @@ class CommTimer:
             self._patch(torch.cuda.Stream, "wait_event", self._timed_wait)
 
     def call(self, name: str, function, *args):
-        """Call a collective that is none of torch.distributed's, and time it."""
+        """Call and time a collective that is not one of torch.distributed's."""
         if not self.originals:  # not installed
             return function(*args)
         return self._timed(f"copied {name}", function, args, {})
@@ -101,7 +102,7 @@ class CommTimer:
 
     @contextlib.contextmanager
     def mute(self):
-        """Leave out what happens inside: the reading of the numbers themselves."""
+        """Do not time operations inside, such as reading the measurements themselves."""
         muted, self.muted = self.muted, True
         try:
             with torch.profiler.record_function(MUTED):
@@ -134,8 +135,8 @@ class CommTimer:
             ends = (name, group.group_name if group is not None else "")
         begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
         result = call(*args, **kwargs)
-        # Where the stream was idle it has passed the event long before the operation is launched,
-        # as the last thing that the call does; copies are several launches, the first at once.
+        # An idle stream passes the event long before the operation is launched, which is the last
+        # thing the call does. Copies are several launches, the first of them immediate.
         launched_last = not name.startswith("copied")
         late = 0.0
         if self.cuda and launched_last and start.query():
@@ -172,19 +173,19 @@ class CommTimer:
         self.ops.append((key, start, end, on_compute, late, doubt))
 
     def take(self):
-        """What was recorded since the last call, to be given to `read` when the step has ended."""
+        """Return what was recorded since the last call, for `read` after the step has ended."""
         taken = self.ops, self.waits
         self.ops, self.waits, self.counts = [], [], Counter()
         return taken
 
     def read(self, taken, origin) -> tuple[float, float, float, dict]:
-        """(busy ms, exposed ms, doubt ms, {operation: ms}) of what `take` gave. origin: an earlier
-        event."""
+        """(busy ms, exposed ms, doubt ms, {operation: ms}) of what `take` returned. origin: an
+        earlier event."""
         ops, waits = taken
 
         def interval(start, end, late=0.0):
             at = origin.elapsed_time(start) + late
-            # AMD's drivers have given small negative times
+            # AMD's drivers have returned small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
         timed = [(key, here, interval(s, e, late)) for key, s, e, here, late, _ in ops]
@@ -192,7 +193,7 @@ class CommTimer:
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in timed if on_compute]
         busy = union(spans)
-        # the compute stream waits for arithmetic on other streams, too: what overlaps an operation
+        # the compute stream also waits for arithmetic on other streams: count only the overlap
         exposed = busy + union(stalls) - union(spans + stalls)
         durations = {key: end - start for key, _, (start, end) in timed}
         self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
@@ -201,7 +202,7 @@ class CommTimer:
 
 
 class _Waited:
-    """The works of a batch as one, whose wait is the end of the operation."""
+    """A batch's works as one; wait() marks the end of the operation."""
 
     def __init__(self, works, done):
         self.works, self.done = works, done
@@ -213,7 +214,7 @@ class _Waited:
 
 
 def waiting(durations: dict, of_all_ranks: list[dict]) -> float:
-    """Of one rank's {operation: ms}: how much went beyond the fastest rank's time for the same."""
+    """Total ms of one rank's operations beyond the fastest rank's time for the same operation."""
     total = 0.0
     for key, mine in durations.items():
         same = [other[key] for other in of_all_ranks if key in other]
@@ -222,21 +223,21 @@ def waiting(durations: dict, of_all_ranks: list[dict]) -> float:
 
 
 class Gather:
-    """Numbers of all ranks, on all ranks, over the CPU's group: nothing waits for the device."""
+    """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
 
     def __init__(self, world: World):
         self.world, self.keys = world, None
 
     def floats(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's list; all of one length."""
+        """Every rank's list; all have the same length."""
         send = torch.tensor(mine, dtype=torch.float64)
         found = [torch.empty_like(send) for _ in range(self.world.size)]
         dist.all_gather(found, send)
         return [x.tolist() for x in found]
 
     def waits(self, operations: dict) -> list[float]:
-        """Of every rank's {operation: ms}: its time beyond the fastest rank's for the same."""
-        # Steps repeat the same operations: their names are exchanged when they change, only.
+        """Each rank's `waiting`, in ms. operations: this rank's {operation: ms}."""
+        # Steps repeat the same operations, so their names are exchanged only when they change.
         if any(row[0] for row in self.floats([self.keys is None or self.keys != list(operations)])):
             self.keys, self.all_keys = list(operations), [None] * self.world.size
             dist.all_gather_object(self.all_keys, self.keys)

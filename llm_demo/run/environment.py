@@ -1,4 +1,4 @@
-"""What a run ran on: versions, hardware, link, revision. Left in its env.json."""
+"""Record versions, hardware, link and revision of a run in env.json, and its command in cmd.sh."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ def environment(world: World) -> dict:
     git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # no git here
+    except FileNotFoundError:  # git is not installed
         revision = None
     return {
         "versions": versions,
@@ -36,7 +36,7 @@ def environment(world: World) -> dict:
         "link": next(iter(links()), None) if world.device.type == "cuda" else None,
         "world_size": world.size,
         "platform": platform.platform(),
-        # by hand where the files were copied without their .git
+        # set by hand where the files were copied without .git
         "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
         "environment": {
             k: v
@@ -55,8 +55,8 @@ def describe_run(folder: Path, settings: dict, world: World) -> None:
     given = os.environ
     several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
     nodes = [f"{name}={given[name]}" for name in several if name in given]
-    # Not through the launcher: its defaults would fill what this run left to the script. With exec,
-    # because a run that goes on in this folder rewrites the file while bash would still read it.
+    # Not through the launcher script: its defaults would fill flags that this run left open. With
+    # exec, because a resumed run rewrites this file while bash is still reading it.
     (folder / "cmd.sh").write_text(
         f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
         f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "

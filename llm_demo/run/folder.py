@@ -1,4 +1,4 @@
-"""A run's folder: chosen, taken by one run alone, and what it takes to repeat the run."""
+"""Choose a run's folder, and lock it so that only one run uses it."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from llm_demo.files import ROOT
 
 
 def choose_folder(args: Namespace, script: str) -> Path:
-    """The run's folder; nothing is made or emptied yet. Raises UserError if it holds something."""
+    """The run's folder, not yet created or emptied. Raises UserError if it can't be used."""
     model = Path(args.model_name_or_path).name
     name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
@@ -30,7 +30,7 @@ def choose_folder(args: Namespace, script: str) -> Path:
                 "--resume auto to go on"
             )
         ours = (folder / "cmd.sh").is_file() and (folder / "config.json").is_file()
-        if not ours and args.resume:  # killed while it began, or cmd.sh is lost
+        if not ours and args.resume:  # killed early, or cmd.sh is lost
             ours = [f.name for f in folder.iterdir()] == ["cmd.sh"] or published(
                 folder / "checkpoints"
             )
@@ -49,9 +49,9 @@ def _refuse_inputs_in(folder: Path, args: Namespace) -> None:
 
 
 def lock_folder(folder: Path, args: Namespace):
-    """Lock the folder of an earlier run, before its checkpoints are looked for: a file to keep
-    open, or None where there is none to lock. Creates nothing in a dry run. Raises UserError if
-    another run is at work there; its lock ends with its process, however that ends."""
+    """Lock an earlier run's folder before its checkpoints are searched. Returns a file to keep
+    open, or None if there is nothing to lock. Creates nothing in a dry run. The lock ends with its
+    process, however that ends. Raises UserError if another run uses the folder."""
     made = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
     try:
         return None if args.estimate else _lock(folder / "cmd.sh", "r+" if made else "a")
@@ -64,11 +64,11 @@ def lock_folder(folder: Path, args: Namespace):
 
 
 def take_folder(folder: Path, args: Namespace, held):
-    """Make the folder, or empty it for --overwrite; returns its lock. held: what `lock_folder`
-    returned. Raises UserError if another run has taken the folder since then."""
+    """Create the folder, or empty it for --overwrite; returns its lock. held: what `lock_folder`
+    returned. Raises UserError if another run has taken the folder since."""
     try:
         if args.overwrite and folder.exists():
-            folder = folder.resolve()  # a link stays, and what it points to is made again
+            folder = folder.resolve()  # keep a symbolic link, and recreate its target
             if not held:
                 _lock(folder / "cmd.sh", "a").close()
             shutil.rmtree(folder)
@@ -93,11 +93,11 @@ def gone(folder: Path) -> str:
 
 
 def last_checkpoint(folder: Path) -> str:
-    """A clause that names the checkpoint to go on from."""
+    """A clause that names the checkpoint to resume from."""
     newest = next(iter(published(folder / "checkpoints")), None)
     return f"the last good checkpoint is {newest}" if newest else "there is no checkpoint yet"
 
 
 def published(folder: Path) -> list[Path]:
-    """Checkpoints in a folder, newest first, whole or not."""
+    """Checkpoints in a folder, newest first, intact or not."""
     return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)

@@ -16,7 +16,7 @@ from llm_demo.run.tracker import open_tracker
 
 
 class Log:
-    """A run's folder and what goes there. Only rank 0 writes and prints; every rank calls."""
+    """Writes to a run's folder and the console. Every rank calls; only rank 0 writes and prints."""
 
     def __init__(self, args: Namespace, world: World, script: str):
         self.args, self.world = args, world
@@ -25,14 +25,14 @@ class Log:
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
         self.lock = self.file = None
-        self.early, self.early_records = [], []  # from before the folder exists
+        self.early, self.early_records = [], []  # until the folder exists
         from_rank0(world, self._lock)
 
     def _lock(self) -> None:
         self.lock = lock_folder(self.folder, self.args)
 
     def resolved(self, **settings) -> None:
-        """Note what was decided where the flags left it open."""
+        """Record settings that the flags left open."""
         self.settings |= settings
 
     def say(self, text: str) -> None:
@@ -71,11 +71,11 @@ class Log:
             raise UserError(f"--output_dir {self.folder}: {reason}") from e
 
     def open(self, resumed_at: int) -> list[dict]:
-        """Make the folder with config.json, env.json and cmd.sh; every rank calls. Returns the
-        steps that metrics.jsonl holds already, up to step `resumed_at`, on rank 0.
+        """Create the folder with config.json, env.json and cmd.sh. Every rank calls.
 
-        This happens after the first step. A run that is refused or fails before then must neither
-        empty an old run nor leave a folder that blocks the next attempt."""
+        Returns, on rank 0, the steps up to `resumed_at` that metrics.jsonl already holds. Called
+        after the first step: a run that is refused or fails before that must neither empty an old
+        run nor leave a folder that blocks the next attempt."""
         kept = []
 
         def make():
@@ -92,12 +92,12 @@ class Log:
 
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: all ranks have taken the step
+        torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: waits for all ranks
         from_rank0(self.world, make)
         return kept
 
     def _forget_steps_after(self, step: int) -> list[dict]:
-        """Drop from metrics.jsonl what a killed run did after the step it resumes from."""
+        """Drop the records after `step` from metrics.jsonl, left by a killed run."""
         file, lines, steps = self.folder / "metrics.jsonl", [], []
         for line in file.read_text().splitlines():
             try:

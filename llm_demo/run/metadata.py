@@ -1,8 +1,7 @@
-"""Read a checkpoint's .metadata without running code.
-
-torch.distributed.checkpoint keeps this index of tensors as a pickle, and reading a pickle can run
-any command. So it is read into inert records: only the names that DCP writes are accepted, and none
-of them is imported. DCP's own objects are then made from the records, with every value checked."""
+"""Read a checkpoint's .metadata without running code. torch.distributed.checkpoint (DCP) stores
+this index of tensors as a pickle, and unpickling can run any command. So the pickle is read into
+inert records: only names that DCP writes are accepted, and none of them is imported. DCP's own
+objects are then built from the records, with every value checked."""
 
 import pickle
 import re
@@ -22,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from llm_demo.errors import UserError
 
-# What DCP pickles besides dtypes. Not BytesStorageMetadata: DCP unpickles such items without
-# restrictions, and a checkpoint of this project holds tensors only.
+# What DCP pickles besides dtypes. BytesStorageMetadata is left out: DCP unpickles such items
+# without restrictions, and this project's checkpoints hold tensors only.
 NAMES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -38,8 +37,8 @@ NAMES = {
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader of tensors, with .metadata read by `read_metadata` below. It reads the tensors
-    themselves by torch.load(weights_only=True)."""
+    """DCP's reader with a safe read_metadata. DCP reads the tensors by
+    torch.load(weights_only=True)."""
 
     def read_metadata(self, *_args, **_kwargs) -> Metadata:
         found = read_metadata(Path(self.path))
@@ -48,8 +47,8 @@ class Reader(dcp.FileSystemReader):
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """DCP's index of a checkpoint's tensors. Raises UserError if it can't be read, or if it holds
-    anything that this project does not write."""
+    """DCP's index of a checkpoint's tensors. Raises UserError if the index can't be read or holds
+    anything this project does not write."""
     file = checkpoint / ".metadata"
     try:
         with open(file, "rb") as opened:
@@ -67,7 +66,7 @@ class _Refused(Exception):
 
 
 class _Record:
-    """Stands for an object of one of NAMES: keeps what the object was made of, does nothing."""
+    """An inert stand-in for an object of NAMES: keeps what the object was made of."""
 
     def __init__(self, *args):
         self.args = args
@@ -79,7 +78,7 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file):
         super().__init__(file)
-        self.made = {}  # classes of this file alone: a pickle may also change a class
+        self.made = {}  # classes of this file only: a pickle may also modify a class
 
     def find_class(self, module, name):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

@@ -1,4 +1,4 @@
-"""What can be done with a run that has ended, as commands to paste."""
+"""Suggest commands to paste after a run has ended."""
 
 import os
 import shlex
@@ -13,9 +13,8 @@ OF_THE_DATA = ("data_format", "input_key", "target_key")
 
 
 def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
-    """Lines for the end of a run of `steps` optimizer steps; only commands that can work now.
-
-    They hold in the folder where the run was started."""
+    """Lines for the end of a run of `steps` optimizer steps, with only the commands that can work
+    now. The commands work in the folder where the run was started."""
     lines = []
     if (folder / "checkpoints/latest").is_file():
         exported = folder / "hf"
@@ -23,7 +22,7 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
             lines.append(("export", module("export", shown(folder), shown(exported))))
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
-        if "NNODES" not in os.environ:  # else every node has a command of its own
+        if "NNODES" not in os.environ:  # else every node has its own command
             lines.append(("train on", resume(folder, "--max_steps", 2 * steps)))
     if (ROOT / "llm_demo/report.py").is_file():
         page = shown(folder / "report.html")
@@ -32,11 +31,11 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
 
 
 def evaluate(exported: Path, args: Namespace) -> str:
-    """The base model, where it has weights, and the exported one on the held-out file."""
+    """The command to evaluate the exported model (and a base with weights) on held-out data."""
     base = args.model_name_or_path
     folder = Path(base).expanduser()
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
-    trained &= not args.tokenizer_name_or_path  # else it may have no tokenizer of its own
+    trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
     flags = ["--data", with_config(args.eval_json, args.dataset_config)]
     flags += ["--seq_len", args.seq_len]
     for name in OF_THE_DATA:
@@ -59,7 +58,7 @@ def with_config(named: str, config: str | None) -> str:
 
 
 def resume(folder: Path, *flags) -> str:
-    """The command that goes on from the run's newest checkpoint."""
+    """The command that resumes from the run's newest checkpoint."""
     if "NNODES" in os.environ:
         return "the same command on every node, with --resume auto"
     more = ["--output_dir", folder.absolute(), "--no_overwrite", "--resume", "auto", *flags]
@@ -75,6 +74,6 @@ def module(name: str, *arguments) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path relative to the working folder where it lies inside."""
+    """The path, relative to the working folder if it lies inside."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

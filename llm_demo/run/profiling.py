@@ -1,8 +1,8 @@
-"""A profiler's trace of a few steps: the ground truth for communication, and a page to read.
+"""Profile a few steps: the ground truth for communication, and a page to read.
 
-Communication is known by its kernels' names, not by streams: on AMD their numbers have been wrong.
-(By streams as well where NVIDIA's copy engines carry it.)
-On a CPU gloo's operations take the kernels' place."""
+Communication is identified by kernel names, not by streams: on AMD, stream numbers have been wrong.
+(Streams also count where NVIDIA's copy engines carry it.) On a CPU, gloo's operations replace
+kernels."""
 
 import gzip
 import itertools
@@ -21,13 +21,13 @@ from llm_demo.run.comm import MUTED, union, waiting
 BARRIER = re.compile(r"symmetric_memory::barrier", re.I)
 BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)  # copy_engines.py
 COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{BY_ENGINES.pattern}", re.I)
-# one RCCL kernel serves all collectives: which one it was stands in the event's arguments
+# one RCCL kernel serves all collectives; the event's arguments name the collective
 KIND = re.compile(
     r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all"
     r"|ptop|barrier)",
     re.I,
 )
-LAUNCH_GAP = 10  # microseconds from a launch, or the kernel before, to a kernel's start
+LAUNCH_GAP = 10  # microseconds from a launch, or the previous kernel, to a kernel's start
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST_CALLS = ("cuda_runtime", "cuda_driver")
 SIZES = {"Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Byte": 1}
@@ -53,7 +53,7 @@ class StepProfiler:
         self.profile.start()
 
     def stop(self, folder: Path) -> dict:
-        """Leave trace_rank*.json.gz and profile.txt in `folder`; returns all ranks' figures."""
+        """Write trace_rank*.json.gz and profile.txt to `folder`; returns all ranks' figures."""
         self.wait_for_device()
         self.profile.stop()
         path = folder / f"trace_rank{self.world.rank}.json"
@@ -74,10 +74,10 @@ class StepProfiler:
 
 
 def analyse(trace: dict, steps: int) -> dict:
-    """One rank's trace of so many steps -> ms of one step: total, compute, comm (busy), exposed (of
-    that, while no kernel ran though one was launched), idle (the rest of the total, communication
-    that held nothing up included), host (of that, waiting for the host); the operations {key: ms}
-    of all steps; of one step kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)}."""
+    """Figures of one rank's trace of `steps` steps, in ms of one step: total, compute, comm (busy),
+    exposed (comm while no kernel ran though one was launched), idle (the rest of total, including
+    communication that delayed nothing), host (idle while waiting for the host); operations {key:
+    ms} of all steps; kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)} of one step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
@@ -100,7 +100,7 @@ def analyse(trace: dict, steps: int) -> dict:
     copied = copies(comm)
     under_way = spans(comm) + sum(copied, [])
     busy, for_host = union(under_way), []
-    if on_cpu:  # an operation blocks: nothing else goes on
+    if on_cpu:  # an operation blocks everything else
         compute, exposed = union(spans(work)) - busy, busy
     else:
         compute, for_host = union(spans(rest)), waits_for_host(rest, events, begin)
@@ -146,15 +146,15 @@ def analyse(trace: dict, steps: int) -> dict:
 
 
 def copies(comm: list[dict]) -> list[list[tuple]]:
-    """(start, end) of each operation by copy engines: a barrier, copies, a barrier. A list for each
-    stream that has any, in the order of their first ones: gathers and exchanges overtake each other
-    on one rank and not on another."""
+    """(start, end) of each operation by copy engines: a barrier, copies, a barrier. Returns one
+    list for each stream with any, ordered by first operation. Gathers and exchanges may overtake
+    each other on one rank and not on another."""
     found, begun, copied = defaultdict(list), {}, set()
     for e in comm:
         if not BY_ENGINES.search(e["name"]):
             continue
         stream = e.get("args", {}).get("stream")
-        operations = found[stream]  # the list is made here, for the order
+        operations = found[stream]  # creates the list in order
         if not BARRIER.search(e["name"]):
             begun.setdefault(stream, e["ts"])
             copied.add(stream)
@@ -167,14 +167,14 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
 
 
 def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:
-    """When, from `begin` on, none of the kernels ran, in their order, because the host had launched
-    no further one: whatever communication was under way then, it held nothing up. (Unless the host
-    waits for it itself, in a synchronize; training steps do not.) events: the host's calls among
-    others; a kernel whose launch is not there was not waited for."""
+    """Intervals from `begin` on in which no kernel ran because the host had launched none.
+    Communication under way in them delayed nothing (unless the host itself waits for it in a
+    synchronize; training steps do not). kernels: in order. events: include the host's calls; a
+    kernel without its launch there was not waited for."""
     calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e.get("args", {})]
     launched = {e["args"]["correlation"]: e["ts"] for e in calls}
     times = [launched.get(e.get("args", {}).get("correlation"), math.inf) for e in kernels]
-    # of each kernel and those after it, on other streams perhaps
+    # of each kernel and the later ones, which may be on other streams
     earliest = list(itertools.accumulate(reversed(times), min))[::-1]
     waits, reached = [], begin
     for e, own, first in zip(kernels, times, earliest, strict=True):
@@ -185,8 +185,8 @@ def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> lis
 
 
 def bridged(intervals: list[tuple]) -> list[tuple]:
-    """Sorted intervals with the gaps closed that any kernel leaves before the next one starts:
-    communication goes on in them, but nobody waits for it."""
+    """Sorted intervals with the gaps between consecutive kernels closed. Communication goes on in
+    such gaps, but nothing waits for it."""
     closed = []
     for start, end in intervals:
         if closed and start - closed[-1][1] <= LAUNCH_GAP:
@@ -197,7 +197,7 @@ def bridged(intervals: list[tuple]) -> list[tuple]:
 
 
 def together(ranks: list[dict]) -> dict:
-    """The ranks' figures side by side, with what each waited for the others (ms of one step)."""
+    """All ranks' figures side by side, with each rank's waiting time (ms of one step)."""
     operations = [rank.pop("operations") for rank in ranks]
     for rank, mine in zip(ranks, operations, strict=True):
         rank["wait"] = waiting(mine, operations) / rank["steps"]
@@ -205,7 +205,7 @@ def together(ranks: list[dict]) -> dict:
 
 
 def page(title: str, figures: dict, top: int = 25) -> str:
-    """One page of text: where the time of a step goes."""
+    """A text page that shows where the time of a step goes."""
     lines = [
         title,
         "",

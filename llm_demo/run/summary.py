@@ -1,4 +1,4 @@
-"""A run's history, its summary.json and the row of the table it prints."""
+"""A run's history, its summary.json and the table row it prints."""
 
 import math
 import statistics
@@ -11,10 +11,10 @@ TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
 
 
 class History:
-    """What a run has done so far; a checkpoint keeps the totals and the evaluations."""
+    """What a run has done so far. A checkpoint keeps the totals and the evaluations."""
 
     def __init__(self):
-        self.first_step = self.step = 0  # the last step before this process, and until now
+        self.first_step = self.step = 0  # the last step before this process; the latest step
         self.tokens = self.label_tokens = 0
         self.records, self.evals = [], []  # logged steps; (step, held-out loss)
         self.exact = []  # (step, share of the held-out rows answered exactly)
@@ -28,7 +28,7 @@ class History:
         self.exact = [tuple(pair) for pair in facts.get("exact", [])]  # older ones lack it
 
     def facts(self, step: int) -> dict:
-        """What a checkpoint of this step keeps, for `resume` and to find the best one."""
+        """What a checkpoint of this step keeps, to resume and to find the best one."""
         return {
             "tokens": self.tokens,
             "label_tokens": self.label_tokens,
@@ -39,10 +39,10 @@ class History:
 
 
 def summarise(history: History, settings: dict, seconds: float, peak_tflops, profile) -> dict:
-    """The contents of summary.json. settings: flags as resolved. profile: what the profiler
-    measured, or None."""
+    """The contents of summary.json. settings: resolved flags. profile: the profiler's figures or
+    None."""
     records = history.records
-    # A resumed run may have had another number of processes: only its last one counts.
+    # A resumed run may have had a different number of processes: only the last number counts.
     ranks = len(records[-1]["perf/comm_ms"])
     alike = [r for r in records if len(r["perf/comm_ms"]) == ranks]
     steady = alike[WARMUP:] or alike
@@ -90,7 +90,7 @@ def summarise(history: History, settings: dict, seconds: float, peak_tflops, pro
 
 
 def timed_while_profiled(history: History, first: int, last: int) -> dict:
-    """What the events measured in the steps that the profiler saw: the mean of each rank."""
+    """The means of each rank's event timings over the profiled steps."""
     same = [r for r in history.records if first <= r["step"] <= last]
     ranks = {k: zip(*(r[k] for r in same), strict=True) for k in TIMES}
     ranks["doubt"] = zip(*(history.doubts[r["step"]] for r in same), strict=True)

@@ -1,4 +1,4 @@
-"""Numbers of a run to TensorBoard or Weights & Biases, beside its files."""
+"""Send a run's numbers to TensorBoard or Weights & Biases, besides its files."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -7,7 +7,7 @@ from llm_demo.errors import UserError
 
 
 def open_tracker(args: Namespace):
-    """A function that takes a record, or None. The package is imported only where asked for."""
+    """A function that takes a record, or None. The package is imported only if asked for."""
     if args.report_to == "none":
         return None
     opened = {}
@@ -29,7 +29,7 @@ def open_tracker(args: Namespace):
         else:
             if "writer" not in opened:
                 opened["writer"] = make(project="llm_demo", name=folder.name, dir=folder)
-            # a checkpoint is told of when it is written, steps later: wandb drops what goes back
+            # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
             opened["step"] = max(opened.get("step", 0), record["step"])
             opened["writer"].log(numbers, step=opened["step"])
 
