@@ -1,4 +1,4 @@
-"""The memory that a rank needs at its peak under FSDP2, or in one process."""
+"""Estimates a rank's peak memory under FSDP2 or in one process."""
 
 import torch
 
@@ -13,7 +13,7 @@ def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
 
 
 def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
-    """GB (2**30 bytes) by part, one entry for each rank."""
+    """GB (2**30 bytes) by part, one entry per rank."""
     blocks = [block.parameters for block in block_costs(config, 0)]
     embedding, n = head_cost(config).parameters, len(blocks)
     ends = embedding * (1 if config.tie_word_embeddings else 2)
@@ -27,9 +27,9 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
             total / ranks * 4 + (ends + 2 * unit if args.reshard_after_forward else total) * size
         )
         late = total / ranks * 4 + (embedding + unit) * size
-        # between micro-batches gradients stay whole and in fp32
+        # between micro-batches gradients stay unsharded and in fp32
         kept = total * 4 if accumulates else 0
-        # the shards, and what the embedding's is reduced from and to
+        # gradient shards, and input and output of the embedding's reduction
         grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
     else:
         kept = total * 4 if accumulates else 0
@@ -37,9 +37,9 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
         early = late = total * (4 if halves or size == 4 else 4 + size)
         if size == 4:
             grads = (total + embedding) * 4
-        elif accumulates:  # a micro-batch's are there before they are added
+        elif accumulates:  # a micro-batch's gradients exist until they are added
             grads = total * (4 + size)
-        elif halves:  # a unit's are made one tensor
+        elif halves:  # a unit's gradients are concatenated
             grads = (total + max(unit, ends)) * size
         else:
             grads = total * 4 + 2 * ends * size

@@ -1,4 +1,4 @@
-"""The flags of train_fsdp.py, besides those in llm_demo/args.py; imports nothing heavy."""
+"""Flags of train_fsdp.py beyond those in llm_demo/args.py. Imports nothing heavy."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
-"""FSDP2 with fewer bytes and copies. The same numbers, to the bit on two ranks; more of them add up
-in another order. If this PyTorch lacks a part used here, the log says so and FSDP2 runs without."""
+"""Cuts FSDP2's traffic and copies. Results are bit-identical on two ranks; on more, sums run in
+another order. If this PyTorch lacks a hook used here, the log says so; FSDP2 runs unmodified."""
 
 import inspect
 import math
@@ -29,24 +29,24 @@ def spare_bytes(
     engines: bool,
     timed: Callable = lambda name, call, *args: call(*args),
 ) -> list[str]:
-    """Change every unit of a sharded model, before its first step; returns what was not possible
-    with this PyTorch, which then runs as it is.
+    """Modify every unit of a sharded model before its first step; return what is not possible with
+    this PyTorch, which stays unmodified.
 
-    dtype: what it computes in, bf16 or fp16. accumulates: a step has several micro-batches.
-    compiles: torch.compile works here. engines: blocks travel by copy engines.
-    timed(name, function, *args) calls a function of copy_engines: CommTimer.call."""
+    dtype: compute dtype, bf16 or fp16. accumulates: a step has several micro-batches. compiles:
+    torch.compile works here. engines: blocks use copy engines. timed(name, function, *args) calls a
+    function of copy_engines: CommTimer.call."""
     missing = {}
     if reason := cast_in_copy():
         missing["shards are cast before they are copied"] = reason
-    # To other nodes an all-to-all sends from every GPU to every GPU, a ring one sum from node to
-    # node: with more than two GPUs in each node that is less.
+    # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node
+    # to node: less with more than two GPUs per node.
     few = world.local_size <= 2 or world.local_size == world.size
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
         if accumulates and compiles and (reason := add_together(unit)):
             missing["gradients are added one by one"] = reason
-        # Not embedding and head: what is shared stays allocated, and theirs is large for its use
+        # Not embedding and head: shared memory stays allocated, and theirs is large for its use
         by_engines = engines and isinstance(unit, Blocks)
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
             missing["gradients are reduced in fp32"] = "no custom reduce-scatter"  # PyTorch 2.8
@@ -58,7 +58,7 @@ def spare_bytes(
 
 
 class GatherByEngines:
-    """FSDP2's gathers by the GPUs' copy engines."""
+    """FSDP2's all-gathers with the GPUs' copy engines."""
 
     def __init__(self, timed: Callable):
         self.timed = timed
@@ -67,22 +67,22 @@ class GatherByEngines:
         return copy_engines.shared_empty(math.prod(size), dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
-        # the input is a part of the output
+        # the input is part of the output
         self.timed("all_gather", copy_engines.all_gather, output_tensor)
 
 
 class SumInFp32:
-    """A reduce-scatter that sends gradients in the dtype they have and adds them up in fp32.
+    """A reduce-scatter that sends gradients in their own dtype and sums them in fp32.
 
-    FSDP2 turns bf16 gradients into fp32 and lets the collective add those: the same sums for twice
-    the bytes. For gradients of one micro-batch; accumulated ones are in fp32 themselves."""
+    FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
+    the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32."""
 
     def __init__(self, dtype: torch.dtype, compiles: bool, engines: bool, timed: Callable):
         self.dtype, self.engines, self.timed, self.to_send = dtype, engines, timed, False
         self.sum = compiled_sum() if compiles else sum_into
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.to_send = not self.to_send  # FSDP2 asks for what it sends, then for the sum
+        self.to_send = not self.to_send  # FSDP2 allocates what it sends, then the sum
         if self.to_send and self.engines:
             return copy_engines.shared_empty(math.prod(size), self.dtype, device)
         return torch.empty(*size, dtype=self.dtype if self.to_send else dtype, device=device)
@@ -91,7 +91,7 @@ class SumInFp32:
         asked = input_tensor.dtype, output_tensor.dtype, op, async_op
         if asked != (self.dtype, torch.float32, dist.ReduceOp.SUM, False):
             raise RuntimeError(f"FSDP2 wants another reduction than fully_shard was told: {asked}")
-        # parts: this rank's, from each rank
+        # this rank's part from each rank
         if self.engines:
             parts = self.timed("all_to_all", copy_engines.all_to_all, input_tensor)
         else:
@@ -102,12 +102,11 @@ class SumInFp32:
 
 
 def cast_in_copy() -> str | None:
-    """FSDP2 casts a unit's fp32 shards, then copies what it has cast into the gather's input. The
-    copy can cast: leave the first pass out. Replaces two private functions, for all units at once;
-    returns the reason where that is not possible.
+    """Skip FSDP2's separate cast of a unit's fp32 shards: the copy into the gather's input can
+    cast. Replaces two private functions for all units at once; returns the reason if it can't.
 
-    A unit keeps FSDP2's own way where its parameters differ in dtype, are offloaded, are resharded
-    after the forward to fewer ranks, or bring a gather of their own (fsdp_pre_all_gather)."""
+    A unit stays unmodified if its parameters differ in dtype, are offloaded, are resharded to fewer
+    ranks after the forward, or have their own gather (fsdp_pre_all_gather)."""
     inputs_of = getattr(collectives, "_get_param_all_gather_inputs", None)
     describe = getattr(collectives, "_get_all_gather_input_metadatas", None)
     if not (inputs_of and describe):
@@ -138,7 +137,7 @@ def cast_in_copy() -> str | None:
 
     def uncast(params):
         nonlocal cast_to
-        dtype = params[0].param_dtype  # None where there is nothing to cast
+        dtype = params[0].param_dtype  # None if there is nothing to cast
         cast_to = dtype if dtype and all(plain(p, dtype) for p in params) else None
         return [[p._sharded_param_data] for p in params] if cast_to else inputs_of(params)
 
@@ -154,8 +153,8 @@ def cast_in_copy() -> str | None:
 
 
 def add_together(unit: FSDPModule) -> str | None:
-    """Add a unit's gradients to their fp32 sums in one kernel, before FSDP2 does it one by one at
-    half the memory's speed. Uses private parts of it; returns the reason where they are others."""
+    """Add a unit's gradients to their fp32 sums in one kernel; FSDP2 adds them one by one at half
+    the memory bandwidth. Uses private attributes; returns the reason if they differ."""
     group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
     post_backward = getattr(group, "post_backward", None)
     if not post_backward:

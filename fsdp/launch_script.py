@@ -1,10 +1,9 @@
-"""Run fsdp/train_fsdp.py in this one process, without torchrun: for a debugger.
+"""Run fsdp/train_fsdp.py in this process without torchrun, for a debugger.
 
 python fsdp/launch_script.py [flags of train_fsdp.py]     (also installed as llm-demo-fsdp)
 
-It takes the settings of launch_fsdp.sh, but not those of the environment. Where two processes
-accumulate 2 micro-batches there, one accumulates 4 here, so that a step sees the same rows.
-"""
+It uses the settings of launch_fsdp.sh and ignores those of the environment. Two processes there
+accumulate 2 micro-batches; one process here accumulates 4, so that a step sees the same rows."""
 
 import os
 import runpy
@@ -22,7 +21,7 @@ def main() -> None:
     settings["GRAD_ACCUM_STEPS"] = str(2 * int(settings["GRAD_ACCUM_STEPS"] or 1))
     sys.argv = [str(script), *flags_of(script, settings, {}, sys.argv[1:])]
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port: nobody else joins
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port: no one else joins
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -1,4 +1,4 @@
-"""This rank's shards of an FSDP2 model: what is optimized, and what a checkpoint holds."""
+"""This rank's shards of an FSDP2 model: what is optimized and checkpointed."""
 
 import torch
 from torch import nn
@@ -8,25 +8,24 @@ from llm_demo.optim import MOMENTS
 
 
 class Shards:
-    """This rank's shards as plain parameters of the same memory.
+    """This rank's shards as plain parameters that share their memory.
 
-    An optimizer of DTensors spends more time in their dispatch, on the host, than the GPU in the
-    step itself."""
+    With DTensors an optimizer spends more host time on dispatch than the GPU spends on the step."""
 
     def __init__(self, model: nn.Module):
         self.sharded = [p for p in model.parameters() if p.requires_grad]
         self.local = [nn.Parameter(p.detach().to_local()) for p in self.sharded]
 
-    @torch.no_grad()  # else each to_local() is an autograd function: 2 ms a step
+    @torch.no_grad()  # else each to_local() is an autograd function: 2 ms per step
     def take_grads(self) -> None:
-        """Move the gradients that the backward left to the plain parameters."""
+        """Move the backward's gradients to the plain parameters."""
         for whole, local in zip(self.sharded, self.local, strict=True):
             local.grad, whole.grad = whole.grad.to_local(), None
 
 
 def training_state(views, optimizer) -> dict[str, torch.Tensor]:
-    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place; sharded
-    as the parameters are. views: as `optim.adam_views`."""
+    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
+    sharded like the parameters. views: as `optim.adam_views`."""
     state = {}
     for p, *tensors in views(optimizer):
         for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):

@@ -111,7 +111,7 @@ def main() -> None:
     if masters:
         masters.follow(optimizer)
         views = masters.views
-    else:  # of `model_params`: after an evaluation the model's parameters are the gathered weights
+    else:  # after an evaluation the model's own parameters are the gathered weights
         views = functools.partial(adam_views, list(zip(model_params, params, strict=True)))
     state = functools.partial(training_state, views, optimizer)
     if checkpoints.path:
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
-    """The decoder's blocks in units that are compiled and sharded as one."""
+    """The decoder's blocks in units, each compiled and sharded as one."""
     units, i = [], 0
     for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
         units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing))
@@ -174,8 +174,8 @@ def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Bl
 
 
 def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh) -> None:
-    """FSDP2 of each unit over a mesh. Embedding, last norm and head are one unit where they are
-    tied, else two, so that the head's weight and gradient travel while blocks compute."""
+    """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
+    else two, so that transfers of the head's weight and gradient overlap with blocks' compute."""
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
@@ -184,18 +184,18 @@ def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mes
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for end in (model,) if tied else (model.tail, model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # The loss is divided by the step's token count already, so gradients are summed over ranks.
-    # Left to itself FSDP2 averages, or sums, depending on backend and version.
+    # The loss is already divided by the step's token count, so gradients are summed over ranks. By
+    # default FSDP2 averages or sums, depending on backend and version.
     for unit in model.modules():
-        if isinstance(unit, FSDPModule):  # each unit: neither setting reaches those inside it
+        if isinstance(unit, FSDPModule):  # each unit: the settings do not reach nested units
             unit.set_gradient_divide_factor(1.0)
             if hasattr(unit, "set_force_sum_reduction_for_comms"):
-                # without it gloo has no such operation
+                # gloo lacks the operation used otherwise
                 unit.set_force_sum_reduction_for_comms(True)
 
 
 def choose_engines(asked: bool | None, world, units: list[Blocks], log: Log) -> bool:
-    """Whether blocks travel by copy engines."""
+    """Whether blocks use copy engines. Logs the reason."""
     largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
     engines, why = copy_engines.choose(asked, world, largest)
     log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
@@ -204,17 +204,17 @@ def choose_engines(asked: bool | None, world, units: list[Blocks], log: Log) -> 
 
 
 def load(model: DecoderLoss, lm, weights, seed: int, device: torch.device) -> None:
-    """Give a model on the meta device memory for its share of the weights, and their values."""
+    """Allocate this rank's share of a model on the meta device, and fill in the weights."""
     allocate(model, device)
     fill(lm, "model", weights, seed)
-    if lm.config.tie_word_embeddings:  # allocated apart
+    if lm.config.tie_word_embeddings:  # allocated separately
         lm.lm_head.weight = lm.model.embed_tokens.weight
     else:
         fill(lm, "lm_head", weights, seed)
 
 
 def accumulate(model: DecoderLoss, reshard_after_forward: bool, last: bool) -> None:
-    """Between micro-batches gradients stay unreduced, weights gathered unless memory is short."""
+    """Between micro-batches, keep gradients unreduced, and weights gathered if memory allows."""
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last or reshard_after_forward)

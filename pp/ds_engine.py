@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline engine, made exact: every workaround this project needs, with its reason.
 
-Checked with DeepSpeed 0.19.8. Each workaround looks for what it patches, and fails without it."""
+Tested with DeepSpeed 0.19.8. Each workaround checks for what it patches and fails without it."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from llm_demo.optim import CompiledAdamW, LossScale, clipped_step
 
 OLDEST = "0.19.3"
 
-# What --deepspeed_config may hold.
+# Switches allowed in --deepspeed_config.
 SWITCHES = {
     "zero_optimization", "zero_allow_untested_optimizer", "prescale_gradients", "comms_logger",
     "steps_per_print", "memory_breakdown",
@@ -34,7 +34,7 @@ ZERO = {
 
 
 def check_version(installed: str | None = None) -> None:
-    """Refuse a DeepSpeed whose pipeline trains on wrong gradients."""
+    """Raise UserError for a DeepSpeed whose pipeline trains on wrong gradients."""
     installed = installed or version("deepspeed")
     if Version(installed) < Version(OLDEST):
         raise UserError(
@@ -45,7 +45,7 @@ def check_version(installed: str | None = None) -> None:
 
 check_version()  # before the import below: an old version may not even import
 if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns of its own discovery
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns about auto-detection
 
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
@@ -55,11 +55,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine  # noqa: E402
 
 
 def join(device: torch.device) -> None:
-    """Let DeepSpeed use the process group that is there."""
+    """Make DeepSpeed use the existing process group."""
     if device.type == "cpu":
-        # On CPU DeepSpeed compiles an all-reduce for inference at this point: 30 s, ninja and a
-        # compiler needed, 132 MiB left in /dev/shm. `import deepspeed.comm.torch as x` would give
-        # PyTorch itself, so the module is looked up by name.
+        # On a CPU, DeepSpeed compiles an all-reduce for inference here: it takes 30 s, needs ninja
+        # and a compiler, and leaves 132 MiB in /dev/shm. `import deepspeed.comm.torch as x` would
+        # give PyTorch itself, so the module is looked up by name.
         comm = need(sys.modules, "deepspeed.comm.torch")
         need(vars(comm), "build_shm_op")
         comm.build_shm_op = lambda: None
@@ -79,12 +79,12 @@ def need(mapping, name):
     return mapping[name]
 
 
-# ZeRO takes only optimizers whose exact class it lists.
+# ZeRO accepts only optimizers whose exact class it lists.
 need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(CompiledAdamW)
 
 
 class _Cut(PipelineModule):
-    """PipelineModule cut at given bounds: layer numbers, one more than pieces."""
+    """PipelineModule cut at the layer numbers `bounds`, one more than there are pieces."""
 
     def __init__(self, layers, bounds: list[int], stages: int, **kwargs):
         object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
@@ -97,21 +97,21 @@ class _Cut(PipelineModule):
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
-    @torch.no_grad()  # broadcast has no autograd kernel, and warns of it
+    @torch.no_grad()  # broadcast has no autograd kernel, and warns about it
     def _synchronize_tied_weights(self):
         super()._synchronize_tied_weights()
 
 
 class Pipeline(_Cut):
-    """1F1B: one piece a stage."""
+    """1F1B: one piece per stage."""
 
 
 class PipelineV(DualPipeVModule, _Cut):
-    """DualPipeV: two pieces a stage, out and back, so that the first stage has both ends."""
+    """DualPipeV: two pieces per stage, out and back; the first stage has both ends."""
 
 
 def read_switches(path: str) -> dict:
-    """The user's engine switches. Raises UserError for a number that belongs to the flags."""
+    """The user's engine switches. Raises UserError for settings that flags own."""
     try:
         switches = json.loads(Path(path).read_text())
     except (OSError, ValueError) as e:
@@ -133,8 +133,8 @@ def read_switches(path: str) -> dict:
     }
     for key in owned.keys() & switches.keys():
         raise UserError(f"{path}: {key} is set by {owned[key]}; remove it from the file")
-    # A list of what is known to be harmless: aliases such as "bfloat16" or "torch_autocast" would
-    # train in another dtype than the run says.
+    # Only switches known to be harmless: aliases such as "bfloat16" or "torch_autocast" would train
+    # in another dtype than the run reports.
     for where, keys, known in (("", switches, SWITCHES), ("zero_optimization.", zero, ZERO)):
         for key in keys.keys() - known:
             raise UserError(
@@ -143,13 +143,13 @@ def read_switches(path: str) -> dict:
             )
     stage = zero.get("stage", 1)
     if stage != 1:
-        # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't be piped.
+        # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't pipeline.
         raise UserError(f"{path}: ZeRO stage {stage} trains wrongly in a pipeline; only 1 is exact")
     return switches
 
 
 def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
-    """The engine's configuration: the switches, and what the flags own."""
+    """The engine's configuration: the switches plus what the flags own."""
     if dtype == torch.float16 and not get_accelerator().is_fp16_supported():
         raise UserError("--dtype fp16: DeepSpeed has no fp16 on this device; take bf16 or fp32")
     config = {
@@ -158,8 +158,8 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accum,
         "gradient_clipping": clip,
-        # Gradients are summed in fp32 over micro-batches and ranks. By itself DeepSpeed reduces in
-        # the compute dtype even on a group of one: a rounding to bf16 a step.
+        # Gradients are summed in fp32 over micro-batches and ranks. By default DeepSpeed reduces in
+        # the compute dtype even in a group of one, which rounds to bf16 in every step.
         "communication_data_type": "fp32",
     }
     config.setdefault("zero_optimization", {})["stage"] = 1
@@ -175,19 +175,19 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
 def make_engine(
     module: Pipeline, optimizer: torch.optim.Optimizer, config: dict, compiled: bool
 ) -> PipelineEngine:
-    """deepspeed.initialize, with the engine's instructions corrected. compiled: bf16's sums too."""
-    with quiet():  # it prints the memory in use at each step of its way
+    """deepspeed.initialize with corrected instructions. compiled: compile bf16's sums too."""
+    with quiet():  # it prints memory use throughout setup
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
     if scaler := getattr(engine.optimizer, "loss_scaler", None):
         scaler.raise_error_at_min_scale = False  # --max_skipped_steps ends the run
-    # Instructions are looked up in a map of the class: overriding a method would change nothing.
+    # Instructions are looked up in a map of the class: overriding a method would have no effect.
     instructions = dict(need(vars(type(engine)), "_INSTRUCTION_MAP"))
     need(instructions, schedule.ReduceTiedGrads)
     instructions[schedule.ReduceTiedGrads] = _reduce_tied_grads
     engine._INSTRUCTION_MAP = instructions
     if engine.using_bf16_optimizer and engine.dp_world_size == 1:
-        # Nobody to reduce with, yet DeepSpeed would flatten and copy all gradients. Not so for the
-        # fp32 and fp16 optimizer: there this instruction fills the gradients that the step uses.
+        # No other rank to reduce with, yet DeepSpeed would flatten and copy all gradients. The fp32
+        # and fp16 optimizer needs this instruction: it fills the gradients that the step uses.
         engine.pipeline_enable_backward_allreduce = False
     if engine.using_bf16_optimizer:
         optimizer = engine.optimizer
@@ -200,10 +200,10 @@ def make_engine(
 
 
 class _Fp32Sums:
-    """Adds bf16 gradients to their fp32 sums, those of a unit together when the last one is there.
+    """Adds bf16 gradients to their fp32 sums, a whole unit at once when its last gradient is ready.
 
-    DeepSpeed's own makes an fp32 copy of each gradient first: almost twice the memory traffic, for
-    every parameter and micro-batch."""
+    DeepSpeed first copies each gradient to fp32: almost twice the memory traffic, for every
+    parameter and micro-batch."""
 
     def __init__(self, optimizer, module: Pipeline, compiled: bool):
         self.optimizer, self.pending = optimizer, {}
@@ -232,8 +232,8 @@ class _Fp32Sums:
 
 @torch.no_grad()
 def _bf16_step(optimizer, sums: _Fp32Sums, loss_scale: LossScale, stages) -> None:
-    """Clip and step without a wait for the device: DeepSpeed's own reads the norm on the host, and
-    then launches a kernel for each parameter while the device has nothing else to do."""
+    """Clip and step without waiting for the device. DeepSpeed reads the norm on the host, then
+    launches a kernel per parameter while the device is otherwise idle."""
     if sums.pending:
         raise RuntimeError("a unit's gradients were not all formed in a micro-batch")
     pairs = zip(
@@ -243,19 +243,19 @@ def _bf16_step(optimizer, sums: _Fp32Sums, loss_scale: LossScale, stages) -> Non
     )
     for master, grad in pairs:
         master.grad = grad
-    norm_of, _ = optimizer.get_grads_for_norm()  # a tied weight's on its first stage only
+    norm_of, _ = optimizer.get_grads_for_norm()  # a tied weight counts on its first stage only
     optimizer._global_grad_norm = clipped_step(
         optimizer.optimizer, optimizer.clip_grad, loss_scale, [(norm_of, stages)]
     )
     optimizer._lazy_init_hp_params_optimizer_state()
-    optimizer.update_lp_params()  # the engine empties the gradients
+    optimizer.update_lp_params()  # the engine clears the gradients
 
 
 def _reduce_tied_grads(engine) -> None:
     """Sum the tied weight's gradient over the stages that hold it.
 
-    DeepSpeed's own looks at weight.grad, which is None where gradients are accumulated in another
-    dtype (fp16 with fp32 gradients), and skips silently: the copies drift apart."""
+    DeepSpeed reads weight.grad, which is None if gradients are accumulated in another dtype (fp16
+    with fp32 gradients), and silently skips the sum: the copies diverge."""
     for weight, group in engine.module.get_tied_weights_and_groups():
         if engine.using_bf16_optimizer:
             grad = weight._hp_grad
@@ -269,15 +269,15 @@ def _reduce_tied_grads(engine) -> None:
 def forward_only(
     engine, batches, count: int, fn, reshape: bool = False
 ) -> list[torch.Tensor] | None:
-    """fn(outputs, labels) of `count` micro-batches, without gradients; None but on the last stage.
-    reshape: they are of another size than training's.
+    """fn(outputs, labels) of `count` micro-batches without gradients; None except on the last
+    stage. reshape: their size differs from training's.
 
-    eval_batch's own reduction is a mean of means. It adds up what fn returns, in a sum it never
-    empties: shapes must agree with the last call's unless we do. And DualPipeV finds its buffers by
-    the number of micro-batches of training, not of this call."""
+    eval_batch's own reduction is a mean of means. It adds fn's results to a sum that it never
+    resets, so shapes must match the last call's; we reset it. DualPipeV finds its buffers by the
+    number of micro-batches in training, not in this call."""
     module, engine.total_loss = engine.module, None
     loss_fn, module.loss_fn = module.loss_fn, fn
-    if reshape:  # the stages tell each other sizes once
+    if reshape:  # stages exchange sizes only once
         engine.reset_activation_shape()
     micro_batches, engine.micro_batches = engine.micro_batches, count
     out = engine.eval_batch(batches, reduce_output=None, bcast_loss=False, num_micro_batches=count)
@@ -289,7 +289,7 @@ def forward_only(
 
 
 def tied_copies_differ(engine) -> bool:
-    """Whether the tied weight differs anywhere between the stages that hold a copy; collective."""
+    """Whether the stages' copies of the tied weight differ anywhere. Collective."""
     differ = torch.zeros(1, device=engine.device)
     for weight, group in engine.module.get_tied_weights_and_groups():
         first = weight.detach().clone()
@@ -300,5 +300,5 @@ def tied_copies_differ(engine) -> bool:
 
 
 def forget_timers(engine) -> None:
-    """Empty the batch timer: it gains two events a step and only printing would clear it."""
+    """Reset the batch timer, which gains two events per step and is cleared only by printing."""
     engine.timers("train_batch").reset()

@@ -1,4 +1,4 @@
-"""What a pipeline's engine holds of a training run, by Hugging Face names, in and out."""
+"""Reads and writes a pipeline engine's training state, by Hugging Face names."""
 
 import functools
 
@@ -17,28 +17,28 @@ from pp.ds_engine import need
 
 @torch.no_grad()
 def set_masters(engine, module, weights) -> None:
-    """Give the fp32 masters the file's own digits: DeepSpeed copies the bf16 or fp16 weights."""
+    """Set the fp32 masters to the file's values: DeepSpeed copies the bf16 or fp16 weights."""
     for param in module.parameters():
         safe_set_full_fp32_param(param, weights.read(param.hf_name).to(param.device).float())
 
 
 def make_moments(engine) -> None:
-    """Give every parameter its moments now. DeepSpeed's fp32 and fp16 optimizer makes them in the
-    first step that is not skipped, and a checkpoint may be wanted before."""
+    """Create every parameter's moments now. DeepSpeed's fp32 and fp16 optimizer creates them in the
+    first step that is not skipped, but a checkpoint may be needed earlier."""
     if not engine.using_bf16_optimizer:
         fill_adam_state(engine.optimizer.optimizer, 0)
 
 
 def _link_moments(optimizer) -> None:
-    """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer does so after the
-    first step of the first group, when the others have none yet, and never again."""
+    """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer links them only
+    once, after the first group's first step, when the other groups have none yet."""
     need(vars(type(optimizer)), "_lazy_init_hp_params_optimizer_state")
     optimizer._hp_optimizer_states_linked = False
     optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _in_place(param, key: str) -> torch.Tensor | None:
-    """A parameter's master, or its moment `key`, where this rank holds all of it."""
+    """A parameter's master or its moment `key`, if this rank holds all of it; else None."""
     mapping = param._hp_mapping
     if mapping is None or mapping.lp_fragment_address.numel != param.numel():
         return None
@@ -47,8 +47,8 @@ def _in_place(param, key: str) -> torch.Tensor | None:
 
 @torch.no_grad()
 def training_state(engine) -> dict[str, torch.Tensor]:
-    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this stage, on
-    its first replica; empty on the others, who hold parts of them and must call. A tied weight
+    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this stage on
+    its first replica; empty on other replicas, which hold parts and must call too. A tied weight
     comes from the first stage that has it."""
     _link_moments(engine.optimizer)
     tied = engine.module.get_tied_weights_and_groups()
@@ -58,7 +58,7 @@ def training_state(engine) -> dict[str, torch.Tensor]:
         for key in ("", *MOMENTS):
             if engine.dp_world_size == 1:
                 t = _in_place(param, key)
-            else:  # not on the GPU: there is no room for another copy of everything
+            else:  # on the CPU: the GPU has no room for another full copy
                 get = functools.partial(safe_get_full_optimizer_state, optim_state_key=key)
                 t = (get if key else safe_get_full_fp32_param)(param).cpu()
             if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
@@ -88,7 +88,7 @@ def load_state(engine, load, facts: dict) -> None:
     if getattr(scaler, "dynamic", False):
         scale = facts["loss_scale"]
         scaler.cur_scale = scale["scale"]
-        # counted from the last overflow on: as if that had been just before the first step
+        # counts from the last overflow: place it just before the first step
         scaler.cur_iter, scaler.last_overflow_iter = int(scale["good_steps"]), -1
         scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
 
@@ -98,7 +98,7 @@ def facts_of(engine) -> dict:
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     scale = {"scale": 1.0, "good_steps": 0}
     if getattr(scaler, "dynamic", False):
-        # DeepSpeed's count does not restart where the scale grows: in the step after a full window
+        # DeepSpeed's count does not restart when the scale grows, in the step after a full window
         good = scaler.cur_iter - scaler.last_overflow_iter - 1
         good = (good - 1) % scaler.scale_window + 1 if good else 0
         scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}

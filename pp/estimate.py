@@ -1,4 +1,4 @@
-"""The memory that a stage of a pipeline needs at its peak."""
+"""Estimates the peak memory of a pipeline stage."""
 
 import torch
 from deepspeed.runtime.pipe import schedule
@@ -14,8 +14,8 @@ def table(args, config, compute, train, replicas: int, counts: list[int]) -> str
 
 
 def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[list[tuple]]:
-    """For each stage its pieces of the model: (blocks, most micro-batches whose activations it
-    holds at once, has the embedding, has the head), as the schedule has it."""
+    """For each stage, its pieces of the model: (blocks, most micro-batches whose activations it
+    holds at once, has the embedding, has the head), according to the schedule."""
     held = []
     for stage in range(stages):
         if which == "dualpipev":
@@ -39,8 +39,7 @@ def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[
 def of_pipeline(
     args, config, compute, train, replicas: int, pieces: list[list[tuple[int, int, bool, bool]]]
 ) -> list[dict]:
-    """GB (2**30 bytes) by part, one entry for each stage. pieces: for each stage its pieces of the
-    model, (blocks, micro-batches in flight, has the embedding, has the head)."""
+    """GB (2**30 bytes) by part, one entry per stage. pieces: as `pieces_held` returns them."""
     block, embedding = block_costs(config, 0)[0].parameters, head_cost(config).parameters
     size = torch.finfo(compute.dtype).bits // 8
     tokens, found = args.micro_batch_size * train.seq_len, []
@@ -56,12 +55,12 @@ def of_pipeline(
             # ZeRO-1 shards masters and optimizer over replicas
             "weights": count * (size + 4 / replicas),
             "optimizer": count * 8 / replicas,
-            # fp32's engine accumulates them beside those of the micro-batch
+            # the fp32 engine keeps accumulated gradients beside the micro-batch's
             "gradients": count * (8 if size == 4 and args.grad_accum_steps > 1 else 4),
             "activations": activations,
             "loss": loss,
         }
-        if size == 4:  # and in its step once more, for the optimizer, and the embedding's apart
+        if size == 4:  # its step copies them for the optimizer, the embedding's separately
             last = count * (8 + 4 / replicas) + embedding * 4 * bool(ends)
             step = {**parts, "gradients": last, "activations": 0, "loss": 0}
             parts = max(parts, step, key=lambda parts: sum(parts.values()))

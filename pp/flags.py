@@ -1,4 +1,4 @@
-"""The flags of pp_train.py, besides those in llm_demo/args.py; imports nothing heavy."""
+"""Flags of pp_train.py beyond those in llm_demo/args.py. Imports nothing heavy."""
 
 import dataclasses
 import re

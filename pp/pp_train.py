@@ -68,7 +68,7 @@ def main() -> None:
         nothing_left(args, world, log, clock, checkpoints)
         return
 
-    # model: each stage makes its own layers only
+    # model: each stage makes only its own layers
     ds_engine.join(world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
@@ -97,8 +97,8 @@ def main() -> None:
     replica = engine.grid.get_data_parallel_id()
 
     def feed(packs, rows, factor=None, micro=B):
-        """(inputs, labels) of each micro-batch; the first stage takes one, the last the other.
-        Without a factor: labels for `score_fn`."""
+        """(inputs, labels) of each micro-batch: the first stage uses inputs, the last labels.
+        Without a factor, labels are for `score_fn`."""
         mine = share_of(rows, replica, replicas, micro)
         for layout in layouts:
             layout.follow(boundaries(packs, group, data.max_docs) for group in mine)
@@ -115,8 +115,8 @@ def main() -> None:
 
     def step(rows, n_labels, lr):
         set_lr(engine.optimizer, lr)
-        # The engine averages over micro-batches and replicas: the factor makes that the token mean
-        # of the step.
+        # The engine averages over micro-batches and replicas. The factor turns that into the step's
+        # token mean.
         factor = accum * replicas / n_labels
         total = engine.train_batch(feed(data.train, rows, factor))
         done = clock.history.step + 1
@@ -125,7 +125,7 @@ def main() -> None:
                 raise RuntimeError(f"step {done}: the stages' copies of the tied weight differ")
         if done % args.log_every == 0:
             ds_engine.forget_timers(engine)
-        share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the whole
+        share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the total
         return share, engine.get_global_grad_norm()
 
     def evaluate(micro):
@@ -139,7 +139,7 @@ def main() -> None:
         for layout in layouts:
             layout.follow(itertools.repeat(batch.cu_seqlens))
         inputs = to_device(world.device, batch.input_ids)[0], to_device(world.device, index)
-        # a V wants several micro-batches: the same one
+        # DualPipeV needs several micro-batches: repeat the same one
         out = ds_engine.forward_only(engine, itertools.repeat(inputs), pieces, stages.ask_fn)
         tokens = out[0] if out else torch.zeros_like(index, device=world.device)
         group = engine.grid.get_pipe_parallel_group()

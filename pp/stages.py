@@ -1,4 +1,4 @@
-"""A Hugging Face decoder as a list of DeepSpeed layers, and where to cut it into stages."""
+"""A Hugging Face decoder as a list of DeepSpeed layers, and how to cut it into stages."""
 
 import functools
 from collections.abc import Iterator
@@ -18,17 +18,17 @@ from llm_demo.model.rotary import rotary_tables
 
 
 class Layout:
-    """What the blocks of a stage need of a micro-batch besides hidden states, made once a stage.
+    """What a stage's blocks need of a micro-batch besides hidden states, made once per stage.
 
-    A stage knows the rows of a step without being told, so only hidden states cross: one message a
-    micro-batch and direction. Not an nn.Module, so that DeepSpeed's cast to bf16 or fp16 spares the
-    rotary frequencies."""
+    A stage knows the rows of each step, so only hidden states are sent: one message per micro-batch
+    and direction. Not an nn.Module, so DeepSpeed's cast to bf16 or fp16 spares the rotary
+    frequencies."""
 
     def __init__(self, rotary: nn.Module, attn_impl: str, device: torch.device):
         self.rotary, self.attn_impl, self.device = rotary.to(device), attn_impl, device
 
     def follow(self, boundaries: Iterator[torch.Tensor]) -> None:
-        """Take the coming micro-batches' cu_seqlens from here, in the order of their forwards."""
+        """Take cu_seqlens of the coming micro-batches from `boundaries`, in forward order."""
         self.boundaries = boundaries
 
     def advance(self, hidden: torch.Tensor) -> tuple:
@@ -53,8 +53,8 @@ class Embedding(nn.Module):
 
 
 class Unit(nn.Module):
-    """`size` decoder blocks from block `at` on. leads: no other of this stage comes before it;
-    budget: of activation memory, where they are compiled."""
+    """`size` decoder blocks from block `at` on. leads: it is the first unit of its stage. budget:
+    activation memory budget if compiled, else None."""
 
     def __init__(self, make, at, size, layout, leads, checkpointing, budget):
         super().__init__()
@@ -78,7 +78,7 @@ class Norm(nn.Module):
 
 
 class Head(nn.Module):
-    """hidden -> (hidden, the head's weight): the loss forms logits by chunks, never all of them."""
+    """hidden -> (hidden, the head's weight): the loss forms logits in chunks, never all at once."""
 
     def __init__(self, make):
         super().__init__()
@@ -97,8 +97,8 @@ def layer_specs(
 ):
     """(layers, their bounds): embedding, units of blocks, norm and head, cut into pieces.
 
-    make(name) materialises a submodule, only where its stage is. sizes: blocks of each unit of each
-    piece. budget: of activation memory, None where nothing is compiled. Tied embeddings are one
+    make(name) materialises a submodule, only on its own stage. sizes: blocks of each unit of each
+    piece. budget: activation memory budget, None if uncompiled. Tied embeddings are one
     TiedLayerSpec at both ends: both stages keep a copy, whose gradients DeepSpeed sums before the
     step."""
     layers, bounds, at = [], [0], 0
@@ -129,7 +129,7 @@ def score_fn(outputs, labels, compiled: bool = False):
 
 
 def ask_fn(outputs, labels):
-    """The same places' likeliest next tokens, for generation in the place of loss_fn."""
+    """The most likely next tokens at the same positions; replaces loss_fn for generation."""
     return next_tokens(*outputs, labels[0])
 
 
@@ -137,8 +137,8 @@ def ask_fn(outputs, labels):
 
 
 def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool) -> list[int]:
-    """Blocks of each stage. partition: balanced (by FLOPs, the head counted), uniform (by number),
-    parameters, or numbers such as "18,10". Raises UserError where they don't fit the model."""
+    """Blocks of each stage. partition: balanced (by FLOPs, including the head), uniform (by
+    number), parameters, or counts such as "18,10". Raises UserError if they don't fit the model."""
     n = config.num_hidden_layers
     if n < stages:
         raise UserError(f"--stages {stages}: the model has {n} blocks only")
@@ -162,9 +162,9 @@ def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool
 
 
 def costs(config, seq_len: int, checkpointing: bool, by_parameters=False) -> tuple:
-    """(embedding, block, norm and head): FLOPs a token, forward and backward, or parameters.
+    """(embedding, block, norm and head) in FLOPs per token, forward and backward, or parameters.
 
-    Checkpointing runs a block's forward once more: 4/3 of its cost, and nothing for the head."""
+    Checkpointing runs a block's forward twice: 4/3 of its cost. The head's cost stays the same."""
     block, head = block_costs(config, seq_len)[0], head_cost(config)
     if by_parameters:
         return head.parameters, block.parameters, head.parameters
@@ -172,7 +172,7 @@ def costs(config, seq_len: int, checkpointing: bool, by_parameters=False) -> tup
 
 
 def stage_costs(counts, first, block, last) -> list[float]:
-    """Cost of each stage, dearest first: comparing two such lists finds the better split."""
+    """Cost of each stage, most expensive first: the smaller of two such lists is better."""
     each = [c * block for c in counts]
     each[0] += first
     each[-1] += last
@@ -190,7 +190,7 @@ def describe_split(counts: list[int], config, seq_len: int, checkpointing: bool)
 
 
 def _candidates(n: int, stages: int) -> Iterator[list[int]]:
-    """Every way to fill the first and the last stage; between them blocks are alike, so evenly."""
+    """Every way to fill the first and last stage; the stages between share the rest evenly."""
     if stages == 1:
         yield [n]
         return

@@ -11,13 +11,13 @@ IGNORE_INDEX = -100
 class Batch(NamedTuple):
     input_ids: torch.Tensor  # int64 [B, S]
     labels: torch.Tensor  # int64 [B, S], already shifted
-    position_ids: torch.Tensor  # int64 [B, S], from 0 in every document
-    cu_seqlens: torch.Tensor  # int32 [B * max_docs + 1], where documents begin in the B * S slots
+    position_ids: torch.Tensor  # int64 [B, S], restart at 0 in each document
+    cu_seqlens: torch.Tensor  # int32 [B * max_docs + 1], document starts in the flat B * S slots
 
 
 def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """Tensors on the device, Nones left out. From the CPU through pinned memory: a copy from
-    pageable memory makes the host wait for all the work that the GPU was given before."""
+    """Move tensors to the device, skipping Nones. CPU tensors are pinned first: a copy from
+    pageable memory blocks the host until the GPU finishes its queued work."""
     found = [t for t in tensors if t is not None]
     if device.type == "cuda":
         found = [t if t.is_cuda else t.pin_memory() for t in found]
@@ -25,16 +25,16 @@ def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch
 
 
 def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index, targets): which flat positions of labels [B, S] are learnt, and what is due there.
+    """(index, targets): the learnt flat positions of labels [B, S] and their targets, int64 [n].
 
-    Call it on the CPU: on a GPU the number of positions would have to be waited for."""
+    Call it on the CPU: a GPU would block until the number of positions is known."""
     index = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     return index, labels.flatten()[index]
 
 
 def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Which answer each learnt position belongs to: int64 [n], documents with something to learn,
-    numbered from 0. index: as of `learnt`; cu_seqlens: as in data.Batch. On the CPU, too."""
+    """The answer of each learnt position: int64 [n], documents with learnt tokens numbered from 0.
+    index: from `learnt`; cu_seqlens: as in Batch. Call it on the CPU, like `learnt`."""
     documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
     return documents.unique_consecutive(return_inverse=True)[1]
 
@@ -56,16 +56,16 @@ def _document_of(slots, cu_seqlens):
 
 
 class Record(NamedTuple):
-    """One row, whatever its format: a conversation, or (messages is None) plain text or tokens."""
+    """One row of any format: a conversation or, if messages is None, plain text or tokens."""
 
-    messages: list[dict] | None  # role, content, and whatever else the chat template may want
+    messages: list[dict] | None  # role, content, other keys of the chat template
     text: str = ""
     tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which of them are learnt
-    context: frozenset[int] = frozenset()  # messages of the prompt: never learnt
-    marks: dict[int, bool] = {}  # message -> whether its weight, train or loss_mask says: learn
+    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are learnt
+    context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
+    marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
 
 
 class Sample(NamedTuple):
     ids: np.ndarray  # int32 [n]
-    learnt: np.ndarray  # bool [n]; the first is never learnt, nothing predicts it
+    learnt: np.ndarray  # bool [n]; the first is never learnt: nothing predicts it

@@ -1,4 +1,4 @@
-"""Data files -> rows of exactly seq_len slots, streamed to flat files.
+"""Builds rows of exactly seq_len slots from data files, streamed to flat files.
 
 Only a few numpy tables grow with the data: ten million rows need no ten million Python objects."""
 
@@ -45,12 +45,12 @@ def build(
     overlong: str,
     limit: int = 0,
 ) -> None:
-    """Writes into `folder` all that data.Packs reads: tokens and learnt flags, document after
-    document, the table of rows, and meta.json. `reading`: data_format, input_key, target_key.
+    """Write to `folder` everything data.Packs reads: tokens and learnt flags, one document after
+    another, the table of rows, and meta.json. reading: (data_format, input_key, target_key).
     seq_len 0: see choose_seq_len.
 
-    Own flat files, not a datasets.Dataset: a document is then one slice of a memory map, where an
-    Arrow list column costs a look-up and a conversion. UserError if no row has anything to learn.
+    Flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
+    list column costs a lookup and a conversion. Raises UserError if no row has anything to learn.
     """
     documents, stats = _tokenise(folder, files, codec, reading)
     if not seq_len and len(documents.lengths):
@@ -133,17 +133,17 @@ def _fingerprint(path: str) -> list[int]:
 
 
 class Documents(NamedTuple):
-    """The documents of the flat files, in their order, and where they come from."""
+    """The documents in the flat files, in order, and their origin."""
 
     lengths: np.ndarray  # int64 [documents], tokens
     labels: np.ndarray  # int64 [documents], label tokens
-    file: np.ndarray  # int64 [documents], number of the file
-    row: np.ndarray  # int64 [documents], line or row in it
+    file: np.ndarray  # int64 [documents], file number
+    row: np.ndarray  # int64 [documents], line or row in that file
 
 
 def _tokenise(folder, files, codec, reading) -> tuple[Documents, dict]:
-    """Write all documents, uncut, to the flat files; returns their table and stats."""
-    lengths, labels = array("i"), array("i")  # not lists: millions of documents
+    """Write all documents, uncut, to the flat files; return their table and stats."""
+    lengths, labels = array("i"), array("i")  # not lists: there may be millions
     file_of, row_of = array("i"), array("q")
     skipped, first_skipped, described = Counter(), {}, []
     turns, rows_with, first_turns = Counter(), Counter(), {}
@@ -197,7 +197,7 @@ def _tokenise(folder, files, codec, reading) -> tuple[Documents, dict]:
 
 
 def _count_keys(keys: dict, row: dict, layout: Layout, record: Record, template: str) -> None:
-    """Count a row under each of its optional keys and each key that nothing uses."""
+    """Count a row under each optional key that it uses and each key that nothing uses."""
     used = used_keys(row, layout)
     unseen = [key for key in used if key == "tools" and not _names(template, key)]
     keys["used"].update(key for key in used if key not in unseen)
@@ -215,8 +215,8 @@ def _names(template: str, key: str) -> bool:
 def _cut(
     folder, documents: Documents, files, seq_len: int, overlong: str, stats: dict
 ) -> Documents:
-    """Rewrite the flat files with documents of at most seq_len tokens; returns their table. Adds to
-    stats what was cut and what was dropped."""
+    """Rewrite the flat files with documents of at most seq_len tokens; return their table. Adds the
+    numbers of cut and dropped documents to stats."""
     flat = {
         "tokens.int32": np.memmap(f"{folder}/tokens.int32", np.int32, "r"),
         "learnt.bool": np.memmap(f"{folder}/learnt.bool", bool, "r"),

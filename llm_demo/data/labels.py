@@ -1,12 +1,11 @@
-"""Records -> samples: one conversation as token ids, and which of them are learnt.
+"""Turns records into samples: one conversation as token ids, with the learnt ones marked.
 
-The whole conversation is rendered once and tokenised once, so the ids are those of the tokenizer's
-own apply_chat_template. Learnt is what follows the generation prompt of an assistant turn, up to
-and with the turn's stop token; never the whitespace after it. A turn counts as found only where it
-decodes to the text of the row (leading and trailing whitespace aside, which many templates trim)
-plus the stop token. Any other turn is not learnt, with a reason, and a row without a learnt turn is
-skipped: a guessed mask trains silently on the wrong tokens.
-"""
+The whole conversation is rendered once and tokenised once, so the ids equal those of the
+tokenizer's own apply_chat_template. The learnt tokens follow the generation prompt of an assistant
+turn, up to and including the turn's stop token, without the whitespace after it. A turn is accepted
+only if it decodes to the row's text plus the stop token, ignoring leading and trailing whitespace,
+which many templates trim. Any other turn is not learnt, and the reason is logged. A row without a
+learnt turn is skipped: a guessed mask would silently train on the wrong tokens."""
 
 import re
 from collections import Counter
@@ -43,8 +42,8 @@ UNSTOPPED = "no stop token after an assistant turn"
 
 STRADDLED = "a token straddles the start of an assistant turn"
 
-# Reasoning templates put an empty block before an answer that has none (Qwen3), and open one in the
-# generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is the row's text.
+# Reasoning templates put an empty block before an answer without reasoning (Qwen3), and open one in
+# the generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is part of the row's text.
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
 
 THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
@@ -53,21 +52,21 @@ REASONING = re.compile(r"^.*</think>", re.DOTALL)
 
 
 class Codec(NamedTuple):
-    """What is asked of a tokenizer, prepared once."""
+    """A tokenizer and what is derived from it once."""
 
     tokenizer: object
     backend: Tokenizer  # the same ids, with exact offsets
-    template: str  # the source of all its templates; "" without one
+    template: str  # source of all its chat templates; "" if it has none
     tagged: bool  # the template marks the assistant's tokens itself: {% generation %}
     stops: re.Pattern  # any special token
     special_ids: frozenset[int]
-    bos: list[int]  # what this tokenizer puts before plain text: one id or none
+    bos: list[int]  # ids put before plain text: one or none
     train_on_prompt: bool
     last_turn_only: bool
 
 
 def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = False) -> Codec:
-    """UserError for a tokenizer without offsets (not "fast"), or with nothing to end a document."""
+    """Prepare a tokenizer. Raises UserError if it lacks offsets (not "fast") or an end token."""
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
@@ -78,8 +77,8 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
             f"{name}: neither a chat template nor an eos token, so nothing ends a document"
         )
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    # Saved truncation would cut rows unseen, padding would lengthen them, and a byte-level
-    # post-processor (Llama 3) trims whitespace out of the offsets.
+    # Saved truncation would silently cut rows, padding would lengthen them, and a byte-level
+    # post-processor (Llama 3) trims whitespace from the offsets.
     backend.no_truncation()
     backend.no_padding()
     backend.post_processor = None
@@ -87,7 +86,7 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
     texts = sorted(map(re.escape, special.values()), key=len, reverse=True)
     bos = [tokenizer.bos_token_id]
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    every = tokenizer.chat_template  # some have one more, for tools
+    every = tokenizer.chat_template  # some have a second one, for tools
     source = "\n".join(every.values()) if isinstance(every, dict) else template
     return Codec(
         tokenizer,
@@ -105,12 +104,11 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
 def encode(
     codec: Codec, records: list[Record], turns: list[Counter] | None = None
 ) -> list[Sample | str]:
-    """Samples in the order of `records`; for a row that is skipped, the reason instead. `turns`
-    receives a Counter for each record: {why a turn is not learnt: turns}.
+    """Samples in the order of `records`; for a skipped row, the reason instead.
 
-    One call tokenises all rows, on all cores: the tokenizers library has its own threads. Rendering
-    takes some 10 us, so worker processes (or datasets.map) would cost more than they save.
-    """
+    turns: receives a Counter for each record, {why a turn is not learnt: turns}. One call tokenises
+    all rows on all cores, with the tokenizers library's own threads. Rendering takes about 10 us,
+    so worker processes (or datasets.map) would cost more than they save."""
     texts = [_render_record(codec, record) for record in records]
     encodings = codec.backend.encode_batch(
         [text or "" for text, _ in texts], add_special_tokens=False
@@ -125,7 +123,7 @@ def encode(
 
 
 def answers_of(record: Record, last_only: bool = False) -> list[int]:
-    """The messages to learn, by what the row says: its assistant turns with something in them."""
+    """The numbers of the messages to learn: non-empty assistant turns not marked otherwise."""
     found = [i for i in _assistant_turns(record) if record.marks.get(i, True)]
     found = [i for i in found if _says_something(record.messages[i])]
     return found[-1:] if last_only else found
@@ -140,7 +138,7 @@ def _says_something(message: dict) -> bool:
 
 
 def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
-    """The text of the whole document, or why there is none."""
+    """(text of the whole document, the reason if the row is skipped)."""
     eos = codec.tokenizer.eos_token or ""
     if record.tokens:
         return "", ""
@@ -166,8 +164,8 @@ def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
 
 
 def _leaves_out(codec: Codec, record: Record, number: int, text: str) -> bool:
-    """Whether the text is the same without this message's content: a template may also write it in
-    another way, as JSON for example."""
+    """Whether the template drops this message's content: the text is the same without it. A
+    template may also write the content in another form, such as JSON."""
     messages = [*record.messages]
     messages[number] = messages[number] | {"content": ""}
     try:
@@ -202,8 +200,8 @@ def _sample(codec: Codec, record: Record, text: str, encoding, left: Counter) ->
 def _learnt_spans(
     codec: Codec, record: Record, text: str, encoding, left: Counter
 ) -> tuple[list[tuple[int, int]], str]:
-    """((first token, stop token) of every learnt turn, why the first of the others is not learnt).
-    `left` counts the turns that the row has and that are not learnt, by reason."""
+    """((first token, stop token) of each learnt turn, why the first other turn is not learnt).
+    Counts the row's turns that are not learnt in `left`, by reason."""
     turns, spans, why = answers_of(record, codec.last_turn_only), [], NOTHING
     for i in _assistant_turns(record):
         if not record.marks.get(i, True):
@@ -229,7 +227,8 @@ def _learnt_spans(
 def _span(
     codec: Codec, record: Record, turn: int, start: int, text: str, encoding
 ) -> tuple[int, int] | str:
-    """(first token, stop token) of the turn that starts at this character, or why it has none."""
+    """(first token, stop token) of the turn that starts at character `start`, or why it has
+    none."""
     message = record.messages[turn]
     stop = codec.stops.search(text, start)
     if stop is None:
@@ -252,7 +251,7 @@ def _span(
 def _turn_starts(
     codec: Codec, record: Record, turns: list[int], text: str, encoding
 ) -> list[int | str]:
-    """The first character of each turn's own text, or why it cannot be known."""
+    """The first character of each turn's own text, or why it is unknown."""
     if not codec.template:
         eos = codec.tokenizer.eos_token
         heads = [_plain(record.messages[:turn], eos) for turn in turns]
@@ -285,7 +284,7 @@ def _turn_starts(
 
 
 def _as_given(body: str, message: dict) -> bool:
-    """Whether the rendered turn is the row's text; how tool calls look is the template's to say."""
+    """Whether the rendered turn is the row's text. The template decides how tool calls look."""
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
     if not reasoning and not calls:
         return body.strip() == message["content"].strip()
@@ -295,7 +294,7 @@ def _as_given(body: str, message: dict) -> bool:
 
 
 def _without_reasoning(body: str, message: dict) -> bool:
-    """Whether the rendered turn is the row's text, but for the reasoning before the answer."""
+    """Whether the rendered turn is the row's text without the reasoning before the answer."""
     answer = REASONING.sub("", message["content"])
     reasoned = answer != message["content"] or (message.get("reasoning_content") or "").strip()
     return bool(reasoned) and answer.strip() in body and "</think>" not in body
@@ -308,7 +307,7 @@ def _render(codec: Codec, messages: list[dict], record: Record, **options) -> st
 
 
 def _plain(messages: list[dict], eos: str) -> str:
-    """Without a chat template: the turns joined by newlines, each answer closed by eos."""
+    """The text without a chat template: turns joined by newlines, each answer ended by eos."""
     turns = (m["content"] + (eos if _assistant(m) else "") for m in messages)
     return "\n".join(turn for turn in turns if turn)
 
@@ -317,6 +316,6 @@ def _assistant(message: dict) -> bool:
     return message["role"] == "assistant"
 
 
-# What a template written for other conversations raises: raise_exception() and undefined names,
-# None added to a string, the first of no messages.
+# What a template raises for conversations it does not support: raise_exception() and undefined
+# names, None added to a string, the first of no messages.
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)

@@ -1,4 +1,4 @@
-"""Whole documents into rows of equal length: cut what is too long, then best fit."""
+"""Packs whole documents into rows of equal length: cut what is too long, then best fit."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -8,7 +8,7 @@ import numpy as np
 from llm_demo.data.batch import Sample
 from llm_demo.progress import progress
 
-# the default seq_len: holds this share of the documents, is a multiple of this, and at most this
+# default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 
 
@@ -43,16 +43,15 @@ def fit(sample: Sample, seq_len: int, overlong: str, cut: Counter) -> list[Sampl
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Row of every document, int64 [documents]: longest first, each into the fullest row it fits.
+    """Row of each document, int64 [documents]: longest first, each into the fullest row it fits.
 
-    Exactly best-fit decreasing, but a whole group of equal lengths at a time: the fullest row that
-    fits a document of n tokens stays the fullest that fits the next one, until less than n slots
-    are left. So a million documents take a fraction of a second. Lengths must be in 1..capacity.
-    """
+    Exactly best-fit decreasing, but for a whole group of equal lengths at a time: the fullest row
+    that fits a document of n tokens stays the fullest until fewer than n slots are left. A million
+    documents take a fraction of a second. Lengths must be in 1..capacity."""
     row_of = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     n_of = np.bincount(lengths, minlength=capacity + 1)
-    free: dict[int, list[np.ndarray]] = {}  # free slots -> the rows that have them, in batches
+    free: dict[int, list[np.ndarray]] = {}  # free slots -> rows with that many, in batches
     sizes: list[int] = []  # the keys of `free`, sorted
     n_rows = done = 0
 

@@ -1,8 +1,7 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
 file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
-in a cache folder and memory-mapped -> step_rows: which of them step k trains on -> collate: tensors
-"""
+memory-mapped from a cache folder -> step_rows: the rows of step k -> collate: tensors"""
 
 import glob
 import hashlib
@@ -24,7 +23,7 @@ from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError
 from llm_demo.files import digest, disk_full
 
-CACHE_VERSION = 3  # raise it with every change of what records.py, labels.py or packing.py make
+CACHE_VERSION = 3  # increase it when the output of records.py, labels.py or packing.py changes
 
 
 def load_packs(
@@ -45,31 +44,29 @@ def load_packs(
     cache_dir: str | None = None,
     log=print,
 ) -> Packs:
-    """Packs of everything that find_files finds; built once, then read from the cache after its
-    checksums have been verified.
+    """Packs of all files that find_files finds, built once and then read from the cache, after
+    verifying its checksums.
 
-    seq_len 0: long enough for 99 % of the documents, rounded up to a multiple of 128, at most
-    seq_len_limit.
-    pack: best-fit of whole documents into rows; otherwise one document a row, padded.
-    overlong, for a document of over seq_len tokens: "truncate" keeps its first seq_len; "split"
-    makes pieces of seq_len that do not see each other (a piece's first token has no context, so it
-    is not learnt, and its last slot predicts nothing); "drop" leaves it out.
-    cache_dir: by default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
-    the same packs at once; letting one of each node go first saves work.
+    seq_len 0: fits 99 % of the documents, rounded up to a multiple of 128, at most seq_len_limit.
+    pack: best fit of whole documents into rows; otherwise one padded document per row.
+    overlong, for documents of over seq_len tokens: "truncate" keeps the first seq_len; "split"
+    makes pieces of seq_len that do not see each other (a piece's first token has no context and is
+    not learnt, and its last slot predicts nothing); "drop" skips the document.
     learn_turns: "last" learns only the last answer of each conversation.
+    cache_dir: default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
+    the same packs at once; letting one per node go first saves work.
     Packs.stats: rows_read, documents, packed_rows, skipped {reason: rows}, first_skipped {reason:
     "file:line"}, turns {reason they are not learnt: {turns, rows, first}} of the rows that are not
     skipped, truncated and split (documents), tokens, label_tokens, fill (0..1), files [{path,
     format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
-    UserError for whatever is wrong with the flags, the file or the tokenizer.
-    """
+    Raises UserError for invalid flags, files or tokenizers."""
     check_choice("overlong", overlong, choices(DataArgs, "overlong"))
     check_choice("learn_turns", learn_turns, choices(DataArgs, "learn_turns"))
     check_rows(seq_len, learn_turns, train_on_prompt)
     files = find_files(train_json, dataset_config, dataset_split, log)
     codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
     reading = (data_format, input_key, target_key)
-    flags = {  # in the order in which they are hashed
+    flags = {  # in hashing order
         "seq_len": seq_len,
         "pack_sequences": pack,
         "train_on_prompt": train_on_prompt,
@@ -77,7 +74,7 @@ def load_packs(
         "input_key": input_key,
         "target_key": target_key,
         "overlong": overlong,
-        "learn_turns": None if learn_turns == "all" else learn_turns,  # as before this flag
+        "learn_turns": None if learn_turns == "all" else learn_turns,  # keeps older hashes valid
     }
     key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
     root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
@@ -106,8 +103,8 @@ def load_packs(
 
 def _build_in(root: str, folder: str, settings: tuple) -> None:
     """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
-    ever visible. A folder that exists is damaged; it is moved away first, and processes that have
-    mapped its files keep them."""
+    visible. An existing folder is damaged; it is moved away first, and processes that have mapped
+    its files keep them."""
     damaged = os.path.isdir(folder)
     try:
         os.makedirs(root, exist_ok=True)
@@ -123,7 +120,7 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
             os.rename(folder, os.path.join(temporary, "damaged"))
         os.replace(built, folder)
     except OSError as error:
-        if not os.path.isdir(folder):  # otherwise another process was quicker, same content
+        if not os.path.isdir(folder):  # else another process built the same content first
             what = disk_full(error, root) or error
             raise UserError(f"cannot build the packs in {root}: {what}") from error
     finally:
@@ -142,15 +139,15 @@ def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
 
 
 def heldout_beside(train_json: str) -> str | None:
-    """x.heldout.jsonl for the single file x.jsonl, where there is one."""
+    """The path x.heldout.jsonl for a single file x.jsonl, if both exist."""
     stem, extension = split_name(train_json)
     beside = f"{stem}.heldout{extension}"
     return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
 def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str, dict]:
-    """All that the packs depend on, as 24 hex digits, and by part. Bytes, not names and dates: a
-    copy hits."""
+    """A hash of everything the packs depend on, as 24 hex digits, and a dict of its parts. Hashes
+    contents, not names and dates, so a copy hits the cache."""
     key, identity = hashlib.sha256(), {}
     for path in files:
         try:
@@ -175,10 +172,10 @@ def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str,
 
 
 def _reading(stats: dict) -> dict | None:
-    """What earlier versions read differently, as far as these rows contain it; None if nothing. It
-    keeps an older checkpoint from being resumed on other rows unnoticed."""
+    """What earlier versions read differently in these rows, or None. Prevents an older checkpoint
+    from silently resuming on other rows."""
     found = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
-    found.pop(NOT_OURS, None)  # those never were learnt
+    found.pop(NOT_OURS, None)  # these were never learnt
     left_out = {LEFT_OUT.format(role=role) for role in ROLES.values()}
     left_out.add(MARKED)
     found |= {reason: n for reason, n in stats["skipped"].items() if reason in left_out}
@@ -190,7 +187,7 @@ def _reading(stats: dict) -> dict | None:
 
 
 def _open(folder: str, files: list[str], hit: bool) -> Packs:
-    """Raises OSError or ValueError if a file is not as it was written."""
+    """Map the packs in a folder. Raises OSError or ValueError if a file is damaged."""
     meta = read_meta(folder)
     for path, layout in zip(files, meta["stats"]["files"], strict=True):
         layout["path"] = path  # the same bytes may have been cached under another name

@@ -1,4 +1,4 @@
-"""A data file -> records: rows in any of seven formats, read so that an error names the line."""
+"""Reads rows of a data file, in any of seven formats, as records. Errors name the line."""
 
 import contextlib
 import csv
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from llm_demo.data.batch import Record
 from llm_demo.errors import UserError
 
-# The keys a row must have, in the order they are tried on a file's first row. "text" is last and
-# "messages" early because published sets often carry a flattened copy beside the real columns.
+# Required keys, in the order they are tried on a file's first row. "text" is last and "messages"
+# early because published sets often carry a flattened copy beside the real columns.
 FORMATS = {
     "tokens": ("input_ids",),
     "messages": ("messages",),
@@ -29,7 +29,7 @@ FORMATS = {
     "text": ("text",),
 }
 
-# The keys a row may have besides. Whatever else it has is not used, and the log says so.
+# Optional keys. Any other key is not used, and the log says so.
 OPTIONAL = {
     "tokens": ("labels",),
     "messages": ("system", "tools"),
@@ -63,9 +63,9 @@ ROLES = {
 
 CALLS = ("function_call", "tool_call")
 
-MARKS = ("weight", "train", "loss_mask", "loss")  # of a turn; 0 or false: not learnt
+MARKS = ("weight", "train", "loss_mask", "loss")  # keys of a turn; 0 or false: not learnt
 
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # what a folder is searched for
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # searched for in a folder
 
 COMPRESSED = (".gz", ".zst")
 
@@ -73,7 +73,7 @@ EMPTY = (None, "", [], {})
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
-# In a folder of files, the splits that are not for training, as the hub names them.
+# Files of a folder that hold splits not for training, by their names on the hub.
 NOT_FOR_TRAINING = re.compile(r"(^|[-_.])(test|validation|valid|val|dev|eval)([-_.]|$)", re.I)
 
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
@@ -93,13 +93,13 @@ class Layout(NamedTuple):
 def find_files(
     train_json: str, config: str | None = None, split: str | None = None, say: Callable = None
 ) -> list[str]:
-    """Files, folders, globs and datasets on the hub, separated by commas -> what to read, in a
-    fixed order: paths, and "id:split" or "id:config:split" for the hub.
+    """Expand files, folders, globs and hub datasets, separated by commas, in a fixed order: to
+    paths, and to "id:split" or "id:config:split" for the hub.
 
-    A glob or folder leaves out every x.heldout.* unless it asks for them: what the run is evaluated
-    on must not be trained on. A folder leaves out the test and validation splits, too. say(line) is
-    told. config and split: of datasets on the hub that do not name their own.
-    UserError if there is nothing to read."""
+    Globs and folders skip every x.heldout.*, unless the glob asks for them: evaluation data must
+    not be trained on. Folders also skip test and validation splits. say(line) reports the skipped
+    files. config, split: for hub datasets that do not name their own. Raises UserError if there is
+    nothing to read."""
     files = []
     for part in [train_json] if os.path.exists(train_json) else train_json.split(","):
         part = part.strip()
@@ -125,8 +125,8 @@ def find_files(
 
 
 def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
-    """(id, configuration, split) if this names a dataset on the hub, not a file: what begins with
-    a folder that is here is a file, possibly a mistyped one."""
+    """(id, configuration, split) if `name` is a hub dataset, else None. A name that begins with an
+    existing folder is a file, possibly mistyped."""
     found = HUB.fullmatch(name)
     if not found or os.path.isdir(name.split("/")[0]) or _suffix(name) in FILES:
         return None
@@ -168,13 +168,13 @@ def split_name(path: str) -> tuple[str, str]:
 
 
 def _suffix(path: str) -> str:
-    """The kind of file by its name, without the compression: ".jsonl"."""
+    """The extension without the compression: ".jsonl" for x.jsonl.gz."""
     extension = split_name(path)[1].lower()
     return "." + extension.split(".")[1] if extension else ""
 
 
 def content_of(source: str, digest: Callable) -> str:
-    """A hash of what find_files found: digest(path) for a file, of all rows for the hub's."""
+    """A hash of one result of find_files: digest(path) of a file, all rows of a hub dataset."""
     if not hub_parts(source):
         return digest(source)
     hashed = hashlib.sha256()
@@ -184,19 +184,18 @@ def content_of(source: str, digest: Callable) -> str:
 
 
 def size_of(source: str) -> int:
-    """Bytes of a file, for a progress bar; 0 for the hub's."""
+    """Bytes of a file, for a progress bar; 0 for a hub dataset."""
     return 0 if hub_parts(source) else os.path.getsize(source)
 
 
 def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
-    """Yields ("file:line", row); in tables and arrays, the number of the row in place of the line.
-    Blank lines are skipped and a UTF-8 BOM is tolerated.
+    """Yield ("file:line", row); in tables and arrays, the row number replaces the line. Blank lines
+    are skipped and a UTF-8 BOM is accepted.
 
-    Parquet and datasets on the hub go through datasets. JSONL does not: its reader stops at a
-    broken line without saying which one, and forces one schema on all rows. Nor does CSV: it reads
-    None and 007 as something else than text.
-    UserError for an empty file, broken JSON or encoding, a row of another kind.
-    """
+    Parquet and hub datasets are read with datasets. JSONL is not: datasets stops at a broken line
+    without naming it, and forces one schema on all rows. Nor is CSV: datasets converts None and 007
+    to something other than text. Raises UserError for an empty file, broken JSON or encoding, or a
+    row of another type."""
     kind, read = _suffix(path), _read_lines
     if hub_parts(path):
         kind, read = "hub", _read_hub
@@ -217,7 +216,7 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
 
 @contextlib.contextmanager
 def _opened(path: str, progress=None):
-    """The file's bytes, decompressed, as a buffered reader. UserError where that fails."""
+    """A buffered reader of the decompressed file. Raises UserError if reading fails."""
     compressed = os.path.splitext(path)[1].lower()
     _refuse_pointer(path)
     try:
@@ -238,7 +237,7 @@ def _opened(path: str, progress=None):
 
 
 class _Counted(io.RawIOBase):
-    """A file whose reads move a progress bar."""
+    """A file whose reads advance a progress bar."""
 
     def __init__(self, file, progress):
         self.file, self.progress = file, progress
@@ -253,7 +252,7 @@ class _Counted(io.RawIOBase):
 
 
 def _zstd(path: str, raw):
-    import pyarrow  # datasets brings it, and it brings the codec
+    import pyarrow  # installed with datasets; includes the codec
 
     if not pyarrow.Codec.is_available("zstd"):
         raise UserError(
@@ -292,7 +291,7 @@ def _read_lines(path: str, progress=None) -> Iterator[tuple[str, dict]]:
                 what = f"broken JSON: {error.msg} at column {error.colno}"
                 what += f"; every line must be one whole JSON object{_array(number, raw)}"
                 raise UserError(f"{where}: {what}") from None
-            except (ValueError, RecursionError) as error:  # a number or a nesting beyond reason
+            except (ValueError, RecursionError) as error:  # a huge number or extreme nesting
                 raise UserError(f"{where}: broken JSON: {error}") from None
             if not isinstance(row, dict):
                 what = f"a line must be one JSON object, not {_kind(row)}{_array(number, raw)}"
@@ -307,7 +306,7 @@ def _array(number: int, raw: bytes) -> str:
 
 
 def _read_json(path: str, progress=None) -> Iterator[tuple[str, dict]]:
-    """One array of objects, or JSON Lines after all."""
+    """Rows of one array of objects, or of JSON Lines in a .json file."""
     with _opened(path) as file:
         start = file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if start != b"[":
@@ -330,7 +329,7 @@ def _read_json(path: str, progress=None) -> Iterator[tuple[str, dict]]:
 
 
 def _read_csv(path: str, progress=None) -> Iterator[tuple[str, dict]]:
-    """Every cell as the text it is."""
+    """Rows of a CSV or TSV file. Every cell stays text."""
     csv.field_size_limit(2**31 - 1)
     tab = "\t" if _suffix(path) == ".tsv" else ","
     number = 0
@@ -373,15 +372,15 @@ def _read_hub(source: str, progress=None) -> Iterator[tuple[str, dict]]:
         yield f"{source}:{number}", _without_nulls(row)
 
 
-@functools.lru_cache(maxsize=4)  # hashed, then read
+@functools.lru_cache(maxsize=4)  # each is hashed, then read
 def _hub_rows(source: str):
-    """A dataset on the hub, downloaded once to the hub's cache. UserError where that fails."""
+    """A hub dataset, downloaded once to the hub's cache. Raises UserError on failure."""
     from datasets import load_dataset
 
     name, config, split = hub_parts(source)
     try:
         return load_dataset(name, config, split=split)
-    except Exception as error:  # of several libraries below it
+    except Exception as error:  # from any of several libraries
         reason = " ".join(str(error).split())[:300] or repr(error)
         raise UserError(
             f"{source}: not a local file, and loading it from the hub failed: {reason} "
@@ -394,7 +393,7 @@ def _without_nulls(row: dict) -> dict:
 
 
 def file_layout(row, where, data_format="auto", input_key=None, target_key=None) -> Layout:
-    """How to read a file, from its first row and the flags. UserError where they contradict."""
+    """How to read a file, by its first row and the flags. Raises UserError if flags conflict."""
     if data_format not in DATA_FORMATS:
         raise UserError(f"--data_format {data_format}: choose from {', '.join(DATA_FORMATS)}")
     if bool(input_key) != bool(target_key):
@@ -414,7 +413,7 @@ def file_layout(row, where, data_format="auto", input_key=None, target_key=None)
 
 
 def to_record(row: dict, layout: Layout, where: str) -> Record:
-    """One row -> Record. UserError for a missing key, an unknown role, content that is not text."""
+    """Convert one row. Raises UserError for a missing key, an unknown role, or non-text content."""
     missing = [key for key in layout.keys if key not in row]
     if missing:
         raise UserError(
@@ -447,7 +446,7 @@ def to_record(row: dict, layout: Layout, where: str) -> Record:
 
 
 def used_keys(row: dict, layout: Layout) -> list[str]:
-    """The optional keys that this row has and that its layout reads; empty values count as none."""
+    """Optional keys that this row has and its layout reads, except those with empty values."""
     return [
         key
         for key in OPTIONAL[layout.format]
@@ -456,13 +455,13 @@ def used_keys(row: dict, layout: Layout) -> list[str]:
 
 
 def unused_keys(row: dict, layout: Layout) -> list[str]:
-    """The keys of this row that its layout does not read; empty values count as none."""
+    """Keys of this row that its layout does not read, except those with empty values."""
     read = {*layout.keys, *OPTIONAL[layout.format]}
     return [key for key in row if key not in read and row[key] not in EMPTY]
 
 
 def _record(messages, tools, where: str, context=frozenset()) -> Record:
-    """The conversation without the turns' marks, which no chat template should see."""
+    """A conversation without its turns' marks, which no chat template should see."""
     marks = {}
     for number, message in enumerate(messages):
         found = [message.pop(key) for key in MARKS if key in message]
@@ -472,7 +471,7 @@ def _record(messages, tools, where: str, context=frozenset()) -> Record:
 
 
 def _system(more: dict, where: str, messages: list[dict]) -> list[dict]:
-    """The system message that a row's own key asks for before these messages: one, or none."""
+    """The system message, one or none, that the row's own key adds before these messages."""
     if "system" not in more:
         return []
     content = _text(more["system"], where, "system")
@@ -486,7 +485,7 @@ def _system(more: dict, where: str, messages: list[dict]) -> list[dict]:
 
 
 def _history(history, where: str) -> list[dict]:
-    """Earlier turns as [[question, answer], ...], maybe in one JSON string, or as messages."""
+    """Earlier turns: [[question, answer], ...], possibly as a JSON string, or messages."""
     history = _from_json(history) or []
     if isinstance(history, list) and all(isinstance(turn, dict) for turn in history):
         return _messages(history, where, "history")
@@ -503,7 +502,7 @@ def _history(history, where: str) -> list[dict]:
 
 
 def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
-    """Ids of a tokenised document; labels: the same ids, or -100 where not learnt."""
+    """(ids, learnt flags) of a tokenised document. labels: the same ids, -100 where not learnt."""
     for name, value in (("input_ids", ids), ("labels", ids if labels is None else labels)):
         if not (isinstance(value, list) and all(type(i) is int for i in value)):
             raise UserError(f"{where}: {name!r} must be a list of whole numbers")
@@ -522,7 +521,7 @@ def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
 
 
 def _messages(turns, where: str, key: str) -> list[dict]:
-    """Turns of OpenAI (role, content) or ShareGPT (from, value) -> messages, checked."""
+    """Check OpenAI (role, content) or ShareGPT (from, value) turns and convert them to messages."""
     if not isinstance(turns, list):
         raise UserError(f"{where}: {key!r} must be a list of turns, not {_kind(turns)}")
     messages = []
@@ -559,7 +558,7 @@ def _messages(turns, where: str, key: str) -> list[dict]:
 
 
 def _text(value, where: str, place: str) -> str:
-    """A string, or OpenAI content parts that are all text, as one string."""
+    """A string; OpenAI content parts are joined if all are text."""
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
         bad = [part["type"] for part in value if not isinstance(part.get("text"), str)]
         if bad:
@@ -575,7 +574,7 @@ def _text(value, where: str, place: str) -> str:
 
 
 def _calls(value, where: str, place: str, role: str) -> list[dict]:
-    """The tool calls of a turn whose text is one call, or a list of them, as JSON."""
+    """Tool calls of a turn whose text is one call, or a list of calls, as JSON."""
     calls = _from_json(value)
     calls = calls if isinstance(calls, list) else [calls]
     found = []
@@ -590,7 +589,7 @@ def _calls(value, where: str, place: str, role: str) -> list[dict]:
 
 
 def _tools(tools, where: str) -> list | None:
-    """The row's tool schemas; columns exported from tables hold them as one JSON string."""
+    """The row's tool schemas. Columns exported from tables hold them as one JSON string."""
     tools = _from_json(tools)
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(f"{where}: 'tools' must be a list of JSON schemas")
@@ -598,7 +597,7 @@ def _tools(tools, where: str) -> list | None:
 
 
 def _from_json(value):
-    """What a string of JSON holds; a string of anything else as it is."""
+    """The parsed value of a JSON string; any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):

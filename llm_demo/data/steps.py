@@ -1,4 +1,4 @@
-"""Rows of documents, which of them an optimizer step trains on, and their tensors."""
+"""Rows of documents, the rows of each optimizer step, and their tensors."""
 
 import functools
 import itertools
@@ -21,9 +21,9 @@ class Packs:
     pad_id: int
     max_docs: int  # most documents in one row; a padding tail counts as one
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
-    token_counts: np.ndarray  # int64 [rows], tokens of each row that are not padding
+    token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
     stats: dict  # plain JSON, see load_packs
-    tokens: np.ndarray  # int32 [all tokens], document after document, as the file has them
+    tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
     learnt: np.ndarray  # bool [all tokens]
     doc_start: np.ndarray  # int64 [documents + 1], into tokens
     row_docs: np.ndarray  # int64 [documents], document numbers, row after row
@@ -35,10 +35,9 @@ class Packs:
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
 
-        Labels are shifted here and nowhere else: labels[t] is input_ids[t + 1] where that token is
-        learnt, else -100; so a document's last slot predicts nothing. The lengths sum to S: the
-        padding tail is one more document, without labels.
-        """
+        Labels are shifted only here: labels[t] is input_ids[t + 1] if that token is learnt, else
+        -100, so a document's last slot predicts nothing. The lengths sum to S: the padding tail
+        counts as a document, without labels."""
         ids = np.full(self.seq_len, self.pad_id, np.int64)
         labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
         lengths = self.lengths(i)
@@ -53,7 +52,7 @@ class Packs:
         return ids, labels, lengths
 
     def lengths(self, i: int) -> list[int]:
-        """Document lengths of row i, which sum to S: a padding tail is one more document."""
+        """Document lengths of row i. They sum to S: a padding tail counts as a document."""
         docs = self._docs(i)
         lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).tolist()
         rest = self.seq_len - sum(lengths)
@@ -66,24 +65,24 @@ class Packs:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, padding tails aside."""
+        """Tokens of the longest document, ignoring padding tails."""
         return int(np.diff(self.doc_start).max(initial=0))
 
     @property
     def single(self) -> bool:
-        """Whether no row holds more than one document."""
+        """Whether every row holds at most one document."""
         return int(np.diff(self.row_start).max(initial=0)) <= 1
 
 
 def step_rows(
     n_rows: int, seed: int, step: int, global_batch: int, n_total: int | None = None
 ) -> np.ndarray:
-    """Rows of optimizer step `step` (from 0), int64 [global_batch]; pure, whoever asks.
+    """Rows of optimizer step `step` (from 0), int64 [global_batch], the same on every rank.
 
-    The stream is one seeded permutation of all rows an epoch, end to end; step k takes positions
-    k * global_batch and on. Ranks and micro-batches slice the result, so no split of it changes a
-    step, and resuming is counting. From stream position n_total on, rows are -1: see Packs.row.
-    """
+    The stream is one seeded permutation of all rows per epoch, concatenated. Step k takes the
+    global_batch positions from k * global_batch. Ranks and micro-batches slice the result, so the
+    split never changes a step, and resuming needs only the step number. From stream position
+    n_total on, rows are -1: see Packs.row."""
     at = step * global_batch + np.arange(global_batch)
     rows = np.empty(global_batch, np.int64)
     for epoch in range(at[0] // n_rows, at[-1] // n_rows + 1):
@@ -100,9 +99,8 @@ def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def collate(packs: Packs, rows, max_docs: int) -> Batch:
-    """Tensors of these rows (see Batch). max_docs, at least packs.max_docs, fixes the shape of
-    cu_seqlens: its end repeats B * S, which reads as documents of no length.
-    """
+    """The Batch of these rows. max_docs, at least packs.max_docs, fixes the shape of cu_seqlens:
+    its end repeats B * S, which reads as documents of length 0."""
     ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
     for row, found in zip(rows, lengths, strict=True):
         if len(found) > max_docs:
@@ -114,7 +112,7 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
 
 
 def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
-    """cu_seqlens of these rows, as in Batch, without reading a token."""
+    """cu_seqlens of these rows, as in Batch, without reading any tokens."""
     lengths = [packs.lengths(int(row)) for row in rows]
     return torch.from_numpy(_bounds(lengths, packs.seq_len, max_docs))
 
@@ -146,7 +144,8 @@ def share_of(rows: np.ndarray, replica: int, replicas: int, micro: int) -> np.nd
 
 
 def heldout_rows(packs: Packs, replicas: int, micro: int, at_least: int = 1) -> np.ndarray:
-    """All rows, and empty ones so that every replica has as many micro-batches, `at_least` some."""
+    """All rows, padded with -1 so that each replica has as many micro-batches, `at_least` or
+    more."""
     count = max(at_least, -(-len(packs) // (replicas * micro)))
     rows = np.full(count * replicas * micro, -1)
     rows[: len(packs)] = np.arange(len(packs))

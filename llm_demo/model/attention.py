@@ -1,15 +1,15 @@
-"""Exact causal attention over packed documents, on every machine: the backends.
+"""Attention backends for packed documents: exact and causal on every machine.
 
-A row of a batch holds several documents that must not see each other. `Documents` says where they
-lie; Hugging Face models hand it through to `attend` as a keyword argument, so no model is changed.
+A row of a batch holds several documents that must not see each other. `Documents` holds their
+layout; Hugging Face models pass it to `attend` as a keyword argument, so no model is changed.
 
-    sdpa           plain causal SDPA, where no row holds more than one document: padding comes last
+    sdpa           plain causal SDPA, if each row is a single document: padding comes last
     varlen         torch's varlen_attn: one fused kernel over all documents
     flash_attn     the same, from the flash-attn package
-    bucketed       gather documents of like length into padded buckets, plain causal SDPA, scatter
-                   back: any backend, fused where there is a kernel
-    bucketed_math  the same with the fused kernels off, as where a GPU has none
-    math           SDPA with a block-diagonal mask: slow, simple, what the others are compared with
+    bucketed       gather documents of similar length into padded buckets, plain causal SDPA,
+                   scatter back: any SDPA backend, fused if there is a kernel
+    bucketed_math  the same without fused kernels, for GPUs that have none
+    math           SDPA with a block-diagonal mask: slow and simple, the others' reference
 """
 
 import functools
@@ -26,32 +26,32 @@ from llm_demo.errors import UserError
 
 IMPLS = ("sdpa", "varlen", "flash_attn", "bucketed", "bucketed_math", "math")
 
-BUCKET = 64  # documents are padded to a multiple of this: 128 measured slower on an H200
+BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
 
 class Buckets(NamedTuple):
     shapes: list[tuple[int, int]]  # (documents, padded length) of each bucket
-    gather: torch.Tensor  # int64 [slots]: where in the B*S stream a bucket slot's token lies
-    padding: torch.Tensor  # bool [slots, 1, 1]: slots that hold no token
+    gather: torch.Tensor  # int64 [slots]: index of each slot's token in the B*S stream
+    padding: torch.Tensor  # bool [slots, 1, 1]: slots without a token
     scatter: torch.Tensor  # int64 [B*S]: the bucket slot of each token of the stream
 
 
 class Documents(NamedTuple):
-    """Where the documents of a micro-batch [B, S] lie, in the form the chosen backend needs."""
+    """Document layout of a micro-batch [B, S], in the form the chosen backend needs."""
 
     cu_seqlens: torch.Tensor  # int32 [D+1]: boundaries in the flat B*S stream, the last repeated
-    max_len: int  # no document is longer
-    buckets: Buckets | None = None  # None also where every document is a whole row
+    max_len: int  # upper bound on document lengths
+    buckets: Buckets | None = None  # also None if every document is a whole row
     mask: torch.Tensor | None = None  # bool [B, 1, S, S]
 
 
 def make_documents(
     cu_seqlens: torch.Tensor, shape: tuple[int, int], impl: str, device: torch.device, max_len=None
 ) -> Documents:
-    """The layout of a micro-batch for backend `impl`.
+    """Document layout of a micro-batch for backend `impl`.
 
-    cu_seqlens: int32 [D+1] on any device. From a GPU the buckets cost one wait for its value; hand
-    over the CPU's copy where there is one. max_len defaults to S."""
+    cu_seqlens: int32 [D+1] on any device. For buckets a GPU tensor costs a synchronisation; pass
+    the CPU's copy if there is one. max_len defaults to S."""
     B, S = shape
     buckets = mask = None
     if impl.startswith("bucketed"):
@@ -87,8 +87,8 @@ def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
 
 
 class _Rearrange(torch.autograd.Function):
-    """Copy tokens between stream and buckets. The two are inverse permutations but for padding, so
-    each one's backward is the other's forward: a plain gather, where indexing would accumulate."""
+    """Copy tokens between stream and buckets. Apart from padding they are inverse permutations, so
+    each backward is the other's forward: a plain gather, where indexing would accumulate."""
 
     @staticmethod
     def forward(ctx, x, buckets, into_buckets):
@@ -108,7 +108,7 @@ class _Rearrange(torch.autograd.Function):
 
 
 FASTEST_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,  # 0.90 ms a layer where flash takes 1.36 (H200, 16 rows of 1,024)
+    SDPBackend.CUDNN_ATTENTION,  # 0.90 ms per layer, flash 1.36 ms (H200, 16 rows of 1,024)
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
@@ -119,7 +119,7 @@ def _causal(q, k, v, scaling: float):
     """SDPA over whole rows: [B, H, S, D] -> [B, S, H, D]."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.dtype == torch.float32 and q.is_cuda:
-        # the one fused kernel for fp32 knows no groups: without this math would hold all scores
+        # the only fused fp32 kernel has no GQA: without this, math would store all scores
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
     gqa = groups > 1
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
@@ -177,9 +177,9 @@ def _varlen(q, k, v, documents, scaling):
 
 @functools.cache
 def _torch_varlen():
-    """(causal varlen_attn, how it groups heads, whether it takes a scale), for this PyTorch.
+    """(causal varlen_attn, how it groups heads, whether it takes a scale) in this PyTorch.
 
-    Its signature changed with each release: is_causal became window_size, enable_gqa came later."""
+    The signature changed with each release: is_causal became window_size, enable_gqa came later."""
     from torch.nn.attention.varlen import varlen_attn
 
     has = inspect.signature(varlen_attn).parameters
@@ -204,9 +204,9 @@ BACKENDS = dict(
 
 
 def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
-    """Hugging Face's attention signature: q [B, H, S, D], k and v [B, KV, S, D] -> [B, S, H, D].
+    """Attention with Hugging Face's signature: q [B, H, S, D], k, v [B, KV, S, D] -> [B, S, H, D].
 
-    Raises UserError for what a model asks and this can't give, rather than train it wrongly."""
+    Raises UserError for model features not supported here, which would otherwise train wrongly."""
     if documents is None:
         raise ValueError("pass documents=make_documents(...) to the model")
     for name in ("softcap", "s_aux", "position_bias"):

@@ -1,4 +1,4 @@
-"""Which attention backend runs here and is right: the fastest one, tried in its own process."""
+"""Chooses the fastest attention backend that runs correctly here, tested in its own process."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from llm_demo.probe import probe_once
 
 
 def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str | None:
-    """Why `impl` can't run on this device, from facts alone; None if nothing speaks against it.
+    """Why `impl` can't run on this device, without trying it; None if it may run.
 
     single: no row holds more than one document."""
     if impl == "sdpa":
@@ -44,11 +44,11 @@ def has_fused_kernels(device: Device) -> bool:
 def choose(
     asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None
 ) -> tuple[str, list]:
-    """(backend, reasons): the fastest backend that runs here, and a line for each one rejected.
+    """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
-    heads: (query heads, key-value heads, head size); single: as in why_not.
-    probe(impl, dtype, heads) -> error or None is asked for each candidate on a GPU.
-    Raises UserError where a backend asked for can't run."""
+    heads: (query heads, key-value heads, head size). single: as in why_not. probe(impl, dtype,
+    heads) -> error or None is called for each candidate on a GPU. Raises UserError if a requested
+    backend can't run."""
     if asked != "auto" and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
     probe = probe or probe_backend
@@ -56,7 +56,7 @@ def choose(
     for impl in IMPLS if asked == "auto" else (asked,):
         problem = why_not(impl, device, dtype, single)
         if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
-            # without fused kernels the padding that a bucket saves is worth more
+            # without fused kernels, buckets gain more by computing less padding
             problem = problem or "bucketed is as fast here"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):
             problem = probe(impl, dtype, heads)
@@ -67,14 +67,14 @@ def choose(
 
 
 def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
-    """Why `impl` does not run here, or is wrong, in a process of its own; None if all is well."""
+    """Why `impl` fails or is wrong here, tested in its own process; None if it is correct."""
     name = next(name for name, d in DTYPES.items() if d == dtype)
     versions = (importlib.metadata.version("flash_attn"),) if impl == "flash_attn" else ()
     return probe_once("llm_demo.model.attention_choice", impl, name, *heads, versions=versions)
 
 
 def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:
-    """Largest error of output and gradients against math in fp32, relative to the largest value."""
+    """Largest error of output and gradients against fp32 math, relative to the largest value."""
     H, KV, D = heads
     B, S, lengths = 2, 256, [256, 256] if impl == "sdpa" else [256, 100, 60, 96]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)

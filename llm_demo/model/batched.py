@@ -1,4 +1,4 @@
-"""Many greedy answers at once, by transformers' continuous batching over a paged cache."""
+"""Greedy answers to many prompts, by transformers' continuous batching over a paged cache."""
 
 import importlib.util
 import sys
@@ -14,12 +14,12 @@ try:
 except ImportError:
     ContinuousBatchingConfig = None
 
-ROWS = {"cuda": 256, "cpu": 32}  # in flight at once, if the memory holds them
-QUERIES = 2048  # tokens of a forward: prompts are read in pieces of this size
+ROWS = {"cuda": 256, "cpu": 32}  # in flight at once, if memory allows
+QUERIES = 2048  # tokens per forward: prompts are processed in chunks of this size
 
 
 def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]:
-    """(whether to try it, the reason). asked: auto, batch or reference."""
+    """(whether to try continuous batching, the reason). asked: auto, batch or reference."""
     if asked == "reference":
         return False, "as asked"
     if ContinuousBatchingConfig is None:
@@ -31,7 +31,7 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
     if asked == "batch":
         return True, "as asked"
     if device.type == "cuda" and not paged_kernel():
-        # on an H200, 1,319 prompts and 256 new tokens each: 84 s batch by batch, 173 s paged
+        # H200, 1,319 prompts, 256 new tokens each: 84 s in plain batches, 173 s paged
         return False, "paged attention is slow without the flash-attn package"
     return True, "the faster way"
 
@@ -39,8 +39,8 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
 def batched(
     model, prompts: list[list[int]], how: dict, rows: int | None = None
 ) -> tuple[list[list[int]] | None, str]:
-    """(the continuation of each prompt, the attention) or (None, what went wrong). how: arguments
-    of GenerationConfig; rows: at most so many prompts at a time."""
+    """(the continuation of each prompt, the attention) or (None, the error). how: arguments of
+    GenerationConfig; rows: most prompts at a time."""
     before, kernel = model.config._attn_implementation, paged_attention(model)
     rows = rows or ROWS[model.device.type]
     config = ContinuousBatchingConfig(**size(model, prompts, how["max_new_tokens"], rows, kernel))
@@ -52,24 +52,24 @@ def batched(
             continuous_batching_config=config,
             progress_bar=sys.stderr.isatty(),
         )
-    except Exception as e:  # young code: whatever it raises, there is another way
+    except Exception as e:  # young code: after any error the caller falls back
         return None, f"continuous batching failed: {(str(e).strip() or repr(e)).splitlines()[0]}"
     finally:
         model.set_attn_implementation(before)
     problem = next((r.error for r in found.values() if r.error), None)
     if problem or len(found) < len(prompts):
         return None, f"continuous batching failed: {problem or 'answers are missing'}"
-    return [r.generated_tokens for r in found.values()], kernel  # in the order of the prompts
+    return [r.generated_tokens for r in found.values()], kernel  # in prompt order
 
 
 def paged_attention(model) -> str:
-    """The attention to ask for: by itself transformers may look for a kernel on the hub."""
+    """The attention to request. By default transformers may look for a kernel on the hub."""
     fits = model.device.type == "cuda" and model.dtype.itemsize == 2
     return (fits and paged_kernel()) or "sdpa"
 
 
 def paged_kernel() -> str | None:
-    """The fused paged attention that is installed."""
+    """The installed fused paged attention, or None."""
     for module, kernel in (("flash_attn_interface", 3), ("flash_attn", 2)):
         if importlib.util.find_spec(module):
             return f"flash_attention_{kernel}"
@@ -77,7 +77,7 @@ def paged_kernel() -> str | None:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes."""
+    """Free memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     import psutil
@@ -86,9 +86,9 @@ def free_memory(device: torch.device) -> int:
 
 
 def size(model, prompts: list[list[int]], new: int, rows: int, kernel: str) -> dict:
-    """How large a cache to ask for. Left alone it takes nearly all memory, and sdpa looks at every
-    token in the cache for each one that it computes."""
-    block = 32 if kernel == "sdpa" else 256  # what paged flash attention wants
+    """The cache size to request. By default the cache takes nearly all memory, and sdpa reads every
+    token in the cache for each token that it computes."""
+    block = 32 if kernel == "sdpa" else 256  # the size paged flash attention expects
     blocks = -(-(max(map(len, prompts)) + new) // block) + 1  # of the longest row
     heads, layers = model.config.num_key_value_heads, model.config.num_hidden_layers
     bytes_a_row = blocks * block * 2 * layers * heads * head_size(model.config)

@@ -1,4 +1,4 @@
-"""torch.compile for units of blocks and for the loss: whether it works and pays here."""
+"""torch.compile for units of blocks and for the loss, and whether it works and pays off here."""
 
 import functools
 import sys
@@ -11,10 +11,10 @@ from llm_demo.probe import probe_once
 
 
 def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=None):
-    """(whether to compile, the reason). asked: None leaves the choice to this.
+    """(whether to compile, the reason). asked: None decides here.
 
-    probe() -> error or None is asked on a GPU before anything is compiled in earnest: without a C
-    compiler, say, Triton fails only in the first step."""
+    probe() -> error or None runs on a GPU before any real compilation: without a C compiler, for
+    example, Triton fails only in the first step."""
     probe = probe or (lambda: probe_once("llm_demo.model.compiling"))
     if asked is False:
         return False, "as asked"
@@ -31,32 +31,32 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
 
 
 def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
-    """Compile a module's forward, not its hooks: those of FSDP stay outside, in their order.
+    """Compile a module's forward but not its hooks: FSDP's hooks stay outside, in order.
 
-    Modules of the same structure share the compiled code, so 28 blocks cost one compilation.
+    Modules of the same structure share compiled code, so 28 blocks cost one compilation.
     memory_budget: see --activation_memory_budget."""
-    # one entry for each size of unit, with and without gradients, in train and eval mode
+    # one entry per unit size, with and without gradients, in train and eval mode
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
     torch._functorch.config.activation_memory_budget = memory_budget
-    # dynamic=False: an evaluation with another batch size must not make training's shapes symbols
+    # dynamic=False: evaluation with another batch size must not make training shapes symbolic
     module.forward = torch.compile(module.forward, dynamic=False)
 
 
 @functools.cache
 def compiled_add():
-    """add(sums, gradients): each gradient to its sum, in place; fp32 sums of bf16 gradients too.
+    """add(sums, gradients): add gradients to their sums in place, also bf16 gradients to fp32 sums.
 
-    PyTorch's own kernel for mixed dtypes runs at half the memory's speed, once for each tensor."""
+    PyTorch's own mixed-dtype kernel runs at half the memory bandwidth, once per tensor."""
 
     def add(sums, grads):
         torch._foreach_add_(sums, grads)
 
-    # the shapes of a unit are few and stay: nothing to generalise
+    # a unit has few, fixed shapes: nothing to generalise
     return torch.compile(add, dynamic=False)
 
 
 def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """out = the sum of `parts`, tensors of its shape, added in its dtype."""
+    """Set `out` to the sum of `parts`, tensors of its shape, added in its dtype."""
     out.copy_(parts[0])
     for part in parts[1:]:
         out.add_(part)
@@ -64,7 +64,7 @@ def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
 
 @functools.cache
 def compiled_sum():
-    """sum_into in one pass; PyTorch's own reduction runs at half the memory's speed."""
+    """sum_into in one pass. PyTorch's own reduction runs at half the memory bandwidth."""
     return torch.compile(sum_into, dynamic=False)
 
 

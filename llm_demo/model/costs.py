@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of a decoder, block by block, from its configuration."""
+"""Parameters and FLOPs of a decoder, per block, from its configuration."""
 
 import math
 from typing import NamedTuple
@@ -7,15 +7,15 @@ from torch import nn
 
 
 class Cost(NamedTuple):
-    parameters: int  # of matrices; norms are left out
-    active: int  # those that one token uses
-    flops: float  # of training on one token, forward and backward
+    parameters: int  # matrices only, no norms
+    active: int  # parameters that one token uses
+    flops: float  # training FLOPs per token, forward and backward
 
 
 def block_costs(config, seq_len: int) -> list[Cost]:
     """The cost of each decoder block.
 
-    FLOPs: 6 per active weight of a matrix product, and 12·heads·head_dim·S for attention, counted
+    FLOPs: 6 per active weight of a matrix product, plus 12·heads·head_dim·S for attention, counted
     in full rather than its causal half, as in the PaLM paper's appendix B."""
     d, inner = config.hidden_size, config.intermediate_size
     heads, head_dim = config.num_attention_heads, head_size(config)
@@ -26,13 +26,13 @@ def block_costs(config, seq_len: int) -> list[Cost]:
 
 
 def head_cost(config) -> Cost:
-    """The cost of the head. The embedding has as many parameters and no matrix product."""
+    """The cost of the head. The embedding has as many parameters but no matrix product."""
     weights = config.hidden_size * config.vocab_size
     return Cost(weights, weights, 6 * weights)
 
 
 def flops_of_slot(config, seq_len: int) -> float:
-    """Training FLOPs of one token slot through the whole model: what MFU divides by."""
+    """Training FLOPs of one token slot through the whole model, the basis of MFU."""
     return sum(block.flops for block in block_costs(config, seq_len)) + head_cost(config).flops
 
 

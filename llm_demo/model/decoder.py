@@ -1,4 +1,4 @@
-"""A Hugging Face decoder, made or loaded block by block: no process holds what it won't keep."""
+"""A Hugging Face decoder built block by block, so that no process holds more than it keeps."""
 
 import torch
 from accelerate import init_empty_weights
@@ -15,11 +15,11 @@ from llm_demo.model.weights import Weights
 
 
 def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
-    """The decoder with its fp32 parameters on the meta device; buffers (rotary frequencies) are
-    real. `materialise` gives parts of it their weights.
+    """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
+    `materialise` gives parts of it their weights.
 
-    weights: where they will come from; UserError names a tensor that is missing there, has another
-    shape, or that the model does not have."""
+    weights: the source of the weights. Raises UserError naming a tensor that is missing there, has
+    another shape, or is not in the model."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
     if rope_type(config) == "longrope":
@@ -27,7 +27,7 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
     model.float()
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
-    if config.tie_word_embeddings:  # meta parameters are made apart
+    if config.tie_word_embeddings:  # meta parameters are created untied
         model.lm_head.weight = model.model.embed_tokens.weight
     if weights:
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
@@ -35,7 +35,7 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
         if missing := sorted(needed - weights.shapes.keys()):
             raise UserError(f"{weights.folder}: the weights lack {missing[0]}")
         for name, shape in sorted(weights.shapes.items()):
-            # a tied head or the rotary frequencies may lie there too: old files have them
+            # old files may also hold a tied head or the rotary frequencies
             if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
                 raise UserError(f"{weights.folder}: {name} is no weight of this model's")
             if shape != wanted.get(name, shape):
@@ -47,18 +47,18 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
 
 
 class Blocks(nn.Module):
-    """Consecutive decoder blocks: what is compiled, sharded or sent to a stage as one unit.
+    """Consecutive decoder blocks, compiled, sharded or sent to a stage as one unit.
 
-    Several of 16M parameters each make a better unit than one: at small batches the host, launching
-    kernels and running hooks, is slower than the GPU. checkpointing: recompute each block's
-    activations in the backward."""
+    Several blocks of 16M parameters make a better unit than one: at small batches the host,
+    launching kernels and running hooks, is slower than the GPU. checkpointing: recompute each
+    block's activations in the backward."""
 
     def __init__(self, blocks: list[nn.Module], checkpointing: bool):
         super().__init__()
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
-        """hidden [B, S, d] -> the same; position_embeddings: rotary (cos, sin)."""
+        """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin)."""
         layout = {
             "position_embeddings": position_embeddings,
             "position_ids": position_ids,
@@ -77,7 +77,7 @@ class Blocks(nn.Module):
 
 
 def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
-    """Blocks of each unit; 0 blocks_per_unit: as many as make about 64M parameters, 4 at most."""
+    """Blocks of each unit. blocks_per_unit 0: units of about 64M parameters, at most 4 blocks."""
     parameters = block_costs(config, 0)[0].parameters
     size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
     units = -(-n_blocks // size)
@@ -85,8 +85,8 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
 
 
 class Tail(nn.Module):
-    """Last norm, head and loss. One module, because the head's weight is whole only in the forward
-    of the module that it is sharded with."""
+    """Last norm, head and loss. They are one module because the head's weight is whole only in the
+    forward of the module that it is sharded with."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool):
         super().__init__()
@@ -102,7 +102,7 @@ class Tail(nn.Module):
 
 
 class DecoderLoss(nn.Module):
-    """The whole decoder, its blocks in units, with the loss inside its forward."""
+    """The whole decoder, with its blocks in units and the loss inside its forward."""
 
     def __init__(self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False):
         super().__init__()
@@ -110,9 +110,9 @@ class DecoderLoss(nn.Module):
         self.tail, self.rotary = Tail(lm.model.norm, lm.lm_head, compiled), lm.model.rotary_emb
 
     def forward(self, input_ids, position_ids, documents, index, targets=None, answers=None):
-        """Loss sum over the flat positions `index` with `targets` [n], with `answers` [n] what
-        loss.score returns, or without targets the likeliest next tokens there. input_ids,
-        position_ids: int64 [B, S]."""
+        """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the
+        result of loss.score; without targets, the most likely next tokens. input_ids, position_ids:
+        int64 [B, S]."""
         hidden = self.embed_tokens(input_ids)
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:

@@ -1,4 +1,4 @@
-"""Greedy answers from a model in training: no cache, the training forward, any parallelism."""
+"""Greedy answers from a model in training: training forward, no cache, any parallelism."""
 
 import itertools
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from llm_demo.data.steps import Packs
 
 
 def stop_tokens(tokenizer) -> list[int]:
-    """The tokens that end an answer: the tokenizer's own, and the special one that its chat
-    template puts behind an assistant's turn."""
+    """Tokens that end an answer: the tokenizer's eos, and the special token that its chat template
+    puts after an assistant turn."""
     stop = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
@@ -28,8 +28,8 @@ def stop_tokens(tokenizer) -> list[int]:
 
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) token lists of the first `count` documents of the file with a prompt of at
-    most `most` tokens: what precedes the first learnt token, and what is to be learnt after it."""
+    """(prompt, answer) token lists of the file's first `count` documents with prompts of at most
+    `most` tokens. A prompt ends before the first learnt token; an answer is all learnt tokens."""
     found = []
     for start, end in itertools.pairwise(packs.doc_start.tolist()):
         ids, learnt = packs.tokens[start:end], packs.learnt[start:end].copy()
@@ -50,10 +50,10 @@ def generate(
     tokens: int,
     stop,
 ) -> list[list[int]]:
-    """Up to `tokens` further tokens for each prompt, greedily; ends at a token of `stop`.
+    """Up to `tokens` more tokens for each prompt, greedily, ending at a token of `stop`.
 
-    ask(batch, index) -> int64 [B]: the likeliest next tokens at the flat positions `index`, the
-    same on every rank. shape (B, S) and max_docs are the training batch's: fixed in a pipeline."""
+    ask(batch, index) -> int64 [B]: the most likely next tokens at the flat positions `index`, the
+    same on every rank. shape (B, S) and max_docs: as in training, since a pipeline fixes them."""
     B, S = shape
     answers = []
     for first in range(0, len(prompts), B):
@@ -82,7 +82,7 @@ def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Ba
             ids[i, :n] = torch.tensor(rows[i])
             ends.append(i * seq_len + n)
         if n < seq_len:
-            ends.append((i + 1) * seq_len)  # the padding is one more document
+            ends.append((i + 1) * seq_len)  # the padding is a document of its own
     cu = torch.full((count * max_docs + 1,), count * seq_len, dtype=torch.int32)
     cu[0] = 0
     cu[1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)

@@ -1,14 +1,14 @@
 """Token-sum cross-entropy from hidden states and the head's weight, in chunks of rows.
 
-With a vocabulary of 152k the logits of a micro-batch are its largest tensor by far. Here they exist
-for one chunk of rows at a time: its loss and its gradients are formed while it is there."""
+With a vocabulary of 152k, logits are by far the largest tensor of a micro-batch. Here they exist
+for one chunk of rows at a time, whose loss and gradients are computed at once."""
 
 import functools
 
 import torch
 from torch.autograd.function import once_differentiable
 
-CHUNK = 4096  # rows. Small ones starve the matrix units: 64 rows cost a multiple of the time
+CHUNK = 4096  # rows. Small chunks starve the matrix units: 64 rows take several times as long
 
 
 def cross_entropy_sum(
@@ -20,9 +20,9 @@ def cross_entropy_sum(
 ) -> torch.Tensor:
     """Sum of -log p(target) over the learnt positions, an fp32 scalar.
 
-    hidden: [B, S, d]; weight: the head's [V, d], tied to the embedding or not, whole (not a
-    shard), in hidden's dtype; index, targets: int64 [n] as of `learnt`. Softmax and sums: fp32.
-    compiled: by torch.compile, two passes over a chunk's logits instead of six."""
+    hidden: [B, S, d]. weight: the head's [V, d], tied or not, whole (not a shard), in hidden's
+    dtype. index, targets: int64 [n] from `learnt`. Softmax and sums are in fp32. compiled: use
+    torch.compile, two passes over a chunk's logits instead of six."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     pieces = (_compiled_piece(), _compiled_scaled()) if compiled else (_piece, _scaled)
     return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), pieces)
@@ -37,14 +37,14 @@ def score(
     answers: torch.Tensor,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """(what `cross_entropy_sum` returns, answers with a token that is not the likeliest): fp32 [2].
+    """(the result of `cross_entropy_sum`, the number of wrong answers): fp32 [2].
 
-    The other answers are those that greedy decoding gives: each of their tokens is the likeliest
-    one after the prompt and the tokens before it. answers: int64 [n] as of `answers_of`."""
+    An answer is wrong if one of its tokens is not the most likely one after the prompt and the
+    tokens before it: greedy decoding gives the others. answers: int64 [n] from `answers_of`."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     piece = _compiled_score_piece() if compiled else _score_piece
     loss = torch.zeros((), device=rows.device)
-    wrong = torch.zeros(len(rows), device=rows.device)  # by answer: there are no more than rows
+    wrong = torch.zeros(len(rows), device=rows.device)  # per answer: at most one per row
     for part in _parts(len(rows)):
         loss_sum, misses = piece(rows[part], weight, targets[part])
         loss += loss_sum
@@ -53,22 +53,22 @@ def score(
 
 
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The likeliest next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]."""
+    """The most likely next token at flat positions `index` [n] of hidden [B, S, d]: int64 [n]."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     return (rows @ weight.T).argmax(-1)
 
 
 def _parts(count: int) -> list[slice]:
-    """Chunks of `count` rows, of like size: a short rest is slow."""
+    """Split `count` rows into chunks of similar size: a short last chunk is slow."""
     chunks = -(-count // CHUNK)
     size = -(-count // max(1, chunks))
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
 
 def _piece(h, weight, targets):
-    """(loss sum, its gradient by the logits in h's dtype) of one chunk of rows.
+    """(loss sum, gradient of the logits in h's dtype) of one chunk of rows.
 
-    In place: logsumexp would make another fp32 tensor of the logits' size."""
+    Works in place: logsumexp would allocate another fp32 tensor of the logits' size."""
     logits = (h @ weight.T).float()
     logits -= logits.amax(-1, keepdim=True)
     hit = logits.gather(1, targets[:, None])
@@ -81,7 +81,7 @@ def _piece(h, weight, targets):
 
 
 def _score_piece(h, weight, targets):
-    """(loss sum, 1.0 where the target is not the likeliest token) of one chunk of rows."""
+    """(loss sum, 1.0 where the target is not the most likely token) of one chunk of rows."""
     logits = h @ weight.T
     misses = (logits.argmax(-1) != targets).float()
     logits = logits.float()
@@ -133,7 +133,7 @@ def _compiled_scaled():
 
 @functools.cache
 def _fp32_products(device_type: str) -> bool:
-    """Whether a product of bf16 matrices can be added to an fp32 one without rounding between."""
+    """Whether a product of bf16 matrices can be added to fp32 without rounding in between."""
     a = torch.ones(16, 16, dtype=torch.bfloat16, device=device_type)
     try:
         torch.addmm(a.float(), a, a, out_dtype=torch.float32)
@@ -143,7 +143,7 @@ def _fp32_products(device_type: str) -> bool:
 
 
 def _add_product(total, p, h):
-    """total [V, d] + p.T @ h in fp32, in place; total is None at first."""
+    """Add p.T @ h to total [V, d] in fp32, in place; total is None at first."""
     if h.dtype == torch.float32:
         return p.T @ h if total is None else total.addmm_(p.T, h)
     if not _fp32_products(h.device.type):
@@ -159,7 +159,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, needs_grad, pieces):
         piece, ctx.scaled = pieces
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_w = None  # a sum over chunks in bf16 would round once a chunk
+        grad_w = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
         for part in _parts(len(hidden)):
             loss, p = piece(hidden[part], weight, targets[part])
@@ -167,7 +167,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if needs_grad:
                 torch.mm(p, weight, out=grad_h[part])
                 grad_w = _add_product(grad_w, p, hidden[part])
-            del p  # else it is there beside the next chunk's logits and their gradient: 1.2 GB
+            del p  # else it stays beside the next chunk's logits and gradient: 1.2 GB
         if needs_grad:
             if grad_w is None:  # nothing to learn in this micro-batch
                 grad_w = torch.zeros_like(weight, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""How much memory a rank will need at its peak, by part, before anything is allocated.
+"""Estimates a rank's peak memory, by part, before anything is allocated.
 
-Two moments compete for the peak: the loss, when all activations are there and the logits of a
-chunk; and the end of the backward, when all gradients are."""
+The peak is at one of two moments: at the loss, with all activations and a chunk's logits, or at the
+end of the backward, with all gradients."""
 
 import numpy as np
 import torch
@@ -18,15 +18,15 @@ GB = 2**30
 
 
 def saved_bytes(args, config, compute, train) -> float:
-    """Bytes that one block keeps for the backward, for one token."""
+    """Bytes per token that one block keeps for the backward."""
     if args.use_activation_checkpointing:
         return config.hidden_size * torch.finfo(compute.dtype).bits // 8
     return _saved_by_block(args, config, compute, train)
 
 
 def passing_bytes(args, config, compute, train) -> float:
-    """Bytes for one token that are there only while one block's backward runs: what it computes
-    again, and the gradients of the probabilities where attention is no fused kernel."""
+    """Bytes per token that exist only while one block's backward runs: recomputed activations, and
+    the gradients of the probabilities if attention is not a fused kernel."""
     again = (
         _saved_by_block(args, config, compute, train) if args.use_activation_checkpointing else 0
     )
@@ -34,20 +34,20 @@ def passing_bytes(args, config, compute, train) -> float:
 
 
 def _saved_by_block(args, config, compute, train) -> float:
-    """Bytes for one token without checkpointing."""
+    """Bytes per token that one block keeps without checkpointing."""
     size = torch.finfo(compute.dtype).bits // 8
     d, inner = config.hidden_size, config.intermediate_size
     q = config.num_attention_heads * head_size(config)
     kv = config.num_key_value_heads * head_size(config)
     if compute.compile:
-        # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention's
-        # output; gate, up and their product. What is cheap the compiler computes again.
+        # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention
+        # output; gate, up and their product. The compiler recomputes what is cheap.
         return (4 * d + 3 * q + 3 * kv + 3 * inner) * size * args.activation_memory_budget
     return _saved_uncompiled(config, compute, train)
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps, and computes nothing."""
+    """Saves what a fused kernel saves, and computes nothing."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -63,7 +63,7 @@ AttentionInterface.register("packed_counted", _count_attention)
 
 
 def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
-    """The same for plain PyTorch, counted in a forward on the meta device, which allocates none."""
+    """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
     block = skeleton(config, "counted").model.layers[0].to(compute.dtype)
     like = {"dtype": compute.dtype, "device": "meta"}
     hidden = torch.empty(1, tokens, config.hidden_size, requires_grad=True, **like)
@@ -85,7 +85,7 @@ def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
 
 
 def _keys_kept(config, compute, train) -> float:
-    """How many keys a token's probabilities are kept for, in the mean: none by a fused kernel."""
+    """Mean number of keys per token whose probabilities are kept: none by a fused kernel."""
     device = this_device()
     plain = device.vendor == "amd" and why_not("varlen", device, compute.dtype, single=False)
     if compute.attn_impl == "math":
@@ -98,22 +98,22 @@ def _keys_kept(config, compute, train) -> float:
 
 
 def _saved_by_kernel(config, compute, train) -> float:
-    """What an attention that is not one fused kernel keeps besides q, k, v and its output."""
+    """Bytes per token kept besides q, k, v and the output if attention is not one fused kernel."""
     heads, D = config.num_attention_heads, head_size(config)
     if keys := _keys_kept(config, compute, train):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
         return 3 * heads * D * 4 + heads * keys * 4
     if compute.attn_impl == "bucketed" and not train.single:
-        # q, k and v are kept in the buckets only, the output there and in the order of the tokens
+        # q, k and v are kept only in buckets, the output in buckets and in token order
         return heads * D * torch.finfo(compute.dtype).bits // 8
     return 0
 
 
 def loss_bytes(args, config, compute, train) -> float:
-    """Bytes of a chunk's logits, of their gradient and of the head's gradient."""
+    """Bytes of a chunk's logits, their gradient and the head's gradient."""
     rows = min(CHUNK, args.micro_batch_size * train.seq_len)
     size = torch.finfo(compute.dtype).bits // 8
-    # compiled: logits and their gradient; plain: in fp32, in place, beside them in less
+    # compiled: logits and gradient; plain: fp32 in place, plus a copy if the dtype is smaller
     plain = 4 if size == 4 else 4 + size
     logits = rows * config.vocab_size * (2 * size if compute.compile else plain)
     return logits + config.vocab_size * config.hidden_size * 4
@@ -122,8 +122,8 @@ def loss_bytes(args, config, compute, train) -> float:
 def at_the_loss(
     args, config, compute, train, block_tokens: float, head: bool
 ) -> tuple[float, float]:
-    """(bytes of activations, of the loss) when both together are most. block_tokens: tokens that
-    are kept, times the blocks that keep them; head: whether the loss is formed here at all."""
+    """(bytes of activations, bytes of the loss) when their sum is largest. block_tokens: tokens
+    kept, times the blocks that keep them; head: whether the loss is computed here."""
     kept = block_tokens * saved_bytes(args, config, compute, train)
     passing = args.micro_batch_size * train.seq_len * passing_bytes(args, config, compute, train)
     loss = loss_bytes(args, config, compute, train) if head else 0
@@ -131,7 +131,7 @@ def at_the_loss(
 
 
 def describe(ranks: list[dict[str, float]]) -> str:
-    """A table of the parts, and a word where they hardly fit this device."""
+    """A table of the parts, with a warning if they hardly fit this device."""
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
     lines = ["memory expected at the peak, GB (2**30 bytes) of each rank:"]

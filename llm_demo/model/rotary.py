@@ -12,17 +12,17 @@ def rope_type(config) -> str:
 
 
 def length_dependent_rope(config) -> str | None:
-    """The type of the model's rotary embedding if transformers picks its frequencies by the longest
-    document of a batch: with others beside it, a document may get other ones than alone."""
+    """The rotary type if transformers picks its frequencies by the longest document of a batch,
+    else None. In such a batch a document may get different frequencies than alone."""
     kind = rope_type(config)
     return kind if kind in ("longrope", "dynamic") else None
 
 
 class LongRope(nn.Module):
-    """The rotary embedding of type longrope, with the frequencies of each document's own length.
+    """Rotary embedding of type longrope, with frequencies by each document's own length.
 
-    transformers has one choice for a whole batch. Its other type that depends on lengths, dynamic,
-    needs none: up to the model's max_position_embeddings its frequencies stay the same."""
+    transformers picks one set for a whole batch. Its other length-dependent type, dynamic, needs no
+    such class: its frequencies are constant up to the model's max_position_embeddings."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where a model comes from: its folder, configuration and tokenizer, checked."""
+"""Finds and checks a model's folder, configuration and tokenizer."""
 
 import shutil
 from pathlib import Path
@@ -10,8 +10,8 @@ from llm_demo.errors import UserError
 from llm_demo.model.rotary import LongRope, rope_type
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
-# embedding or cap the logits outside their modules (Gemma, Granite, Cohere): trained through the
-# code below they would learn something else, silently.
+# embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
+# silently train them wrongly.
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 
 
@@ -36,7 +36,7 @@ def find_model(name: str) -> Path:
 
 
 def load_config(folder: Path, max_len: int):
-    """The model's configuration, checked against what this project can train exactly."""
+    """The model's configuration. Raises UserError if this project can't train it exactly."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
@@ -46,7 +46,7 @@ def load_config(folder: Path, max_len: int):
             f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
         )
     if getattr(config, "attention_dropout", 0):
-        config.attention_dropout = 0.0  # fine-tuning wants none; pretrained configurations have 0
+        config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
     if rope_type(config) == "longrope":
@@ -73,8 +73,8 @@ def window_of(config) -> int | None:
 
 
 def without_window(config, longest: int) -> None:
-    """Turn the sliding window off, which changes nothing if no document is longer than it. Raises
-    UserError if one is."""
+    """Turn off the sliding window, which changes nothing if no document is longer. Raises UserError
+    if one is."""
     window = window_of(config)
     if window is None:
         return
@@ -89,12 +89,12 @@ def without_window(config, longest: int) -> None:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None):
-    """The tokenizer of a folder or hub id; chat_template: a file that replaces its own template."""
+    """The tokenizer of a folder or hub id. chat_template: a file that replaces its own template."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         folder = find_model(name)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
-    # Without any of them transformers makes an empty tokenizer from config.json.
+    # Without any of them transformers creates an empty tokenizer from config.json.
     if not any((folder / file).is_file() for file in files):
         raise UserError(f"no tokenizer in {folder}: name one by --tokenizer_name_or_path")
     try:
@@ -119,13 +119,13 @@ def read_chat_template(file: Path, tokenizer) -> str:
         tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
     except TemplateSyntaxError as e:
         raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
-    except Exception:  # it may refuse this conversation, yet accept those in the data
+    except Exception:  # it may reject this conversation but accept the data's
         pass
     return template
 
 
 def describe_model(model: Path, tokenizer, folder: Path) -> None:
-    """What an export needs besides weights, kept with the run: the model's folder may go."""
+    """Save what an export needs besides weights with the run: the model's folder may disappear."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
         if (model / name).is_file():

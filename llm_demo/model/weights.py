@@ -1,4 +1,4 @@
-"""Weights from safetensors or at random, block by block: no process holds what it won't keep."""
+"""Loads or initialises weights block by block, so that no process holds more than it keeps."""
 
 import contextlib
 import json
@@ -16,10 +16,10 @@ from llm_demo.progress import watched
 
 
 class Weights:
-    """A folder's safetensors: names and shapes, and any tensor, or some rows of it, when wanted.
+    """A folder's safetensors: names and shapes, and any tensor or part of one on demand.
 
-    Files are mapped for one read at a time: mapped pages count as this process's memory for as long
-    as they stay so, and a rank should hold no more of a file than it keeps."""
+    Files are mapped for one read at a time: pages count as this process's memory while they are
+    mapped, and a rank should hold no more of a file than it keeps."""
 
     def __init__(self, folder: Path, files: dict[str, Path]):
         self.folder, self.files, self.shapes = folder, files, {}
@@ -31,8 +31,8 @@ class Weights:
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
-        """A tensor, or the part of it that these slices of its dimensions select, in the file's
-        dtype, on the CPU. Raises UserError."""
+        """A tensor, or the part that these slices of its dimensions select, in the file's dtype, on
+        the CPU. Raises UserError."""
         with self._open(self.files[name]) as opened:
             found = opened.get_slice(name)[part]
         self.bytes_read += found.nbytes
@@ -71,7 +71,7 @@ def open_weights(folder: Path) -> Weights | None:
 
 
 def loading(weights: Weights | None, shares: int):
-    """A context manager that shows the progress of reading one of so many equal shares."""
+    """A context manager that shows the progress of reading one of `shares` equal shares."""
     if weights is None:
         return contextlib.nullcontext()
     share = weights.bytes / shares
@@ -81,24 +81,24 @@ def loading(weights: Weights | None, shares: int):
 def materialise(
     model: PreTrainedModel, name: str, weights: Weights | None, seed: int, device: torch.device
 ) -> nn.Module:
-    """Give the submodule `name` of a skeleton its weights, on `device`; returns it."""
+    """Give the submodule `name` of a skeleton its weights on `device`, and return it."""
     allocate(model.get_submodule(name), device)
     return fill(model, name, weights, seed)
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Give meta parameters memory, a sharded one that of this rank's share; buffers move."""
+    """Allocate meta parameters (if sharded, only this rank's shard) and move buffers."""
     module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
 
 
 @torch.no_grad()
 def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) -> nn.Module:
-    """Give the parameters of the submodule `name` their values, of a sharded one this rank's part,
-    and their Hugging Face name, `hf_name`.
+    """Set the values of the submodule's parameters (if sharded, this rank's part) and their Hugging
+    Face name, `hf_name`.
 
-    From `weights`, or at random: by the model's own rule, each module from a seed of its name, so
-    that any process that makes a block makes the same one; rounded to bf16, as published weights
-    are, so that runs in every dtype start alike."""
+    Without `weights`, values are random by the model's own rule. Each module is seeded by its name,
+    so any process makes the same block. Values are rounded to bf16, as published weights are, so
+    that runs in every dtype start alike."""
     module = model.get_submodule(name)
     for path, part in module.named_modules(prefix=name):
         random = _random(model, part, f"{seed}:{path}") if weights is None else {}
@@ -109,14 +109,14 @@ def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) 
                 local, chunk = p.to_local(), p.__create_chunk_list__()[0]  # as for a checkpoint
                 spans = zip(chunk.offsets, chunk.sizes, strict=True)
                 mine = tuple(slice(at, at + size) for at, size in spans)
-            # to the device first: copy_ would widen it in the host's memory
+            # move to the device first: copy_ would widen it in host memory
             found = random[key][mine] if random else weights.read(p.hf_name, mine)
             local.copy_(found.to(local.device))
     return module
 
 
 def _random(model: PreTrainedModel, part: nn.Module, seed: str) -> dict[str, torch.Tensor]:
-    """A module's own parameters, not its submodules', whole, at random."""
+    """Random whole values for a module's own parameters, not its submodules'."""
     params = dict(part.named_parameters(recurse=False))
     if not params:
         return {}

@@ -1,11 +1,11 @@
-"""Collectives between the GPUs of one node by their copy engines.
+"""Collectives between the GPUs of one node with their copy engines.
 
-NCCL's kernels hold multiprocessors for as long as an operation is under way, and matrix products
-beside them are slower for it. Here a rank copies from the others' memory; copies hold none, only
-the barriers around them hold one. PyTorch's symmetric memory lends that memory; it is alpha.
+NCCL's kernels occupy multiprocessors for as long as an operation runs, which slows matrix products
+beside them. Here each rank copies from the others' memory. Copies occupy no multiprocessor; only
+the barriers around them occupy one. The memory is PyTorch's symmetric memory, which is alpha.
 
-FSDP2 can gather so by itself in versions after PyTorch 2.11 (set_symm_mem_for_comm), but then takes
-no other exchange of gradients than its own."""
+FSDP2 can gather this way itself in versions after PyTorch 2.11 (set_symm_mem_for_comm), but then
+accepts no gradient exchange other than its own."""
 
 import math
 import os
@@ -24,17 +24,17 @@ try:
 except ImportError:
     symmetric = None
 
-# A rendezvous would set up NVLink's multicast, too: more to go wrong, and nothing here uses it.
+# A rendezvous would also set up NVLink multicast, which nothing here uses and which can fail.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-# Parameters. On two H200 units of 193M (8B) gained 5 % of a step by copies; units of 63M (0.6B)
-# nothing that could be told from noise (bench/LOG.md).
+# Parameters. On two H200, copies saved 5 % of a step for units of 193M (8B), and nothing above
+# noise for units of 63M (0.6B) (bench/LOG.md).
 LARGE = 100_000_000
 
 
 def choose(asked: bool | None, world: World, unit: int) -> tuple[bool, str]:
-    """(whether to use them, the reason). asked: None leaves the choice to this; True raises
-    UserError where they can't be used. unit: parameters of one gather. Every rank calls."""
+    """(whether to use copy engines, the reason). asked: None decides here; True raises UserError if
+    they can't be used. unit: parameters of one gather. Collective."""
     if asked is False:
         return False, "as asked"
     if asked is None and unit < LARGE:
@@ -52,9 +52,9 @@ def choose(asked: bool | None, world: World, unit: int) -> tuple[bool, str]:
 
 
 def cannot(world: World) -> str | None:
-    """Why the ranks can't copy from one another, the same on all; None if they can."""
+    """Why the ranks can't copy from one another, the same on all ranks; None if they can."""
     reasons = [None] * world.size
-    # The later two wait for the other ranks: not before all are ready for that.
+    # The last two wait for other ranks: each needs all ranks to have passed the one before.
     for step in (_lacks, _cannot_share, _cannot_gather):
         try:
             reason = step(world)
@@ -100,14 +100,14 @@ class _Segment:
     """Memory that the other ranks can read, lent to one tensor at a time."""
 
     def __init__(self, n_bytes: int, device: torch.device):
-        # From 10 MiB on, in steps of 2, the allocator gives a block of its own; what shares one
-        # would share its barrier.
+        # From 10 MiB on, in steps of 2, the allocator gives a tensor its own block. Tensors in one
+        # block would share its barrier.
         n_bytes = max(16, math.ceil(n_bytes / 2**21) * 2) * 2**20
         with torch.cuda.use_mem_pool(symmetric.get_mem_pool(device)):
             self.memory = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        # PyTorch 2.11 fills new memory with zeros on the default stream, which gets there when it
-        # has done the work before: over what side streams had copied (a head of zeros, once), and
-        # over what a peer had signalled, who then waits for ever. A rendezvous waits for all.
+        # PyTorch 2.11 zeroes new memory on the default stream, after that stream's earlier work.
+        # This could overwrite what side streams copied (a head became zeros once) or a peer's
+        # signal, and the peer would wait forever. So wait here; the rendezvous waits for all ranks.
         torch.cuda.synchronize()
         self.handle = symmetric.rendezvous(self.memory, dist.group.WORLD.group_name)
         if self.handle.buffer_ptrs[self.handle.rank] != self.memory.data_ptr():
@@ -116,23 +116,23 @@ class _Segment:
 
     def lend(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.of(self.handle.rank, n, dtype)
-        self.lent_to = weakref.ref(tensor.untyped_storage())  # gone with the last view of it
+        self.lent_to = weakref.ref(tensor.untyped_storage())  # freed with its last view
         return tensor
 
     def of(self, rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
         return self.handle.get_remote_tensor(rank, (n,), dtype)
 
 
-segments = defaultdict(list)  # segments of each stream, as the allocator keeps its own
+segments = defaultdict(list)  # per stream, as the allocator keeps its own
 
 
 def shared_empty(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """(n,) in memory that the other ranks can read. Every rank calls, for the same n and dtype on
-    the same stream, and drops what it got in the same order: then all get the same segment.
-    RuntimeError where memory can't be shared.
+    """An empty tensor (n,) in memory that the other ranks can read. Collective: every rank calls
+    with the same n and dtype on the same stream, and drops its tensors in the same order, so that
+    all get the same segment. Raises RuntimeError if memory can't be shared.
 
-    PyTorch's pool alone won't do: of two free blocks of a size it takes that of the lower address,
-    which need not be the same one on every rank. Each then waits at another's barrier."""
+    PyTorch's pool alone does not suffice: of two free blocks of a size it takes that at the lower
+    address, which may differ between ranks. Each rank would then wait at another's barrier."""
     mine = segments[torch.cuda.current_stream().cuda_stream]
     n_bytes = n * dtype.itemsize
     free = (s for s in mine if s.lent_to() is None and s.memory.numel() >= n_bytes)
@@ -147,8 +147,8 @@ def _segment_of(tensor: torch.Tensor) -> _Segment:
 
 
 def all_gather(output: torch.Tensor) -> None:
-    """Fill `output` (n,) of shared_empty, n a multiple of the ranks, with every rank's part; this
-    rank's is there already. Every rank calls."""
+    """Fill `output` (n,) from shared_empty with every rank's part; this rank's part is already
+    there. n: a multiple of the number of ranks. Collective."""
     segment = _segment_of(output)
     parts = output.chunk(segment.handle.world_size)
     segment.handle.barrier()  # all parts are in place
@@ -158,8 +158,8 @@ def all_gather(output: torch.Tensor) -> None:
 
 
 def all_to_all(input: torch.Tensor) -> list[torch.Tensor]:
-    """This rank's part (n / ranks,) of every rank's `input` (n,) of shared_empty, by rank; that of
-    its own input is a view. Every rank calls."""
+    """This rank's part (n / ranks,) of every rank's `input` (n,) from shared_empty, in rank order.
+    The part of its own input is a view. Collective."""
     segment = _segment_of(input)
     parts = list(input.chunk(segment.handle.world_size))
     segment.handle.barrier()
@@ -171,7 +171,7 @@ def all_to_all(input: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _others(segment: _Segment, shared: torch.Tensor):
-    """(rank, its parts) of each other rank; ranks begin at different peers."""
+    """(rank, its parts) of each other rank. Each rank starts at a different peer."""
     size = segment.handle.world_size
     for step in range(1, size):
         peer = (segment.handle.rank + step) % size

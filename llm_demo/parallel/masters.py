@@ -1,9 +1,9 @@
 """fp32 masters of a model that computes in bf16 or fp16, in one process.
 
-The weights of a unit are one flat tensor, and so is all that AdamW keeps of them. Clipping, AdamW
-and the update of the weights are then a few large kernels, not several for each parameter.
+A unit's weights are one flat tensor, and so is each AdamW state. Clipping, AdamW and the update of
+the weights then take a few large kernels, not several per parameter.
 
-Where AdamW is compiled, bf16 weights are half of their masters: see `optim.split`."""
+If AdamW is compiled, bf16 weights are half of their masters: see `optim.split`."""
 
 from collections.abc import Iterator
 
@@ -28,16 +28,16 @@ class Group:
         self.master = nn.Parameter(self.weights if halves else flat)  # what is optimized
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of a flat tensor, one for each parameter and of its shape."""
+        """Views of a flat tensor, one per parameter, each in the parameter's shape."""
         found = flat.view(-1).split(self.sizes)
         return [part.view(p.shape) for p, part in zip(self.params, found, strict=True)]
 
     def fp32(self) -> torch.Tensor:
-        """The masters: what is optimized itself, or a new tensor."""
+        """The masters: the optimized tensor itself, or a new tensor."""
         return self.master.detach() if self.low is None else join(self.weights, self.low)
 
     def store(self, masters: list[torch.Tensor]) -> None:
-        """Take these masters, one for each parameter, and bring the weights up to them."""
+        """Set the masters, one tensor per parameter, and update the weights from them."""
         flat = torch.cat([t.flatten() for t in masters]).view(self.weights.shape)
         if self.low is None:
             self.master.copy_(flat)
@@ -48,10 +48,10 @@ class Group:
 
 
 class Masters:
-    """Turns the fp32 parameters of a model into `dtype` and keeps fp32 masters to optimize.
+    """Converts a model's fp32 parameters to `dtype` and keeps fp32 masters to optimize.
 
-    units: modules of the model whose parameters are handled together; the parameters outside of
-    them make one more. accumulates: a step has several micro-batches. compiled: as AdamW is."""
+    units: modules whose parameters are handled together; the remaining parameters form one more
+    unit. accumulates: a step has several micro-batches. compiled: whether AdamW is."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Masters:
         accumulates: bool,
         compiled: bool,
     ):
-        # bf16 weights with fp32 gradients: not in torch 2.8
+        # torch 2.8 has no fp32 gradients of bf16 weights
         can_be = not accumulates or hasattr(torch.Tensor, "grad_dtype")
         self.halves = compiled and dtype == torch.bfloat16 and can_be
         self.groups, taken = [], set()
@@ -72,7 +72,7 @@ class Masters:
                 if kind:
                     self.groups.append(Group(kind, dtype, self.halves))
         self.params = [group.master for group in self.groups]
-        # A single micro-batch's gradients stay in bf16: the same values in half of the memory.
+        # Gradients of a single micro-batch stay in bf16: the same values in half the memory.
         self.grad_dtype = torch.float32 if accumulates or not self.halves else dtype
         for master in self.params:
             if master.dtype != self.grad_dtype:
@@ -81,7 +81,7 @@ class Masters:
 
     @torch.no_grad()
     def take_grads(self) -> None:
-        """Add the gradients of a micro-batch, which the backward left, to those of the masters."""
+        """Add the gradients of a micro-batch to those of the masters."""
         for group in self.groups:
             grads = [p.grad for p in group.params]
             if group.master.grad is None:
@@ -94,7 +94,7 @@ class Masters:
                 p.grad = None
 
     def follow(self, optimizer: torch.optim.AdamW) -> None:
-        """Bring the weights up to the masters in each step of this optimizer of `params`."""
+        """Update the weights from the masters in each step of this optimizer of `params`."""
         if not self.halves:
             optimizer.register_step_post_hook(self._copy)
             return
@@ -109,7 +109,7 @@ class Masters:
 
     def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
         """(parameter, its fp32 master, *MOMENTS of it) of each parameter, as `optim.adam_views`.
-        In place, but for masters that are made of two halves: `store` takes those back."""
+        All are in place, except masters made of two halves: pass those back to `store`."""
         for group in self.groups:
             state = optimizer.state[group.master]
             flat = [group.fp32(), *(state[name] for name in MOMENTS)]
@@ -117,6 +117,6 @@ class Masters:
 
     @torch.no_grad()
     def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
-        """Take these masters and bring the weights up to them."""
+        """Set the masters and update the weights from them."""
         for group in self.groups:
             group.store([masters[p] for p in group.params])
