@@ -37,7 +37,7 @@ def spare_bytes(
     function of copy_engines: CommTimer.call."""
     missing = {}
     if reason := cast_in_copy():
-        missing["shards are cast before they are copied"] = reason
+        missing["casting weights while they are copied"] = reason
     # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node
     # to node: less with more than two GPUs per node.
     few = world.local_size <= 2 or world.local_size == world.size
@@ -45,16 +45,16 @@ def spare_bytes(
         if not isinstance(unit, FSDPModule):
             continue
         if accumulates and compiles and (reason := add_together(unit)):
-            missing["gradients are added one by one"] = reason
+            missing["adding a unit's gradients in one kernel"] = reason
         # Not embedding and head: shared memory stays allocated, and theirs is large for its use
         by_engines = engines and isinstance(unit, Blocks)
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
-            missing["gradients are reduced in fp32"] = "no custom reduce-scatter"  # PyTorch 2.8
+            missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
             unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines, timed))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(timed))
-    return [f"{what}: this PyTorch has {why}" for what, why in missing.items()]
+    return [f"not {what}: {why}" for what, why in missing.items()]
 
 
 class GatherByEngines:
@@ -110,7 +110,7 @@ def cast_in_copy() -> str | None:
     inputs_of = getattr(collectives, "_get_param_all_gather_inputs", None)
     describe = getattr(collectives, "_get_all_gather_input_metadatas", None)
     if not (inputs_of and describe):
-        return "no functions of the known names"
+        return "FSDP2 has no such function"
     if getattr(inputs_of, "casts_later", False):
         return None
     one = torch.empty(1)
@@ -123,7 +123,7 @@ def cast_in_copy() -> str | None:
         or not all(f"self.{name}" in source for name in used)
         or not hasattr(collectives, "ShardedState")
     ):
-        return "other functions of these names"
+        return "FSDP2's functions have changed"
     sharded = collectives.ShardedState.SHARDED
     cast_to = None
 
@@ -152,15 +152,24 @@ def cast_in_copy() -> str | None:
     return None
 
 
+def autograd_accumulates() -> bool:
+    """Whether FSDP2 leaves accumulation to autograd, which adds in the dtype of the reduction. It
+    does from PyTorch 2.15 on. The sum of a unit's gradients is then the gradient itself."""
+    kind = getattr(collectives, "FSDPParam", None)
+    return isinstance(getattr(kind, "unsharded_accumulated_grad", None), property)
+
+
 def add_together(unit: FSDPModule) -> str | None:
     """Add a unit's gradients to their fp32 sums in one kernel; FSDP2 adds them one by one at half
     the memory bandwidth. Uses private attributes; returns the reason if they differ."""
     group = getattr(unit._get_fsdp_state(), "_fsdp_param_group", None)
     post_backward = getattr(group, "post_backward", None)
+    if autograd_accumulates():
+        return "FSDP2 leaves it to autograd"
     if not post_backward:
-        return "no post_backward of a unit"
+        return "FSDP2 has no post_backward to hook"
     if not all(hasattr(p, "unsharded_accumulated_grad") for p in group.fsdp_params):
-        return "no accumulated gradient of a unit"
+        return "FSDP2 keeps its sums elsewhere"
 
     def add_first(*unused):
         both = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]

@@ -1,6 +1,7 @@
 """FSDP2 with fewer bytes and copies against FSDP2 as it is: the same numbers."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +81,21 @@ def test_the_copy_casts_on_this_pytorch(monkeypatch):
         monkeypatch.setattr(fsdp2.collectives, name, getattr(fsdp2.collectives, name))  # put back
     fsdp2.cast_in_copy()
     assert fsdp2.collectives._get_param_all_gather_inputs.casts_later
+
+
+def test_a_sum_that_autograd_makes_is_left_alone(monkeypatch):
+    """PyTorch 2.15: the sum and the gradient are one tensor, which would be doubled and dropped."""
+
+    class FSDPParam:
+        unsharded_accumulated_grad = property(lambda self: self._unsharded_param.grad)
+
+    monkeypatch.setattr(fsdp2, "collectives", SimpleNamespace(FSDPParam=FSDPParam))
+    group = SimpleNamespace(fsdp_params=[FSDPParam()], post_backward="its own")
+    unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))
+    assert (
+        fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
+        and group.post_backward == "its own"
+    )
 
 
 @pytest.mark.parametrize("here, world, sends", [(2, 2, True), (2, 4, True), (4, 8, False)])
