@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
+from llm_demo.run.summary import WARMUP
 
-WARMUP = 2  # logged steps left out of medians, as in run/summary.py
 GROUPS = 150  # of steps in a long line: their median and range are drawn
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 

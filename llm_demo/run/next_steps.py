@@ -24,9 +24,8 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
             lines.append(("train on", resume(folder, "--max_steps", 2 * steps)))
-    if (ROOT / "llm_demo/report.py").is_file():
-        page = shown(folder / "report.html")
-        lines.append(("report", module("report", shown(folder), "--out", page)))
+    page = shown(folder / "report.html")
+    lines.append(("report", module("report", shown(folder), "--out", page)))
     return [f"  {what + ':':<10}{line}" for what, line in lines]
 
 
