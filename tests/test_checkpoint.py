@@ -106,8 +106,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(damage, tmp_path):
     for step in (2, 3):
         spoil(tmp_path / f"checkpoints/step_{step:08d}/__0_0.distcp")
     step, said = found(tmp_path)
-    assert step == 1 and "step_00000003 is passed over: " + reason in said, said
-    assert "step_00000002 is passed over" in said
+    assert step == 1 and "step_00000003 is skipped: " + reason in said, said
+    assert "step_00000002 is skipped" in said
     checkpoints = make(tmp_path, save=True, keep_last=2)
     checkpoints.tidy()  # puts them aside: they are not to be counted as kept
     save(checkpoints, 2)
@@ -149,7 +149,7 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
         checkpoints_of(voice, identity, flags)
     flags["resume_anyway"] = True
     assert checkpoints_of(voice, identity, flags).first_step == 1
-    assert voice.said[-1] == "resume: as asked, with other settings: lr was 0.1, is 0.2"
+    assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
 
 
 def test_another_model_is_refused(tmp_path):
@@ -251,7 +251,7 @@ def kill_and_resume(tmp_path, points):
         assert code in (0, -signal.SIGKILL)
         killed += code != 0
         step, said = found(tmp_path)  # loads it and compares every number
-        assert newest <= step <= newest + 3 and "passed over" not in said, said
+        assert newest <= step <= newest + 3 and "is skipped" not in said, said
         assert step == newest + 3 if code == 0 else True
         newest = step
         if newest > 50:  # begin anew, so that files stay few

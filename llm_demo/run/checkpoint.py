@@ -89,10 +89,10 @@ class Checkpoints:
         if found := differences(self.facts.get("identity", {}), self.identity):
             said = f"{self.path} trained on other rows: {'; '.join(found)}"
             if not self.args.resume_anyway:
-                raise UserError(f"{said}; --resume_anyway goes on all the same")
-            self.log.say(f"resume: {said}; going on, as asked")
+                raise UserError(f"{said}; --resume_anyway continues all the same")
+            self.log.say(f"resume: {said}; continuing, as asked")
         if found := differences(self.facts.get("settings", {}), self.settings):
-            self.log.say(f"resume: as asked, with other settings: {'; '.join(found)}")
+            self.log.say(f"resume: settings changed: {'; '.join(found)}")
 
     def _see_each_other(self) -> None:
         """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.

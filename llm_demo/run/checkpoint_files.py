@@ -198,7 +198,7 @@ def find(resume: str | None, run_folder: Path, world: World, say) -> Path | None
         problem = problem_of(path, world)
         if not problem:
             return path
-        say(f"resume: {path.name} is passed over: {problem}")
+        say(f"resume: {path.name} is skipped: {problem}")
     if not auto:
         raise UserError(f"{named}: no whole checkpoint there")
     say(f"resume: no checkpoint in {folder}, from the start")
