@@ -19,10 +19,10 @@ from llm_demo.data.batch import answers_of, learnt, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
-from llm_demo.loop import nothing_left, train
+from llm_demo.loop import prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import flops_of_slot, param_count
+from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
@@ -41,8 +41,6 @@ from llm_demo.parallel.masters import Masters
 from llm_demo.parallel.mesh import DATA, make_mesh
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
-from llm_demo.run.checkpoint import Checkpoints
-from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
 
 parse = functools.partial(parse_args, __doc__, FsdpArgs)
@@ -67,12 +65,10 @@ def main() -> None:
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, world.size, sharded))
         return
-    flops = flops_of_slot(config, data.train.seq_len)
-    clock = Clock(args, world, log, horizon.max_steps, flops, compute.dtype)
-    checkpoints = Checkpoints(args, world, log, clock, plan.identity, horizon.max_steps)
-    if checkpoints.first_step >= horizon.max_steps:
-        nothing_left(args, world, log, clock, checkpoints)
+    ready = prepare(args, world, plan, log)
+    if not ready:
         return
+    clock, checkpoints = ready
 
     # model: sharded before it has weights, so that no process makes or reads more than its share
     lm = skeleton(config, compute.attn_impl, weights)

@@ -11,6 +11,7 @@ from llm_demo.data.steps import Packs, collate, step_rows, token_counts
 from llm_demo.device import World
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
+from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.generate import generate, prompts_of, stop_tokens
 from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
@@ -22,6 +23,27 @@ from llm_demo.run.next_steps import next_steps
 from llm_demo.run.summary import COLUMNS, summarise
 
 LOADED = "dry run: the model is loaded; trying a forward pass"
+
+
+def prepare(
+    args: Namespace, world: World, plan: Plan, log: Log, copies: bool = False
+) -> tuple[Clock, Checkpoints] | None:
+    """The clock and the checkpoints of a run, or None if it has nothing left to train; then do what
+    it may have been killed before. copies: as in Checkpoints."""
+    steps = plan.horizon.max_steps
+    flops = flops_of_slot(plan.source.config, plan.data.train.seq_len)
+    clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
+    checkpoints = Checkpoints(args, world, log, clock, plan.identity, steps, copies)
+    if checkpoints.first_step < steps:
+        return clock, checkpoints
+    log.say(f"nothing left to train: {checkpoints.path} is of the last step")
+    if checkpoints.path.parent == checkpoints.folder and not args.dry_run:
+        export_last(args, world, log, checkpoints.path)
+        if not (log.folder / "summary.json").exists():
+            clock.history.resume(checkpoints.facts)
+            clock.history.records += log.open(clock.history.first_step)
+            finish(world, log, clock)
+    return None
 
 
 def train(
@@ -81,17 +103,6 @@ def train(
     export_last(args, world, log, checkpoints.folder / f"step_{horizon.max_steps:08d}")
     show_answers(args, plan, log, ask)
     finish(world, log, clock)
-
-
-def nothing_left(args: Namespace, world: World, log: Log, clock: Clock, checkpoints) -> None:
-    """Finish a run that has already taken its last step: do what it may have been killed before."""
-    log.say(f"nothing left to train: {checkpoints.path} is of the last step")
-    if checkpoints.path.parent == checkpoints.folder and not args.dry_run:
-        export_last(args, world, log, checkpoints.path)
-        if not (log.folder / "summary.json").exists():
-            clock.history.resume(checkpoints.facts)
-            clock.history.records += log.open(clock.history.first_step)
-            finish(world, log, clock)
 
 
 def try_forward(args: Namespace, plan: Plan, ask: Callable) -> None:

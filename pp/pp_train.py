@@ -16,15 +16,13 @@ from llm_demo.data.batch import answers_of, learnt, to_device
 from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
-from llm_demo.loop import nothing_left, train
-from llm_demo.model.costs import flops_of_slot, param_count
+from llm_demo.loop import prepare, train
+from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.weights import loading, materialise
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
-from llm_demo.run.checkpoint import Checkpoints
-from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
 from pp.flags import PipeArgs
 
@@ -59,14 +57,10 @@ def main() -> None:
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, replicas, counts))
         return
-    flops = flops_of_slot(config, S)
-    clock = Clock(args, world, log, horizon.max_steps, flops, compute.dtype)
-    checkpoints = Checkpoints(
-        args, world, log, clock, plan.identity, horizon.max_steps, copies=replicas > 1
-    )
-    if checkpoints.first_step >= horizon.max_steps:
-        nothing_left(args, world, log, clock, checkpoints)
+    ready = prepare(args, world, plan, log, copies=replicas > 1)
+    if not ready:
         return
+    clock, checkpoints = ready
 
     # model: each stage makes only its own layers
     ds_engine.join(world.device)
