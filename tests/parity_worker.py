@@ -1,7 +1,8 @@
-"""Runs main() of a training script for each case of a JSON file, in processes started by torchrun,
-and keeps what engines don't tell: every gradient before clipping, every parameter at the end;
-nothing of a case that is "quiet". "as_it_is": with FSDP2's own steps, before any without."""
+"""Runs main() of a training script for each case of a JSON file, in processes started by torchrun.
+Wraps the script's `step` to record what the log lacks: every gradient, as AdamW receives it before
+clipping, and every parameter at the end; nothing of a "quiet" case."""
 
+import functools
 import json
 import os
 import sys
@@ -24,98 +25,103 @@ def poison(grads):
         list(grads)[1].view(-1)[0] = torch.nan
 
 
-def watch_fsdp():
-    import fsdp.train_fsdp as script
+def watch_fsdp(step, state):
+    """(the wrapped step, a function for the parameters)."""
+    optimizer = state.args[1]
+    grads = {}
 
-    def load(model, *args, into=script.load):
-        record["model"] = model
-        into(model, *args)
+    def keep_grads(*_):
+        for group in optimizer.param_groups:
+            grads.update((p, p.grad.clone()) for p in group["params"])
 
-    class Shards(script.Shards):
-        def take_grads(self):
-            if record["case"].get("quiet"):
-                return super().take_grads()
-            record["grads"] = grads()
-            poison(p.grad.to_local() for p in record["model"].parameters())
-            super().take_grads()
-
-    def spare_bytes(*args, ours=script.spare_bytes):
-        return [] if record["case"].get("as_it_is") else ours(*args)
-
-    def grads():
-        found = named(record["model"]).items()
-        return {n: whole(p.grad) for n, p in found if p.grad is not None}
-
-    def clipped_step(optimizer, clip, loss_scale, *rest, step=script.clipped_step):
-        if record["case"].get("quiet"):
-            return step(optimizer, clip, loss_scale, *rest)
-        kept = record.pop("grads", None) or grads()
-        kept = {n: grad / loss_scale.scale.item() for n, grad in kept.items()}
-        norm = step(optimizer, clip, loss_scale, *rest)
-        record["steps"].append({"norm": norm.item(), "grads": kept})
-        if "poison" in record["case"]:
-            record["after_step"].append(params())
-        return norm
-
-    def params():
-        return {n: whole(p.detach()) for n, p in named(record["model"]).items()}
-
-    def named(model):
-        return {p.hf_name: p for p in model.parameters()}
+    def global_norm(parts, norm=optim.global_norm):
+        poison(grad for grads, _ in parts for grad in grads)
+        return norm(parts)
 
     def whole(t):
         return (t.full_tensor() if hasattr(t, "full_tensor") else t).clone().cpu()
 
-    script.load, script.Shards, script.clipped_step = load, Shards, clipped_step
-    script.spare_bytes = spare_bytes
-    return script, params
+    def named_grads():
+        """{Hugging Face name: gradient}: each lies in its master's gradient where its first moment
+        lies in the master's."""
+        moments = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr(): p for p in grads}
+        named = {}
+        for key, moment in state().items():
+            if key.endswith(".exp_avg"):
+                local = moment.to_local() if hasattr(moment, "to_local") else moment
+                flat = grads[moments[local.untyped_storage().data_ptr()]]
+                grad = flat.as_strided(local.shape, local.stride(), local.storage_offset())
+                if local is not moment:
+                    grad = type(moment).from_local(
+                        grad, moment.device_mesh, moment.placements,
+                        shape=moment.shape, stride=moment.stride(),
+                    )  # fmt: skip
+                named[key.removesuffix(".exp_avg")] = whole(grad)
+        return named
+
+    def watched(*args):
+        loss, norm = step(*args)
+        record["steps"].append({"norm": norm.item(), "grads": named_grads()})
+        return loss, norm
+
+    def params():
+        return {n: whole(t) for n, t in state().items() if not n.endswith(optim.MOMENTS)}
+
+    optimizer.register_step_pre_hook(keep_grads)
+    optim.global_norm = global_norm
+    return watched, params
 
 
-def watch_pp():
-    from deepspeed.accelerator import get_accelerator
+def watch_pp(step, state):
+    """(the step, a function for the parameters): the engine's own optimizer step is wrapped."""
     from deepspeed.runtime.pipe import schedule
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    # DeepSpeed goes by the CPU's fp16 instructions; PyTorch computes in fp16 without them too.
-    get_accelerator().is_fp16_supported = lambda: True
-    import pp.ds_engine as ds_engine
-    import pp.pp_train as script
+    engine = state.args[0]
+    engine_step = engine._INSTRUCTION_MAP[schedule.OptimizerStep]
 
-    def make_engine(*args, make=ds_engine.make_engine):
-        engine = record["engine"] = make(*args)
-        step = engine._INSTRUCTION_MAP[schedule.OptimizerStep]
-
-        def watched(self):
-            if record["case"].get("quiet"):
-                return step(self)
-            scale = getattr(self.optimizer, "loss_scale", 1.0)
-            grads = {}
-            for p in self.module.parameters():
-                grads[p.hf_name] = safe_get_full_grad(p).float().clone().cpu() / scale
-            if self.using_bf16_optimizer:
-                poison(p._hp_grad for p in self.module.parameters())
-            else:
-                poison(g for g in self.optimizer.averaged_gradients[0])
-            step(self)
-            record["steps"].append({"norm": float(self.get_global_grad_norm()), "grads": grads})
-            if "poison" in record["case"]:
-                record["after_step"].append(params())
-            if record["case"].get("untie") and dist.get_rank() == 1:
-                self.module.get_tied_weights_and_groups()[0][0].data[0, 0] += 1
-
-        engine._INSTRUCTION_MAP[schedule.OptimizerStep] = watched
-        return engine
+    def watched(self):
+        scale = getattr(self.optimizer, "loss_scale", 1.0)
+        grads = {}
+        for p in self.module.parameters():
+            grads[p.hf_name] = safe_get_full_grad(p).float().clone().cpu() / scale
+        if self.using_bf16_optimizer:
+            poison(p._hp_grad for p in self.module.parameters())
+        else:
+            poison(g for g in self.optimizer.averaged_gradients[0])
+        engine_step(self)
+        record["steps"].append({"norm": float(self.get_global_grad_norm()), "grads": grads})
+        if record["case"].get("untie") and dist.get_rank() == 1:
+            self.module.get_tied_weights_and_groups()[0][0].data[0, 0] += 1
 
     def params():
-        engine = record["engine"]
         found = {}
         for p in engine.module.parameters():
             master = safe_get_full_fp32_param(p)
             found[p.hf_name] = (p if master is None else master).detach().float().clone().cpu()
         return found
 
-    ds_engine.make_engine = make_engine
-    return script, params
+    engine._INSTRUCTION_MAP[schedule.OptimizerStep] = watched
+    return step, params
+
+
+def train(*args, train):
+    """llm_demo.loop.train with a `step` that is watched; a quiet case's is not."""
+    *before, step, evaluate, ask, state, facts = args
+    case = record["case"]
+    if case.get("quiet"):
+        return train(*args)
+    step, params = {"fsdp": watch_fsdp, "pp": watch_pp}[KIND](step, state)
+
+    def watched(*args):
+        loss, norm = step(*args)
+        if "poison" in case:
+            record["after_step"].append(params())
+        return loss, norm
+
+    train(*before, watched, evaluate, ask, state, facts)
+    kept = {key: record[key] for key in ("steps", "after_step")}
+    torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
 
 def make_adamw(*args, make=optim.make_adamw):
@@ -128,18 +134,28 @@ optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.PIECE = 3 << 14  # and some of several pieces
 if not torch.cuda.is_available():
     optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
-script, params = {"fsdp": watch_fsdp, "pp": watch_pp}[KIND]()
+if KIND == "fsdp":
+    import fsdp.train_fsdp as script
+
+    spare_bytes = script.spare_bytes
+else:
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed goes by the CPU's fp16 instructions; PyTorch computes in fp16 without them too.
+    get_accelerator().is_fp16_supported = lambda: True
+    import pp.pp_train as script
+script.train = functools.partial(train, train=script.train)
 script.make_adamw = make_adamw
 world = start()
 script.start = lambda: world  # one process group for all cases
+global_norm = optim.global_norm
 for case in json.load(open(CASES)):
     record.update(steps=[], after_step=[], case=case)
+    optim.global_norm = global_norm
+    if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
+        script.spare_bytes = (lambda *args: []) if case.get("as_it_is") else spare_bytes
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
-    if case.get("quiet"):
-        continue
-    kept = {key: record[key] for key in ("steps", "after_step")}
-    torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)
