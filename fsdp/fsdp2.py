@@ -23,6 +23,7 @@ except ImportError:
 def spare_bytes(
     model: FSDPModule,
     world: World,
+    group: dist.ProcessGroup,
     dtype: torch.dtype,
     accumulates: bool,
     compiles: bool,
@@ -32,9 +33,13 @@ def spare_bytes(
     """Modify every unit of a sharded model before its first step; return what is not possible with
     this PyTorch, which stays unmodified.
 
-    dtype: compute dtype, bf16 or fp16. accumulates: a step has several micro-batches. compiles:
-    torch.compile works here. engines: blocks use copy engines. timed(name, function, *args) calls a
-    function of copy_engines: CommTimer.call."""
+    Args:
+        group: shards the model.
+        dtype: compute dtype, bf16 or fp16.
+        accumulates: a step has several micro-batches.
+        compiles: torch.compile works here.
+        engines: blocks use copy engines.
+        timed: timed(name, function, *args) calls a function of copy_engines; CommTimer.call."""
     missing = {}
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
@@ -51,20 +56,20 @@ def spare_bytes(
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
-            unit.set_custom_reduce_scatter(SumInFp32(dtype, compiles, by_engines, timed))
+            unit.set_custom_reduce_scatter(SumInFp32(dtype, group, compiles, by_engines, timed))
         if by_engines:
-            unit.set_custom_all_gather(GatherByEngines(timed))
+            unit.set_custom_all_gather(GatherByEngines(group, timed))
     return [f"not {what}: {why}" for what, why in missing.items()]
 
 
 class GatherByEngines:
     """FSDP2's all-gathers with the GPUs' copy engines."""
 
-    def __init__(self, timed: Callable):
-        self.timed = timed
+    def __init__(self, group: dist.ProcessGroup, timed: Callable):
+        self.group, self.timed = group, timed
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return copy_engines.shared_empty(math.prod(size), dtype, device)
+        return copy_engines.shared_empty(math.prod(size), dtype, device, self.group)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
         # the input is part of the output
@@ -77,27 +82,35 @@ class SumInFp32:
     FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
     the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32."""
 
-    def __init__(self, dtype: torch.dtype, compiles: bool, engines: bool, timed: Callable):
-        self.dtype, self.engines, self.timed, self.to_send = dtype, engines, timed, False
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup,
+        compiles: bool,
+        engines: bool,
+        timed: Callable,
+    ):
+        self.dtype, self.group, self.engines, self.timed = dtype, group, engines, timed
+        self.to_send = False
         self.sum = compiled_sum() if compiles else sum_into
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         self.to_send = not self.to_send  # FSDP2 allocates what it sends, then the sum
         if self.to_send and self.engines:
-            return copy_engines.shared_empty(math.prod(size), self.dtype, device)
+            return copy_engines.shared_empty(math.prod(size), self.dtype, device, self.group)
         return torch.empty(*size, dtype=self.dtype if self.to_send else dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         asked = input_tensor.dtype, output_tensor.dtype, op, async_op
         if asked != (self.dtype, torch.float32, dist.ReduceOp.SUM, False):
-            raise RuntimeError(f"FSDP2 wants another reduction than fully_shard was told: {asked}")
+            raise RuntimeError(f"FSDP2 asks for another reduction than configured: {asked}")
         # this rank's part from each rank
         if self.engines:
             parts = self.timed("all_to_all", copy_engines.all_to_all, input_tensor)
         else:
-            found = torch.empty_like(input_tensor)
-            dist.all_to_all_single(found, input_tensor, group=group)
-            parts = found.chunk(group.size())
+            received = torch.empty_like(input_tensor)
+            dist.all_to_all_single(received, input_tensor, group=group)
+            parts = received.chunk(group.size())
         self.sum(output_tensor, parts)
 
 

@@ -83,9 +83,10 @@ def main() -> None:
             tied, reshard = config.tie_word_embeddings, args.reshard_after_forward
             shard(model, tied, compute.dtype, reshard, mesh)
             if compute.dtype != torch.float32:
-                engines = choose_engines(args.copy_engines, world, units, log)
+                group = mesh.get_group()
+                engines = choose_engines(args.copy_engines, world, group, units, log)
                 how = (compute.dtype, accum > 1, compute.compile, engines, clock.comm.call)
-                for missing in spare_bytes(model, world, *how):
+                for missing in spare_bytes(model, world, group, *how):
                     log.say(f"fsdp: {missing}")
         load(model, lm, weights, args.seed, world.device)
 
@@ -190,10 +191,10 @@ def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mes
                 unit.set_force_sum_reduction_for_comms(True)
 
 
-def choose_engines(asked: bool | None, world, units: list[Blocks], log: Log) -> bool:
+def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: Log) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
     largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
-    engines, why = copy_engines.choose(asked, world, largest)
+    engines, why = copy_engines.choose(asked, world, group, largest)
     log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
     log.resolved(copy_engines=engines)
     return engines

@@ -27,19 +27,19 @@ NV, FEW = ["NV18"], 63_000_000
         (None, H200, 2, {"links": []}, False, "not measured over this link"),
         (True, H200, 2, {"links": ["PIX"]}, True, "as asked"),
         (False, H200, 2, {}, False, "as asked"),
-        (None, H200, 2, {"unit": FEW}, False, "63M parameters at a time"),
+        (None, H200, 2, {"unit": FEW}, False, "units of 63M parameters"),
         (True, H200, 2, {"unit": FEW}, True, "as asked"),
-        (None, MI100, 2, {}, False, "only NVIDIA's GPUs"),
-        (None, H200, 1, {}, False, "nobody to copy from"),
-        (None, H200, 4, {}, False, "not all 4 ranks"),
+        (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
+        (None, H200, 1, {}, False, "no peer to copy from"),
+        (None, H200, 4, {}, False, "4 ranks are not all on one node"),
         (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, False, "NCCL_P2P_DISABLE"),
         (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, UserError, "NCCL_P2P_DISABLE"),
         (None, H200, 2, {"reach": {0: False}}, False, "can't reach"),
         (None, H200, 2, {"reach": {2: False, 3: False}}, True, "no multiprocessors"),
-        (None, H200, 2, {"symmetric": None}, False, "no pool"),
-        (None, H200, 2, {"fails": "_cannot_share"}, False, "a first try failed: no memory"),
-        (None, H200, 2, {"fails": "_cannot_gather"}, False, "a first try failed: no memory"),
-        (True, H200, 2, {"fails": "_cannot_gather"}, UserError, "a first try failed"),
+        (None, H200, 2, {"symmetric": None}, False, "no symmetric memory pool"),
+        (None, H200, 2, {"fails": "_cannot_share"}, False, "a test failed: no memory"),
+        (None, H200, 2, {"fails": "_cannot_gather"}, False, "a test failed: no memory"),
+        (True, H200, 2, {"fails": "_cannot_gather"}, UserError, "a test failed"),
     ],
 )
 def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
@@ -54,8 +54,8 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         "from_rank0": lambda world, make: make(),
         "links": lambda: change.get("links", NV),
         "symmetric": change.get("symmetric", type("S", (), {"get_mem_pool": 1})),
-        "_cannot_share": lambda world: None,
-        "_cannot_gather": lambda world: None,
+        "_cannot_share": lambda *_: None,
+        "_cannot_gather": lambda *_: None,
     }
     if "fails" in change:
         parts[change["fails"]] = fails
@@ -63,7 +63,8 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         monkeypatch.setattr(copy_engines, name, part)
     gathered = lambda found, mine: found.__setitem__(slice(None), [None, mine])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
-    arguments = asked, World(1, world, 1, torch.device("cuda", 1)), change.get("unit", LARGE)
+    world = World(1, world, 1, torch.device("cuda", 1))
+    arguments = asked, world, None, change.get("unit", LARGE)
     if chosen is UserError:
         with pytest.raises(UserError, match=f"--copy_engines: .*{reason}"):
             copy_engines.choose(*arguments)
@@ -72,16 +73,16 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         assert found == chosen and reason in why
 
 
-def fails(world):
+def fails(*_):
     raise RuntimeError("no memory\nand more")
 
 
 def test_nobody_waits_for_a_rank_that_lacks_something(monkeypatch):
-    monkeypatch.setattr(copy_engines, "_lacks", lambda world: None)  # it has all; another hasn't
-    monkeypatch.setattr(copy_engines, "_cannot_share", lambda world: pytest.fail("would wait"))
+    monkeypatch.setattr(copy_engines, "_lacks", lambda *_: None)  # it has all; another hasn't
+    monkeypatch.setattr(copy_engines, "_cannot_share", lambda *_: pytest.fail("would wait"))
     gathered = lambda found, mine: found.__setitem__(slice(None), [mine, "lacks it"])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
-    assert copy_engines.cannot(World(0, 2, 0, torch.device("cuda", 0))) == "lacks it"
+    assert copy_engines.cannot(World(0, 2, 0, torch.device("cuda", 0)), None) == "lacks it"
 
 
 def test_the_timer_sees_what_fsdp_copies(monkeypatch):
@@ -90,8 +91,8 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
     timer = CommTimer(torch.device("cpu"), 0, 2)
     timer.install()
     sent, total = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
-    fsdp2.GatherByEngines(timer.call)(total, None, None)
-    how = fsdp2.SumInFp32(torch.bfloat16, compiles=False, engines=True, timed=timer.call)
+    fsdp2.GatherByEngines(None, timer.call)(total, None, None)
+    how = fsdp2.SumInFp32(torch.bfloat16, None, compiles=False, engines=True, timed=timer.call)
     how(total, sent, None, torch.distributed.ReduceOp.SUM)
     timer.remove()
     assert [op[0][0] for op in timer.take()[0]] == ["copied all_gather", "copied all_to_all"]
@@ -100,12 +101,14 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
 
 COPIES = """
 import torch
-from llm_demo.parallel import copy_engines
 from llm_demo.dist import start, run
+from llm_demo.parallel import copy_engines
+from llm_demo.parallel.mesh import make_mesh
 
 def main():
     world = start()
-    assert copy_engines.choose(True, world, 1) == (True, "as asked")
+    group = make_mesh(world, data=world.size).get_group()
+    assert copy_engines.choose(True, world, group, 1) == (True, "as asked")
     n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)
@@ -113,16 +116,16 @@ def main():
         for _ in range(50):  # the default stream has work for long
             busy = (busy @ busy).clamp(-1, 1)
         with torch.cuda.stream(side):
-            whole = copy_engines.shared_empty(n * size, torch.bfloat16, world.device)
+            whole = copy_engines.shared_empty(n * size, torch.bfloat16, world.device, group)
             whole.chunk(n)[me].fill_(me + 1)
             copy_engines.all_gather(whole)
-            sent = copy_engines.shared_empty(n * size, torch.bfloat16, world.device)
+            sent = copy_engines.shared_empty(n * size, torch.bfloat16, world.device, group)
             for peer, part in enumerate(sent.chunk(n)):
                 part.fill_(10 * me + peer)
             found = copy_engines.all_to_all(sent)
             both = whole.clone(), [part.clone() for part in found]
             del whole, sent, found, part
-            reused = len(copy_engines.segments[side.cuda_stream])
+            reused = len(copy_engines.segments[group.group_name, side.cuda_stream])
         torch.cuda.synchronize()
         for peer in range(n):
             assert (both[0].chunk(n)[peer] == peer + 1).all(), (size, peer, "gather")

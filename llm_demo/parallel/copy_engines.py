@@ -32,74 +32,78 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 LARGE = 100_000_000
 
 
-def choose(asked: bool | None, world: World, unit: int) -> tuple[bool, str]:
-    """(whether to use copy engines, the reason). asked: None decides here; True raises UserError if
-    they can't be used. unit: parameters of one gather. Collective."""
+def choose(asked: bool | None, world: World, group, unit: int) -> tuple[bool, str]:
+    """(whether to use copy engines, the reason). Collective.
+
+    Args:
+        asked: None decides here; True raises UserError if they can't be used.
+        group: the process group that shards the model.
+        unit: parameters of one gather."""
     if asked is False:
         return False, "as asked"
     if asked is None and unit < LARGE:
-        return False, f"{unit / 1e6:.0f}M parameters at a time are too few to gain by them"
-    reason = cannot(world)
+        return False, f"no gain for units of {unit / 1e6:.0f}M parameters"
+    reason = cannot(world, group)
     if asked and reason:
         raise UserError(f"--copy_engines: {reason}")
     if reason or asked:
         return not reason, reason or "as asked"
-    found = from_rank0(world, links)
-    if not found or any(not kind.startswith("NV") for kind in found):
-        how = ", ".join(found) or "this link"
+    kinds = from_rank0(world, links)
+    if not kinds or any(not kind.startswith("NV") for kind in kinds):
+        how = ", ".join(kinds) or "this link"
         return False, f"not measured over {how}; --copy_engines tries it"
     return True, "copies take no multiprocessors from matrix products"
 
 
-def cannot(world: World) -> str | None:
+def cannot(world: World, group) -> str | None:
     """Why the ranks can't copy from one another, the same on all ranks; None if they can."""
     reasons = [None] * world.size
     # The last two wait for other ranks: each needs all ranks to have passed the one before.
-    for step in (_lacks, _cannot_share, _cannot_gather):
+    for check in (_lacks, _cannot_share, _cannot_gather):
         try:
-            reason = step(world)
+            reason = check(world, group)
         except (AttributeError, RuntimeError, TypeError) as e:
-            reason = f"a first try failed: {e}".splitlines()[0]
+            reason = f"a test failed: {e}".splitlines()[0]
         dist.all_gather_object(reasons, reason)
-        if found := next(filter(None, reasons), None):
-            return found
+        if reason := next(filter(None, reasons), None):
+            return reason
     return None
 
 
-def _lacks(world: World) -> str | None:
+def _lacks(world: World, group=None) -> str | None:
     device = this_device(world.device.index or 0)
     if device.vendor != "nvidia":
-        return "only NVIDIA's GPUs have been tried"
+        return "tested on NVIDIA GPUs only"
     if world.size == 1:
-        return "one GPU has nobody to copy from"
+        return "one GPU has no peer to copy from"
     if world.local_size < world.size or torch.cuda.device_count() < world.size:
-        return f"this node has not all {world.size} ranks"
+        return f"the {world.size} ranks are not all on one node"
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
-        return "NCCL_P2P_DISABLE forbids what they do"
+        return "NCCL_P2P_DISABLE is set, which forbids copies between GPUs"
     others = [i for i in range(world.size) if i != world.local_rank]
     if not all(torch.cuda.can_device_access_peer(world.local_rank, i) for i in others):
         return "the GPUs can't reach each other's memory"
     if not hasattr(symmetric, "get_mem_pool"):
-        return "this PyTorch has no pool of symmetric memory"
+        return "this PyTorch has no symmetric memory pool"
     return None
 
 
-def _cannot_share(world: World) -> None:
-    shared_empty(world.size, torch.float32, world.device)
+def _cannot_share(world: World, group) -> None:
+    shared_empty(group.size(), torch.float32, world.device, group)
 
 
-def _cannot_gather(world: World) -> str | None:
-    found = shared_empty(world.size, torch.float32, world.device)
-    found[world.rank] = world.rank
-    all_gather(found)
-    right = found.tolist() == list(range(world.size))
-    return None if right else "a first gather found other numbers"
+def _cannot_gather(world: World, group) -> str | None:
+    gathered = shared_empty(group.size(), torch.float32, world.device, group)
+    gathered[group.rank()] = group.rank()
+    all_gather(gathered)
+    right = gathered.tolist() == list(range(group.size()))
+    return None if right else "a test gather returned wrong numbers"
 
 
 class _Segment:
     """Memory that the other ranks can read, lent to one tensor at a time."""
 
-    def __init__(self, n_bytes: int, device: torch.device):
+    def __init__(self, n_bytes: int, device: torch.device, group):
         # From 10 MiB on, in steps of 2, the allocator gives a tensor its own block. Tensors in one
         # block would share its barrier.
         n_bytes = max(16, math.ceil(n_bytes / 2**21) * 2) * 2**20
@@ -109,7 +113,7 @@ class _Segment:
         # This could overwrite what side streams copied (a head became zeros once) or a peer's
         # signal, and the peer would wait forever. So wait here; the rendezvous waits for all ranks.
         torch.cuda.synchronize()
-        self.handle = symmetric.rendezvous(self.memory, dist.group.WORLD.group_name)
+        self.handle = symmetric.rendezvous(self.memory, group.group_name)
         if self.handle.buffer_ptrs[self.handle.rank] != self.memory.data_ptr():
             raise RuntimeError("a block of symmetric memory is shared")
         self.lent_to = lambda: None
@@ -123,22 +127,22 @@ class _Segment:
         return self.handle.get_remote_tensor(rank, (n,), dtype)
 
 
-segments = defaultdict(list)  # per stream, as the allocator keeps its own
+segments = defaultdict(list)  # per group and stream, as the allocator keeps its own
 
 
-def shared_empty(n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor (n,) in memory that the other ranks can read. Collective: every rank calls
-    with the same n and dtype on the same stream, and drops its tensors in the same order, so that
-    all get the same segment. Raises RuntimeError if memory can't be shared.
+def shared_empty(n: int, dtype: torch.dtype, device: torch.device, group) -> torch.Tensor:
+    """An empty tensor (n,) in memory that the group's other ranks can read. Collective: every rank
+    calls with the same n and dtype on the same stream, and drops its tensors in the same order, so
+    that all get the same segment. Raises RuntimeError if memory can't be shared.
 
     PyTorch's pool alone does not suffice: of two free blocks of a size it takes that at the lower
     address, which may differ between ranks. Each rank would then wait at another's barrier."""
-    mine = segments[torch.cuda.current_stream().cuda_stream]
+    mine = segments[group.group_name, torch.cuda.current_stream().cuda_stream]
     n_bytes = n * dtype.itemsize
     free = (s for s in mine if s.lent_to() is None and s.memory.numel() >= n_bytes)
-    if (found := next(free, None)) is None:
-        mine.append(found := _Segment(n_bytes, device))
-    return found.lend(n, dtype)
+    if (segment := next(free, None)) is None:
+        mine.append(segment := _Segment(n_bytes, device, group))
+    return segment.lend(n, dtype)
 
 
 def _segment_of(tensor: torch.Tensor) -> _Segment:
