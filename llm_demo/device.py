@@ -61,14 +61,14 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     """The compute dtype for --dtype `asked`, and the reason. Raises UserError for no bf16."""
     if asked != "auto":
         if asked == "bf16" and device.vendor == "nvidia" and not is_sm80(device):
-            raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16; take fp16")
+            raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16: use fp16")
         return DTYPES[asked], "as asked"
     if device.type == "cpu":
-        return torch.float32, "exact, and CPUs gain little from less"
+        return torch.float32, "exact, and a CPU gains little from lower precision"
     if device.vendor == "nvidia" and not is_sm80(device):
         return torch.float16, f"{device.arch} has no bf16"
     if device.arch == "gfx908":
-        return torch.bfloat16, "needs no loss scaling; fp16 has twice its matrix rate on gfx908"
+        return torch.bfloat16, "needs no loss scaling; on gfx908 fp16 has twice its matrix rate"
     return torch.bfloat16, "needs no loss scaling"
 
 

@@ -217,7 +217,7 @@ def pick(
         (H100, {"single": True}, "sdpa", None),
         (H100, {"single": True, "dtype": torch.float32}, "sdpa", None),
         (H100, {"single": True, "varlen": False}, "sdpa", None),
-        (MI100, {"single": True}, "bucketed", "sdpa: bucketed is as fast here"),
+        (MI100, {"single": True}, "bucketed", "sdpa: bucketed is as fast without fused kernels"),
         (MI300, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
         (H100, {}, "varlen", "sdpa: rows hold several documents"),
         (H100, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),

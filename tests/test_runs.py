@@ -182,7 +182,7 @@ def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_
     with open(tmp_path / "out/cmd.sh") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
-            with pytest.raises(UserError, match="out: another run is at work there"):
+            with pytest.raises(UserError, match="out: another run is using it"):
                 train(kind, f"--max_steps 2 --resume auto {flags}")
     assert contents(tmp_path / "out") == before
 
@@ -197,7 +197,7 @@ def test_nothing_is_created_to_be_locked(train, tmp_path):
     assert not (tmp_path / "lost/cmd.sh").exists()
     args.dry_run = False
     first = run_folder.lock_folder(tmp_path / "lost", args)
-    with pytest.raises(UserError, match="another run is at work there"):
+    with pytest.raises(UserError, match="another run is using it"):
         run_folder.lock_folder(tmp_path / "lost", args)
     first.close()
 
@@ -206,7 +206,7 @@ def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
     args = SimpleNamespace(dry_run=False, estimate=False, overwrite=False, resume="auto")
     assert run_folder.lock_folder(tmp_path, args) is None
     (tmp_path / "checkpoints/step_00000009").mkdir(parents=True)
-    with pytest.raises(UserError, match="another run is at work there"):
+    with pytest.raises(UserError, match="another run is using it"):
         run_folder.take_folder(tmp_path, args, None)
 
 
@@ -456,7 +456,7 @@ def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, 
         end_step(self, step, *rest)
 
     monkeypatch.setattr(clock.Clock, "end_step", deleted)
-    with pytest.raises(UserError, match="^out is gone: it was deleted or moved while"):
+    with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
         train(kind, f"--max_steps 4 --eval_json none {flags}")
     assert not (tmp_path / "out").exists()
 

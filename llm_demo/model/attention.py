@@ -211,14 +211,14 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
         raise ValueError("pass documents=make_documents(...) to the model")
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise UserError(f"this model's attention uses {name}, which no backend here computes")
+            raise UserError(f"this model's attention uses {name}, which is not supported")
     if kwargs.get("dropout"):
         raise UserError("attention_dropout above 0 is not supported: set it to 0 in config.json")
     window = kwargs.get("sliding_window")
     if window is not None and documents.max_len > window:
         raise UserError(
-            f"this model attends to the last {window} tokens only, --seq_len is "
-            f"{documents.max_len}: no backend here has windows, lower --seq_len to {window}"
+            f"this model attends to the last {window} tokens only, but --seq_len is "
+            f"{documents.max_len}: sliding windows are not supported, so set --seq_len {window}"
         )
     return BACKENDS[impl](q, k, v, documents, scaling), None
 

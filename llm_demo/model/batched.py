@@ -23,7 +23,7 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
     if asked == "reference":
         return False, "as asked"
     if ContinuousBatchingConfig is None:
-        return False, "this transformers has no continuous batching"
+        return False, "this version of transformers has no continuous batching"
     if kind := length_dependent_rope(config):
         return False, f"{kind} frequencies depend on the longest document of a batch"
     if device.type == "cpu" and not importlib.util.find_spec("psutil"):
@@ -33,7 +33,7 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
     if device.type == "cuda" and not paged_kernel():
         # H200, 1,319 prompts, 256 new tokens each: 84 s in plain batches, 173 s paged
         return False, "paged attention is slow without the flash-attn package"
-    return True, "the faster way"
+    return True, "faster than padded batches"
 
 
 def batched(

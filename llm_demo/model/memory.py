@@ -134,11 +134,11 @@ def describe(ranks: list[dict[str, float]]) -> str:
     """A table of the parts, with a warning if they come near the memory of this device."""
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
-    lines = ["memory expected at the peak, GB (2**30 bytes) of each rank:"]
+    lines = ["estimated peak memory of each rank in GB (2**30 bytes):"]
     for name in ranks[0]:
         lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
-    lines.append(f"  {'together':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
+    lines.append(f"  {'total':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
     capacity_gb = this_device().memory_gb
     if capacity_gb and max(totals) > 0.95 * capacity_gb:
-        lines.append(f"warning: this may not fit: the device has {capacity_gb:.0f} GB")
+        lines.append(f"warning: this may not fit into the device's {capacity_gb:.0f} GB")
     return "\n".join(lines)

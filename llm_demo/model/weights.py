@@ -54,7 +54,7 @@ def open_weights(folder: Path) -> Weights | None:
         try:
             files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{index} is no index of safetensors: {e!r}") from e
+            raise UserError(f"{index} is not a safetensors index: {e!r}") from e
         return Weights(folder, files)
     if single.is_file():
         try:

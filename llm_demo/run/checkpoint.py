@@ -85,12 +85,12 @@ class Checkpoints:
             self._compare()
 
     def _compare(self) -> None:
-        """Raise UserError if the checkpoint trained on other rows; log settings that differ."""
+        """Raise UserError if the checkpoint is of different rows; log settings that differ."""
         if found := differences(self.facts.get("identity", {}), self.identity):
-            said = f"{self.path} trained on other rows: {'; '.join(found)}"
+            said = f"{self.path} was trained on different rows: {'; '.join(found)}"
             if not self.args.resume_anyway:
-                raise UserError(f"{said}; --resume_anyway continues all the same")
-            self.log.say(f"resume: {said}; continuing, as asked")
+                raise UserError(f"{said}; to continue anyway, add --resume_anyway")
+            self.log.say(f"resume: {said}; continuing because of --resume_anyway")
         if found := differences(self.facts.get("settings", {}), self.settings):
             self.log.say(f"resume: settings changed: {'; '.join(found)}")
 
@@ -107,8 +107,8 @@ class Checkpoints:
             while not name.exists():
                 if time.monotonic() > until:
                     raise OSError(
-                        f"rank {self.world.rank} does not see {name.parent}: give an --output_dir "
-                        "that all nodes share, or --save false"
+                        f"rank {self.world.rank} can't see {name.parent}: set an --output_dir "
+                        "that all nodes share, or add --save false"
                     )
                 time.sleep(0.1)
 
@@ -177,7 +177,8 @@ class Checkpoints:
             self.save(step, tensors(), facts(), wait=bool(asked or last))
         if asked and not last:
             raise Stopped(
-                f"stopped after step {step}, which is saved; to go on: {resume(self.log.folder)}"
+                f"stopped after step {step}, checkpoint saved; to continue: "
+                f"{resume(self.log.folder)}"
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
@@ -242,8 +243,8 @@ class Checkpoints:
                 }
             )
             self.log.say(
-                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training stood "
-                f"still for {stall:.2f} s"
+                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
+                f"for {stall:.2f} s"
             )
 
     def _reserve(self, tensors: dict) -> None:
@@ -260,7 +261,7 @@ class Checkpoints:
             dist.all_reduce(short, dist.ReduceOp.MAX)
         if short:
             self.in_background = False
-            self.log.say("checkpoints: training waits for them, the host has no room for copies")
+            self.log.say("checkpoints: too little host memory for copies, so training waits")
         elif self.world.device.type == "cuda":
 
             def reserve():
@@ -270,7 +271,7 @@ class Checkpoints:
                 runtime = torch.cuda.cudart()
                 done = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
                 if done != runtime.cudaError.success:
-                    self.log.say("checkpoints: memory for copies can't be pinned, copying is slow")
+                    self.log.say("checkpoints: memory can't be pinned, so copying is slow")
                 else:  # unpin before the memory is freed, else copies to its next owner fail
                     unpin = weakref.finalize(self, lambda: unregister(runtime, memory))
                     unpin.atexit = False
@@ -322,7 +323,7 @@ class Checkpoints:
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             final, reason = self.folder / name, reason_of(e, part)
             self.problem = (
-                f"checkpoint {final} can't be written: {reason}; those before it are whole"
+                f"checkpoint {final} can't be written: {reason}; earlier checkpoints are intact"
             )
             if not self.log.folder.is_dir():
                 self.problem = gone(self.log.folder)

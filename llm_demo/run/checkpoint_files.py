@@ -69,7 +69,7 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
     def finish():
         for name, (size, _) in files.items():  # files of other nodes, too
             if not (part / name).exists() or (part / name).stat().st_size != size:
-                raise OSError(f"rank 0 does not see {name}: do all nodes share --output_dir?")
+                raise OSError(f"rank 0 can't see {name}: all nodes must share --output_dir")
         write_json(part / "manifest.json", {"files": files})
 
     together(finish if first else lambda: None, world, group)
@@ -105,11 +105,11 @@ def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
     for name in needed:
         if name not in facts:
             raise UserError(
-                f"{path}/trainer.json has no {name}: it is no checkpoint of this project"
+                f"{path} is not a checkpoint of this project: trainer.json has no {name}"
             )
     for name, fits in FACTS.items():
         if name in facts and not fits(facts[name]):
-            raise UserError(f"{path}/trainer.json: {name} can't be {str(facts[name])[:60]!r}")
+            raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
     return facts
 
 
@@ -154,17 +154,17 @@ def problem_of(path: Path, world: World) -> str | None:
         for name, (size, _) in named.items():
             # the manifest is not trusted: nothing outside the folder, no device, no pipe
             if Path(name).name != name or type(size) is not int:
-                return {}, f"manifest.json: {name[:80]!r} is no file of a checkpoint"
+                return {}, f"manifest.json: {name[:80]!r} is not a checkpoint file"
             try:
                 found = (path / name).stat()
             except (OSError, ValueError) as e:
                 return {}, f"{name}: {getattr(e, 'strerror', None) or e}"
             if not stat.S_ISREG(found.st_mode):
-                return {}, f"{name} is no regular file"
+                return {}, f"{name} is not a regular file"
             if found.st_size != size:
-                return {}, f"{name} has {found.st_size:,} bytes, not {size:,}"
+                return {}, f"{name} has {found.st_size:,} bytes instead of {size:,}"
         if missing := {".metadata", "trainer.json"} - named.keys():
-            return {}, f"manifest.json lacks {min(missing)}"
+            return {}, f"manifest.json does not list {min(missing)}"
         return named, None
 
     files, problem = from_rank0(world, look)
@@ -174,7 +174,7 @@ def problem_of(path: Path, world: World) -> str | None:
     for name in sorted(files)[world.rank :: world.size]:
         try:
             if digest(path / name) != files[name][1]:
-                mine = f"{name} is not what was written: its SHA-256 differs"
+                mine = f"{name} has changed since it was written: its SHA-256 differs"
         except OSError as e:
             mine = f"{name}: {e.strerror}"
     found = [None] * world.size
@@ -198,10 +198,10 @@ def find(resume: str | None, run_folder: Path, world: World, say) -> Path | None
         problem = problem_of(path, world)
         if not problem:
             return path
-        say(f"resume: {path.name} is skipped: {problem}")
+        say(f"resume: {path.name} skipped: {problem}")
     if not auto:
-        raise UserError(f"{named}: no whole checkpoint there")
-    say(f"resume: no checkpoint in {folder}, from the start")
+        raise UserError(f"{named}: it has no intact checkpoint")
+    say(f"resume: no checkpoint in {folder}, starting from step 1")
     return None
 
 
@@ -222,8 +222,8 @@ def load(path: Path, tensors: dict, world: World, group=None) -> None:
     for name in sorted({*wanted, *there}):
         if wanted.get(name) != there.get(name):
             raise UserError(
-                f"{path} is of another model: {name} is {there.get(name, 'missing')} there, "
-                f"{wanted.get(name, 'missing')} here"
+                f"{path} is of another model: the shape of {name} is {there.get(name, 'missing')} "
+                f"there, {wanted.get(name, 'missing')} in this run"
             )
     _load(path, tensors, process_group=group)
 
@@ -240,7 +240,7 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
     if isinstance(error, dcp.CheckpointException):  # not an Exception; its text is a traceback
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
-        return "a file of tensors holds something else, which is refused"
+        return "a tensor file holds other objects, which are refused"
     if said := disk_full(error, folder):
         return said
     cause = error  # a full disk may appear as a file format error

@@ -191,7 +191,7 @@ class Clock:
         self.history.records.append(record)
         self.log.record(record)
         if record["train/skipped"]:
-            self.log.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
+            self.log.say(f"step {step}: the gradient norm is not finite, so all ranks skip it")
         self.log.say(self._line(record))
         if self.args.log_every == 1:
             self._count(step, not math.isfinite(loss) or record["train/skipped"])
@@ -205,7 +205,7 @@ class Clock:
             f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | "
             f"gnorm {r['train/grad_norm']:.2f} | lr {r['train/lr']:.1e} | "
             f"{r['perf/step_ms']:.0f} ms (comm {max(r['perf/comm_ms']):.0f}) | "
-            f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} learnt) | "
+            f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} labels) | "
             f"mfu {mfu} | mem {max(r['perf/peak_mem_gb']):.1f} GB | {eta}"
         )
 
@@ -236,7 +236,7 @@ class Clock:
         if self.bad_steps >= self.args.max_skipped_steps > 0:
             raise UserError(
                 f"loss or gradient norm not finite in {self.bad_steps} steps in a row, up to step "
-                f"{step} (--max_skipped_steps): look at the data, try a lower --lr or --dtype fp32;"
+                f"{step} (--max_skipped_steps): check the data, try a lower --lr or --dtype fp32;"
                 f" {last_checkpoint(self.log.folder)}"
             )
 

@@ -84,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in NAMES.get(module, ()):
-            raise _Refused(f"it asks for {module}.{name}, which no checkpoint needs")
+            raise _Refused(f"it refers to {module}.{name}, which no checkpoint needs")
         return self.made.setdefault(name, type(name, (_Record,), {}))
 
 
@@ -108,9 +108,9 @@ def _checked(raw) -> Metadata:
         _is("_StorageInfo", where)
         file = _text(where.state["relative_path"])
         if not re.fullmatch(r"__\d+_\d+\.distcp", file):
-            raise _Refused(f"it names {file!r}, which is no file of a checkpoint")
+            raise _Refused(f"it names {file!r}, which is not a checkpoint file")
         if where.state.get("transform_descriptors"):
-            raise _Refused(f"it wants {file} transformed")
+            raise _Refused(f"it asks to transform {file}")
         offset = index.state.get("offset")
         key = MetadataIndex(
             _text(index.state["fqn"]),
@@ -124,7 +124,7 @@ def _checked(raw) -> Metadata:
 
 def _is(name: str, record):
     if type(record).__name__ != name or not isinstance(record, _Record):
-        raise TypeError(f"{type(record).__name__} in the place of {name}")
+        raise TypeError(f"expected {name}, found {type(record).__name__}")
     return record
 
 
@@ -134,11 +134,11 @@ def _size(record) -> torch.Size:
 
 def _count(n) -> int:
     if type(n) is not int or n < 0:
-        raise TypeError(f"{n!r} in the place of a number")
+        raise TypeError(f"expected a number, found {n!r}")
     return n
 
 
 def _text(s) -> str:
     if type(s) is not str:
-        raise TypeError(f"{s!r} in the place of a name")
+        raise TypeError(f"expected a name, found {s!r}")
     return s

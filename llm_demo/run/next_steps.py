@@ -23,7 +23,7 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
-            lines.append(("train on", resume(folder, "--max_steps", 2 * steps)))
+            lines.append(("continue", resume(folder, "--max_steps", 2 * steps)))
     page = shown(folder / "report.html")
     lines.append(("report", module("report", shown(folder), "--out", page)))
     return [f"  {what + ':':<10}{line}" for what, line in lines]

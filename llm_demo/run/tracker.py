@@ -17,7 +17,7 @@ def open_tracker(args: Namespace):
         else:
             from wandb import init as make
     except ImportError as e:
-        raise UserError(f"--report_to {args.report_to}: pip install {args.report_to} first") from e
+        raise UserError(f"--report_to {args.report_to}: run pip install {args.report_to}") from e
 
     def track(folder: Path, record: dict) -> None:
         numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
