@@ -1,7 +1,9 @@
 """The device this machine computes with; all decisions by vendor and architecture are made here."""
 
 import os
+import resource
 import subprocess
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -99,9 +101,6 @@ def peak_memory_gb(device: torch.device) -> float:
     """Peak memory of this process in 2**30 bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-    import sys
-
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

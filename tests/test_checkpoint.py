@@ -144,7 +144,7 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
     voice, identity = Voice(tmp_path, lr=0.2), {"seed": 2, "b": 4}
     flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
     with pytest.raises(
-        UserError, match="other rows: seed was 1, is 2; b was None, is 4; --resume_"
+        UserError, match="different rows: seed was 1, is 2; b was None, is 4; to .*--resume_"
     ):
         checkpoints_of(voice, identity, flags)
     flags["resume_anyway"] = True

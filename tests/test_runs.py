@@ -122,7 +122,7 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
     weights = load_file(model_with(tmp_path / "lacking") / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "lacking/model.safetensors")
-    with pytest.raises(UserError, match="lack model.norm.weight"):
+    with pytest.raises(UserError, match="weight model.norm.weight is missing"):
         train(kind, "--max_steps 2 --overwrite --model_name_or_path lacking")
     for error in (UserError("in the first step"), torch.OutOfMemoryError("too large")):
         monkeypatch.setattr(script_of(kind), "learnt", raises(error))

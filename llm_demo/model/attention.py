@@ -24,8 +24,6 @@ from transformers import AttentionInterface
 from llm_demo.data.batch import _document_of, to_device
 from llm_demo.errors import UserError
 
-IMPLS = ("sdpa", "varlen", "flash_attn", "bucketed", "bucketed_math", "math")
-
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
 
@@ -198,9 +196,15 @@ def _flash_attn(q, k, v, documents, scaling):
     return out.unflatten(0, (B, S))
 
 
-BACKENDS = dict(
-    zip(IMPLS, (_sdpa, _varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True)
-)
+BACKENDS = {
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flash_attn": _flash_attn,
+    "bucketed": _bucketed,
+    "bucketed_math": _bucketed_math,
+    "math": _math,
+}
+IMPLS = tuple(BACKENDS)
 
 
 def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):

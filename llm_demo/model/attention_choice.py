@@ -41,7 +41,7 @@ def has_fused_kernels(device: Device) -> bool:
     return is_sm80(device) or device.vendor == "amd" and device.arch.startswith(amd)
 
 
-def choose(
+def choose_attention(
     asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None
 ) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.

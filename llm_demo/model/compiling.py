@@ -75,8 +75,8 @@ def _selftest() -> None:
     layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)).cuda()
     x = torch.randn(128, 64, device="cuda")
     expected = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
-    found = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
-    for a, b in zip(found, expected, strict=True):
+    compiled = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
+    for a, b in zip(compiled, expected, strict=True):
         if not (a - b).norm() < 1e-3 * b.norm():
             sys.exit("compiled and plain gradients differ")
 

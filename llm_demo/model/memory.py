@@ -12,7 +12,7 @@ from llm_demo.model.attention import BUCKET
 from llm_demo.model.attention_choice import why_not
 from llm_demo.model.costs import head_size
 from llm_demo.model.decoder import Blocks, skeleton
-from llm_demo.model.loss import CHUNK
+from llm_demo.model.loss import CHUNK_ROWS
 
 GB = 2**30
 
@@ -111,7 +111,7 @@ def _saved_by_kernel(config, compute, train) -> float:
 
 def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, their gradient and the head's gradient."""
-    rows = min(CHUNK, args.micro_batch_size * train.seq_len)
+    rows = min(CHUNK_ROWS, args.micro_batch_size * train.seq_len)
     size = torch.finfo(compute.dtype).bits // 8
     # compiled: logits and gradient; plain: fp32 in place, plus a copy if the dtype is smaller
     plain = 4 if size == 4 else 4 + size

@@ -44,5 +44,6 @@ class LongRope(nn.Module):
 
 def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
     """(cos, sin) for packed documents."""
-    more = (documents.cu_seqlens,) if isinstance(rotary, LongRope) else ()
-    return rotary(hidden, position_ids, *more)
+    if isinstance(rotary, LongRope):
+        return rotary(hidden, position_ids, documents.cu_seqlens)
+    return rotary(hidden, position_ids)

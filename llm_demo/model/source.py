@@ -54,9 +54,9 @@ def load_config(folder: Path, max_len: int):
             LongRope(config)
         except (KeyError, TypeError, ValueError, RuntimeError) as e:
             raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
-    most = position_limit(config)
-    if most and max_len > most:
-        raise UserError(f"--seq_len {max_len}: {folder} has positions up to {most}")
+    limit = position_limit(config)
+    if limit and max_len > limit:
+        raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
 
 
