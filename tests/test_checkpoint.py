@@ -166,13 +166,13 @@ def test_another_model_is_refused(tmp_path):
 
 def test_a_file_that_rank_0_does_not_see_is_published_by_nobody(tmp_path, monkeypatch):
     """Another node's, whose --output_dir is a folder of its own."""
-    checkpoints, together = make(tmp_path), checkpoint_files.together
+    checkpoints, on_all_ranks = make(tmp_path), checkpoint_files.on_all_ranks
 
     def of_two_nodes(act, *more):
-        found = together(act, *more)
+        found = on_all_ranks(act, *more)
         return [*found, {"__1_0.distcp": [9, "0"]}] if isinstance(found[0], dict) else found
 
-    monkeypatch.setattr(checkpoint_files, "together", of_two_nodes)
+    monkeypatch.setattr(checkpoint_files, "on_all_ranks", of_two_nodes)
     with pytest.raises(UserError, match="rank 0 can't see __1_0.distcp: all nodes must share"):
         save(checkpoints, 1)
     assert not list((tmp_path / "checkpoints").iterdir())

@@ -178,7 +178,9 @@ def test_overwrite_empties_what_a_link_points_to(tmp_path):
 @pytest.mark.parametrize("flags", ["", "--dry_run"])
 def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
-    monkeypatch.setattr(checkpoint, "find", raises(AssertionError("looked for checkpoints")))
+    monkeypatch.setattr(
+        checkpoint, "find_checkpoint", raises(AssertionError("looked for checkpoints"))
+    )
     with open(tmp_path / "out/cmd.sh") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
@@ -524,7 +526,7 @@ def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
         checkpoints.finish()
         go_on.clear()
         saved = {name: torch.zeros_like(t) for name, t in tensors.items()}
-        checkpoint_files.read(tmp_path / f"checkpoints/step_{step:08d}", saved)
+        checkpoint_files.read_tensors(tmp_path / f"checkpoints/step_{step:08d}", saved)
         for name, t in state(1).items():
             assert torch.equal(saved[name], t + step - 1), (step, name)
 

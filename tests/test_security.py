@@ -86,7 +86,7 @@ def sign(folder):
 
 
 def export_of(folder):
-    found = checkpoint_files.find(str(folder), folder, WORLD, print)
+    found = checkpoint_files.find_checkpoint(str(folder), folder, WORLD, print)
     export.export(found, folder.parent.parent / "out")
 
 
@@ -103,7 +103,7 @@ def resume_from(folder):
 
 
 def read_of(folder):
-    checkpoint_files.read(folder, {"lm_head.weight": torch.zeros(64, 8)})
+    checkpoint_files.read_tensors(folder, {"lm_head.weight": torch.zeros(64, 8)})
 
 
 def refused(folder, message, marker=None, uses=(export_of, resume_from)):

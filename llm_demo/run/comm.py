@@ -188,7 +188,7 @@ class CommTimer:
             # AMD's drivers have returned small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        timed = [(key, here, interval(s, e, late)) for key, s, e, here, late, _ in ops]
+        timed = [(key, on_compute, interval(s, e, late)) for key, s, e, on_compute, late, _ in ops]
         spans = [span for _, _, span in timed]
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in timed if on_compute]
@@ -231,9 +231,9 @@ class Gather:
     def floats(self, mine: list[float]) -> list[list[float]]:
         """Every rank's list; all have the same length."""
         send = torch.tensor(mine, dtype=torch.float64)
-        found = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(found, send)
-        return [x.tolist() for x in found]
+        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(ranks, send)
+        return [x.tolist() for x in ranks]
 
     def waits(self, operations: dict) -> list[float]:
         """Each rank's `waiting`, in ms. operations: this rank's {operation: ms}."""

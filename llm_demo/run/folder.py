@@ -52,9 +52,9 @@ def lock_folder(folder: Path, args: Namespace):
     """Lock an earlier run's folder before its checkpoints are searched. Returns a file to keep
     open, or None if there is nothing to lock. Creates nothing in a dry run. The lock ends with its
     process, however that ends. Raises UserError if another run uses the folder."""
-    made = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
+    keep = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
     try:
-        return None if args.estimate else _lock(folder / "cmd.sh", "r+" if made else "a")
+        return None if args.estimate else _lock(folder / "cmd.sh", "r+" if keep else "a")
     except FileNotFoundError:
         return None
     except BlockingIOError:
@@ -88,7 +88,7 @@ def _lock(file: Path, mode: str):
     return opened
 
 
-def gone(folder: Path) -> str:
+def folder_gone(folder: Path) -> str:
     return f"{folder} is gone: it was deleted or moved during the run"
 
 

@@ -41,9 +41,9 @@ class Reader(dcp.FileSystemReader):
     torch.load(weights_only=True)."""
 
     def read_metadata(self, *_args, **_kwargs) -> Metadata:
-        found = read_metadata(Path(self.path))
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
@@ -78,14 +78,14 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file):
         super().__init__(file)
-        self.made = {}  # classes of this file only: a pickle may also modify a class
+        self.stand_ins = {}  # classes of this file only: a pickle may also modify a class
 
     def find_class(self, module, name):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in NAMES.get(module, ()):
             raise _Refused(f"it refers to {module}.{name}, which no checkpoint needs")
-        return self.made.setdefault(name, type(name, (_Record,), {}))
+        return self.stand_ins.setdefault(name, type(name, (_Record,), {}))
 
 
 def _checked(raw) -> Metadata:

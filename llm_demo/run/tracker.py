@@ -22,7 +22,7 @@ def open_tracker(args: Namespace):
     def track(folder: Path, record: dict) -> None:
         numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
         if args.report_to == "tensorboard":
-            writer = opened.setdefault("writer", opened.get("writer") or make(folder / "tb"))
+            writer = opened["writer"] = opened.get("writer") or make(folder / "tb")
             for key, value in numbers.items():
                 writer.add_scalar(key, value, record["step"])
             writer.flush()
