@@ -27,9 +27,8 @@ def saved_bytes(args, config, compute, train) -> float:
 def passing_bytes(args, config, compute, train) -> float:
     """Bytes per token that exist only while one block's backward runs: recomputed activations, and
     the gradients of the probabilities if attention is not a fused kernel."""
-    again = (
-        _saved_by_block(args, config, compute, train) if args.use_activation_checkpointing else 0
-    )
+    recomputed = args.use_activation_checkpointing
+    again = _saved_by_block(args, config, compute, train) if recomputed else 0
     return again + 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
 
 
@@ -79,9 +78,8 @@ def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
     del out
     for p in block.parameters():
         kept.pop(p.untyped_storage()._cdata, None)
-    return sum(storage.nbytes() for storage in kept.values()) / tokens + _saved_by_kernel(
-        config, compute, train
-    )
+    saved = sum(storage.nbytes() for storage in kept.values()) / tokens
+    return saved + _saved_by_kernel(config, compute, train)
 
 
 def _keys_kept(config, compute, train) -> float:

@@ -12,8 +12,8 @@ def rope_type(config) -> str:
 
 
 def length_dependent_rope(config) -> str | None:
-    """The rotary type if transformers picks its frequencies by the longest document of a batch,
-    else None. In such a batch a document may get different frequencies than alone."""
+    """The rotary type if a document's frequencies depend on the longest one of its batch, else
+    None."""
     kind = rope_type(config)
     return kind if kind in ("longrope", "dynamic") else None
 

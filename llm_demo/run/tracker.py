@@ -27,8 +27,8 @@ def open_tracker(args: Namespace):
                 writer.add_scalar(key, value, record["step"])
             writer.flush()
         else:
-            if "writer" not in opened:
-                opened["writer"] = make(project="llm_demo", name=folder.name, dir=folder)
+            how = {"project": "llm_demo", "name": folder.name, "dir": folder}
+            opened["writer"] = opened.get("writer") or make(**how)
             # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
             opened["step"] = max(opened.get("step", 0), record["step"])
             opened["writer"].log(numbers, step=opened["step"])
