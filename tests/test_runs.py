@@ -254,8 +254,8 @@ def watched(tmp_path, **flags):
     flags = {"max_skipped_steps": 3, "log_every": 1, **flags}
     watched = clock.Clock.__new__(clock.Clock)
     voice = SimpleNamespace(folder=tmp_path)
-    vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unread=[])
-    vars(watched).update(looked=None, max_steps=40, comm=clock.CommTimer(WORLD.device, 0, 1))
+    vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unchecked=[])
+    vars(watched).update(copied=None, max_steps=40, comm=clock.CommTimer(WORLD.device, 0, 1))
     return watched
 
 
@@ -426,7 +426,7 @@ def test_an_export_to_a_full_disk(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}))
         patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
-        patch.setattr(export, "read", lambda *_: None)
+        patch.setattr(export, "read_tensors", lambda *_: None)
         patch.setattr(export.torch, "empty", torch.zeros)
         with limit(100_000), pytest.raises(UserError, match="out can't be written: File too large"):
             export.export(folder / "checkpoints/step_00000001", tmp_path / "out")
