@@ -30,7 +30,7 @@ from llm_demo.files import ROOT
 from llm_demo.loop import LOADED
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.source import load_config
-from llm_demo.run.checkpoint_files import read, shapes_of
+from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 from llm_demo.run.environment import environment
 
 LOGGED = ("train/loss", "train/grad_norm")
@@ -141,7 +141,7 @@ def difference(one: Path, other: Path, after: int) -> str:
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read all weights and moments of a checkpoint, unsharded."""
     found = {name: torch.empty(shape) for name, shape in shapes_of(path).items()}
-    read(path, found)
+    read_tensors(path, found)
     return found
 
 

@@ -1,7 +1,9 @@
 """The device this machine computes with; all decisions by vendor and architecture are made here."""
 
 import os
+import resource
 import subprocess
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -61,14 +63,14 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     """The compute dtype for --dtype `asked`, and the reason. Raises UserError for no bf16."""
     if asked != "auto":
         if asked == "bf16" and device.vendor == "nvidia" and not is_sm80(device):
-            raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16; take fp16")
+            raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16: use fp16")
         return DTYPES[asked], "as asked"
     if device.type == "cpu":
-        return torch.float32, "exact, and CPUs gain little from less"
+        return torch.float32, "exact, and a CPU gains little from lower precision"
     if device.vendor == "nvidia" and not is_sm80(device):
         return torch.float16, f"{device.arch} has no bf16"
     if device.arch == "gfx908":
-        return torch.bfloat16, "needs no loss scaling; fp16 has twice its matrix rate on gfx908"
+        return torch.bfloat16, "needs no loss scaling; on gfx908 fp16 has twice its matrix rate"
     return torch.bfloat16, "needs no loss scaling"
 
 
@@ -99,9 +101,6 @@ def peak_memory_gb(device: torch.device) -> float:
     """Peak memory of this process in 2**30 bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    import resource
-    import sys
-
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -28,7 +28,7 @@ from llm_demo.model.generate import stop_tokens
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import MOMENTS
 from llm_demo.progress import size_of, watched
-from llm_demo.run.checkpoint_files import checked_facts, find, read, shapes_of
+from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, shapes_of
 
 WEIGHTS = "model{suffix}.safetensors"
 CARD = """---
@@ -60,7 +60,7 @@ def main() -> None:
     args = make_parser().parse_args()
     alone = World(0, 1, 0, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    checkpoint = find(args.source, Path(args.source), alone, print)
+    checkpoint = find_checkpoint(args.source, Path(args.source), alone, print)
     print(export(checkpoint, args.out, args.dtype, args.max_shard_size))
     if args.push_to_hub:
         push(args.out, args.push_to_hub, private=not args.public)
@@ -147,7 +147,7 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
             tensors = {name: torch.empty(shapes[name]) for name in names}
-            read(checkpoint, tensors)
+            read_tensors(checkpoint, tensors)
             tensors = {name: t.to(dtype) for name, t in tensors.items()}
             for name, t in tensors.items():
                 if not t.isfinite().all():

@@ -20,7 +20,7 @@ from llm_demo.data.steps import Packs, step_rows
 from llm_demo.device import DTYPES, Device, World, pick_dtype, this_device
 from llm_demo.dist import from_rank0, once_per_node
 from llm_demo.errors import UserError
-from llm_demo.model.attention_choice import choose
+from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import head_size
 from llm_demo.model.source import (
@@ -208,7 +208,7 @@ def pick_compute(
     """Choose the attention backend and compilation, tested on rank 0."""
     heads = (config.num_attention_heads, config.num_key_value_heads, head_size(config))
     single = all(p.single for p in packs)
-    pick = functools.partial(choose, args.attn_impl, device, dtype, heads, single)
+    pick = functools.partial(choose_attention, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:
         say(f"attention: not {reason}")

@@ -35,10 +35,10 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
-        return "did not answer within 180 s"  # not cached: the machine may be busy
+        return "no result within 180 s"  # not cached: the machine may be busy
     problem = None
     if done.returncode:
-        problem = ((done.stderr or done.stdout).strip().splitlines() or ["died silently"])[-1]
+        problem = ((done.stderr or done.stdout).strip().splitlines() or ["failed silently"])[-1]
     with contextlib.suppress(OSError):  # a read-only cache: test again next time
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(f".{os.getpid()}")

@@ -82,11 +82,11 @@ def test_what_is_chosen_and_why(model, tokenizer, monkeypatch):
     gpu, cpu, plain = torch.device("cuda"), torch.device("cpu"), MODELS["tied"]
     longrope = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
     monkeypatch.setattr(batched, "paged_kernel", lambda: "flash_attention_3")
-    assert batched.choose_batched("auto", gpu, plain) == (True, "the faster way")
+    assert batched.choose_batched("auto", gpu, plain) == (True, "faster than padded batches")
     monkeypatch.setattr(batched, "paged_kernel", lambda: None)
     assert not batched.choose_batched("auto", gpu, plain)[0]
     assert batched.choose_batched("batch", gpu, plain) == (True, "as asked")
-    assert batched.choose_batched("auto", cpu, plain) == (True, "the faster way")
+    assert batched.choose_batched("auto", cpu, plain) == (True, "faster than padded batches")
     assert batched.choose_batched("reference", gpu, plain) == (False, "as asked")
     chosen, why = batched.choose_batched("batch", gpu, longrope)
     assert not chosen and "longrope" in why

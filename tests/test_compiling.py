@@ -22,7 +22,7 @@ from llm_demo.model.weights import materialise
         (None, H100, "varlen", None, True, "fewer and larger kernels"),
         (None, H100, "sdpa", "no C compiler", False, "does not work here: no C compiler"),
         (True, H100, "varlen", "no C compiler", False, "does not work here: no C compiler"),
-        (None, H100, "bucketed", None, False, "changes its shapes"),
+        (None, H100, "bucketed", None, False, "shapes that change"),
         (True, H100, "bucketed", None, True, "as asked"),
         (None, MI100, "bucketed", None, False, "not measured on gfx908"),
         (None, V100, "bucketed", None, False, "not measured on sm_70"),

@@ -24,7 +24,7 @@ LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
 STEP = re.compile(
     r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms \(comm \d+\) "
-    r"\| [\d.]+k? tok/s \([\d.]+k? learnt\) \| mfu (n/a|[\d.]+%) \| mem [\d.]+ GB \| eta \d+:\d\d"
+    r"\| [\d.]+k? tok/s \([\d.]+k? labels\) \| mfu (n/a|[\d.]+%) \| mem [\d.]+ GB \| eta \d+:\d\d"
 )
 SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2"}
 TWO_ACCUM = {"fsdp": "2", "pp": "4"}  # the same global batch of 8
@@ -341,10 +341,10 @@ def test_a_folder_where_another_run_is_at_work(folder):
     with open(out / "cmd.sh", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         done = run(command)
-        assert done.returncode == 2 and "busy: another run is at work there" in done.stderr
+        assert done.returncode == 2 and "busy: another run is using it" in done.stderr
         (out / "config.json").touch()
         done = run([*(c for c in command if c not in ("--resume", "auto")), "--overwrite"])
-        assert done.returncode == 2 and "busy: another run is at work there" in done.stderr
+        assert done.returncode == 2 and "busy: another run is using it" in done.stderr
         assert (out / "config.json").exists()
     (out / "config.json").unlink()
     done = run(command)

@@ -130,7 +130,7 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tm
     }  # fmt: skip
     (tmp_path / "cases.json").write_text(json.dumps([case]))
     done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
-    assert "step 2: the gradient norm is not finite, all ranks skip the step" in done.stdout
+    assert "step 2: the gradient norm is not finite, so all ranks skip it" in done.stdout
     lines = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
     lines = [line for line in lines if "train/loss" in line]
     assert [line["train/skipped"] for line in lines] == [False, True, False]

@@ -131,9 +131,9 @@ BOTH = [
     (["--warmup_steps", "-1"], "--warmup_steps -1"),
     (["--max_steps", "0", "--num_epochs", "0"], "--num_epochs above 0"),
     (["--attn_impl", "flash"], "--attn_impl flash: choose from auto, sdpa, varlen"),
-    (["--output_dir", "earlier run", "--overwrite"], "earlier run is no run's folder"),
+    (["--output_dir", "earlier run", "--overwrite"], "earlier run is not a run's folder"),
     (["--output_dir", "good.jsonl"], "good.jsonl is a file"),
-    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be made in"),
+    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be created in"),
     (["--seed", "-1"], "--seed -1: must not be negative"),
 ]
 CASES = [("fsdp", *case) for case in BOTH] + [("pp", *case) for case in BOTH[::7]]

@@ -125,5 +125,5 @@ def test_the_flag_prints_and_makes_nothing(tmp_path, kind="pp/launch_pp.sh"):
     flags = ["--estimate", "--output_dir", tmp_path / "run", "--seq_len", "64"]
     done = run(["bash", ROOT / kind, *flags], PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
-    assert "memory expected at the peak" in done.stdout and "together" in done.stdout
+    assert "estimated peak memory" in done.stdout and "total" in done.stdout
     assert "step " not in done.stdout and not (tmp_path / "run").exists()

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("chunk", [1, 5, 4096])
 def test_score_counts_answers_with_a_wrong_token(chunk, monkeypatch):
     """Three answers, of which the second has one wrong token; the loss is the plain one."""
-    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 8, 6), torch.randn(20, 6)
     labels = (hidden @ weight.T).argmax(-1)

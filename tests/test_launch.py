@@ -269,7 +269,7 @@ def test_nodes_without_a_shared_folder_are_told_before_step_1(kind, script, tmp_
     flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
     codes, outputs = two_nodes([[kind, *path, *flags]] * 2)
     assert codes == [2, 2]
-    assert f"error: rank 1 does not see {tmp_path}: give an --output_dir that" in outputs[0]
+    assert f"error: rank 1 can't see {tmp_path}: set an --output_dir that" in outputs[0]
     assert "step 1/2" not in outputs[0] and not (tmp_path / "run").exists()
 
 

@@ -22,7 +22,7 @@ def case(n_labels, dtype=torch.float64):
 @pytest.mark.parametrize("chunk", [1, 4, 7, 4096])
 @pytest.mark.parametrize("n_labels", [0, 1, 17, 30])
 def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
-    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
     hidden, weight, labels = case(n_labels, torch.float32)
     mine = cross_entropy_sum(hidden, weight, *learnt(labels))
     plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
@@ -67,7 +67,7 @@ def test_tied_weight_gets_both_gradients():
 
 def test_full_logits_never_exist(monkeypatch):
     """The largest tensor made is a chunk of logits, or the weight's gradient."""
-    monkeypatch.setattr(loss, "CHUNK", 4)
+    monkeypatch.setattr(loss, "CHUNK_ROWS", 4)
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

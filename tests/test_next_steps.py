@@ -60,7 +60,7 @@ def test_commands_are_quoted_and_parse(folder):
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.models, args.data) == (["my run/hf"], "my data.heldout.jsonl")
     assert args.seq_len == 128  # random weights: there is no base model to compare with
-    assert shlex.split(found["train on"]) == [
+    assert shlex.split(found["continue"]) == [
         "bash", "my run/cmd.sh", "--output_dir", str(folder), "--no_overwrite", "--resume", "auto",
         "--max_steps", "6",
     ]  # fmt: skip
@@ -80,9 +80,9 @@ def test_only_commands_that_can_work(folder, monkeypatch):
     (folder / "hf").mkdir()
     assert "export" not in said(folder) and "evaluate" in said(folder)
     monkeypatch.setenv("NNODES", "2")  # each node has a command of its own
-    assert "train on" not in said(folder) and "same command on every node" in resume(folder)
+    assert "continue" not in said(folder) and "same command on every node" in resume(folder)
     (folder / "checkpoints/latest").unlink()
-    assert not {"export", "evaluate", "train on"} & said(folder).keys()
+    assert not {"export", "evaluate", "continue"} & said(folder).keys()
 
 
 def test_the_report_is_named_where_it_exists(folder):
@@ -141,11 +141,11 @@ def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
         "warning: --warmup_steps 10 is longer than the run of 2 steps: the learning rate only "
         "rises, to 0.0002 in the last step; give a shorter warm-up" in done.stdout
     )
-    lines = re.findall(r"^  (export|evaluate|train on): +(.*)$", done.stdout, re.M)
-    assert [name for name, _ in lines] == ["export", "evaluate", "train on"]
+    lines = re.findall(r"^  (export|evaluate|continue): +(.*)$", done.stdout, re.M)
+    assert [name for name, _ in lines] == ["export", "evaluate", "continue"]
     said = {name: paste(done.stdout, name, here) for name, _ in lines}
     assert loss_of(said["evaluate"]) == pytest.approx(heldout_loss(here / "run", 2), rel=1e-3)
-    assert "after step 2, checked" in said["train on"] and "step 4/4" in said["train on"]
+    assert "after step 2, checked" in said["continue"] and "step 4/4" in said["continue"]
 
     monkeypatch.setattr(progress, "DELAY", 0)
     export.export(here / "run/checkpoints/step_00000004", here / "again", "fp32")

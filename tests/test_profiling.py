@@ -10,7 +10,7 @@ from conftest import ROOT
 from llm_demo.args import parse_steps
 from llm_demo.errors import UserError
 from llm_demo.run.comm import MUTED
-from llm_demo.run.profiling import DEVICE_WORK, analyse, page, together
+from llm_demo.run.profiling import DEVICE_WORK, analyse, combine, page
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 
@@ -114,7 +114,7 @@ def test_overlap_waiting_and_idle_of_two_ranks():
         {"distributedInfo": {"rank": rank}, "traceEvents": events}
         for rank, events in enumerate((first, second))
     ]
-    figures = together([analyse(trace, steps=2) for trace in traces])
+    figures = combine([analyse(trace, steps=2) for trace in traces])
     keys = ("total", "compute", "comm", "exposed", "idle", "wait")
     rows = [[rank[key] for key in keys] for rank in figures["ranks"]]
     assert rows[0] == pytest.approx([25, 20, 10, 5, 0, 0])
@@ -158,7 +158,7 @@ def test_copies_are_under_way_from_barrier_to_barrier_and_matched_stream_by_stre
     # a gather and an exchange on a stream each, whose numbers and order differ on the other rank
     first = [gemm, *copied(0, 10_000, 22), *copied(10_000, 30_000, 22), *copied(9_000, 50_000, 26)]
     second = [gemm, *copied(0, 10_000, 23), *copied(60_000, 75_000, 23), *copied(9_000, 60_000, 20)]
-    ranks = together([analyse({"traceEvents": events}, steps=1) for events in (first, second)])
+    ranks = combine([analyse({"traceEvents": events}, steps=1) for events in (first, second)])
     assert [r["comm"] for r in ranks["ranks"]] == [50, 75]
     assert [r["wait"] for r in ranks["ranks"]] == [5, 10]
     assert ranks["ranks"][0]["kinds"]["ptop"] == (5 + 15 + 36, 3, 24)

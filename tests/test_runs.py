@@ -122,7 +122,7 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
     weights = load_file(model_with(tmp_path / "lacking") / "model.safetensors")
     weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "lacking/model.safetensors")
-    with pytest.raises(UserError, match="lack model.norm.weight"):
+    with pytest.raises(UserError, match="weight model.norm.weight is missing"):
         train(kind, "--max_steps 2 --overwrite --model_name_or_path lacking")
     for error in (UserError("in the first step"), torch.OutOfMemoryError("too large")):
         monkeypatch.setattr(script_of(kind), "learnt", raises(error))
@@ -178,11 +178,13 @@ def test_overwrite_empties_what_a_link_points_to(tmp_path):
 @pytest.mark.parametrize("flags", ["", "--dry_run"])
 def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
-    monkeypatch.setattr(checkpoint, "find", raises(AssertionError("looked for checkpoints")))
+    monkeypatch.setattr(
+        checkpoint, "find_checkpoint", raises(AssertionError("looked for checkpoints"))
+    )
     with open(tmp_path / "out/cmd.sh") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
-            with pytest.raises(UserError, match="out: another run is at work there"):
+            with pytest.raises(UserError, match="out: another run is using it"):
                 train(kind, f"--max_steps 2 --resume auto {flags}")
     assert contents(tmp_path / "out") == before
 
@@ -197,7 +199,7 @@ def test_nothing_is_created_to_be_locked(train, tmp_path):
     assert not (tmp_path / "lost/cmd.sh").exists()
     args.dry_run = False
     first = run_folder.lock_folder(tmp_path / "lost", args)
-    with pytest.raises(UserError, match="another run is at work there"):
+    with pytest.raises(UserError, match="another run is using it"):
         run_folder.lock_folder(tmp_path / "lost", args)
     first.close()
 
@@ -206,7 +208,7 @@ def test_a_folder_that_another_run_used_meanwhile_is_not_taken(tmp_path):
     args = SimpleNamespace(dry_run=False, estimate=False, overwrite=False, resume="auto")
     assert run_folder.lock_folder(tmp_path, args) is None
     (tmp_path / "checkpoints/step_00000009").mkdir(parents=True)
-    with pytest.raises(UserError, match="another run is at work there"):
+    with pytest.raises(UserError, match="another run is using it"):
         run_folder.take_folder(tmp_path, args, None)
 
 
@@ -252,8 +254,8 @@ def watched(tmp_path, **flags):
     flags = {"max_skipped_steps": 3, "log_every": 1, **flags}
     watched = clock.Clock.__new__(clock.Clock)
     voice = SimpleNamespace(folder=tmp_path)
-    vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unread=[])
-    vars(watched).update(looked=None, max_steps=40, comm=clock.CommTimer(WORLD.device, 0, 1))
+    vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unchecked=[])
+    vars(watched).update(copied=None, max_steps=40, comm=clock.CommTimer(WORLD.device, 0, 1))
     return watched
 
 
@@ -424,7 +426,7 @@ def test_an_export_to_a_full_disk(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}))
         patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
-        patch.setattr(export, "read", lambda *_: None)
+        patch.setattr(export, "read_tensors", lambda *_: None)
         patch.setattr(export.torch, "empty", torch.zeros)
         with limit(100_000), pytest.raises(UserError, match="out can't be written: File too large"):
             export.export(folder / "checkpoints/step_00000001", tmp_path / "out")
@@ -456,7 +458,7 @@ def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, 
         end_step(self, step, *rest)
 
     monkeypatch.setattr(clock.Clock, "end_step", deleted)
-    with pytest.raises(UserError, match="^out is gone: it was deleted or moved while"):
+    with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
         train(kind, f"--max_steps 4 --eval_json none {flags}")
     assert not (tmp_path / "out").exists()
 
@@ -524,7 +526,7 @@ def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
         checkpoints.finish()
         go_on.clear()
         saved = {name: torch.zeros_like(t) for name, t in tensors.items()}
-        checkpoint_files.read(tmp_path / f"checkpoints/step_{step:08d}", saved)
+        checkpoint_files.read_tensors(tmp_path / f"checkpoints/step_{step:08d}", saved)
         for name, t in state(1).items():
             assert torch.equal(saved[name], t + step - 1), (step, name)
 

@@ -86,7 +86,7 @@ def sign(folder):
 
 
 def export_of(folder):
-    found = checkpoint_files.find(str(folder), folder, WORLD, print)
+    found = checkpoint_files.find_checkpoint(str(folder), folder, WORLD, print)
     export.export(found, folder.parent.parent / "out")
 
 
@@ -103,7 +103,7 @@ def resume_from(folder):
 
 
 def read_of(folder):
-    checkpoint_files.read(folder, {"lm_head.weight": torch.zeros(64, 8)})
+    checkpoint_files.read_tensors(folder, {"lm_head.weight": torch.zeros(64, 8)})
 
 
 def refused(folder, message, marker=None, uses=(export_of, resume_from)):
@@ -160,7 +160,7 @@ def test_no_command_of_the_metadata_is_run(command, where, folder, tmp_path):
             metadata.storage_data[payload] = payload
 
     change_metadata(folder, change)
-    refused(folder, "metadata is refused: it asks for ", tmp_path / "marker")
+    refused(folder, "metadata is refused: it refers to ", tmp_path / "marker")
     refused(folder, "can't be read: ", tmp_path / "marker", [read_of])
 
 
@@ -249,14 +249,14 @@ def entries(**more):
 
 
 MANIFEST = {
-    "above": (entries(**{"../../config.json": [60, "0"]}), "'../../config.json' is no file of a"),
-    "absolute": (entries(**{"/dev/zero": [0, "0"]}), "'/dev/zero' is no file of a checkpoint"),
-    "a folder": (entries(sub=[4096, "0"]), "sub is no regular file"),
-    "a pipe": (entries(pipe=[0, "0"]), "pipe is no regular file"),
-    "a size": (entries(**{"trainer.json": ["many", "0"]}), "'trainer.json' is no file of a"),
+    "above": (entries(**{"../../config.json": [60, "0"]}), "'../../config.json' is not a check"),
+    "absolute": (entries(**{"/dev/zero": [0, "0"]}), "'/dev/zero' is not a checkpoint file"),
+    "a folder": (entries(sub=[4096, "0"]), "sub is not a regular file"),
+    "a pipe": (entries(pipe=[0, "0"]), "pipe is not a regular file"),
+    "a size": (entries(**{"trainer.json": ["many", "0"]}), "'trainer.json' is not a checkpoint"),
     "a row": (entries(**{"trainer.json": 5}), "manifest.json: TypeError"),
     "a NUL": (entries(**{"a\0b": [1, "0"]}), "embedded null"),
-    "unlisted": (lambda files: files.pop(".metadata"), "manifest.json lacks .metadata"),
+    "unlisted": (lambda files: files.pop(".metadata"), "manifest.json does not list .metadata"),
 }
 
 
@@ -287,7 +287,7 @@ def test_a_manifest_of_another_kind(text, folder):
 def test_odd_facts_are_refused(more, folder):
     (folder / "trainer.json").write_text(json.dumps(FACTS | more))
     sign(folder)
-    refused(folder, f"trainer.json: {next(iter(more))} can't be")
+    refused(folder, f"trainer.json: invalid {next(iter(more))}")
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 10**5, "{}", '{"adam_steps": 1}'])

@@ -75,7 +75,7 @@ def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dic
     dtype, _ = pick_dtype("auto", here)
     chosen = {}
     for kind, single in (("packed", False), ("single", True)):
-        impl, _ = attention.choose(
+        impl, _ = attention.choose_attention(
             "auto", here, dtype, heads, single, lambda impl, *_: problems.get(impl)
         )
         works, why = compiling.choose_compile(None, here, impl, lambda: compile_problem)

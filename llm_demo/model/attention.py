@@ -24,8 +24,6 @@ from transformers import AttentionInterface
 from llm_demo.data.batch import _document_of, to_device
 from llm_demo.errors import UserError
 
-IMPLS = ("sdpa", "varlen", "flash_attn", "bucketed", "bucketed_math", "math")
-
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
 
@@ -198,9 +196,15 @@ def _flash_attn(q, k, v, documents, scaling):
     return out.unflatten(0, (B, S))
 
 
-BACKENDS = dict(
-    zip(IMPLS, (_sdpa, _varlen, _flash_attn, _bucketed, _bucketed_math, _math), strict=True)
-)
+BACKENDS = {
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "flash_attn": _flash_attn,
+    "bucketed": _bucketed,
+    "bucketed_math": _bucketed_math,
+    "math": _math,
+}
+IMPLS = tuple(BACKENDS)
 
 
 def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
@@ -211,14 +215,14 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
         raise ValueError("pass documents=make_documents(...) to the model")
     for name in ("softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise UserError(f"this model's attention uses {name}, which no backend here computes")
+            raise UserError(f"this model's attention uses {name}, which is not supported")
     if kwargs.get("dropout"):
         raise UserError("attention_dropout above 0 is not supported: set it to 0 in config.json")
     window = kwargs.get("sliding_window")
     if window is not None and documents.max_len > window:
         raise UserError(
-            f"this model attends to the last {window} tokens only, --seq_len is "
-            f"{documents.max_len}: no backend here has windows, lower --seq_len to {window}"
+            f"this model attends to the last {window} tokens only, but --seq_len is "
+            f"{documents.max_len}: sliding windows are not supported, so set --seq_len {window}"
         )
     return BACKENDS[impl](q, k, v, documents, scaling), None
 

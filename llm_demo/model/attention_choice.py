@@ -41,7 +41,7 @@ def has_fused_kernels(device: Device) -> bool:
     return is_sm80(device) or device.vendor == "amd" and device.arch.startswith(amd)
 
 
-def choose(
+def choose_attention(
     asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None
 ) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
@@ -57,7 +57,7 @@ def choose(
         problem = why_not(impl, device, dtype, single)
         if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
             # without fused kernels, buckets gain more by computing less padding
-            problem = problem or "bucketed is as fast here"
+            problem = problem or "bucketed is as fast without fused kernels"
         if problem is None and device.type == "cuda" and not impl.endswith("math"):
             problem = probe(impl, dtype, heads)
         if problem is None:
@@ -100,7 +100,7 @@ def _probe_main():
     error = compare_with_math(a.impl, DTYPES[a.dtype], a.heads, "cuda")
     bound = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}[a.dtype]
     if not error < bound:
-        sys.exit(f"differs from math by {error:.1e}, more than {bound:.0e}")
+        sys.exit(f"the result differs from math by {error:.1e}, the limit is {bound:.0e}")
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
         if device.type == "cpu":
             return False, "compiling takes longer than it saves on a CPU"
         if not is_sm80(device):
-            return False, f"not measured on {device.arch}; --compile tries it"
+            return False, f"not measured on {device.arch}; --compile enables it"
         if attn_impl.startswith("bucketed") or attn_impl == "math":
-            return False, f"attention {attn_impl} changes its shapes with the data"
+            return False, f"attention {attn_impl} has shapes that change with the data"
     if device.type == "cuda" and (problem := probe()):
         return False, f"torch.compile does not work here: {problem}"
     return True, "as asked" if asked else "fewer and larger kernels"
@@ -75,8 +75,8 @@ def _selftest() -> None:
     layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)).cuda()
     x = torch.randn(128, 64, device="cuda")
     expected = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
-    found = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
-    for a, b in zip(found, expected, strict=True):
+    compiled = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
+    for a, b in zip(compiled, expected, strict=True):
         if not (a - b).norm() < 1e-3 * b.norm():
             sys.exit("compiled and plain gradients differ")
 

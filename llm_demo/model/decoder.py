@@ -33,15 +33,15 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         needed = {name for name, _ in model.named_parameters()}
         if missing := sorted(needed - weights.shapes.keys()):
-            raise UserError(f"{weights.folder}: the weights lack {missing[0]}")
+            raise UserError(f"{weights.folder}: weight {missing[0]} is missing")
         for name, shape in sorted(weights.shapes.items()):
             # old files may also hold a tied head or the rotary frequencies
             if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
-                raise UserError(f"{weights.folder}: {name} is no weight of this model's")
+                raise UserError(f"{weights.folder}: {name} is not a weight of this model")
             if shape != wanted.get(name, shape):
                 raise UserError(
-                    f"{weights.folder}: {name} is {list(shape)} there, {list(wanted[name])} by "
-                    "config.json"
+                    f"{weights.folder}: {name} has shape {list(shape)}, but config.json implies "
+                    f"{list(wanted[name])}"
                 )
     return model.train()
 
@@ -59,7 +59,7 @@ class Blocks(nn.Module):
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin)."""
-        layout = {
+        inputs = {
             "position_embeddings": position_embeddings,
             "position_ids": position_ids,
             "documents": documents,
@@ -69,10 +69,10 @@ class Blocks(nn.Module):
             if self.checkpointing and torch.is_grad_enabled():
                 # no dropout, so no RNG state to keep
                 hidden = checkpoint(
-                    block, hidden, use_reentrant=False, preserve_rng_state=False, **layout
+                    block, hidden, use_reentrant=False, preserve_rng_state=False, **inputs
                 )
             else:
-                hidden = block(hidden, **layout)
+                hidden = block(hidden, **inputs)
         return hidden
 
 
@@ -85,7 +85,7 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
 
 
 class Tail(nn.Module):
-    """Last norm, head and loss. They are one module because the head's weight is whole only in the
+    """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool):

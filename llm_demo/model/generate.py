@@ -29,17 +29,16 @@ def stop_tokens(tokenizer) -> list[int]:
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) token lists of the file's first `count` documents with prompts of at most
-    `most` tokens. A prompt ends before the first learnt token; an answer is all learnt tokens."""
-    found = []
+    `most` tokens. A prompt ends before the first label; an answer is all labels."""
+    pairs = []
     for start, end in itertools.pairwise(packs.doc_start.tolist()):
-        ids, learnt = packs.tokens[start:end], packs.learnt[start:end].copy()
-        learnt[:1] = False  # nothing predicts a first token
-        where = learnt.nonzero()[0]
+        ids = packs.tokens[start:end]
+        where = packs.learnt[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
         if len(where) and where[0] <= most:
-            found.append((ids[: where[0]].tolist(), ids[where].tolist()))
-            if len(found) == count:
+            pairs.append((ids[: where[0]].tolist(), ids[where].tolist()))
+            if len(pairs) == count:
                 break
-    return found
+    return pairs
 
 
 def generate(
@@ -74,15 +73,11 @@ def generate(
 
 
 def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Batch:
-    ids = torch.zeros(count, seq_len, dtype=torch.int64)
-    ends = []
-    for i in range(count):
-        n = len(rows[i]) if i < len(rows) else 0
-        if n:
-            ids[i, :n] = torch.tensor(rows[i])
-            ends.append(i * seq_len + n)
-        if n < seq_len:
-            ends.append((i + 1) * seq_len)  # the padding is a document of its own
+    rows = rows + [[]] * (count - len(rows))
+    ids = torch.tensor([row + [0] * (seq_len - len(row)) for row in rows])
+    # a row's document ends after its tokens, its padding's at the row's end
+    pairs = [(i * seq_len + len(row), (i + 1) * seq_len) for i, row in enumerate(rows)]
+    ends = sorted({end for pair in pairs for end in pair} - {0})
     cu = torch.full((count * max_docs + 1,), count * seq_len, dtype=torch.int32)
     cu[0] = 0
     cu[1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)

@@ -8,7 +8,7 @@ import functools
 import torch
 from torch.autograd.function import once_differentiable
 
-CHUNK = 4096  # rows. Small chunks starve the matrix units: 64 rows take several times as long
+CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long
 
 
 def cross_entropy_sum(
@@ -18,14 +18,16 @@ def cross_entropy_sum(
     targets: torch.Tensor,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Sum of -log p(target) over the learnt positions, an fp32 scalar.
+    """Sum of -log p(target) over the labels, an fp32 scalar.
 
-    hidden: [B, S, d]. weight: the head's [V, d], tied or not, whole (not a shard), in hidden's
-    dtype. index, targets: int64 [n] from `learnt`. Softmax and sums are in fp32. compiled: use
-    torch.compile, two passes over a chunk's logits instead of six."""
+    hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
+    dtype. index, targets: int64 [n], position and token of each label. Softmax and sums are in
+    fp32. compiled: use torch.compile, two passes over a chunk's logits instead of six."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    pieces = (_compiled_piece(), _compiled_scaled()) if compiled else (_piece, _scaled)
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), pieces)
+    functions = (_piece, _scaled)
+    if compiled:
+        functions = (_compiled(_fused_piece), _compiled(_fused_scaled))
+    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), *functions)
 
 
 @torch.no_grad()
@@ -42,7 +44,7 @@ def score(
     An answer is wrong if one of its tokens is not the most likely one after the prompt and the
     tokens before it: greedy decoding gives the others. answers: int64 [n] from `answers_of`."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    piece = _compiled_score_piece() if compiled else _score_piece
+    piece = _compiled(_fused_score_piece) if compiled else _score_piece
     loss = torch.zeros((), device=rows.device)
     wrong = torch.zeros(len(rows), device=rows.device)  # per answer: at most one per row
     for part in _parts(len(rows)):
@@ -60,7 +62,7 @@ def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor)
 
 def _parts(count: int) -> list[slice]:
     """Split `count` rows into chunks of similar size: a short last chunk is slow."""
-    chunks = -(-count // CHUNK)
+    chunks = -(-count // CHUNK_ROWS)
     size = -(-count // max(1, chunks))
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
@@ -90,45 +92,39 @@ def _score_piece(h, weight, targets):
     return (logits.exp_().sum(-1, keepdim=True).log() - hit).sum(), misses
 
 
-@functools.cache
-def _compiled_score_piece():
-    def piece(h, weight, targets):
-        logits = h @ weight.T
-        misses = (logits.argmax(-1) != targets).float()
-        logits = logits.float()
-        loss = (logits.logsumexp(-1, keepdim=True) - logits.gather(1, targets[:, None])).sum()
-        return loss, misses
-
-    return torch.compile(piece)
-
-
-@functools.cache
-def _compiled_piece():
-    def piece(h, weight, targets):
-        logits = (h @ weight.T).float()
-        norm = logits.logsumexp(-1, keepdim=True)
-        loss = (norm - logits.gather(1, targets[:, None])).sum()
-        p = (logits - norm).exp()
-        hit = torch.arange(p.shape[1], device=p.device) == targets[:, None]
-        return loss, torch.where(hit, p - 1, p).to(h.dtype)
-
-    return torch.compile(piece)
-
-
 def _scaled(grad_h, grad_w, factor):
     """Both gradients times a 0-dim factor, in grad_h's dtype."""
     weight = torch.mul(grad_w, factor, out=torch.empty_like(grad_w, dtype=grad_h.dtype))
     return grad_h * factor.to(grad_h.dtype), weight
 
 
+# The same functions in a form that torch.compile fuses; it needs no work in place.
+
+
+def _fused_piece(h, weight, targets):
+    logits = (h @ weight.T).float()
+    norm = logits.logsumexp(-1, keepdim=True)
+    loss = (norm - logits.gather(1, targets[:, None])).sum()
+    p = (logits - norm).exp()
+    hit = torch.arange(p.shape[1], device=p.device) == targets[:, None]
+    return loss, torch.where(hit, p - 1, p).to(h.dtype)
+
+
+def _fused_score_piece(h, weight, targets):
+    logits = h @ weight.T
+    misses = (logits.argmax(-1) != targets).float()
+    logits = logits.float()
+    loss = (logits.logsumexp(-1, keepdim=True) - logits.gather(1, targets[:, None])).sum()
+    return loss, misses
+
+
+def _fused_scaled(grad_h, grad_w, factor):
+    return grad_h * factor.to(grad_h.dtype), (grad_w * factor).to(grad_h.dtype)
+
+
 @functools.cache
-def _compiled_scaled():
-    return torch.compile(
-        lambda grad_h, grad_w, factor: (
-            grad_h * factor.to(grad_h.dtype),
-            (grad_w * factor).to(grad_h.dtype),
-        )
-    )
+def _compiled(function):
+    return torch.compile(function)
 
 
 @functools.cache
@@ -156,8 +152,8 @@ def _add_product(total, p, h):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, needs_grad, pieces):
-        piece, ctx.scaled = pieces
+    def forward(ctx, hidden, weight, targets, needs_grad, piece, scaled):
+        ctx.scaled = scaled
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
@@ -169,7 +165,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_w = _add_product(grad_w, p, hidden[part])
             del p  # else it stays beside the next chunk's logits and gradient: 1.2 GB
         if needs_grad:
-            if grad_w is None:  # nothing to learn in this micro-batch
+            if grad_w is None:  # a micro-batch without labels
                 grad_w = torch.zeros_like(weight, dtype=torch.float32)
             ctx.save_for_backward(grad_h, grad_w)
         return total
@@ -178,4 +174,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w = ctx.saved_tensors
-        return *ctx.scaled(grad_h, grad_w, grad), None, None, None
+        return *ctx.scaled(grad_h, grad_w, grad), None, None, None, None

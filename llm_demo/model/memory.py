@@ -12,7 +12,7 @@ from llm_demo.model.attention import BUCKET
 from llm_demo.model.attention_choice import why_not
 from llm_demo.model.costs import head_size
 from llm_demo.model.decoder import Blocks, skeleton
-from llm_demo.model.loss import CHUNK
+from llm_demo.model.loss import CHUNK_ROWS
 
 GB = 2**30
 
@@ -27,9 +27,8 @@ def saved_bytes(args, config, compute, train) -> float:
 def passing_bytes(args, config, compute, train) -> float:
     """Bytes per token that exist only while one block's backward runs: recomputed activations, and
     the gradients of the probabilities if attention is not a fused kernel."""
-    again = (
-        _saved_by_block(args, config, compute, train) if args.use_activation_checkpointing else 0
-    )
+    recomputed = args.use_activation_checkpointing
+    again = _saved_by_block(args, config, compute, train) if recomputed else 0
     return again + 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
 
 
@@ -79,9 +78,8 @@ def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
     del out
     for p in block.parameters():
         kept.pop(p.untyped_storage()._cdata, None)
-    return sum(storage.nbytes() for storage in kept.values()) / tokens + _saved_by_kernel(
-        config, compute, train
-    )
+    saved = sum(storage.nbytes() for storage in kept.values()) / tokens
+    return saved + _saved_by_kernel(config, compute, train)
 
 
 def _keys_kept(config, compute, train) -> float:
@@ -111,7 +109,7 @@ def _saved_by_kernel(config, compute, train) -> float:
 
 def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, their gradient and the head's gradient."""
-    rows = min(CHUNK, args.micro_batch_size * train.seq_len)
+    rows = min(CHUNK_ROWS, args.micro_batch_size * train.seq_len)
     size = torch.finfo(compute.dtype).bits // 8
     # compiled: logits and gradient; plain: fp32 in place, plus a copy if the dtype is smaller
     plain = 4 if size == 4 else 4 + size
@@ -134,11 +132,11 @@ def describe(ranks: list[dict[str, float]]) -> str:
     """A table of the parts, with a warning if they come near the memory of this device."""
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
-    lines = ["memory expected at the peak, GB (2**30 bytes) of each rank:"]
+    lines = ["estimated peak memory of each rank in GB (2**30 bytes):"]
     for name in ranks[0]:
         lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
-    lines.append(f"  {'together':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
+    lines.append(f"  {'total':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
     capacity_gb = this_device().memory_gb
     if capacity_gb and max(totals) > 0.95 * capacity_gb:
-        lines.append(f"warning: this may not fit: the device has {capacity_gb:.0f} GB")
+        lines.append(f"warning: this may not fit into the device's {capacity_gb:.0f} GB")
     return "\n".join(lines)

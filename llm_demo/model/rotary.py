@@ -12,8 +12,8 @@ def rope_type(config) -> str:
 
 
 def length_dependent_rope(config) -> str | None:
-    """The rotary type if transformers picks its frequencies by the longest document of a batch,
-    else None. In such a batch a document may get different frequencies than alone."""
+    """The rotary type if a document's frequencies depend on the longest one of its batch, else
+    None."""
     kind = rope_type(config)
     return kind if kind in ("longrope", "dynamic") else None
 
@@ -44,5 +44,6 @@ class LongRope(nn.Module):
 
 def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
     """(cos, sin) for packed documents."""
-    more = (documents.cu_seqlens,) if isinstance(rotary, LongRope) else ()
-    return rotary(hidden, position_ids, *more)
+    if isinstance(rotary, LongRope):
+        return rotary(hidden, position_ids, documents.cu_seqlens)
+    return rotary(hidden, position_ids)

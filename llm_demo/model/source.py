@@ -21,7 +21,7 @@ def find_model(name: str) -> Path:
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise UserError(f"no model at {name}: neither a folder with config.json nor a hub id")
+        raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -31,7 +31,7 @@ def find_model(name: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = str(e).strip().splitlines()[0]
         raise UserError(
-            f"no model at {name}: no such folder, and not from the hub: {reason}"
+            f"no model at {name}: there is no such folder, and the hub says: {reason}"
         ) from e
 
 
@@ -54,9 +54,9 @@ def load_config(folder: Path, max_len: int):
             LongRope(config)
         except (KeyError, TypeError, ValueError, RuntimeError) as e:
             raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
-    most = position_limit(config)
-    if most and max_len > most:
-        raise UserError(f"--seq_len {max_len}: {folder} knows positions up to {most} only")
+    limit = position_limit(config)
+    if limit and max_len > limit:
+        raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
 
 
@@ -96,7 +96,7 @@ def load_tokenizer(name: str, chat_template: str | None = None):
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
     # Without any of them transformers creates an empty tokenizer from config.json.
     if not any((folder / file).is_file() for file in files):
-        raise UserError(f"no tokenizer in {folder}: name one by --tokenizer_name_or_path")
+        raise UserError(f"no tokenizer in {folder}: name one with --tokenizer_name_or_path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as e:

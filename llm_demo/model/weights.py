@@ -15,6 +15,15 @@ from llm_demo.errors import UserError
 from llm_demo.progress import watched
 
 
+@contextlib.contextmanager
+def _open(file: Path):
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as e:
+        raise UserError(f"{file}: {e}") from e
+
+
 class Weights:
     """A folder's safetensors: names and shapes, and any tensor or part of one on demand.
 
@@ -26,25 +35,17 @@ class Weights:
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
         self.bytes_read = 0
         for file in sorted(set(files.values())):
-            with self._open(file) as opened:
+            with _open(file) as opened:
                 for name in (n for n, f in files.items() if f == file):
                     self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A tensor, or the part that these slices of its dimensions select, in the file's dtype, on
         the CPU. Raises UserError."""
-        with self._open(self.files[name]) as opened:
-            found = opened.get_slice(name)[part]
-        self.bytes_read += found.nbytes
-        return found
-
-    @contextlib.contextmanager
-    def _open(self, file: Path):
-        try:
-            with safe_open(file, "pt") as opened:
-                yield opened
-        except (OSError, SafetensorError) as e:
-            raise UserError(f"{file}: {e}") from e
+        with _open(self.files[name]) as opened:
+            values = opened.get_slice(name)[part]
+        self.bytes_read += values.nbytes
+        return values
 
 
 def open_weights(folder: Path) -> Weights | None:
@@ -54,14 +55,11 @@ def open_weights(folder: Path) -> Weights | None:
         try:
             files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{index} is no index of safetensors: {e!r}") from e
+            raise UserError(f"{index} is not a safetensors index: {e!r}") from e
         return Weights(folder, files)
     if single.is_file():
-        try:
-            with safe_open(single, "pt") as f:
-                return Weights(folder, dict.fromkeys(f.keys(), single))
-        except (OSError, SafetensorError) as e:
-            raise UserError(f"{single}: {e}") from e
+        with _open(single) as opened:
+            return Weights(folder, dict.fromkeys(opened.keys(), single))
     if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
         raise UserError(
             f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
@@ -100,32 +98,32 @@ def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) 
     so any process makes the same block. Values are rounded to bf16, as published weights are, so
     that runs in every dtype start alike."""
     module = model.get_submodule(name)
-    for path, part in module.named_modules(prefix=name):
-        random = _random(model, part, f"{seed}:{path}") if weights is None else {}
-        for key, p in part.named_parameters(recurse=False):
+    for path, owner in module.named_modules(prefix=name):
+        random = _random(model, owner, f"{seed}:{path}") if weights is None else {}
+        for key, p in owner.named_parameters(recurse=False):
             p.hf_name = f"{path}.{key}"
-            local, mine = p, (slice(None),)
+            local, part = p, (slice(None),)
             if isinstance(p, DTensor):
                 local, chunk = p.to_local(), p.__create_chunk_list__()[0]  # as for a checkpoint
                 spans = zip(chunk.offsets, chunk.sizes, strict=True)
-                mine = tuple(slice(at, at + size) for at, size in spans)
+                part = tuple(slice(at, at + size) for at, size in spans)
             # move to the device first: copy_ would widen it in host memory
-            found = random[key][mine] if random else weights.read(p.hf_name, mine)
-            local.copy_(found.to(local.device))
+            values = random[key][part] if random else weights.read(p.hf_name, part)
+            local.copy_(values.to(local.device))
     return module
 
 
-def _random(model: PreTrainedModel, part: nn.Module, seed: str) -> dict[str, torch.Tensor]:
-    """Random whole values for a module's own parameters, not its submodules'."""
-    params = dict(part.named_parameters(recurse=False))
+def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, torch.Tensor]:
+    """Random unsharded values for a module's own parameters, not its submodules'."""
+    params = dict(module.named_parameters(recurse=False))
     if not params:
         return {}
     device = next(iter(params.values())).device
     for key, p in params.items():
-        part._parameters[key] = nn.Parameter(torch.empty(p.shape, device=device))
+        module._parameters[key] = nn.Parameter(torch.empty(p.shape, device=device))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(seed.encode()))
-        model._init_weights(part)
-    made = {key: part._parameters[key].bfloat16().float() for key in params}
-    part._parameters.update(params)
-    return made
+        model._init_weights(module)
+    values = {key: module._parameters[key].bfloat16().float() for key in params}
+    module._parameters.update(params)
+    return values

@@ -26,16 +26,16 @@ from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import (
     checked_facts,
     facts_of,
-    find,
+    find_checkpoint,
     load,
     load_rng,
+    on_all_ranks,
     publish,
     reason_of,
     rng_state,
-    together,
     write,
 )
-from llm_demo.run.folder import gone, last_checkpoint, published
+from llm_demo.run.folder import folder_gone, last_checkpoint, published
 from llm_demo.run.next_steps import resume
 
 # a change of these settings on resume is logged, since it may be intended
@@ -69,13 +69,14 @@ class Checkpoints:
         self.settings = {name: log.settings[name] for name in SETTINGS}
         # its own group: the writing thread communicates while the ranks train
         self.group = dist.new_group(backend="gloo", timeout=timeout())
-        self.thread, self.problem, self.done = None, None, None
+        self.thread = self.problem = None
+        self.published = None  # a checkpoint that is to be logged
         self.staged, self.meshes, self.reserving = {}, {}, None
-        self.asked = False  # a signal has asked the run to stop
+        self.stop = False  # a signal has asked the run to stop
         if args.save and world.local_size < world.size:
-            self._see_each_other()
+            self._require_shared_folder()
         started = time.perf_counter()
-        self.path = find(args.resume, log.folder, world, log.say)
+        self.path = find_checkpoint(args.resume, log.folder, world, log.say)
         self.seconds = time.perf_counter() - started
         self.facts = (
             from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
@@ -85,16 +86,16 @@ class Checkpoints:
             self._compare()
 
     def _compare(self) -> None:
-        """Raise UserError if the checkpoint trained on other rows; log settings that differ."""
-        if found := differences(self.facts.get("identity", {}), self.identity):
-            said = f"{self.path} trained on other rows: {'; '.join(found)}"
+        """Raise UserError if the checkpoint is of different rows; log settings that differ."""
+        if changes := differences(self.facts.get("identity", {}), self.identity):
+            text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             if not self.args.resume_anyway:
-                raise UserError(f"{said}; --resume_anyway continues all the same")
-            self.log.say(f"resume: {said}; continuing, as asked")
-        if found := differences(self.facts.get("settings", {}), self.settings):
-            self.log.say(f"resume: settings changed: {'; '.join(found)}")
+                raise UserError(f"{text}; to continue anyway, add --resume_anyway")
+            self.log.say(f"resume: {text}; continuing because of --resume_anyway")
+        if changes := differences(self.facts.get("settings", {}), self.settings):
+            self.log.say(f"resume: settings changed: {'; '.join(changes)}")
 
-    def _see_each_other(self) -> None:
+    def _require_shared_folder(self) -> None:
         """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
         Nothing is created or emptied yet, so an existing parent folder is tested."""
 
@@ -107,14 +108,14 @@ class Checkpoints:
             while not name.exists():
                 if time.monotonic() > until:
                     raise OSError(
-                        f"rank {self.world.rank} does not see {name.parent}: give an --output_dir "
-                        "that all nodes share, or --save false"
+                        f"rank {self.world.rank} can't see {name.parent}: set an --output_dir "
+                        "that all nodes share, or add --save false"
                     )
                 time.sleep(0.1)
 
         name = from_rank0(self.world, mark)
         try:
-            together(look, self.world)
+            on_all_ranks(look, self.world)
         except OSError as e:
             raise UserError(str(e)) from None
         finally:
@@ -154,7 +155,7 @@ class Checkpoints:
                 shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
 
     def _ask(self, *_signal):
-        self.asked = True
+        self.stop = True
 
     def after_step(self, step: int, tensors, facts) -> None:
         """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls
@@ -164,20 +165,21 @@ class Checkpoints:
         if step == self.first_step + 1:
             self.tidy()
         self._report()
-        asked = torch.tensor(2 if self.problem else int(self.asked))
+        stop = torch.tensor(2 if self.problem else int(self.stop))
         with self.clock.comm.mute():  # on the CPU: the GPU keeps working
-            dist.all_reduce(asked, dist.ReduceOp.MAX)
-        if asked == 2:  # all ranks stop in the same step
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        if stop == 2:  # all ranks stop in the same step
             self.finish()
         every, last = self.args.save_every, step == self.max_steps
         ahead = every and self.in_background and not self.copies and not last
         if ahead and step == self.first_step + 1:
             self._reserve(tensors())
-        if asked or last or every and step % every == 0:
-            self.save(step, tensors(), facts(), wait=bool(asked or last))
-        if asked and not last:
+        if stop or last or every and step % every == 0:
+            self.save(step, tensors(), facts(), wait=bool(stop or last))
+        if stop and not last:
             raise Stopped(
-                f"stopped after step {step}, which is saved; to go on: {resume(self.log.folder)}"
+                f"stopped after step {step}, checkpoint saved; to continue: "
+                f"{resume(self.log.folder)}"
             )
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
@@ -212,9 +214,8 @@ class Checkpoints:
             largest = torch._foreach_norm([local[name] for name in names], math.inf)
             finite = torch.stack(largest).isfinite().tolist()
             mine = next((name for name, f in zip(names, finite, strict=True) if not f), None)
-        found = [None] * self.world.size
-        dist.all_gather_object(found, mine, group=self.group)
-        if name := next(filter(None, found), None):
+        ranks = on_all_ranks(lambda: mine, self.world, self.group)
+        if name := next(filter(None, ranks), None):
             raise UserError(
                 f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
                 f"or --dtype fp32; {last_checkpoint(self.log.folder)}"
@@ -231,8 +232,8 @@ class Checkpoints:
 
     def _report(self) -> None:
         """Log the checkpoint, if the writing thread has just published one."""
-        if self.done:
-            (path, size, seconds, stall), self.done = self.done, None
+        if self.published:
+            (path, size, seconds, stall), self.published = self.published, None
             self.log.record(
                 {
                     "step": int(path.name[-8:]),
@@ -242,16 +243,16 @@ class Checkpoints:
                 }
             )
             self.log.say(
-                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training stood "
-                f"still for {stall:.2f} s"
+                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
+                f"for {stall:.2f} s"
             )
 
     def _reserve(self, tensors: dict) -> None:
         """Allocate pinned memory for a GPU's copies in the background, which takes seconds. If the
         host is short of memory, checkpoints are written in the foreground instead."""
-        found = {name: _local(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
+        local = {name: _local(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
         places, total = {}, 0
-        for name, t in found.items():
+        for name, t in local.items():
             places[name] = slice(total, total + t.nbytes)
             total += -(-t.nbytes // 64) * 64
         room = 0.8 * psutil.virtual_memory().available
@@ -260,7 +261,7 @@ class Checkpoints:
             dist.all_reduce(short, dist.ReduceOp.MAX)
         if short:
             self.in_background = False
-            self.log.say("checkpoints: training waits for them, the host has no room for copies")
+            self.log.say("checkpoints: too little host memory for copies, so training waits")
         elif self.world.device.type == "cuda":
 
             def reserve():
@@ -268,13 +269,15 @@ class Checkpoints:
                 memory = torch.empty(total, dtype=torch.uint8).zero_()
                 # pinned in place: PyTorch's own rounds each allocation up to a power of two
                 runtime = torch.cuda.cudart()
-                done = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
-                if done != runtime.cudaError.success:
-                    self.log.say("checkpoints: memory for copies can't be pinned, copying is slow")
+                result = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
+                if result != runtime.cudaError.success:
+                    self.log.say("checkpoints: memory can't be pinned, so copying is slow")
                 else:  # unpin before the memory is freed, else copies to its next owner fail
-                    unpin = weakref.finalize(self, lambda: unregister(runtime, memory))
+                    unpin = weakref.finalize(
+                        self, lambda: runtime.cudaHostUnregister(memory.data_ptr())
+                    )
                     unpin.atexit = False
-                for name, t in found.items():
+                for name, t in local.items():
                     self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
 
             self.reserving = threading.Thread(target=reserve, daemon=True)
@@ -286,19 +289,19 @@ class Checkpoints:
             return tensors
         if self.reserving:
             self.reserving.join()
-        found = {}
+        copies = {}
         for name, t in tensors.items():
             local = _local(t)
             if name not in self.staged:
                 self.staged[name] = torch.empty_like(local, device="cpu")
-            found[name] = self.staged[name].copy_(local, non_blocking=True)
+            copies[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
                 where = self._on_cpu(t.device_mesh), t.placements
                 how = {"shape": t.shape, "stride": t.stride()}
-                found[name] = DTensor.from_local(found[name], *where, **how)
+                copies[name] = DTensor.from_local(copies[name], *where, **how)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
-        return found
+        return copies
 
     def _on_cpu(self, mesh: DeviceMesh) -> DeviceMesh:
         """The same mesh of ranks, for tensors in host memory. Every rank calls."""
@@ -306,7 +309,7 @@ class Checkpoints:
             self.meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
         return self.meshes.get(mesh, mesh)
 
-    def _write(self, name: str, tensors: dict, facts: dict, started, went_on=None) -> None:
+    def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:
         part = self.folder / f"{PART}{name}"
         try:
             size = write(part, tensors, facts, self.world, self.group)
@@ -316,16 +319,21 @@ class Checkpoints:
                     publish(part, self.folder / name)
                     self._prune(name)
 
-            together(show, self.world, self.group)
+            on_all_ranks(show, self.world, self.group)
             now = time.perf_counter()
-            self.done = self.folder / name, size, now - started, (went_on or now) - started
+            self.published = (
+                self.folder / name,
+                size,
+                now - started,
+                (training_resumed or now) - started,
+            )
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             final, reason = self.folder / name, reason_of(e, part)
             self.problem = (
-                f"checkpoint {final} can't be written: {reason}; those before it are whole"
+                f"checkpoint {final} can't be written: {reason}; earlier checkpoints are intact"
             )
             if not self.log.folder.is_dir():
-                self.problem = gone(self.log.folder)
+                self.problem = folder_gone(self.log.folder)
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 
@@ -346,19 +354,14 @@ class Checkpoints:
 
 def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
     """The differences between two identities, by name: "seed was 1, is 2"."""
-    found = []
+    lines = []
     for key in {**before, **now}:
         a, b = before.get(key), now.get(key)
         if isinstance(a, dict) and isinstance(b, dict):
-            found += differences(a, b, f"{prefix}{key} ")
+            lines += differences(a, b, f"{prefix}{key} ")
         elif a != b:
-            found.append(f"{prefix}{key} was {a}, is {b}")
-    return found
-
-
-def unregister(runtime, memory: torch.Tensor) -> None:
-    """Undo cudaHostRegister; keeps the memory alive until then."""
-    runtime.cudaHostUnregister(memory.data_ptr())
+            lines.append(f"{prefix}{key} was {a}, is {b}")
+    return lines
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:

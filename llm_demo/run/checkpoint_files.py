@@ -30,18 +30,18 @@ from llm_demo.run.folder import published
 from llm_demo.run.metadata import Reader, read_metadata
 
 
-def together(act, world: World, group=None) -> list:
+def on_all_ranks(act, world: World, group=None) -> list:
     """The results of act() on all ranks. An error on one rank raises OSError on all."""
     mine = error = None
     try:
         mine = act()
     except Exception as e:
         error = reason_of(e)
-    found = [None] * world.size
-    dist.all_gather_object(found, (mine, error), group=group)
-    if errors := [e for _, e in found if e]:
+    ranks = [None] * world.size
+    dist.all_gather_object(ranks, (mine, error), group=group)
+    if errors := [e for _, e in ranks if e]:
         raise OSError(errors[0])
-    return [mine for mine, _ in found]
+    return [result for result, _ in ranks]
 
 
 def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
@@ -61,18 +61,18 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
             names += [".metadata", "trainer.json"]
         return {name: [(part / name).stat().st_size, digest(part / name)] for name in names}
 
-    together(make if first else lambda: None, world, group)
+    on_all_ranks(make if first else lambda: None, world, group)
     writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True)
     dcp.save(tensors, storage_writer=writer, process_group=group)
-    files = {k: v for rank in together(hashed, world, group) for k, v in rank.items()}
+    files = {k: v for rank in on_all_ranks(hashed, world, group) for k, v in rank.items()}
 
     def finish():
         for name, (size, _) in files.items():  # files of other nodes, too
             if not (part / name).exists() or (part / name).stat().st_size != size:
-                raise OSError(f"rank 0 does not see {name}: do all nodes share --output_dir?")
+                raise OSError(f"rank 0 can't see {name}: all nodes must share --output_dir")
         write_json(part / "manifest.json", {"files": files})
 
-    together(finish if first else lambda: None, world, group)
+    on_all_ranks(finish if first else lambda: None, world, group)
     return sum(size for size, _ in files.values())
 
 
@@ -105,11 +105,11 @@ def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
     for name in needed:
         if name not in facts:
             raise UserError(
-                f"{path}/trainer.json has no {name}: it is no checkpoint of this project"
+                f"{path} is not a checkpoint of this project: trainer.json has no {name}"
             )
     for name, fits in FACTS.items():
         if name in facts and not fits(facts[name]):
-            raise UserError(f"{path}/trainer.json: {name} can't be {str(facts[name])[:60]!r}")
+            raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
     return facts
 
 
@@ -154,35 +154,32 @@ def problem_of(path: Path, world: World) -> str | None:
         for name, (size, _) in named.items():
             # the manifest is not trusted: nothing outside the folder, no device, no pipe
             if Path(name).name != name or type(size) is not int:
-                return {}, f"manifest.json: {name[:80]!r} is no file of a checkpoint"
+                return {}, f"manifest.json: {name[:80]!r} is not a checkpoint file"
             try:
-                found = (path / name).stat()
+                status = (path / name).stat()
             except (OSError, ValueError) as e:
                 return {}, f"{name}: {getattr(e, 'strerror', None) or e}"
-            if not stat.S_ISREG(found.st_mode):
-                return {}, f"{name} is no regular file"
-            if found.st_size != size:
-                return {}, f"{name} has {found.st_size:,} bytes, not {size:,}"
+            if not stat.S_ISREG(status.st_mode):
+                return {}, f"{name} is not a regular file"
+            if status.st_size != size:
+                return {}, f"{name} has {status.st_size:,} bytes instead of {size:,}"
         if missing := {".metadata", "trainer.json"} - named.keys():
-            return {}, f"manifest.json lacks {min(missing)}"
+            return {}, f"manifest.json does not list {min(missing)}"
         return named, None
 
     files, problem = from_rank0(world, look)
     if problem:
         return problem
-    mine = None
     for name in sorted(files)[world.rank :: world.size]:
         try:
             if digest(path / name) != files[name][1]:
-                mine = f"{name} is not what was written: its SHA-256 differs"
+                problem = f"{name} has changed since it was written: its SHA-256 differs"
         except OSError as e:
-            mine = f"{name}: {e.strerror}"
-    found = [None] * world.size
-    dist.all_gather_object(found, mine)
-    return next((p for p in found if p), None)
+            problem = f"{name}: {e.strerror}"
+    return next(filter(None, on_all_ranks(lambda: problem, world)), None)
 
 
-def find(resume: str | None, run_folder: Path, world: World, say) -> Path | None:
+def find_checkpoint(resume: str | None, run_folder: Path, world: World, say) -> Path | None:
     """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
     UserError if a named checkpoint is damaged."""
     if not resume:
@@ -198,32 +195,31 @@ def find(resume: str | None, run_folder: Path, world: World, say) -> Path | None
         problem = problem_of(path, world)
         if not problem:
             return path
-        say(f"resume: {path.name} is skipped: {problem}")
+        say(f"resume: {path.name} skipped: {problem}")
     if not auto:
-        raise UserError(f"{named}: no whole checkpoint there")
-    say(f"resume: no checkpoint in {folder}, from the start")
+        raise UserError(f"{named}: it has no intact checkpoint")
+    say(f"resume: no checkpoint in {folder}, starting from step 1")
     return None
 
 
 def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
     """{name: shape} of a checkpoint's weights and moments, or of its random generators."""
-    there = read_metadata(path).state_dict_metadata
-    return {name: tuple(t.size) for name, t in there.items() if name.startswith("rng.") == rng}
+    tensors = read_metadata(path).state_dict_metadata
+    return {name: tuple(t.size) for name, t in tensors.items() if name.startswith("rng.") == rng}
 
 
 def load(path: Path, tensors: dict, world: World, group=None) -> None:
     """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
     sharded. Every rank calls. Raises UserError if names or shapes do not match the model."""
-    there = shapes_of(path)
-    here = [None] * world.size
+    saved = shapes_of(path)
     mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
-    dist.all_gather_object(here, mine)
-    wanted = {name: shape for rank in here for name, shape in rank.items()}
-    for name in sorted({*wanted, *there}):
-        if wanted.get(name) != there.get(name):
+    ranks = on_all_ranks(lambda: mine, world)
+    wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
+    for name in sorted({*wanted, *saved}):
+        if wanted.get(name) != saved.get(name):
             raise UserError(
-                f"{path} is of another model: {name} is {there.get(name, 'missing')} there, "
-                f"{wanted.get(name, 'missing')} here"
+                f"{path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
+                f"there, {wanted.get(name, 'missing')} in this run"
             )
     _load(path, tensors, process_group=group)
 
@@ -240,7 +236,7 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
     if isinstance(error, dcp.CheckpointException):  # not an Exception; its text is a traceback
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
-        return "a file of tensors holds something else, which is refused"
+        return "a tensor file holds other objects, which are refused"
     if said := disk_full(error, folder):
         return said
     cause = error  # a full disk may appear as a file format error
@@ -260,16 +256,16 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 def load_rng(path: Path, world: World) -> None:
     """Restore the generators, if the checkpoint has states for this rank."""
-    there = shapes_of(path, rng=True)
-    state = {name: t for name, t in rng_state(world).items() if there.get(name) == tuple(t.shape)}
-    read(path, state)
+    saved = shapes_of(path, rng=True)
+    state = {name: t for name, t in rng_state(world).items() if saved.get(name) == tuple(t.shape)}
+    read_tensors(path, state)
     with contextlib.suppress(RuntimeError):  # from another kind of device
         for name, t in state.items():
             torch.cuda.set_rng_state(t) if "cuda" in name else torch.set_rng_state(t)
 
 
-def read(path: Path, tensors: dict) -> None:
-    """Fill whole tensors by name, in this process alone."""
+def read_tensors(path: Path, tensors: dict) -> None:
+    """Fill unsharded tensors by name, in this process alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no_dist means a single process
         _load(path, tensors, no_dist=True)

@@ -3,6 +3,7 @@
 import math
 import time
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
@@ -41,7 +42,7 @@ class Clock:
         steps = parse_steps(args.profile_steps)
         self.profiler, self.profile = steps and StepProfiler(steps, world), None
         self.pending = None  # a logged step whose numbers are still on the device
-        self.bad_steps, self.unread, self.looked = 0, [], None
+        self.bad_steps, self.unchecked, self.copied = 0, [], None
         self.started = time.perf_counter()
         self.restart()
 
@@ -55,11 +56,12 @@ class Clock:
         self._profile_from(1)
         self.restart()
 
-    def restart(self) -> None:
-        """Exclude the time since the last logged step (e.g. an evaluation) from step times."""
+    def restart(self, since=None) -> None:
+        """Start a new interval at the event `since`, by default now: the time since the last logged
+        step (e.g. an evaluation) counts for no step."""
         self.comm.take()
-        self.data_seconds, self.since = 0.0, self.comm.event()
-        self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
+        self.data_seconds, self.since = 0.0, since or self.comm.event()
+        self.interval = Counter()  # of steps, tokens, labels and slots
 
     def data(self, batches: Iterable) -> Iterator:
         """Yield the same batches, and log the time to make them as perf/data_ms."""
@@ -72,10 +74,10 @@ class Clock:
                 return
             yield batch
 
-    def end_step(self, step, tokens, label_tokens, slots, loss, grad_norm, lr: float) -> None:
+    def end_step(self, step, n_tokens, n_labels, slots, loss, grad_norm, lr: float) -> None:
         """Record optimizer step `step` (from 1) if it is to be logged.
 
-        tokens, label_tokens, slots: of the step, over all ranks. loss: this rank's share of the
+        n_tokens, n_labels, slots: of the step, over all ranks. loss: this rank's share of the
         step's loss; grad_norm: the same on every rank; both are 0-dim tensors on the device. They
         are written one logged step later, because reading them now would make the host wait for the
         device. Raises UserError, on every rank, after --max_skipped_steps consecutive steps with a
@@ -84,16 +86,15 @@ class Clock:
         if self.profiler:
             logged |= step + 1 == self.profiler.first or step == self.profiler.last
         ended = self.comm.event() if logged else None
-        history, i = self.history, self.interval
+        history, interval = self.history, self.interval
         first = step == history.first_step + 1
         if first:
             with self.comm.mute():
                 history.records += self.log.open(history.first_step)
         history.step = step
-        history.tokens += tokens
-        history.label_tokens += label_tokens
-        i.steps, i.tokens = i.steps + 1, i.tokens + tokens
-        i.label_tokens, i.slots = i.label_tokens + label_tokens, i.slots + slots
+        history.tokens += n_tokens
+        history.label_tokens += n_labels
+        interval.update(steps=1, tokens=n_tokens, labels=n_labels, slots=slots)
         if self.args.log_every > 1:
             self._watch(step, loss.detach() + grad_norm)
         if not logged:
@@ -103,10 +104,9 @@ class Clock:
         numbers = loss.detach().to("cpu", non_blocking=True), grad_norm
         totals = (history.tokens, history.label_tokens)
         memory = peak_memory_gb(self.world.device)
-        here = (step, i, totals, numbers, lr, memory, self.comm.take(), self.data_seconds)
-        previous, self.pending = self.pending, (*here, self.since, ended)
-        self.since, self.data_seconds = self.comm.event() if first else ended, 0.0
-        self.interval = Namespace(steps=0, tokens=0, label_tokens=0, slots=0)
+        measured = (memory, self.comm.take(), self.data_seconds, self.since, ended)
+        previous, self.pending = self.pending, (step, interval, totals, numbers, lr, *measured)
+        self.restart(None if first else ended)
         if previous:
             self._log_step(*previous)
         if step == self.max_steps:
@@ -154,44 +154,47 @@ class Clock:
             self.log.say(f"profile: {self.log.folder}/profile.txt")
             self.restart()
 
-    def _log_step(self, step, i, totals, numbers, lr, memory, comm, data_s, since, ended) -> None:
+    def _log_step(
+        self, step, interval, totals, numbers, lr, memory, comm, data_s, since, ended
+    ) -> None:
         ended.synchronize()
-        seconds = since.elapsed_time(ended) / 1e3 / i.steps
+        steps, tokens = interval["steps"], interval["tokens"]
+        labels, slots = interval["labels"], interval["slots"]
+        seconds = since.elapsed_time(ended) / 1e3
         busy, exposed, doubt, operations = self.comm.read(comm, since)
         loss, grad_norm = map(float, numbers)
         with self.comm.mute():
             times = (busy, exposed, doubt, data_s * 1e3)
-            mine = [loss, memory, *(x / i.steps for x in times)]
+            mine = [loss, memory, *(x / steps for x in times)]
             ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
         share, memory, busy, exposed, doubt, data_ms = map(list, zip(*ranks, strict=True))
         self.history.doubts[step] = doubt
         loss = math.fsum(share)
-        per_s = i.tokens / i.steps / seconds
-        flops = self.flops * i.slots / i.steps / seconds / self.world.size
+        flops = self.flops * slots / seconds / self.world.size
         record = {
             "step": step,
             "train/loss": loss,
             "train/grad_norm": grad_norm,
             "train/lr": lr,
             "train/skipped": not math.isfinite(grad_norm),
-            "perf/step_ms": seconds * 1e3,
+            "perf/step_ms": seconds * 1e3 / steps,
             "perf/comm_ms": [round(x, 3) for x in busy],
             "perf/comm_exposed_ms": [round(x, 3) for x in exposed],
-            "perf/comm_wait_ms": [round(x / i.steps, 3) for x in wait],
+            "perf/comm_wait_ms": [round(x / steps, 3) for x in wait],
             "perf/data_ms": round(max(data_ms), 3),
-            "perf/toks_per_s": per_s,
-            "perf/label_toks_per_s": i.label_tokens / i.steps / seconds,
-            "perf/slots_per_s": i.slots / i.steps / seconds,
+            "perf/toks_per_s": tokens / seconds,
+            "perf/label_toks_per_s": labels / seconds,
+            "perf/slots_per_s": slots / seconds,
             "perf/mfu": flops / (self.peak * 1e12) if self.peak else None,
             "perf/peak_mem_gb": [round(x, 3) for x in memory],
             "data/tokens": totals[0],
             "data/label_tokens": totals[1],
-            "data/fill": i.tokens / i.slots,
+            "data/fill": tokens / slots,
         }
         self.history.records.append(record)
         self.log.record(record)
         if record["train/skipped"]:
-            self.log.say(f"step {step}: the gradient norm is not finite, all ranks skip the step")
+            self.log.say(f"step {step}: the gradient norm is not finite, so all ranks skip it")
         self.log.say(self._line(record))
         if self.args.log_every == 1:
             self._count(step, not math.isfinite(loss) or record["train/skipped"])
@@ -205,27 +208,27 @@ class Clock:
             f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | "
             f"gnorm {r['train/grad_norm']:.2f} | lr {r['train/lr']:.1e} | "
             f"{r['perf/step_ms']:.0f} ms (comm {max(r['perf/comm_ms']):.0f}) | "
-            f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} learnt) | "
+            f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} labels) | "
             f"mfu {mfu} | mem {max(r['perf/peak_mem_gb']):.1f} GB | {eta}"
         )
 
     def _watch(self, step: int, value: torch.Tensor) -> None:
         """If not every step is logged, check all steps for non-finite values, in groups, some steps
         later. value: not finite if this rank's loss or the norm is not."""
-        most = self.args.max_skipped_steps
-        if not most:
+        limit = self.args.max_skipped_steps
+        if not limit:
             return
-        self.unread.append(value)
-        if len(self.unread) == max(1, min(most // 2, 10)) or step == self.max_steps:
-            values = torch.stack(self.unread).to("cpu", non_blocking=True)
-            previous, self.looked = self.looked, (step, values, self.comm.event())
-            self.unread = []
-            for looked in (previous, self.looked if step == self.max_steps else None):
-                if looked:
-                    self._look(*looked)
+        self.unchecked.append(value)
+        if len(self.unchecked) == max(1, min(limit // 2, 10)) or step == self.max_steps:
+            values = torch.stack(self.unchecked).to("cpu", non_blocking=True)
+            previous, self.copied = self.copied, (step, values, self.comm.event())
+            self.unchecked = []
+            for group in (previous, self.copied if step == self.max_steps else None):
+                if group:
+                    self._check(*group)
 
-    def _look(self, last: int, values: torch.Tensor, there) -> None:
-        there.synchronize()
+    def _check(self, last: int, values: torch.Tensor, copied) -> None:
+        copied.synchronize()
         with self.comm.mute():
             ranks = self.gather.floats(values.tolist())
         for step, row in enumerate(zip(*ranks, strict=True), last + 1 - len(values)):
@@ -236,7 +239,7 @@ class Clock:
         if self.bad_steps >= self.args.max_skipped_steps > 0:
             raise UserError(
                 f"loss or gradient norm not finite in {self.bad_steps} steps in a row, up to step "
-                f"{step} (--max_skipped_steps): look at the data, try a lower --lr or --dtype fp32;"
+                f"{step} (--max_skipped_steps): check the data, try a lower --lr or --dtype fp32;"
                 f" {last_checkpoint(self.log.folder)}"
             )
 

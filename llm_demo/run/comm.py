@@ -5,7 +5,7 @@ communicating stream: FSDP2's side streams (also from autograd's threads), or th
 which a pipeline sends and receives. On a CPU the clock is read instead.
 
     busy     union of the times in which an operation was under way, waiting for a peer included
-    exposed  the part of busy in which the compute stream stood still: operations on that stream,
+    exposed  the part of busy in which nothing was computed: operations on the compute stream,
              and operations on other streams while it waits for them
     wait     the part of busy that was not transfer: each operation's time beyond the shortest time
              of that operation over its ranks; a send and its receive count as one operation,
@@ -188,7 +188,7 @@ class CommTimer:
             # AMD's drivers have returned small negative times
             return at, at + max(0.0, start.elapsed_time(end) - late)
 
-        timed = [(key, here, interval(s, e, late)) for key, s, e, here, late, _ in ops]
+        timed = [(key, on_compute, interval(s, e, late)) for key, s, e, on_compute, late, _ in ops]
         spans = [span for _, _, span in timed]
         stalls = [interval(s, e) for s, e in waits]
         stalls += [span for _, on_compute, span in timed if on_compute]
@@ -231,9 +231,9 @@ class Gather:
     def floats(self, mine: list[float]) -> list[list[float]]:
         """Every rank's list; all have the same length."""
         send = torch.tensor(mine, dtype=torch.float64)
-        found = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(found, send)
-        return [x.tolist() for x in found]
+        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(ranks, send)
+        return [x.tolist() for x in ranks]
 
     def waits(self, operations: dict) -> list[float]:
         """Each rank's `waiting`, in ms. operations: this rank's {operation: ms}."""
@@ -243,7 +243,6 @@ class Gather:
             dist.all_gather_object(self.all_keys, self.keys)
         longest = max(map(len, self.all_keys))
         rows = self.floats([*operations.values(), *[0.0] * (longest - len(operations))])
-        ranks = [
-            dict(zip(k, row, strict=False)) for k, row in zip(self.all_keys, rows, strict=True)
-        ]
+        pairs = zip(self.all_keys, rows, strict=True)
+        ranks = [dict(zip(keys, row, strict=False)) for keys, row in pairs]
         return [waiting(rank, ranks) for rank in ranks]

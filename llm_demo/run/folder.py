@@ -18,7 +18,7 @@ def choose_folder(args: Namespace, script: str) -> Path:
     folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
     above = next(p for p in folder.absolute().parents if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UserError(f"--output_dir {folder}: can't be made in {above}")
+        raise UserError(f"--output_dir {folder}: can't be created in {above}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file: choose another name")
     if args.overwrite:
@@ -27,7 +27,7 @@ def choose_folder(args: Namespace, script: str) -> Path:
         if not (args.overwrite or args.resume == "auto"):
             raise UserError(
                 f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
-                "--resume auto to go on"
+                "--resume auto to continue"
             )
         ours = (folder / "cmd.sh").is_file() and (folder / "config.json").is_file()
         if not ours and args.resume:  # killed early, or cmd.sh is lost
@@ -35,7 +35,7 @@ def choose_folder(args: Namespace, script: str) -> Path:
                 folder / "checkpoints"
             )
         if not ours:
-            raise UserError(f"{folder} is no run's folder, it stays as it is")
+            raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
     return folder
 
 
@@ -52,13 +52,13 @@ def lock_folder(folder: Path, args: Namespace):
     """Lock an earlier run's folder before its checkpoints are searched. Returns a file to keep
     open, or None if there is nothing to lock. Creates nothing in a dry run. The lock ends with its
     process, however that ends. Raises UserError if another run uses the folder."""
-    made = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
+    keep = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
     try:
-        return None if args.estimate else _lock(folder / "cmd.sh", "r+" if made else "a")
+        return None if args.estimate else _lock(folder / "cmd.sh", "r+" if keep else "a")
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        raise UserError(f"--output_dir {folder}: another run is at work there") from None
+        raise UserError(f"--output_dir {folder}: another run is using it") from None
     except OSError as e:
         raise UserError(f"--output_dir {folder}: {e.strerror}: {e.filename}") from None
 
@@ -79,7 +79,7 @@ def take_folder(folder: Path, args: Namespace, held):
             raise FileExistsError
         return _lock(folder / "cmd.sh", "a" if args.resume == "auto" else "x")
     except (FileExistsError, BlockingIOError):
-        raise UserError(f"--output_dir {folder}: another run is at work there") from None
+        raise UserError(f"--output_dir {folder}: another run is using it") from None
 
 
 def _lock(file: Path, mode: str):
@@ -88,8 +88,8 @@ def _lock(file: Path, mode: str):
     return opened
 
 
-def gone(folder: Path) -> str:
-    return f"{folder} is gone: it was deleted or moved while the run was at work there"
+def folder_gone(folder: Path) -> str:
+    return f"{folder} is gone: it was deleted or moved during the run"
 
 
 def last_checkpoint(folder: Path) -> str:

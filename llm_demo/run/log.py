@@ -11,7 +11,7 @@ from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
 from llm_demo.files import disk_full, finite, write_text
 from llm_demo.run.environment import describe_run
-from llm_demo.run.folder import choose_folder, gone, lock_folder, take_folder
+from llm_demo.run.folder import choose_folder, folder_gone, lock_folder, take_folder
 from llm_demo.run.tracker import open_tracker
 
 
@@ -66,7 +66,7 @@ class Log:
             yield
         except OSError as e:
             if self.file and not self.folder.is_dir():
-                raise UserError(gone(self.folder)) from e
+                raise UserError(folder_gone(self.folder)) from e
             reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
             raise UserError(f"--output_dir {self.folder}: {reason}") from e
 
@@ -76,13 +76,13 @@ class Log:
         Returns, on rank 0, the steps up to `resumed_at` that metrics.jsonl already holds. Called
         after the first step: a run that is refused or fails before that must neither empty an old
         run nor leave a folder that blocks the next attempt."""
-        kept = []
+        earlier = []
 
         def make():
             with self.writing():
                 self.lock = take_folder(self.folder, self.args, self.lock)
                 if (self.folder / "metrics.jsonl").exists():
-                    kept.extend(self._forget_steps_after(resumed_at))
+                    earlier.extend(self._forget_steps_after(resumed_at))
                 settings = {**self.settings, "output_dir": str(self.folder)}
                 describe_run(self.folder, settings, self.world)
                 self.file = open(self.folder / "train.log", "a")
@@ -94,7 +94,7 @@ class Log:
             torch.cuda.synchronize()
         torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: waits for all ranks
         from_rank0(self.world, make)
-        return kept
+        return earlier
 
     def _forget_steps_after(self, step: int) -> list[dict]:
         """Drop the records after `step` from metrics.jsonl, left by a killed run."""

@@ -41,9 +41,9 @@ class Reader(dcp.FileSystemReader):
     torch.load(weights_only=True)."""
 
     def read_metadata(self, *_args, **_kwargs) -> Metadata:
-        found = read_metadata(Path(self.path))
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata = read_metadata(Path(self.path))
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
@@ -78,14 +78,14 @@ class _Record:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file):
         super().__init__(file)
-        self.made = {}  # classes of this file only: a pickle may also modify a class
+        self.stand_ins = {}  # classes of this file only: a pickle may also modify a class
 
     def find_class(self, module, name):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if name not in NAMES.get(module, ()):
-            raise _Refused(f"it asks for {module}.{name}, which no checkpoint needs")
-        return self.made.setdefault(name, type(name, (_Record,), {}))
+            raise _Refused(f"it refers to {module}.{name}, which no checkpoint needs")
+        return self.stand_ins.setdefault(name, type(name, (_Record,), {}))
 
 
 def _checked(raw) -> Metadata:
@@ -108,9 +108,9 @@ def _checked(raw) -> Metadata:
         _is("_StorageInfo", where)
         file = _text(where.state["relative_path"])
         if not re.fullmatch(r"__\d+_\d+\.distcp", file):
-            raise _Refused(f"it names {file!r}, which is no file of a checkpoint")
+            raise _Refused(f"it names {file!r}, which is not a checkpoint file")
         if where.state.get("transform_descriptors"):
-            raise _Refused(f"it wants {file} transformed")
+            raise _Refused(f"it asks to transform {file}")
         offset = index.state.get("offset")
         key = MetadataIndex(
             _text(index.state["fqn"]),
@@ -124,7 +124,7 @@ def _checked(raw) -> Metadata:
 
 def _is(name: str, record):
     if type(record).__name__ != name or not isinstance(record, _Record):
-        raise TypeError(f"{type(record).__name__} in the place of {name}")
+        raise TypeError(f"expected {name}, found {type(record).__name__}")
     return record
 
 
@@ -134,11 +134,11 @@ def _size(record) -> torch.Size:
 
 def _count(n) -> int:
     if type(n) is not int or n < 0:
-        raise TypeError(f"{n!r} in the place of a number")
+        raise TypeError(f"expected a number, found {n!r}")
     return n
 
 
 def _text(s) -> str:
     if type(s) is not str:
-        raise TypeError(f"{s!r} in the place of a name")
+        raise TypeError(f"expected a name, found {s!r}")
     return s

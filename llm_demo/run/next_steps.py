@@ -9,7 +9,7 @@ from pathlib import Path
 from llm_demo.data.records import hub_parts
 from llm_demo.files import ROOT
 
-OF_THE_DATA = ("data_format", "input_key", "target_key")
+DATA_FLAGS = ("data_format", "input_key", "target_key")
 
 
 def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
@@ -23,7 +23,7 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
-            lines.append(("train on", resume(folder, "--max_steps", 2 * steps)))
+            lines.append(("continue", resume(folder, "--max_steps", 2 * steps)))
     page = shown(folder / "report.html")
     lines.append(("report", module("report", shown(folder), "--out", page)))
     return [f"  {what + ':':<10}{line}" for what, line in lines]
@@ -37,7 +37,7 @@ def evaluate(exported: Path, args: Namespace) -> str:
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
     flags = ["--data", with_config(args.eval_json, args.dataset_config)]
     flags += ["--seq_len", args.seq_len]
-    for name in OF_THE_DATA:
+    for name in DATA_FLAGS:
         if getattr(args, name) not in (None, "auto"):
             flags += [f"--{name}", getattr(args, name)]
     flags += ["--train_on_prompt"] * args.train_on_prompt
@@ -66,8 +66,8 @@ def resume(folder: Path, *flags) -> str:
 
 def module(name: str, *arguments) -> str:
     """python -m llm_demo.NAME with these arguments, from any folder."""
-    here = Path.cwd() == ROOT  # python -m finds the package there
-    path = [] if here else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
+    in_root = Path.cwd() == ROOT  # python -m finds the package there
+    path = [] if in_root else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
     words = [shown(Path(sys.executable)), "-m", f"llm_demo.{name}", *map(str, arguments)]
     return " ".join([*path, shlex.join(words)])
 

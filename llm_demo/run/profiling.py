@@ -66,7 +66,7 @@ class StepProfiler:
         n = self.last - self.first + 1
         ranks = [None] * self.world.size
         dist.all_gather_object(ranks, analyse(trace, n))
-        figures = together(ranks)
+        figures = combine(ranks)
         if self.world.rank == 0:
             title = f"steps {self.first} to {self.last}, figures of one step"
             (folder / "profile.txt").write_text(page(title, figures))
@@ -112,8 +112,8 @@ def analyse(trace: dict, steps: int) -> dict:
         kernels[e["name"]] = ms + e["dur"] / 1e3 / steps, n + 1
     for e in comm:
         args = e.get("args", {})
-        found = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
-        kind = found[0].lower().replace("_", "") if found else "other"
+        match = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
+        kind = match[0].lower().replace("_", "") if match else "other"
         group = str(args.get("Process Group Name", ""))
         if kind in ("send", "recv"):
             me, peer = rank, args.get("Dst Rank", args.get("Src Rank"))
@@ -127,8 +127,8 @@ def analyse(trace: dict, steps: int) -> dict:
         if not BY_ENGINES.search(e["name"]):
             operations[kind, group, counts[kind, group]] = e["dur"] / 1e3
             counts[kind, group] += 1
-    for stream, all_of_it in enumerate(copied):
-        for n, (start, stop) in enumerate(all_of_it):
+    for stream, intervals in enumerate(copied):
+        for n, (start, stop) in enumerate(intervals):
             operations["copies", str(stream), n] = (stop - start) / 1e3
     per_step = 1e3 * steps
     return {
@@ -149,12 +149,12 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
     """(start, end) of each operation by copy engines: a barrier, copies, a barrier. Returns one
     list for each stream with any, ordered by first operation. Gathers and exchanges may overtake
     each other on one rank and not on another."""
-    found, begun, copied = defaultdict(list), {}, set()
+    streams, begun, copied = defaultdict(list), {}, set()
     for e in comm:
         if not BY_ENGINES.search(e["name"]):
             continue
         stream = e.get("args", {}).get("stream")
-        operations = found[stream]  # creates the list in order
+        operations = streams[stream]  # creates the list in order
         if not BARRIER.search(e["name"]):
             begun.setdefault(stream, e["ts"])
             copied.add(stream)
@@ -163,7 +163,7 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
             copied.remove(stream)
         else:
             begun[stream] = e["ts"]
-    return list(found.values())
+    return list(streams.values())
 
 
 def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:
@@ -196,7 +196,7 @@ def bridged(intervals: list[tuple]) -> list[tuple]:
     return closed
 
 
-def together(ranks: list[dict]) -> dict:
+def combine(ranks: list[dict]) -> dict:
     """All ranks' figures side by side, with each rank's waiting time (ms of one step)."""
     operations = [rank.pop("operations") for rank in ranks]
     for rank, mine in zip(ranks, operations, strict=True):

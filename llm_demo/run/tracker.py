@@ -17,18 +17,18 @@ def open_tracker(args: Namespace):
         else:
             from wandb import init as make
     except ImportError as e:
-        raise UserError(f"--report_to {args.report_to}: pip install {args.report_to} first") from e
+        raise UserError(f"--report_to {args.report_to}: run pip install {args.report_to}") from e
 
     def track(folder: Path, record: dict) -> None:
         numbers = {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
         if args.report_to == "tensorboard":
-            writer = opened.setdefault("writer", opened.get("writer") or make(folder / "tb"))
+            writer = opened["writer"] = opened.get("writer") or make(folder / "tb")
             for key, value in numbers.items():
                 writer.add_scalar(key, value, record["step"])
             writer.flush()
         else:
-            if "writer" not in opened:
-                opened["writer"] = make(project="llm_demo", name=folder.name, dir=folder)
+            how = {"project": "llm_demo", "name": folder.name, "dir": folder}
+            opened["writer"] = opened.get("writer") or make(**how)
             # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
             opened["step"] = max(opened.get("step", 0), record["step"])
             opened["writer"].log(numbers, step=opened["step"])
