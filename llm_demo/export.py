@@ -47,12 +47,16 @@ Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{
 
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("source", help="a run's folder, for its newest whole checkpoint, or one's")
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights")
-    parser.add_argument("--max_shard_size", type=size, default="5GB", help="of a file of weights")
-    parser.add_argument("--push_to_hub", metavar="REPO", help="upload it there too, private")
-    parser.add_argument("--public", action="store_true", help="--push_to_hub: make it public")
+    parser.add_argument("source", help="a checkpoint, or a run folder for its newest complete one")
+    parser.add_argument("out", type=Path, help="folder to create")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
+    parser.add_argument("--max_shard_size", type=size, default="5GB", help="largest weights file")
+    parser.add_argument(
+        "--push_to_hub", metavar="REPO", help="also upload to this private repository"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="make the --push_to_hub repository public"
+    )
     return parser
 
 
@@ -73,7 +77,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         raise UserError(f"{out} is not empty: choose another folder")
     source = checkpoint.parent.parent
     if not (source / "model/config.json").is_file():
-        raise UserError(f"{source}/model is missing: a run's folder has the model's configuration")
+        raise UserError(f"{source}/model/config.json is missing: {source} is not a run folder")
     part = out.with_name(f"{PART}{out.name}")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -94,7 +98,7 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
     except Exception as e:  # from several libraries
         if not (said := disk_full(e, part)) and not isinstance(e, OSError):
             raise
-        raise UserError(f"{out} can't be written: {said or e}") from e
+        raise UserError(f"cannot write {out}: {said or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
@@ -135,8 +139,8 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
-                f"{checkpoint}: {name} is {shapes.get(name, 'missing')}, the configuration wants "
-                f"{wanted.get(name, 'none')}"
+                f"{checkpoint} does not match the model's configuration: {name} is "
+                f"{shapes.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
             )
     plan = split_state_dict_into_shards_factory(
         {name: shapes[name] for name in wanted},
@@ -152,7 +156,7 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
             for name, t in tensors.items():
                 if not t.isfinite().all():
                     raise UserError(
-                        f"{checkpoint}: {name} is not finite in {dtype}; nothing is exported"
+                        f"{checkpoint}: {name} is not finite in {dtype}; nothing was exported"
                     )
             save_file(tensors, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
@@ -169,7 +173,7 @@ def card(checkpoint: Path, name: str) -> str:
         settings = json.loads(file.read_text())
         base, data = (Path(settings[k]).name for k in ("model_name_or_path", "train_json"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{file} is no run's: {e!r}") from e
+        raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     return CARD.format(
@@ -189,11 +193,11 @@ def push(folder: Path, repo: str, private: bool = True) -> None:
         api = HfApi()
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         if private and not api.repo_info(repo).private:  # it existed before, and is not changed
-            raise ValueError("it is there and public: --public, or another name")
+            raise ValueError("it exists and is public: add --public or choose another name")
         api.upload_folder(repo_id=repo, folder_path=folder)
     except Exception as e:  # from several libraries below the hub's
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
-        raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is whole") from e
+        raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is complete") from e
     print(f"pushed {folder} to {repo}")
 
 

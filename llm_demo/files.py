@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent  # of the repository
 PART = ".part-"  # name prefix of anything incomplete or being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# PyTorch's and numpy's writers lose the system's reason
+# messages of PyTorch's and numpy's writers, which do not name the system's error
 SILENT = re.compile(
     r"enforce fail at inline_container|PytorchStreamWriter failed writing"
     r"|\d+ requested and \d+ written"
@@ -24,10 +24,10 @@ SILENT = re.compile(
 def disk_full(
     error: BaseException | None, folder: Path | str | None = None, output_dir: str | None = None
 ) -> str | None:
-    """Return "No space left on device: FOLDER" if `error` or its cause is a full disk, a quota or
+    """Return "No space left on device: FOLDER" if the cause of `error` is a full disk, a quota or
     the limit of `ulimit -f`; else None.
 
-    folder: where the write went, if known. If not, output_dir is one of the possible places."""
+    folder: where the write went, if known; otherwise output_dir is one of the candidates."""
     while error:
         number = getattr(error, "errno", None)
         told = re.search(r"\(os error (\d+)\)", str(error))  # from a library in Rust

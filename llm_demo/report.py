@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE.html",
-        help="an earlier report is replaced, any other file is not; default: report.html",
+        help="replaced only if it is an earlier report; default: report.html",
     )  # fmt: skip
     args = parser.parse_args(argv)
     try:
@@ -58,7 +58,7 @@ def check_out(out: Path) -> None:
     if out.is_dir():
         raise UserError(f"--out {out} is a folder: name a file in it")
     if not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}: make it first")
+        raise UserError(f"--out {out}: folder {out.parent} does not exist")
     if out.is_file():
         with open(out, "rb") as file:
             start = file.read(200)
@@ -114,7 +114,7 @@ def read_run(folder: Path) -> SimpleNamespace:
         elif "eval/loss" in record:
             evals[step] = record
     if broken:
-        run.notes.append(f"{broken} unreadable line{'s' * (broken > 1)} of metrics.jsonl left out")
+        run.notes.append(f"{broken} unreadable line{'s' * (broken > 1)} of metrics.jsonl skipped")
     run.steps, run.evals = ([found[step] for step in sorted(found)] for found in (steps, evals))
     run.parts = step_parts(run)
     return run
@@ -364,7 +364,7 @@ def facts(run) -> dict[str, object]:
     found = {
         "held-out loss": exact(column(run.evals, "eval/loss")[-1]) if run.evals else "–",
         "training loss": exact(number(last.get("train/loss"))) if last else "–",
-        "tokens a second": short(median(run, "perf/toks_per_s")),
+        "tokens per second": short(median(run, "perf/toks_per_s")),
         "peak memory": short(max(finite(peak_memory(run)), default=math.nan)) + " GB",
         "seen": f"{tokens} tokens, {learnt} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
@@ -382,7 +382,7 @@ def facts(run) -> dict[str, object]:
     if evals := [pair for pair in evals if math.isfinite(pair[0])]:
         found["best held-out loss"] = "{:.4f} at step {:,}".format(*min(evals))
     if right := finite(column(run.evals, "eval/exact")):
-        found["held-out rows right"] = f"{right[0]:.1%} at first, {right[-1]:.1%} at last"
+        found["held-out answers exact"] = f"{right[0]:.1%} at the start, {right[-1]:.1%} at the end"
     return found
 
 
@@ -434,13 +434,13 @@ def charts(runs: list) -> str:
         figure(
             "Loss over steps",
             line_chart(runs, "loss", "train/loss", "loss"),
-            "Solid: training. Dashed: held-out. A long run is drawn as medians of groups of "
-            "steps, on the range from lowest to highest.",
+            "Solid: training. Dashed: held-out. For a long run, the line is the median of each "
+            "group of steps, and the band its range.",
         ),
         figure(
             "Loss over learnt tokens",
             line_chart(runs, "loss", "train/loss", "loss", over="data/label_tokens"),
-            "The fair axis where runs take steps of different sizes. Learnt tokens have a label.",
+            "The fair axis if runs take steps of different sizes. Learnt tokens have a label.",
         ),
         figure(
             "Gradient norm and skipped steps",
@@ -449,9 +449,9 @@ def charts(runs: list) -> str:
             f"was not finite ({counts}).",
         ),
         figure(
-            "Tokens a second",
-            line_chart(runs, "speed", "perf/toks_per_s", "tokens a second"),
-            "Of all processes together, padding not counted.",
+            "Tokens per second",
+            line_chart(runs, "speed", "perf/toks_per_s", "tokens per second"),
+            "All processes together, without padding.",
         ),
         figure(
             "Memory of each rank",
@@ -472,8 +472,8 @@ def split_caption(runs: list) -> str:
     untimed = ", ".join(run.letter for run in runs if not run.parts)
     more = f" Communication was not timed in {untimed}." if untimed else ""
     return f"""<ul class="legend">{parts}</ul> Medians without the first {WARMUP} logged steps.
-<b>Exposed</b>: compute stood still for it. <b>Waiting</b>: time beyond that of the fastest rank; in
-a pipeline that is the bubble and what an uneven split costs. Exposed waiting is an upper bound and
+<b>Exposed</b>: compute waited for it. <b>Waiting</b>: time beyond that of the fastest rank; in a
+pipeline, the bubble and the cost of an uneven split. Exposed waiting is an upper bound and
 exposed transfer a lower one; both are exact in a pipeline and on a CPU.{more}"""
 
 

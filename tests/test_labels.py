@@ -275,7 +275,7 @@ def test_unfit_tokenizers_are_refused():
     class Slow:
         is_fast, name_or_path = False, "slow/model"
 
-    with pytest.raises(UserError, match="slow/model: a fast tokenizer"):
+    with pytest.raises(UserError, match="slow/model is not a fast tokenizer"):
         make_codec(Slow())
     with pytest.raises(UserError, match="neither a chat template nor an eos token"):
         make_codec(make_tokenizer(None, eos=None))

@@ -70,7 +70,7 @@ def test_tokens_are_taken_as_they_are(tmp_path):
     assert packs.stats["skipped"] == {"nothing to learn": 1}
     for row, message in (
         ({"input_ids": "abc"}, "'input_ids' must be a list of whole numbers"),
-        ({"input_ids": [1, -2]}, "no token id"),
+        ({"input_ids": [1, -2]}, "not a token id"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "not shifted"),
         ({"input_ids": [1, 2], "labels": [1]}, "not shifted"),
     ):
@@ -161,7 +161,7 @@ GOOD = {"prompt": "hi", "completion": "yo"}
 BAD_ROWS = {
     # what is in the file, what the message says beside the file's name
     "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
-    "array": (["[\n"], [":1: broken JSON", "one whole JSON object"]),
+    "array": (["[\n"], [":1: broken JSON", "one complete JSON object"]),
     "array in one line": (["[1]\n"], [":1: a line must be one JSON object, not a list"]),
     "empty": (["\n"], ["is empty"]),
     "unknown shape": (
@@ -182,7 +182,7 @@ BAD_ROWS = {
     "role": ([messages(("user", "x"), ("bot", "y"))], [":1: messages[1] has unknown role 'bot'"]),
     "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
     "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
-    "surrogate": ([{"text": "\ud83d"}], [":1: text holds half a surrogate pair"]),
+    "surrogate": ([{"text": "\ud83d"}], [":1: text contains half a surrogate pair"]),
     "tool call": (
         [{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
         [":1: messages[0]: tool_calls must be a list of function calls"],
@@ -230,7 +230,10 @@ BAD_FLAGS = {
         r":1: no 'messages'.*keys: prompt, compl",
     ),
     "half a pair": ({"input_key": "prompt"}, "go together"),
-    "keys and format": ({"input_key": "a", "target_key": "b", "data_format": "text"}, "has no use"),
+    "keys and format": (
+        {"input_key": "a", "target_key": "b", "data_format": "text"},
+        "does not accept",
+    ),
     "unknown format": (
         {"data_format": "csv"},
         "--data_format csv: choose from auto, tokens, messages",

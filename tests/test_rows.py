@@ -154,7 +154,7 @@ def test_tool_calls_of_sharegpt(tmp_path):
     assert first(load(path, as_json))[0]
     turns[1] = {"from": "function_call", "value": "call f"}
     path = write(tmp_path / "x.jsonl", {"conversations": turns})
-    refused(path, r"conversations\[1\]: a function_call turn must hold JSON", template=TOOLS)
+    refused(path, r"conversations\[1\]: a function_call turn must contain JSON", template=TOOLS)
 
 
 # ------------------------------------------------------------------ masks
@@ -248,7 +248,7 @@ def test_a_folder_of_files(tmp_path):
     assert all(name in said[0] for name in ("test-0.parquet", "validation.csv", "x.heldout.jsonl"))
     (tmp_path / "only").mkdir()
     (tmp_path / "only/test.jsonl").write_text("")
-    with pytest.raises(UserError, match="is a folder that holds only test.jsonl: name a file"):
+    with pytest.raises(UserError, match="is a folder with only test.jsonl: name a data file"):
         find_files(f"{tmp_path}/only")
 
 

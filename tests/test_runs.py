@@ -426,7 +426,7 @@ def test_an_export_to_a_full_disk(tmp_path):
         patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
         patch.setattr(export, "read", lambda *_: None)
         patch.setattr(export.torch, "empty", torch.zeros)
-        with limit(100_000), pytest.raises(UserError, match="out can't be written: File too large"):
+        with limit(100_000), pytest.raises(UserError, match="cannot write .*out: File too large"):
             export.export(folder / "checkpoints/step_00000001", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -63,9 +63,7 @@ def build(
         why = "; ".join(
             f"{n:,} x {reason} (first {first[reason]})" for reason, n in stats["skipped"].items()
         )
-        raise UserError(
-            f"{', '.join(files)}: none of {stats['rows_read']:,} rows can be learnt: {why}"
-        )
+        raise UserError(f"{', '.join(files)}: all {stats['rows_read']:,} rows were skipped: {why}")
     row_of = best_fit(lengths, seq_len) if pack else np.arange(len(lengths))
     docs_in = np.bincount(row_of)
     token_counts = np.bincount(row_of, weights=lengths).astype(np.int64)

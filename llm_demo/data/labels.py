@@ -70,11 +70,11 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"{name}: a fast tokenizer (tokenizer.json) is needed for exact label masks"
+            f"{name} is not a fast tokenizer (tokenizer.json), which exact labels require"
         )
     if not tokenizer.chat_template and tokenizer.eos_token_id is None:
         raise UserError(
-            f"{name}: neither a chat template nor an eos token, so nothing ends a document"
+            f"{name} has neither a chat template nor an eos token to end a document with"
         )
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     # Saved truncation would silently cut rows, padding would lengthen them, and a byte-level

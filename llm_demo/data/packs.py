@@ -92,8 +92,8 @@ def load_packs(
             packs = _open(folder, files, False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{folder} is damaged ({error}) and could not be replaced: remove it, or set "
-                "LLM_DEMO_CACHE"
+                f"{folder} is damaged ({error}) and could not be replaced: delete it, or set "
+                "LLM_DEMO_CACHE to another folder"
             ) from None
     identity |= {"seq_len": packs.seq_len, "reading": _reading(packs.stats)}
     packs.stats["identity"] = identity
@@ -111,7 +111,7 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
         what = disk_full(error, root) or error
-        raise UserError(f"cannot write the cache {root}: {what}; set LLM_DEMO_CACHE") from None
+        raise UserError(f"cannot write to the cache {root}: {what}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
         os.mkdir(built)

@@ -146,15 +146,15 @@ def _in_folder(folder: str, say) -> list[str]:
     if not files:
         what = f"only {', '.join(map(os.path.basename, found))}" if found else "no data file"
         raise UserError(
-            f"{folder} is a folder that holds {what}: name a file ({', '.join(FILES)}, also with "
-            f".gz or .zst), or a glob such as {folder.rstrip('/')}/*/*.parquet"
+            f"{folder} is a folder with {what}: name a data file ({', '.join(FILES)}, also with "
+            f".gz or .zst) or a glob such as {folder.rstrip('/')}/*/*.parquet"
         )
     return files
 
 
 def _without(files: list[str], leave_out: Callable, say) -> list[str]:
     if (out := [path for path in files if leave_out(path)]) and say:
-        say(f"data: skipped as held-out or test data, by name: {', '.join(out)}")
+        say(f"data: skipped, named as held-out or test data: {', '.join(out)}")
     return [path for path in files if not leave_out(path)]
 
 
@@ -211,7 +211,7 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         empty = False
         yield found
     if empty:
-        raise UserError(f"{path} is empty: no row to learn from")
+        raise UserError(f"{path} is empty: it has no rows to train on")
 
 
 @contextlib.contextmanager
@@ -289,7 +289,7 @@ def _read_lines(path: str, progress=None) -> Iterator[tuple[str, dict]]:
                 ) from None
             except json.JSONDecodeError as error:
                 what = f"broken JSON: {error.msg} at column {error.colno}"
-                what += f"; every line must be one whole JSON object{_array(number, raw)}"
+                what += f"; every line must be one complete JSON object{_array(number, raw)}"
                 raise UserError(f"{where}: {what}") from None
             except (ValueError, RecursionError) as error:  # a huge number or extreme nesting
                 raise UserError(f"{where}: broken JSON: {error}") from None
@@ -301,7 +301,7 @@ def _read_lines(path: str, progress=None) -> Iterator[tuple[str, dict]]:
 
 def _array(number: int, raw: bytes) -> str:
     if number == 1 and raw.lstrip().startswith(b"["):
-        return "; a file that holds one array of rows must be named .json"
+        return "; a file with one array of rows must be named .json"
     return ""
 
 
@@ -319,7 +319,7 @@ def _read_json(path: str, progress=None) -> Iterator[tuple[str, dict]]:
             raise UserError(f"{path}: not UTF-8 ({error.reason}); re-encode the file") from None
         except json.JSONDecodeError as error:
             what = f"broken JSON: {error.msg} at column {error.colno}"
-            raise UserError(f"{path}:{error.lineno}: {what} of this array of rows") from None
+            raise UserError(f"{path}:{error.lineno}: {what} of the array of rows") from None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}: broken JSON: {error}") from None
     for number, row in enumerate(rows, 1):
@@ -364,7 +364,9 @@ def _read_parquet(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         if progress is not None:
             progress.update(os.path.getsize(path))
     except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
-        raise UserError(f"{path}: no parquet file: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def _read_hub(source: str, progress=None) -> Iterator[tuple[str, dict]]:
@@ -401,7 +403,7 @@ def file_layout(row, where, data_format="auto", input_key=None, target_key=None)
     if input_key:
         if data_format not in ("auto", "prompt", "input"):
             raise UserError(
-                f"--data_format {data_format} has no use for --input_key and --target_key"
+                f"--data_format {data_format} does not accept --input_key and --target_key"
             )
         return Layout("input", (input_key, target_key), "--input_key, --target_key")
     if data_format != "auto":
@@ -507,7 +509,7 @@ def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
         if not (isinstance(value, list) and all(type(i) is int for i in value)):
             raise UserError(f"{where}: {name!r} must be a list of whole numbers")
     if any(not 0 <= i < 2**31 for i in ids):
-        raise UserError(f"{where}: 'input_ids' holds a number that is no token id")
+        raise UserError(f"{where}: 'input_ids' contains a number that is not a token id")
     if labels is None:
         return ids, [True] * len(ids)
     same = len(labels) == len(ids) and all(
@@ -515,7 +517,7 @@ def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
     )
     if not same:
         raise UserError(
-            f"{where}: 'labels' must repeat 'input_ids', not shifted, with -100 where not learnt"
+            f"{where}: 'labels' must equal 'input_ids' (not shifted), or be -100 where not learnt"
         )
     return ids, [label != -100 for label in labels]
 
@@ -562,14 +564,14 @@ def _text(value, where: str, place: str) -> str:
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
         bad = [part["type"] for part in value if not isinstance(part.get("text"), str)]
         if bad:
-            raise UserError(f"{where}: {place} has a {bad[0]!r} part; only text can be learnt")
+            raise UserError(f"{where}: {place} has a {bad[0]!r} part; only text is supported")
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise UserError(f"{where}: {place} must be text, not {_kind(value)}")
     try:
         value.encode()  # the tokenizer's own error names neither file nor line
     except UnicodeEncodeError:
-        raise UserError(f"{where}: {place} holds half a surrogate pair, which is no text") from None
+        raise UserError(f"{where}: {place} contains half a surrogate pair: invalid text") from None
     return value
 
 
@@ -581,7 +583,7 @@ def _calls(value, where: str, place: str, role: str) -> list[dict]:
     for call in calls:
         if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
             raise UserError(
-                f"{where}: {place}: a {role} turn must hold JSON with 'name' and 'arguments'"
+                f"{where}: {place}: a {role} turn must contain JSON with 'name' and 'arguments'"
             )
         function = {"name": call["name"], "arguments": _from_json(call.get("arguments") or {})}
         found.append({"type": "function", "function": function})

@@ -104,7 +104,7 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
     for row, found in zip(rows, lengths, strict=True):
         if len(found) > max_docs:
-            raise ValueError(f"row {row} holds {len(found)} documents, max_docs is {max_docs}")
+            raise ValueError(f"row {row} has {len(found)} documents, more than max_docs {max_docs}")
     ids, labels = np.stack(ids), np.stack(labels)
     bounds = _bounds(lengths, packs.seq_len, max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
