@@ -19,9 +19,9 @@ from accelerate.utils import find_executable_batch_size
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import DataArgs, PlainParser, choices, regex, whole
-from llm_demo.data.batch import IGNORE_INDEX, learnt
+from llm_demo.data.batch import IGNORE_INDEX, label_positions
 from llm_demo.data.packs import load_packs
-from llm_demo.data.records import find_files
+from llm_demo.data.sources import find_files
 from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
@@ -169,7 +169,7 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
         found = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
         ids = torch.stack([torch.from_numpy(ids) for ids, _ in found]).to(model.device)
         labels = torch.stack([torch.from_numpy(labels) for _, labels in found])
-        index, targets = (t.to(model.device) for t in learnt(labels))
+        index, targets = (t.to(model.device) for t in label_positions(labels))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         total += cross_entropy_sum(hidden, model.lm_head.weight, index, targets).item()
         tokens += int((labels != IGNORE_INDEX).sum())

@@ -125,7 +125,7 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
     with pytest.raises(UserError, match="lack model.norm.weight"):
         train(kind, "--max_steps 2 --overwrite --model_name_or_path lacking")
     for error in (UserError("in the first step"), torch.OutOfMemoryError("too large")):
-        monkeypatch.setattr(script_of(kind), "learnt", raises(error))
+        monkeypatch.setattr(script_of(kind), "label_positions", raises(error))
         for flags in ("--overwrite", "--output_dir new"):
             with pytest.raises(type(error), match=str(error)):
                 train(kind, f"--max_steps 2 --eval_json none {flags}")

@@ -32,9 +32,9 @@ def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], lis
     `most` tokens. A prompt ends before the first learnt token; an answer is all learnt tokens."""
     found = []
     for start, end in itertools.pairwise(packs.doc_start.tolist()):
-        ids, learnt = packs.tokens[start:end], packs.learnt[start:end].copy()
-        learnt[:1] = False  # nothing predicts a first token
-        where = learnt.nonzero()[0]
+        ids, is_label = packs.tokens[start:end], packs.is_label[start:end].copy()
+        is_label[:1] = False  # nothing predicts a first token
+        where = is_label.nonzero()[0]
         if len(where) and where[0] <= most:
             found.append((ids[: where[0]].tolist(), ids[where].tolist()))
             if len(found) == count:
