@@ -7,25 +7,26 @@ or one padded batch at a time."""
 import argparse
 import functools
 import gc
-import json
 import math
 import re
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from accelerate.utils import find_executable_batch_size
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import DataArgs, PlainParser, choices, regex, whole
-from llm_demo.data.batch import IGNORE_INDEX, label_positions
+from llm_demo.data.batch import label_positions
 from llm_demo.data.packs import load_packs
 from llm_demo.data.sources import find_files
 from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
+from llm_demo.files import write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.generate import prompts_of, stop_tokens
 from llm_demo.model.loss import cross_entropy_sum
@@ -55,9 +56,8 @@ def main() -> None:
         if args.out:  # after each model, since the next may fail
             args.out.mkdir(parents=True, exist_ok=True)
             settings = {"data": args.data, "seq_len": args.seq_len, "device": str(device)}
-            out = json.dumps({**settings, "models": results}, indent=1)
-            (args.out / "evaluation.json").write_text(out + "\n")
-            (args.out / "evaluation.md").write_text(markdown(results))
+            write_json(args.out / "evaluation.json", {**settings, "models": results})
+            write_text(args.out / "evaluation.md", markdown(results))
     print(markdown(results))
 
 
@@ -108,30 +108,30 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     log = functools.partial(print, file=sys.stderr)
     for path in find_files(args.data, say=log):
         packs = load_packs(path, tokenizer, pack=False, log=log, **options)
-        if not len(packs):
-            raise UserError(f"{path}: nothing to learn in any row")
         count = min(args.rows or len(packs), len(packs))
         started = time.perf_counter()
         loss, tokens = in_batches(args, device, mean_loss, model, packs, count)
         say(f"{name}: loss of {count:,} documents of {path}", started)
-        found = {"file": path, "rows": count, "loss": loss, "perplexity": math.exp(min(loss, 700))}
-        found |= {"tokens": tokens}
-        asked = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
-        prompts, expected = [p for p, _ in asked], [e for _, e in asked]
+        figures = {"file": path, "rows": count, "loss": loss}
+        figures |= {"perplexity": math.exp(min(loss, 700)), "tokens": tokens}
+        pairs = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
+        prompts, expected = [p for p, _ in pairs], [e for _, e in pairs]
         started = time.perf_counter()
         answers, how = answer(model, tokenizer, prompts, args, device, batch, why)
         say(f"{name}: {len(prompts):,} answers {how}", started)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         answers, expected = list(map(decode, answers)), list(map(decode, expected))
         if args.answer_regex:
-            ends = [[result(text, args) for text in texts] for texts in (answers, expected)]
-            known = [(a, e) for a, e in zip(*ends, strict=True) if e is not None]
-            found["exact"] = sum(a == e for a, e in known) / len(known) if known else None
-            found["exact_of"] = len(known)
+            pairs = [
+                (result(a, args), result(e, args)) for a, e in zip(answers, expected, strict=True)
+            ]
+            known = [(a, e) for a, e in pairs if e is not None]
+            figures["exact"] = sum(a == e for a, e in known) / len(known) if known else None
+            figures["exact_of"] = len(known)
         shown = zip(map(decode, prompts), answers, expected, strict=True)
         columns = ("prompt", "answer", "expected")
-        found["answers"] = [dict(zip(columns, row, strict=True)) for row in [*shown][: args.show]]
-        files.append(found)
+        figures["answers"] = [dict(zip(columns, row, strict=True)) for row in [*shown][: args.show]]
+        files.append(figures)
     return {"model": name, "files": files}
 
 
@@ -146,13 +146,13 @@ def in_batches(args, device, function, *rest):
     return find_executable_batch_size(function, starting_batch_size=256)(*rest)
 
 
-def batches(lengths: list[int], most: int, what: str):
-    """Yield batches of indices of documents with these lengths, longest first: at most `most`
-    documents and TOKENS tokens, including padding."""
+def batches(lengths: list[int], max_documents: int, what: str):
+    """Yield batches of indices of documents with these lengths, longest first: at most
+    max_documents documents and TOKENS tokens, including padding."""
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     with progress(what=what, total=len(order), unit="documents") as bar:
         while order:
-            count = max(1, min(most, TOKENS // max(1, lengths[order[0]])))
+            count = max(1, min(max_documents, TOKENS // max(1, lengths[order[0]])))
             rows, order = order[:count], order[count:]
             yield rows
             bar.update(len(rows))
@@ -166,13 +166,15 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
     for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
         # copies: a row has the model's full length, which may be 100 times the document's
-        found = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
-        ids = torch.stack([torch.from_numpy(ids) for ids, _ in found]).to(model.device)
-        labels = torch.stack([torch.from_numpy(labels) for _, labels in found])
+        documents = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
+        ids, labels = (
+            torch.from_numpy(np.stack(arrays)) for arrays in zip(*documents, strict=True)
+        )
+        ids = ids.to(model.device)
         index, targets = (t.to(model.device) for t in label_positions(labels))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         total += cross_entropy_sum(hidden, model.lm_head.weight, index, targets).item()
-        tokens += int((labels != IGNORE_INDEX).sum())
+        tokens += len(index)
     return total / max(1, tokens), tokens
 
 
@@ -182,32 +184,32 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
     stop = stop_tokens(tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     room = [model.config.max_position_embeddings - len(p) for p in prompts]
-    most = min(args.max_new_tokens, max(room, default=0))
-    how = dict(do_sample=False, max_new_tokens=most, eos_token_id=stop, pad_token_id=pad)
+    length = min(args.max_new_tokens, max(room, default=0))
+    options = dict(do_sample=False, max_new_tokens=length, eos_token_id=stop, pad_token_id=pad)
     answers = None
     if batch and prompts:
-        answers, said = batched(model, prompts, how, args.batch_size)
-        why = said if answers is None else f"{why}, {said}"
+        answers, reason = batched(model, prompts, options, args.batch_size)
+        why = reason if answers is None else f"{why}, {reason}"
     if answers is None and args.generate == "batch" and prompts:
         raise UserError(f"--generate batch: {why}; use --generate reference, which always works")
     if answers is None:
-        answers = in_batches(args, device, greedy, model, prompts, how)
+        answers = in_batches(args, device, greedy, model, prompts, options)
         why = f"batch by batch ({why})"
     else:
         why = f"by continuous batching ({why})"
-    for i, found in enumerate(answers):
-        ends = [n for n, t in enumerate(found) if t in stop]
-        answers[i] = found[: min([*ends, room[i]])]
+    for i, tokens in enumerate(answers):
+        ends = [n for n, t in enumerate(tokens) if t in stop]
+        answers[i] = tokens[: min([*ends, room[i]])]
     return answers, why
 
 
 @torch.no_grad()
-def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[int]]:
+def greedy(batch: int, model, prompts: list[list[int]], options: dict) -> list[list[int]]:
     """The greedy continuation of each prompt, in batches of `batch`, padded on the left."""
     answers = [None] * len(prompts)
     for rows in batches(list(map(len, prompts)), batch, "answers"):
         longest = len(prompts[rows[0]])
-        ids = torch.full((len(rows), longest), how["pad_token_id"])
+        ids = torch.full((len(rows), longest), options["pad_token_id"])
         mask = torch.zeros_like(ids)
         for k, i in enumerate(rows):
             ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
@@ -215,21 +217,20 @@ def greedy(batch: int, model, prompts: list[list[int]], how: dict) -> list[list[
         ids, mask = ids.to(model.device), mask.to(model.device)
         # the longest prompt's answer exceeds the model's positions; the excess is cut off later
         room = model.config.max_position_embeddings - len(prompts[rows[-1]])
-        most = min(how["max_new_tokens"], room)
-        found = model.generate(
-            input_ids=ids, attention_mask=mask, **{**how, "max_new_tokens": most}
-        )
+        limited = options | {"max_new_tokens": min(options["max_new_tokens"], room)}
+        out = model.generate(input_ids=ids, attention_mask=mask, **limited)
         for k, i in enumerate(rows):
-            answers[i] = found[k, longest:].tolist()
+            answers[i] = out[k, longest:].tolist()
     return answers
 
 
 def result(text: str, args) -> str | None:
     """The last match of --answer_regex, without thousands separators and final period."""
-    found = re.findall(args.answer_regex, text)
-    last = found[-1] if found else None
-    last = last[0] if isinstance(last, tuple) else last
-    return last.replace(",", "").rstrip(".") if last is not None else None
+    matches = re.findall(args.answer_regex, text)
+    if not matches:
+        return None
+    last = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
+    return last.replace(",", "").rstrip(".")
 
 
 def markdown(results: list[dict]) -> str:
@@ -237,8 +238,7 @@ def markdown(results: list[dict]) -> str:
     exact = any("exact" in f for r in results for f in r["files"])
     lines = [f"| file | model | loss | perplexity | tokens |{' exact |' * exact}"]
     lines.append("|---|---|---|---|---|" + "---|" * exact)
-    files = range(len(results[0]["files"]))
-    for n in files:
+    for n in range(len(results[0]["files"])):
         for r in results:
             f = r["files"][n]
             line = f"| {Path(f['file']).name} | {r['model']} | {f['loss']:.4f} |"
@@ -247,9 +247,9 @@ def markdown(results: list[dict]) -> str:
                 share = "n/a" if f["exact"] is None else f"{f['exact']:.1%} of {f['exact_of']}"
                 line += f" {share} |"
             lines.append(line)
-    for n in files:
-        for k, shown in enumerate(results[0]["files"][n]["answers"]):
-            lines += ["", f"**{Path(results[0]['files'][n]['file']).name}, row {k + 1}**", ""]
+    for n, file in enumerate(results[0]["files"]):
+        for k, shown in enumerate(file["answers"]):
+            lines += ["", f"**{Path(file['file']).name}, row {k + 1}**", ""]
             lines.append(f"> prompt: {one_line(shown['prompt'])}")
             lines += ["", f"- expected: {one_line(shown['expected'])}"]
             for r in results:

@@ -47,16 +47,13 @@ Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{
 
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("source", help="a checkpoint, or a run folder for its newest complete one")
-    parser.add_argument("out", type=Path, help="folder to create")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
-    parser.add_argument("--max_shard_size", type=size, default="5GB", help="largest weights file")
-    parser.add_argument(
-        "--push_to_hub", metavar="REPO", help="also upload to this private repository"
-    )
-    parser.add_argument(
-        "--public", action="store_true", help="make the --push_to_hub repository public"
-    )
+    add = parser.add_argument
+    add("source", help="a checkpoint, or a run folder for its newest complete checkpoint")
+    add("out", type=Path, help="folder to create")
+    add("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
+    add("--max_shard_size", type=size, default="5GB", help="largest weights file")
+    add("--push_to_hub", metavar="REPO", help="also upload to this private repository")
+    add("--public", action="store_true", help="make the --push_to_hub repository public")
     return parser
 
 
@@ -82,8 +79,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        config, wanted = model_of(source / "model")
-        size = write_weights(checkpoint, part, wanted, DTYPES[dtype], max_shard_size)
+        config, shapes = model_of(source / "model")
+        n_bytes = write_weights(checkpoint, part, shapes, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
         if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
@@ -96,12 +93,13 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
             out.rmdir()
         part.rename(out)
     except Exception as e:  # from several libraries
-        if not (said := disk_full(e, part)) and not isinstance(e, OSError):
+        reason = disk_full(e, part)
+        if not reason and not isinstance(e, OSError):
             raise
-        raise UserError(f"cannot write {out}: {said or e}") from e
+        raise UserError(f"cannot write {out}: {reason or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
+    return f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of weights in {dtype}"
 
 
 def model_of(folder: Path) -> tuple:
@@ -111,8 +109,9 @@ def model_of(folder: Path) -> tuple:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             # eager, because a configuration may name a kernel to download
-            how = {"attn_implementation": "eager", "trust_remote_code": False}
-            model = AutoModelForCausalLM.from_config(config, **how)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
         return config, {name: tuple(p.shape) for name, p in model.named_parameters()}
     except Exception as e:  # the file may come from elsewhere
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
@@ -122,13 +121,13 @@ def model_of(folder: Path) -> tuple:
 def generation_config(folder: Path, tokenizer) -> GenerationConfig:
     """The model's own, with the stop tokens of its training data added: a base model knows only the
     end of a text, not of an assistant's turn."""
-    found = GenerationConfig()
+    config = GenerationConfig()
     if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder)
-    own = found.eos_token_id
+        config = GenerationConfig.from_pretrained(folder)
+    own = config.eos_token_id
     own = own if isinstance(own, list) else [own] * (own is not None)
-    found.eos_token_id = [*own, *(t for t in stop_tokens(tokenizer) if t not in own)] or None
-    return found
+    config.eos_token_id = list(dict.fromkeys([*own, *stop_tokens(tokenizer)])) or None
+    return config
 
 
 def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:
@@ -178,8 +177,7 @@ def card(checkpoint: Path, name: str) -> str:
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     return CARD.format(
         name=name, steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
-        script="a pipeline" if "stages" in settings else "FSDP2",
-        base=base, data=data,
+        script="a pipeline" if "stages" in settings else "FSDP2", base=base, data=data,
         heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from llm_demo.data.records import ROLES
 from llm_demo.data.sources import content_of, find_files, split_name
 from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError
-from llm_demo.files import disk_full
+from llm_demo.files import cache_folder, disk_full
 
 CACHE_VERSION = 3  # increase it when the output of records.py, labels.py or packing.py changes
 
@@ -77,7 +77,7 @@ def load_packs(
         "learn_turns": None if learn_turns == "all" else learn_turns,  # keeps older hashes valid
     }
     key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
-    root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
+    root = cache_dir or cache_folder()
     folder = os.path.join(root, f"packs-{key}")
     packs = None
     if os.path.isdir(folder):
