@@ -15,7 +15,7 @@ from pathlib import Path
 
 DATA = Path(__file__).resolve().parent
 SEED = 15
-HELD_OUT = 8  # one in so many combinations
+HELD_OUT = 8  # one combination in eight
 
 OPPOSITES = (
     "hot cold, early late, big small, fast slow, open closed, full empty, high low, long short, "

@@ -15,7 +15,7 @@ from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import spare_bytes
 from fsdp.shards import Shards, training_state
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, learnt, to_device
+from llm_demo.data.batch import answers_of, label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
@@ -134,7 +134,7 @@ def main() -> None:
         for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
             if sharded:
                 accumulate(model, args.reshard_after_forward, last=i == accum - 1)
-            loss = forward(batch, *learnt(batch.labels)) / n_labels
+            loss = forward(batch, *label_positions(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
             if masters:
                 masters.take_grads()
@@ -151,7 +151,7 @@ def main() -> None:
         total = torch.zeros(2, device=world.device)
         batches = batches_of(data.heldout, rows, micro)
         for batch in progress(batches, "evaluating", rows.size // world.size // micro, "batches"):
-            index, targets = learnt(batch.labels)
+            index, targets = label_positions(batch.labels)
             total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
         return total
 

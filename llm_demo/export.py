@@ -47,12 +47,13 @@ Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{
 
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("source", help="a run's folder, for its newest whole checkpoint, or one's")
-    parser.add_argument("out", type=Path, help="the folder to make")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the weights")
-    parser.add_argument("--max_shard_size", type=size, default="5GB", help="of a file of weights")
-    parser.add_argument("--push_to_hub", metavar="REPO", help="upload it there too, private")
-    parser.add_argument("--public", action="store_true", help="--push_to_hub: make it public")
+    add = parser.add_argument
+    add("source", help="a checkpoint, or a run folder for its newest complete checkpoint")
+    add("out", type=Path, help="folder to create")
+    add("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
+    add("--max_shard_size", type=size, default="5GB", help="largest weights file")
+    add("--push_to_hub", metavar="REPO", help="also upload to this private repository")
+    add("--public", action="store_true", help="make the --push_to_hub repository public")
     return parser
 
 
@@ -73,13 +74,13 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         raise UserError(f"{out} is not empty: choose another folder")
     source = checkpoint.parent.parent
     if not (source / "model/config.json").is_file():
-        raise UserError(f"{source}/model is missing: a run's folder has the model's configuration")
+        raise UserError(f"{source}/model/config.json is missing: {source} is not a run folder")
     part = out.with_name(f"{PART}{out.name}")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        config, wanted = model_of(source / "model")
-        size = write_weights(checkpoint, part, wanted, DTYPES[dtype], max_shard_size)
+        config, shapes = model_of(source / "model")
+        n_bytes = write_weights(checkpoint, part, shapes, DTYPES[dtype], max_shard_size)
         config.dtype = DTYPES[dtype]
         if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
@@ -92,12 +93,13 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
             out.rmdir()
         part.rename(out)
     except Exception as e:  # from several libraries
-        if not (said := disk_full(e, part)) and not isinstance(e, OSError):
+        reason = disk_full(e, part)
+        if not reason and not isinstance(e, OSError):
             raise
-        raise UserError(f"{out} can't be written: {said or e}") from e
+        raise UserError(f"cannot write {out}: {reason or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return f"exported {checkpoint} to {out}: {size / 1e6:,.0f} MB of weights in {dtype}"
+    return f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of weights in {dtype}"
 
 
 def model_of(folder: Path) -> tuple:
@@ -107,8 +109,9 @@ def model_of(folder: Path) -> tuple:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             # eager, because a configuration may name a kernel to download
-            how = {"attn_implementation": "eager", "trust_remote_code": False}
-            model = AutoModelForCausalLM.from_config(config, **how)
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", trust_remote_code=False
+            )
         return config, {name: tuple(p.shape) for name, p in model.named_parameters()}
     except Exception as e:  # the file may come from elsewhere
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
@@ -118,13 +121,13 @@ def model_of(folder: Path) -> tuple:
 def generation_config(folder: Path, tokenizer) -> GenerationConfig:
     """The model's own, with the stop tokens of its training data added: a base model knows only the
     end of a text, not of an assistant's turn."""
-    found = GenerationConfig()
+    config = GenerationConfig()
     if (folder / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(folder)
-    own = found.eos_token_id
+        config = GenerationConfig.from_pretrained(folder)
+    own = config.eos_token_id
     own = own if isinstance(own, list) else [own] * (own is not None)
-    found.eos_token_id = [*own, *(t for t in stop_tokens(tokenizer) if t not in own)] or None
-    return found
+    config.eos_token_id = list(dict.fromkeys([*own, *stop_tokens(tokenizer)])) or None
+    return config
 
 
 def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:
@@ -135,8 +138,8 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):
             raise UserError(
-                f"{checkpoint}: {name} is {shapes.get(name, 'missing')}, the configuration wants "
-                f"{wanted.get(name, 'none')}"
+                f"{checkpoint} does not match the model's configuration: {name} is "
+                f"{shapes.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
             )
     plan = split_state_dict_into_shards_factory(
         {name: shapes[name] for name in wanted},
@@ -152,7 +155,7 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
             for name, t in tensors.items():
                 if not t.isfinite().all():
                     raise UserError(
-                        f"{checkpoint}: {name} is not finite in {dtype}; nothing is exported"
+                        f"{checkpoint}: {name} is not finite in {dtype}; nothing was exported"
                     )
             save_file(tensors, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
@@ -169,13 +172,12 @@ def card(checkpoint: Path, name: str) -> str:
         settings = json.loads(file.read_text())
         base, data = (Path(settings[k]).name for k in ("model_name_or_path", "train_json"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-        raise UserError(f"{file} is no run's: {e!r}") from e
+        raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     return CARD.format(
         name=name, steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
-        script="a pipeline" if "stages" in settings else "FSDP2",
-        base=base, data=data,
+        script="a pipeline" if "stages" in settings else "FSDP2", base=base, data=data,
         heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip
@@ -189,11 +191,11 @@ def push(folder: Path, repo: str, private: bool = True) -> None:
         api = HfApi()
         repo = api.create_repo(repo, private=private, exist_ok=True).repo_id
         if private and not api.repo_info(repo).private:  # it existed before, and is not changed
-            raise ValueError("it is there and public: --public, or another name")
+            raise ValueError("it exists and is public: add --public or choose another name")
         api.upload_folder(repo_id=repo, folder_path=folder)
     except Exception as e:  # from several libraries below the hub's
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
-        raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is whole") from e
+        raise UserError(f"--push_to_hub {repo}: {reason}; {folder} is complete") from e
     print(f"pushed {folder} to {repo}")
 
 

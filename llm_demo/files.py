@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent  # of the repository
 PART = ".part-"  # name prefix of anything incomplete or being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# PyTorch's and numpy's writers lose the system's reason
+# messages of PyTorch's and numpy's writers, which do not name the system's error
 SILENT = re.compile(
     r"enforce fail at inline_container|PytorchStreamWriter failed writing"
     r"|\d+ requested and \d+ written"
@@ -24,15 +24,14 @@ SILENT = re.compile(
 def disk_full(
     error: BaseException | None, folder: Path | str | None = None, output_dir: str | None = None
 ) -> str | None:
-    """Return "No space left on device: FOLDER" if `error` or its cause is a full disk, a quota or
+    """Return "No space left on device: FOLDER" if the cause of `error` is a full disk, a quota or
     the limit of `ulimit -f`; else None.
 
-    folder: where the write went, if known. If not, output_dir is one of the possible places."""
+    folder: where the write went, if known; otherwise output_dir is one of the candidates."""
     while error:
         number = getattr(error, "errno", None)
-        told = re.search(r"\(os error (\d+)\)", str(error))  # from a library in Rust
-        if told:
-            number = int(told[1])
+        if rust := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
+            number = int(rust[1])
         elif SILENT.search(str(error)):
             number = _guess(folder)
         if number in FULL:
@@ -43,16 +42,15 @@ def disk_full(
 
 def _guess(folder) -> int:
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return errno.ENOSPC if limit == resource.RLIM_INFINITY or _short(folder) else errno.EFBIG
+    return errno.ENOSPC if limit == resource.RLIM_INFINITY or _nearly_full(folder) else errno.EFBIG
 
 
-def _short(folder) -> bool:
+def _nearly_full(folder) -> bool:
     """Whether this folder's disk is nearly full."""
     try:
-        there = next(
-            p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.exists()
-        )
-        return shutil.disk_usage(there).free < 1 << 20
+        path = Path(folder).absolute()
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        return shutil.disk_usage(existing).free < 1 << 20
     except (TypeError, OSError):
         return False
 
@@ -64,29 +62,28 @@ def _describe(number: int, where, output_dir: str | None) -> str:
         if limit != resource.RLIM_INFINITY:
             reason += f" (ulimit -f allows {limit / 1e6:,.1f} MB)"
     if not where:
-        places = _places(output_dir)
-        where = next((p for p in places if _short(p)), "--output_dir or the cache")
+        hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+        places = [p for p in (output_dir, cache_folder(), hub, "/tmp", "/dev/shm") if p]
+        where = next((p for p in places if _nearly_full(p)), "--output_dir or the cache")
     return f"{reason}: {where}"
 
 
-def _places(output_dir: str | None) -> list[str]:
-    """The places where a run writes."""
-    cache = os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
-    hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-    return [p for p in (output_dir, cache, hub, "/tmp", "/dev/shm") if p]
+def cache_folder() -> str:
+    """The folder of cached packs."""
+    return os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
 
 
 def digest(file: Path) -> str:
-    found = hashlib.sha256()
+    hashed = hashlib.sha256()  # hashlib.file_digest needs Python 3.11
     with open(file, "rb") as f:
         while block := f.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
+            hashed.update(block)
+    return hashed.hexdigest()
 
 
-def write_json(file: Path, what, **how) -> None:
-    """Replace a JSON file atomically. how: options of json.dumps."""
-    write_text(file, json.dumps(what, **{"indent": 1, **how}) + "\n")
+def write_json(file: Path, value, **options) -> None:
+    """Replace a JSON file atomically. options: of json.dumps."""
+    write_text(file, json.dumps(value, **{"indent": 1, **options}) + "\n")
 
 
 def write_text(file: Path, text: str) -> None:

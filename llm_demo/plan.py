@@ -15,7 +15,7 @@ import torch
 
 from llm_demo.args import command_line
 from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
-from llm_demo.data.records import hub_parts
+from llm_demo.data.sources import hub_parts
 from llm_demo.data.steps import Packs, step_rows
 from llm_demo.device import DTYPES, Device, World, pick_dtype, this_device
 from llm_demo.dist import from_rank0, once_per_node

@@ -5,7 +5,6 @@ and runs no script. docs/report.md explains each chart."""
 
 import html
 import io
-import json
 import math
 import re
 import statistics
@@ -21,9 +20,20 @@ from matplotlib.figure import Figure
 
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
+from llm_demo.run.reader import (
+    column,
+    finite,
+    median,
+    number,
+    peak_memory,
+    read_run,
+    skipped,
+    status,
+)
 from llm_demo.run.summary import WARMUP
 
 GROUPS = 150  # of steps in a long line: their median and range are drawn
+STYLE = Path(__file__).with_suffix(".css").read_text()
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 
 COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4")
@@ -41,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE.html",
-        help="an earlier report is replaced, any other file is not; default: report.html",
+        help="replaced only if it is an earlier report; default: report.html",
     )  # fmt: skip
     args = parser.parse_args(argv)
     try:
@@ -58,7 +68,7 @@ def check_out(out: Path) -> None:
     if out.is_dir():
         raise UserError(f"--out {out} is a folder: name a file in it")
     if not out.absolute().parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}: make it first")
+        raise UserError(f"--out {out}: folder {out.parent} does not exist")
     if out.is_file():
         with open(out, "rb") as file:
             start = file.read(200)
@@ -78,128 +88,6 @@ def read_runs(folders: list[Path]) -> list[SimpleNamespace]:
         run.dash = DASHES[i // len(COLORS) % len(DASHES)]
         run.width = 1.4 + 1.2 * min(2, len(runs) - 1 - i)  # shows a line below an equal one
     return runs
-
-
-def read_run(folder: Path) -> SimpleNamespace:
-    """Attributes: config, env and summary (dicts, empty if the file is missing), steps and evals
-    (records of metrics.jsonl, in order), notes (what could not be read), parts (see step_parts).
-
-    Raises UserError if the folder holds no run, OSError if it can't be read."""
-    if not folder.is_dir():
-        what = "is a file: name the run's folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}")
-    file = folder / "metrics.jsonl"
-    if not (file.exists() or (folder / "config.json").exists()):
-        raise UserError(f"{folder} is not a run's folder: it has no metrics.jsonl or config.json")
-    run = SimpleNamespace(folder=folder, notes=[], written="–")
-    for name in ("config", "env", "summary"):
-        path = folder / f"{name}.json"
-        found = parse(path.read_text("utf-8", "replace")) if path.exists() else {}
-        if not isinstance(found, dict):
-            run.notes.append(f"{name}.json could not be read")
-            found = {}
-        setattr(run, name, found)
-    text = ""
-    if file.exists():
-        text = file.read_text("utf-8", "replace")
-        run.written = f"{datetime.fromtimestamp(file.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
-    steps, evals, broken = {}, {}, 0
-    for line in filter(str.strip, text.split("\n")):
-        record = parse(line)
-        step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is not int or not 0 <= step < 2**53:
-            broken += 1
-        elif "train/loss" in record:
-            steps[step] = record
-        elif "eval/loss" in record:
-            evals[step] = record
-    if broken:
-        run.notes.append(f"{broken} unreadable line{'s' * (broken > 1)} of metrics.jsonl left out")
-    run.steps, run.evals = ([found[step] for step in sorted(found)] for found in (steps, evals))
-    run.parts = step_parts(run)
-    return run
-
-
-def parse(text: str):
-    """JSON, or None if it is truncated or invalid."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def number(value) -> float:
-    """A float; NaN for anything else, infinity included."""
-    usable = type(value) in (int, float) and abs(value) < 1e300
-    return float(value) if usable else math.nan
-
-
-def column(records: list[dict], key: str) -> list[float]:
-    return [number(record.get(key)) for record in records]
-
-
-def finite(values) -> list[float]:
-    return [v for v in values if math.isfinite(v)]
-
-
-def middle(values) -> float:
-    """Median of the finite values; NaN if there are none."""
-    return statistics.median(finite(values) or [math.nan])
-
-
-def median(run, key: str) -> float:
-    return middle(column(run.steps[WARMUP:] or run.steps, key))
-
-
-def of_ranks(run, key: str) -> list[float]:
-    """Median of each rank; empty if not recorded. After a resume with a different number of ranks,
-    only those steps count."""
-    records = run.steps[WARMUP:] or run.steps
-    lists = [record[key] for record in records if isinstance(record.get(key), list)]
-    ranks = [map(number, found) for found in lists if len(found) == len(lists[-1])]
-    return [middle(values) for values in zip(*ranks, strict=True)]
-
-
-def peak_memory(run) -> list[float]:
-    """Peak of each rank so far, in 2^30 bytes; empty if not recorded."""
-    lists = [found for r in run.steps if isinstance(found := r.get("perf/peak_mem_gb"), list)]
-    return list(map(number, lists[-1])) if lists else []
-
-
-def step_parts(run) -> list[dict[str, float]]:
-    """One dict per rank of where a step's time went, medians in ms: the PARTS, which add up to
-    `step`; `comm` and `wait` in total, hidden behind compute or not. Empty if communication was not
-    timed. How much waiting was hidden behind compute is not recorded, so as much of it as fits is
-    counted as exposed. That is exact if all communication is exposed, as in a pipeline or on a CPU;
-    otherwise `waiting` is an upper bound and `transfer` a lower one."""
-    keys = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
-    comm, exposed, wait = (of_ranks(run, key) for key in keys)
-    step = median(run, "perf/step_ms")
-    timed = comm and exposed and wait and run.config.get("comm_timer") is not False
-    if not timed or math.isnan(sum([step, *comm, *exposed, *wait])):
-        return []
-    ranks = []
-    for c, e, w in zip(comm, exposed, wait, strict=True):
-        e = min(e, step)
-        waiting = min(w, e)
-        parts = {"compute": step - e, "transfer": e - waiting, "waiting": waiting}
-        ranks.append({**parts, "step": step, "comm": c, "wait": w})
-    return ranks
-
-
-def skipped(run) -> list[int]:
-    return [record["step"] for record in run.steps if record.get("train/skipped") is True]
-
-
-def status(run) -> tuple[str, str]:
-    """(finished, unfinished or empty; the same as a text for the reader)."""
-    if not run.steps:
-        return "empty", "no step logged yet"
-    last, wanted = run.steps[-1]["step"], number(run.config.get("max_steps"))
-    if number(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
-        return "finished", f"finished, {last:,} steps"
-    of = f" of {wanted:,.0f}" if wanted > 0 else ""
-    return "unfinished", f"running or interrupted at step {last:,}{of}"
 
 
 def new_chart(x_label: str, y_label: str = "", height: int = 250):
@@ -241,26 +129,26 @@ def line_chart(runs: list, name: str, key: str, y_label: str, over: str = "step"
     """Plot one number of each run over another; empty if no run has both. The y axis is logarithmic
     if values span more than a factor of 50, as in a run that diverged."""
     figure, axes = new_chart("optimizer step" if over == "step" else "learnt tokens", y_label)
-    every, drawn = [], False
+    values, crosses = [], False
     for i, run in enumerate(runs):
         x, y = column(run.steps, over), column(run.steps, key)
         if not finite(x):
             continue
         plot_line(axes, run, x, y, name)
-        every += finite(y)
+        values += finite(y)
         if name == "loss":
-            every += plot_heldout(axes, run, x, over)
+            values += plot_heldout(axes, run, x, over)
         if name == "norm" and (bad := skipped(run)):
             axes.plot(
                 bad, [0.03 + 0.05 * (i % 6)] * len(bad), "x", color=run.color, markersize=5,
                 transform=axes.get_xaxis_transform(), gid=f"{run.letter}-skipped",
             )  # fmt: skip
-            drawn = True
-    if not every and not drawn:
+            crosses = True
+    if not values and not crosses:
         return ""
     if name == "speed":
-        axes.set_ylim(0, max(every) * 1.06 or 1)
-    elif every and 0 < min(every) < max(every) / 50:
+        axes.set_ylim(0, max(values) * 1.06 or 1)
+    elif values and 0 < min(values) < max(values) / 50:
         axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda v, _: short(v, 6))
     return svg(figure, f"{name}-{over.split('/')[-1]}")
@@ -284,18 +172,18 @@ def plot_heldout(axes, run, x: list[float], over: str) -> list[float]:
 
 def memory_chart(runs: list) -> str:
     figure, axes = new_chart("rank", "GB (2³⁰ bytes)")
-    found = [(run, peak_memory(run)) for run in runs if finite(peak_memory(run))]
-    if not found:
+    peaks = [(run, peak_memory(run)) for run in runs if finite(peak_memory(run))]
+    if not peaks:
         return ""
-    most, width = max(len(gb) for _, gb in found), 0.8 / len(found)
-    for i, (run, gb) in enumerate(found):
+    ranks, width = max(len(gb) for _, gb in peaks), 0.8 / len(peaks)
+    for i, (run, gb) in enumerate(peaks):
         at = [rank - 0.4 + width * (i + 0.5) for rank in range(len(gb))]
         bars = axes.bar(at, gb, width * 0.92, color=run.color)
         for rank, bar in enumerate(bars):
             bar.set_gid(f"{run.letter}-memory-{rank}")
-        if most * len(found) <= 12:
+        if ranks * len(peaks) <= 12:
             axes.bar_label(bars, fmt=short, padding=2, fontsize=10)
-    axes.set_xlim(-0.6, most - 0.4)
+    axes.set_xlim(-0.6, ranks - 0.4)
     return svg(figure, "memory")
 
 
@@ -360,13 +248,13 @@ def facts(run) -> dict[str, object]:
     script = "one process" if c.get("fsdp") is False else "FSDP"
     if "stages" in c:
         script = f"pipeline of {c['stages']} stages"
-    tokens, learnt = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
-    found = {
+    tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
+    shown = {
         "held-out loss": exact(column(run.evals, "eval/loss")[-1]) if run.evals else "–",
         "training loss": exact(number(last.get("train/loss"))) if last else "–",
-        "tokens a second": short(median(run, "perf/toks_per_s")),
+        "tokens per second": short(median(run, "perf/toks_per_s")),
         "peak memory": short(max(finite(peak_memory(run)), default=math.nan)) + " GB",
-        "seen": f"{tokens} tokens, {learnt} learnt",
+        "seen": f"{tokens} tokens, {labels} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
         "step": (f"{step:,.0f}" if step >= 100 else short(step)) + " ms",
         "MFU": short(100 * median(run, "perf/mfu")) + " %",
@@ -380,14 +268,14 @@ def facts(run) -> dict[str, object]:
     }
     evals = [(number(record["eval/loss"]), record["step"]) for record in run.evals]
     if evals := [pair for pair in evals if math.isfinite(pair[0])]:
-        found["best held-out loss"] = "{:.4f} at step {:,}".format(*min(evals))
+        shown["best held-out loss"] = "{:.4f} at step {:,}".format(*min(evals))
     if right := finite(column(run.evals, "eval/exact")):
-        found["held-out rows right"] = f"{right[0]:.1%} at first, {right[-1]:.1%} at last"
-    return found
+        shown["held-out answers exact"] = f"{right[0]:.1%} at the start, {right[-1]:.1%} at the end"
+    return shown
 
 
 def card(run) -> str:
-    word, said = status(run)
+    state, text = status(run)
     pairs = "".join(
         f"<div><dt>{name}</dt><dd>{esc(value)}</dd></div>" for name, value in facts(run).items()
     )
@@ -395,7 +283,7 @@ def card(run) -> str:
     return (
         f'<article class="card" style="border-top-color: {run.color}">'
         f'<h2>{badge(run)} <span class="name">{esc(run.folder)}</span></h2>'
-        f'<p class="{word}">{esc(said)}</p><dl>{pairs}</dl>{notes}</article>'
+        f'<p class="{state}">{esc(text)}</p><dl>{pairs}</dl>{notes}</article>'
     )
 
 
@@ -409,18 +297,18 @@ def figure(title: str, chart: str, caption: str) -> str:
 
 def settings(run) -> dict[str, object]:
     """All settings and the environment of a run, flat, except its folder."""
-    found = {k: v for k, v in run.config.items() if k not in ("output_dir", "local_rank")}
+    flat = {k: v for k, v in run.config.items() if k not in ("output_dir", "local_rank")}
     for key, value in run.env.items():
         nested = isinstance(value, dict)
-        found |= {f"{key}: {k}": v for k, v in value.items()} if nested else {key: value}
-    return found
+        flat |= {f"{key}: {k}": v for k, v in value.items()} if nested else {key: value}
+    return flat
 
 
 def settings_that_differ(runs: list) -> str:
-    every, rows = [settings(run) for run in runs], []
+    of_runs, rows = [settings(run) for run in runs], []
     absent = '<span class="absent">absent</span>'
-    for key in dict.fromkeys(key for found in every for key in found):
-        cells = [esc(found[key]) if key in found else absent for found in every]
+    for key in dict.fromkeys(key for one in of_runs for key in one):
+        cells = [esc(one[key]) if key in one else absent for one in of_runs]
         if len(set(cells)) > 1:
             rows.append([esc(key).replace("_", "_<wbr>"), *cells])
     head = ["setting", *(f"{badge(run)} {esc(run.folder)}" for run in runs)]
@@ -434,13 +322,13 @@ def charts(runs: list) -> str:
         figure(
             "Loss over steps",
             line_chart(runs, "loss", "train/loss", "loss"),
-            "Solid: training. Dashed: held-out. A long run is drawn as medians of groups of "
-            "steps, on the range from lowest to highest.",
+            "Solid: training. Dashed: held-out. For a long run, the line is the median of each "
+            "group of steps, and the band its range.",
         ),
         figure(
             "Loss over learnt tokens",
             line_chart(runs, "loss", "train/loss", "loss", over="data/label_tokens"),
-            "The fair axis where runs take steps of different sizes. Learnt tokens have a label.",
+            "The fair axis if runs take steps of different sizes. Learnt tokens have a label.",
         ),
         figure(
             "Gradient norm and skipped steps",
@@ -449,9 +337,9 @@ def charts(runs: list) -> str:
             f"was not finite ({counts}).",
         ),
         figure(
-            "Tokens a second",
-            line_chart(runs, "speed", "perf/toks_per_s", "tokens a second"),
-            "Of all processes together, padding not counted.",
+            "Tokens per second",
+            line_chart(runs, "speed", "perf/toks_per_s", "tokens per second"),
+            "All processes together, without padding.",
         ),
         figure(
             "Memory of each rank",
@@ -472,8 +360,8 @@ def split_caption(runs: list) -> str:
     untimed = ", ".join(run.letter for run in runs if not run.parts)
     more = f" Communication was not timed in {untimed}." if untimed else ""
     return f"""<ul class="legend">{parts}</ul> Medians without the first {WARMUP} logged steps.
-<b>Exposed</b>: compute stood still for it. <b>Waiting</b>: time beyond that of the fastest rank; in
-a pipeline that is the bubble and what an uneven split costs. Exposed waiting is an upper bound and
+<b>Exposed</b>: compute waited for it. <b>Waiting</b>: time beyond that of the fastest rank; in a
+pipeline, the bubble and the cost of an uneven split. Exposed waiting is an upper bound and
 exposed transfer a lower one; both are exact in a pipeline and on a CPU.{more}"""
 
 
@@ -517,45 +405,6 @@ CHART = {  # matplotlib's settings
     "axes.linewidth": 0.8, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": LINE,
 }  # fmt: skip
-
-# In dark mode the charts' colours are inverted.
-STYLE = """
-:root { color-scheme: light dark; --page: #f4f5f7; --panel: #fdfdfe; --ink: #1c2530;
-  --muted: #5a6675; --line: #dce0e6; --good: #1b7a43; --warn: #9a6200; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --page: #14171c; --panel: #1d2229; --ink: #e4e8ee; --muted: #9aa6b5; --line: #363e49;
-    --good: #58cf8a; --warn: #f0b345; }
-  svg, .badge, .legend i { filter: invert(.88) hue-rotate(180deg); }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1120px; padding: 20px clamp(12px, 3vw, 40px) 40px;
-  background: var(--page); color: var(--ink); font-family: system-ui, sans-serif;
-  line-height: 1.45; overflow-wrap: anywhere; }
-h1, h2 { margin: 28px 0 12px; } h2 { font-size: 1.15rem; }
-h3, figure, dd, header p, .card h2, .card p { margin: 0; }
-header p, footer, figcaption, dt, .note, .absent { color: var(--muted); }
-p, dl, table, figcaption, footer, .legend { font-size: .84rem; }
-.cards, .grid, dl { display: grid; gap: 16px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); }
-.grid { grid-template-columns: repeat(auto-fit, minmax(min(100%, max(330px, 40%)), 1fr)); }
-.card, figure, .scroll { min-width: 0; padding: 14px; background: var(--panel);
-  border: 1px solid var(--line); border-radius: 10px; break-inside: avoid; }
-.card { border-top: 4px solid; }
-.card h2, .legend, .legend li { display: flex; gap: 8px; align-items: center; min-width: 0; }
-.legend { flex-wrap: wrap; gap: 6px 18px; padding: 0; color: var(--ink); }
-.legend i { width: 14px; height: 14px; border-radius: 3px; }
-.badge { flex: none; padding: 0 .4em; border-radius: 5px; color: white; font-size: .85em; }
-.finished { color: var(--good); }
-.unfinished { color: var(--warn); }
-dl { grid-template-columns: repeat(auto-fill, minmax(110px, 1fr)); gap: 8px 12px; }
-dl div:nth-child(-n+4) dd { font-size: 1.25rem; font-weight: 600; line-height: 1.2; }
-.scroll { overflow: auto; max-height: 80vh; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: 5px 14px 5px 0; text-align: left; vertical-align: top; font-weight: 400;
-  border-bottom: 1px solid var(--line); overflow-wrap: break-word; max-width: 26rem; }
-figure svg { display: block; width: 100%; max-width: 540px; height: auto; margin: 6px auto; }
-svg text { font-family: inherit !important; }
-"""
 
 
 if __name__ == "__main__":

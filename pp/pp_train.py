@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, learnt, to_device
+from llm_demo.data.batch import answers_of, label_positions, to_device
 from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
@@ -100,7 +100,7 @@ def main() -> None:
 
         def pairs():
             for batch in clock.data(batches):
-                index, targets = learnt(batch.labels)
+                index, targets = label_positions(batch.labels)
                 last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
                 labels = to_device(world.device, index, targets, last)
                 yield to_device(world.device, batch.input_ids)[0], labels

@@ -123,7 +123,7 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     assert packs.stats["skipped"] == {"nothing to learn": 1, "nothing to learn within seq_len": 1}
     assert any(f"skipped 1 rows: nothing to learn (first {path}:2)" in line for line in lines)
     path.write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(UserError, match="none of 1 rows can be learnt: 1 x nothing to learn"):
+    with pytest.raises(UserError, match="all 1 rows were skipped: 1 x nothing to learn"):
         load(str(path))
 
 
@@ -229,7 +229,7 @@ def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
     load(write(tmp_path / "x.jsonl"), cache_dir=None)
     assert len(list((tmp_path / "elsewhere").glob("packs-*"))) == 1
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot write the cache .*LLM_DEMO_CACHE"):
+    with pytest.raises(UserError, match="cannot write to the cache .*LLM_DEMO_CACHE"):
         load(str(tmp_path / "x.jsonl"), cache_dir=str(tmp_path / "file"))
 
 

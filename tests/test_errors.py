@@ -179,7 +179,7 @@ CASES += [
     ("fsdp", ["--train_json", "no.jsonl.zst"], "no.jsonl.zst: damaged or truncated .zst file"),
     ("fsdp", ["--train_json", "cells.csv"], "cells.csv:1: 3 cells, but 2 columns"),
     ("fsdp", ["--train_json", "twice.tsv"], "twice.tsv: two columns are named 'prompt'"),
-    ("fsdp", ["--train_json", "no model"], "no model is a folder that holds no data file"),
+    ("fsdp", ["--train_json", "no model"], "no model is a folder with no data file"),
     ("fsdp", ["--eval_json", "openai/gsm8k"], "openai/gsm8k: name the split"),
     ("fsdp", ["--dataset_config", "main"], "--dataset_config main applies only to hub datasets"),
     ("fsdp", ["--dataset_split", "test"], "--dataset_split test applies only to hub datasets"),

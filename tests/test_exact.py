@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3Config
 
-from llm_demo.data.batch import answers_of, learnt, position_ids
+from llm_demo.data.batch import answers_of, label_positions, position_ids
 from llm_demo.model import loss
 from llm_demo.model.attention import make_documents
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
@@ -28,7 +28,7 @@ def test_score_counts_answers_with_a_wrong_token(chunk, monkeypatch):
     labels[0, 0] = labels[0, 3] = labels[1, 7] = -100
     labels[0, 5] = (labels[0, 5] + 1) % 20
     cu_seqlens = torch.tensor([0, 3, 8, 8 + 7, 16, 16, 16], dtype=torch.int32)
-    index, targets = learnt(labels)
+    index, targets = label_positions(labels)
     answers = answers_of(index, cu_seqlens)
     assert answers.tolist() == [0, 0, 1, 1, 1, 1] + [2] * 7
     total, wrong = score(hidden, weight, index, targets, answers).tolist()
@@ -37,7 +37,7 @@ def test_score_counts_answers_with_a_wrong_token(chunk, monkeypatch):
 
 
 def test_nothing_to_learn_is_no_wrong_answer():
-    index, targets = learnt(torch.full((2, 4), -100))
+    index, targets = label_positions(torch.full((2, 4), -100))
     answers = answers_of(index, torch.tensor([0, 4, 8], dtype=torch.int32))
     found = score(torch.randn(2, 4, 6), torch.randn(20, 6), index, targets, answers)
     assert found.tolist() == [0, 0]
@@ -75,6 +75,6 @@ def test_agrees_with_greedy_decoding():
         batch = types.SimpleNamespace(
             input_ids=ids, position_ids=position_ids(cu, (B, S)), cu_seqlens=cu
         )
-        index, targets = learnt(torch.tensor(labels))
+        index, targets = label_positions(torch.tensor(labels))
         _, wrong = forward(batch, index, targets, answers_of(index, cu)).tolist()
     assert wrong == 1

@@ -97,7 +97,7 @@ def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
 def test_a_configuration_of_another_model_is_refused(tmp_path):
     _, folder = trained(tmp_path / "run", "tied")
     MODELS["untied"].save_pretrained(folder / "model")
-    with pytest.raises(UserError, match="lm_head.weight is missing, the configuration wants"):
+    with pytest.raises(UserError, match="lm_head.weight is missing, expected"):
         export.export(folder / "checkpoints/step_00000007", tmp_path / "out")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
@@ -161,10 +161,10 @@ def test_upload_to_a_hub(tmp_path):
     public = run([*command, tmp_path / "3", "--push_to_hub", "mine"], **env)
     server.shutdown()
     server.server_close()
-    assert public.returncode == 2 and "it is there and public" in public.stderr
+    assert public.returncode == 2 and "it exists and is public" in public.stderr
     gone = run([*command, tmp_path / "4", "--push_to_hub", "mine"], **env)
-    assert gone.returncode == 2 and f"{tmp_path}/4 is whole" in gone.stderr, gone.stderr
-    assert done.returncode == 2 and f"{tmp_path}/2 is whole" in done.stderr
+    assert gone.returncode == 2 and f"{tmp_path}/4 is complete" in gone.stderr, gone.stderr
+    assert done.returncode == 2 and f"{tmp_path}/2 is complete" in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
     assert Hub.repos["me/mine"] is False
     AutoModelForCausalLM.from_pretrained(tmp_path / "2")

@@ -11,7 +11,7 @@ from tokenizers import processors
 from llm_demo.data import labels
 from llm_demo.data.batch import Record
 from llm_demo.data.labels import encode, make_codec
-from llm_demo.data.records import file_layout, to_record
+from llm_demo.data.records import detect_format, to_record
 from llm_demo.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -65,9 +65,9 @@ def one(record, tokenizer, **options):
     (sample,) = encode(make_codec(tokenizer, **options), [record])
     if isinstance(sample, str):
         return sample
-    ids, learnt = sample
-    assert ids.dtype == np.int32 and learnt.dtype == bool and not learnt[0]
-    shifted = np.where(learnt[1:], ids[1:], -100).tolist() + [-100]
+    ids, is_label = sample
+    assert ids.dtype == np.int32 and is_label.dtype == bool and not is_label[0]
+    shifted = np.where(is_label[1:], ids[1:], -100).tolist() + [-100]
     return ids.tolist(), shifted
 
 
@@ -275,7 +275,7 @@ def test_unfit_tokenizers_are_refused():
     class Slow:
         is_fast, name_or_path = False, "slow/model"
 
-    with pytest.raises(UserError, match="slow/model: a fast tokenizer"):
+    with pytest.raises(UserError, match="slow/model is not a fast tokenizer"):
         make_codec(Slow())
     with pytest.raises(UserError, match="neither a chat template nor an eos token"):
         make_codec(make_tokenizer(None, eos=None))
@@ -289,10 +289,10 @@ def test_gsm8k_masks_decode_to_answer_and_stop_token():
     codec = make_codec(tokenizer)
     lines = (SHARED / "data/gsm8k/train.jsonl").read_text().splitlines()[:1000]
     rows = [json.loads(line) for line in lines]
-    layout = file_layout(rows[0], "x:1", input_key="question", target_key="answer")
-    samples = encode(codec, [to_record(row, layout, "x:1") for row in rows])
-    for row, (ids, learnt) in zip(rows, samples, strict=True):
-        assert tokenizer.decode(ids[learnt]) == row["answer"] + "<|im_end|>"
+    row_format = detect_format(rows[0], "x:1", input_key="question", target_key="answer")
+    samples = encode(codec, [to_record(row, row_format, "x:1") for row in rows])
+    for row, (ids, is_label) in zip(rows, samples, strict=True):
+        assert tokenizer.decode(ids[is_label]) == row["answer"] + "<|im_end|>"
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": rows[0]["question"]}]
         + [{"role": "assistant", "content": rows[0]["answer"]}]

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llm_demo.data.batch import learnt
+from llm_demo.data.batch import label_positions
 from llm_demo.model import loss
 from llm_demo.model.loss import cross_entropy_sum, next_tokens
 
@@ -24,7 +24,7 @@ def case(n_labels, dtype=torch.float64):
 def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
     hidden, weight, labels = case(n_labels, torch.float32)
-    mine = cross_entropy_sum(hidden, weight, *learnt(labels))
+    mine = cross_entropy_sum(hidden, weight, *label_positions(labels))
     plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     torch.testing.assert_close(mine, plain)
     assert mine.dtype == torch.float32
@@ -40,7 +40,7 @@ def test_logits_that_exp_overflows_at(scale):
     hidden = (hidden * scale).detach().requires_grad_()
     logits = (hidden @ weight.T).flatten(0, 1)
     assert logits.amax() > 89 and logits.amin() < -89
-    mine = cross_entropy_sum(hidden, weight, *learnt(labels))
+    mine = cross_entropy_sum(hidden, weight, *label_positions(labels))
     plain = F.cross_entropy(logits, labels.flatten(), reduction="sum")
     assert mine.isfinite()
     torch.testing.assert_close(mine, plain)
@@ -58,7 +58,7 @@ def test_tied_weight_gets_both_gradients():
         hidden = F.embedding(ids, weight).tanh()
         return torch.autograd.grad(head(hidden), weight)[0]
 
-    mine = both(lambda h: cross_entropy_sum(h, weight, *learnt(labels)))
+    mine = both(lambda h: cross_entropy_sum(h, weight, *label_positions(labels)))
     plain = both(
         lambda h: F.cross_entropy((h @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
     )
@@ -78,16 +78,18 @@ def test_full_logits_never_exist(monkeypatch):
 
     hidden, weight, labels = case(30, torch.float32)
     with Watch():
-        cross_entropy_sum(hidden, weight, *learnt(labels)).backward()
+        cross_entropy_sum(hidden, weight, *label_positions(labels)).backward()
     assert max(sizes) <= max(4 * V, V * D) < 30 * V
 
 
 def test_no_gradient_work_without_gradients():
     hidden, weight, labels = case(17, torch.float32)
     with torch.no_grad():
-        value = cross_entropy_sum(hidden, weight, *learnt(labels))
+        value = cross_entropy_sum(hidden, weight, *label_positions(labels))
     assert not value.requires_grad
-    torch.testing.assert_close(value, cross_entropy_sum(hidden, weight, *learnt(labels)).detach())
+    torch.testing.assert_close(
+        value, cross_entropy_sum(hidden, weight, *label_positions(labels)).detach()
+    )
 
 
 def test_next_tokens():

@@ -7,7 +7,8 @@ from tiny_tokenizer import golden, make_tokenizer
 
 from llm_demo.data import build
 from llm_demo.data.packs import load_packs
-from llm_demo.data.records import FORMATS, find_files, read_rows
+from llm_demo.data.records import FORMATS
+from llm_demo.data.sources import find_files, read_rows
 from llm_demo.errors import UserError
 
 PART = {"type": "text", "text": "hi"}
@@ -69,8 +70,8 @@ def test_tokens_are_taken_as_they_are(tmp_path):
     assert first_document(packs, 1) == ([5, 6, 7, 8], [-100, 7, 8, -100])
     assert packs.stats["skipped"] == {"nothing to learn": 1}
     for row, message in (
-        ({"input_ids": "abc"}, "'input_ids' must be a list of whole numbers"),
-        ({"input_ids": [1, -2]}, "no token id"),
+        ({"input_ids": "abc"}, "'input_ids' must be a list of integers"),
+        ({"input_ids": [1, -2]}, "not a token id"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "not shifted"),
         ({"input_ids": [1, 2], "labels": [1]}, "not shifted"),
     ):
@@ -161,12 +162,12 @@ GOOD = {"prompt": "hi", "completion": "yo"}
 BAD_ROWS = {
     # what is in the file, what the message says beside the file's name
     "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
-    "array": (["[\n"], [":1: broken JSON", "one whole JSON object"]),
-    "array in one line": (["[1]\n"], [":1: a line must be one JSON object, not a list"]),
+    "array": (["[\n"], [":1: broken JSON", "every line must be one JSON object"]),
+    "array in one line": (["[1]\n"], [":1: a row must be a JSON object, not [1]"]),
     "empty": (["\n"], ["is empty"]),
     "unknown shape": (
         [{"a": 1, "b": 2}],
-        [":1: unknown row shape, keys: a, b", "messages", "--input_key"],
+        [":1: unknown row format, keys: a, b", "messages", "--input_key"],
     ),
     "other shape": (
         [GOOD, {"text": "x"}],
@@ -182,7 +183,7 @@ BAD_ROWS = {
     "role": ([messages(("user", "x"), ("bot", "y"))], [":1: messages[1] has unknown role 'bot'"]),
     "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
     "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
-    "surrogate": ([{"text": "\ud83d"}], [":1: text holds half a surrogate pair"]),
+    "surrogate": ([{"text": "\ud83d"}], [":1: text contains half a surrogate pair"]),
     "tool call": (
         [{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
         [":1: messages[0]: tool_calls must be a list of function calls"],
@@ -208,7 +209,7 @@ def test_bad_rows_are_named(tmp_path, case):
 
 
 def test_the_first_row_decides_for_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "CHUNK", 2)
+    monkeypatch.setattr(build, "ROWS_AT_A_TIME", 2)
     path = write(tmp_path / "x.jsonl", GOOD, GOOD, {"text": "x"})
     with pytest.raises(UserError, match=r":3: no 'prompt' or 'completion'"):
         load(path)
@@ -230,7 +231,10 @@ BAD_FLAGS = {
         r":1: no 'messages'.*keys: prompt, compl",
     ),
     "half a pair": ({"input_key": "prompt"}, "go together"),
-    "keys and format": ({"input_key": "a", "target_key": "b", "data_format": "text"}, "has no use"),
+    "keys and format": (
+        {"input_key": "a", "target_key": "b", "data_format": "text"},
+        "does not accept",
+    ),
     "unknown format": (
         {"data_format": "csv"},
         "--data_format csv: choose from auto, tokens, messages",

@@ -18,7 +18,7 @@ from conftest import ROOT, run
 
 from llm_demo import report
 from llm_demo.errors import UserError
-from llm_demo.run import summary
+from llm_demo.run import reader, summary
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -111,7 +111,7 @@ def test_lines_are_the_numbers_of_the_files(two):
     heldout = points(drawn["Loss over learnt tokens"], "A-heldout")[:, 0]
     line = points(drawn["Loss over learnt tokens"], "A-loss")[:, 0]
     assert_drawn(np.concatenate([line, heldout]), [60 * s for s in steps] + [0, 360, 720])
-    assert_drawn(points(drawn["Tokens a second"], "A-speed")[:, 1], steps)
+    assert_drawn(points(drawn["Tokens per second"], "A-speed")[:, 1], steps)
     norms = points(drawn["Gradient norm and skipped steps"], "B-norm")
     assert_drawn(norms[:, 1], [1 + 1 / s for s in steps if s != 5])
     crosses = drawn["Gradient norm and skipped steps"].iter(f"{SVG}use")
@@ -146,10 +146,10 @@ def test_cards_and_settings(two):
     for said in (
         "FSDP", "pipeline of 2 stages", "2 × CPU, 2 cores", "abc123", "finished, 12 steps",
         "6.0000", "6.0000 at step 12", "1.01k", "2.5 GB", "100 ms", "40 %",
-        "1.2k tokens, 720 learnt", "1 of 12 logged steps", "0.0% at first, 75.0% at last",
+        "1.2k tokens, 720 learnt", "1 of 12 logged steps", "0.0% at the start, 75.0% at the end",
     ):  # fmt: skip
         assert f">{said}<" in page, said
-    assert page.count("held-out rows right") == 1  # the other run did not record it
+    assert page.count("held-out answers exact") == 1  # the other run did not record it
     differ = page.split("Settings that differ</h2>")[1]
     rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', differ)
     absent = '<span class="absent">absent</span>'
@@ -175,7 +175,7 @@ def test_the_page_needs_nothing_but_itself(two):
 def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     def parts(**more):
         run = report.SimpleNamespace(steps=[record(s, **more) for s in range(1, 6)], config={})
-        return report.step_parts(run)
+        return reader.step_parts(run)
 
     for exposed, wait in ((20, 5), (20, 25), (0, 5), (120, 3)):
         keys = {"perf/comm_exposed_ms": [exposed] * 2, "perf/comm_wait_ms": [wait] * 2}
@@ -186,11 +186,11 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     # of an older run that did not record it, and of one that did not measure
     assert parts(**{"perf/comm_exposed_ms": None}) == []
     untimed = report.SimpleNamespace(steps=[record(1)], config={"comm_timer": False})
-    assert report.step_parts(untimed) == []
+    assert reader.step_parts(untimed) == []
     # the first steps are slow; then the run went on with three ranks
     steps = [record(s, ranks=2, **{"perf/step_ms": 1e6}) for s in (1, 2)] + [record(3)]
     steps += [record(s, ranks=3) for s in (4, 5)]
-    ranks = report.step_parts(report.SimpleNamespace(steps=steps, config={}))
+    ranks = reader.step_parts(report.SimpleNamespace(steps=steps, config={}))
     assert len(ranks) == 3 and ranks[0]["step"] == 100
     assert report.WARMUP == summary.WARMUP
 
@@ -205,7 +205,7 @@ def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path)
         (live / "metrics.jsonl").write_bytes(whole[:-cut])
         (found,) = report.read_runs([live])
         torn = cut > 1
-        assert found.notes == ["1 unreadable line of metrics.jsonl left out"] * torn
+        assert found.notes == ["1 unreadable line of metrics.jsonl skipped"] * torn
         assert f"running or interrupted at step {7 - torn} of 12" in report.status(found)
     page = make(tmp_path / "live.html", live)
     assert "running or interrupted at step 6 of 12" in page and "1 unreadable line" in page
@@ -349,7 +349,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path):
         "a file": ([good / "config.json"], out, "is a file: name the run's folder"),
         "twice": ([good, tmp_path / "empty/../good"], out, "is given twice"),
         "out is a folder": ([good], tmp_path / "empty", "is a folder: name a file in it"),
-        "out has no folder": ([good], tmp_path / "a/b.html", "there is no folder"),
+        "out has no folder": ([good], tmp_path / "a/b.html", f"folder {tmp_path}/a does not exist"),
         "out is no report": ([good], good / "metrics.jsonl", "is not a report: choose another"),
     }[case]
     with pytest.raises(UserError, match=re.escape(said)) as e:
@@ -381,7 +381,8 @@ def test_the_command(two, tmp_path):
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():
-    texts = [(ROOT / f"llm_demo/{name}.py").read_text() for name in ("report", "run/clock")]
+    files = [("report", "run/reader"), ("run/clock",)]
+    texts = ["".join((ROOT / f"llm_demo/{f}.py").read_text() for f in names) for names in files]
     read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
     assert len(read) >= 10 and read <= written
 

@@ -14,10 +14,10 @@ from test_labels import QWEN3
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from transformers import MistralConfig, Qwen2Config
 
-from llm_demo.data import labels
+from llm_demo.data import labels, sources
 from llm_demo.data.packing import choose_seq_len
 from llm_demo.data.packs import heldout_beside, load_packs
-from llm_demo.data.records import find_files, read_rows
+from llm_demo.data.sources import find_files, read_rows
 from llm_demo.errors import UserError
 from llm_demo.model.source import load_config, load_tokenizer, window_of, without_window
 from llm_demo.plan import fixed_steps, load_data, resumed_seq_len, resumed_settings
@@ -154,7 +154,7 @@ def test_tool_calls_of_sharegpt(tmp_path):
     assert first(load(path, as_json))[0]
     turns[1] = {"from": "function_call", "value": "call f"}
     path = write(tmp_path / "x.jsonl", {"conversations": turns})
-    refused(path, r"conversations\[1\]: a function_call turn must hold JSON", template=TOOLS)
+    refused(path, r"conversations\[1\]: a function_call turn must contain JSON", template=TOOLS)
 
 
 # ------------------------------------------------------------------ masks
@@ -248,7 +248,7 @@ def test_a_folder_of_files(tmp_path):
     assert all(name in said[0] for name in ("test-0.parquet", "validation.csv", "x.heldout.jsonl"))
     (tmp_path / "only").mkdir()
     (tmp_path / "only/test.jsonl").write_text("")
-    with pytest.raises(UserError, match="is a folder that holds only test.jsonl: name a file"):
+    with pytest.raises(UserError, match="is a folder with only test.jsonl: name a data file"):
         find_files(f"{tmp_path}/only")
 
 
@@ -287,7 +287,7 @@ def test_arrays_and_compressed_files(tmp_path):
     assert len(load(",".join(str(tmp_path / name) for name in files), seq_len=5200)) > 1
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     bad = {
-        "x.json": (b"[{}, 1]", "x.json:2: a row must be a JSON object, not a number"),
+        "x.json": (b"[{}, 1]", "x.json:2: a row must be a JSON object, not 1"),
         "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
         "x.jsonl": (b"[1]", "must be named .json"),
         "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated .gz file"),
@@ -327,11 +327,9 @@ def hub(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.chdir(tmp_path)
-    from llm_demo.data import records
-
-    records._hub_rows.cache_clear()
+    sources._hub_rows.cache_clear()
     yield
-    records._hub_rows.cache_clear()
+    sources._hub_rows.cache_clear()
 
 
 class Args:
@@ -446,7 +444,7 @@ def test_seq_len_holds_99_percent(tmp_path):
     assert packs.seq_len == 128 and packs.stats["truncated"] == 1
     asked = load(path, seq_len=128)
     assert not asked.stats["cache_hit"]
-    for name in ("tokens", "learnt", "doc_start", "row_docs", "row_start", "label_counts"):
+    for name in ("tokens", "is_label", "doc_start", "row_docs", "row_start", "label_counts"):
         assert (getattr(asked, name) == getattr(packs, name)).all(), name
     assert asked.stats["identity"] == packs.stats["identity"]
     again = load(path, seq_len=0)

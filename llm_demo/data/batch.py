@@ -18,14 +18,15 @@ class Batch(NamedTuple):
 def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Move tensors to the device, skipping Nones. CPU tensors are pinned first: a copy from
     pageable memory blocks the host until the GPU finishes its queued work."""
-    found = [t for t in tensors if t is not None]
+    present = [t for t in tensors if t is not None]
     if device.type == "cuda":
-        found = [t if t.is_cuda else t.pin_memory() for t in found]
-    return [t.to(device, non_blocking=True) for t in found]
+        present = [t if t.is_cuda else t.pin_memory() for t in present]
+    return [t.to(device, non_blocking=True) for t in present]
 
 
-def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(index, targets): the learnt flat positions of labels [B, S] and their targets, int64 [n].
+def label_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index, targets): the flat positions of labels [B, S] that have a label, and these labels,
+    int64 [n].
 
     Call it on the CPU: a GPU would block until the number of positions is known."""
     index = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
@@ -33,8 +34,8 @@ def learnt(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """The answer of each learnt position: int64 [n], documents with learnt tokens numbered from 0.
-    index: from `learnt`; cu_seqlens: as in Batch. Call it on the CPU, like `learnt`."""
+    """The answer of each label: int64 [n], documents with labels numbered from 0. index: from
+    label_positions; cu_seqlens: as in Batch. Call it on the CPU, like label_positions."""
     documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
     return documents.unique_consecutive(return_inverse=True)[1]
 
@@ -61,11 +62,11 @@ class Record(NamedTuple):
     messages: list[dict] | None  # role, content, other keys of the chat template
     text: str = ""
     tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are learnt
+    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
     context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
     marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
 
 
 class Sample(NamedTuple):
     ids: np.ndarray  # int32 [n]
-    learnt: np.ndarray  # bool [n]; the first is never learnt: nothing predicts it
+    is_label: np.ndarray  # bool [n]; the first token is never one: nothing predicts it

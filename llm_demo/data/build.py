@@ -18,19 +18,12 @@ import numpy as np
 from llm_demo.data.batch import Record, Sample
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.packing import best_fit, choose_seq_len, fit
-from llm_demo.data.records import (
-    Layout,
-    file_layout,
-    read_rows,
-    size_of,
-    to_record,
-    unused_keys,
-    used_keys,
-)
+from llm_demo.data.records import RowFormat, detect_format, to_record, unused_keys, used_keys
+from llm_demo.data.sources import hub_parts, read_rows
 from llm_demo.errors import UserError
 from llm_demo.progress import progress
 
-CHUNK = 1000  # rows tokenised at a time
+ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
 
@@ -39,20 +32,20 @@ def build(
     folder: str,
     files: list[str],
     codec: Codec,
-    reading: tuple,
+    format_flags: tuple,
     seq_len: int,
     pack: bool,
     overlong: str,
     limit: int = 0,
 ) -> None:
-    """Write to `folder` everything data.Packs reads: tokens and learnt flags, one document after
-    another, the table of rows, and meta.json. reading: (data_format, input_key, target_key).
-    seq_len 0: see choose_seq_len.
+    """Write to `folder` everything data.Packs reads: tokens and which of them are labels, one
+    document after another, the table of rows, and meta.json. format_flags: (data_format, input_key,
+    target_key). seq_len 0: see choose_seq_len.
 
     Flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
     list column costs a lookup and a conversion. Raises UserError if no row has anything to learn.
     """
-    documents, stats = _tokenise(folder, files, codec, reading)
+    documents, stats = _tokenise(folder, files, codec, format_flags)
     if not seq_len and len(documents.lengths):
         seq_len, stats["seq_len_why"] = choose_seq_len(documents.lengths, limit)
     if documents.lengths.max(initial=0) > seq_len:
@@ -63,9 +56,7 @@ def build(
         why = "; ".join(
             f"{n:,} x {reason} (first {first[reason]})" for reason, n in stats["skipped"].items()
         )
-        raise UserError(
-            f"{', '.join(files)}: none of {stats['rows_read']:,} rows can be learnt: {why}"
-        )
+        raise UserError(f"{', '.join(files)}: all {stats['rows_read']:,} rows were skipped: {why}")
     row_of = best_fit(lengths, seq_len) if pack else np.arange(len(lengths))
     docs_in = np.bincount(row_of)
     token_counts = np.bincount(row_of, weights=lengths).astype(np.int64)
@@ -74,7 +65,7 @@ def build(
         "row_docs": np.argsort(row_of, kind="stable"),
         "row_start": np.append(0, np.cumsum(docs_in)),
         "token_counts": token_counts,
-        "label_counts": np.bincount(row_of, weights=documents.labels).astype(np.int64),
+        "label_counts": np.bincount(row_of, weights=documents.label_counts).astype(np.int64),
     }
     for name, table in tables.items():
         np.save(f"{folder}/{name}.npy", table)
@@ -84,7 +75,7 @@ def build(
         "documents": len(lengths),
         "packed_rows": len(docs_in),
         "tokens": int(lengths.sum()),
-        "label_tokens": int(documents.labels.sum()),
+        "label_tokens": int(documents.label_counts.sum()),
         "fill": float(lengths.sum() / (len(docs_in) * seq_len)),
     }
     meta = {
@@ -108,20 +99,16 @@ def read_meta(folder: str) -> dict:
     """Contents of meta.json, after verifying every file of the pack. Raises OSError or ValueError
     if one is damaged: a pack with zeroed tokens would otherwise be trained on."""
     with open(f"{folder}/meta.json") as file:
-        found = json.load(file)
-    try:
-        crc = found.pop("crc32")
-        same = crc == zlib.crc32(json.dumps(found).encode())
-    except (AttributeError, KeyError, TypeError):
-        same = False
-    if not same:
+        body = json.load(file)
+    crc = body.pop("crc32", None) if isinstance(body, dict) else None
+    if crc != zlib.crc32(json.dumps(body).encode()):
         raise ValueError("meta.json has a wrong checksum")
-    for name, (size, crc) in found["files"].items():
+    for name, (size, crc) in body["files"].items():
         if os.path.getsize(f"{folder}/{name}") != size:
             raise ValueError(f"{name} should have {size:,} bytes")
         if _fingerprint(f"{folder}/{name}")[1] != crc:
             raise ValueError(f"{name} has a wrong checksum")
-    return found["meta"]
+    return body["meta"]
 
 
 def _fingerprint(path: str) -> list[int]:
@@ -136,79 +123,75 @@ class Documents(NamedTuple):
     """The documents in the flat files, in order, and their origin."""
 
     lengths: np.ndarray  # int64 [documents], tokens
-    labels: np.ndarray  # int64 [documents], label tokens
+    label_counts: np.ndarray  # int64 [documents], label tokens
     file: np.ndarray  # int64 [documents], file number
     row: np.ndarray  # int64 [documents], line or row in that file
 
 
-def _tokenise(folder, files, codec, reading) -> tuple[Documents, dict]:
+def _tokenise(folder, files, codec, format_flags) -> tuple[Documents, dict]:
     """Write all documents, uncut, to the flat files; return their table and stats."""
-    lengths, labels = array("i"), array("i")  # not lists: there may be millions
-    file_of, row_of = array("i"), array("q")
-    skipped, first_skipped, described = Counter(), {}, []
-    turns, rows_with, first_turns = Counter(), Counter(), {}
-    size = sum(map(size_of, files))
+    documents = Documents(*map(array, "iiiq"))  # not lists: there may be millions
+    skipped, first_skipped, turns, described = Counter(), {}, {}, []
+    size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
     with (
         open(f"{folder}/tokens.int32", "wb") as tokens_out,
-        open(f"{folder}/learnt.bool", "wb") as learnt_out,
+        open(f"{folder}/learnt.bool", "wb") as is_label_out,
         progress(what="tokenising", total=size, unit="B") as bar,
     ):
         for number, path in enumerate(files):
-            rows, layout, n_rows = read_rows(path, bar), None, 0
+            rows, row_format, n_rows = read_rows(path, bar), None, 0
             keys = {"used": Counter(), "unused": Counter(), "unused_in_turns": Counter()}
-            while chunk := list(itertools.islice(rows, CHUNK)):
-                layout = layout or file_layout(chunk[0][1], chunk[0][0], *reading)
+            while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
+                row_format = row_format or detect_format(chunk[0][1], chunk[0][0], *format_flags)
                 n_rows += len(chunk)
                 records, not_learnt = [], []
                 for where, row in chunk:
-                    records.append(to_record(row, layout, where))
-                    _count_keys(keys, row, layout, records[-1], codec.template)
+                    records.append(to_record(row, row_format, where))
+                    _count_keys(keys, row, row_format, records[-1], codec.template)
                 samples = encode(codec, records, not_learnt)
-                for (where, _), sample, left in zip(chunk, samples, not_learnt, strict=True):
+                for (where, _), sample, reasons in zip(chunk, samples, not_learnt, strict=True):
                     if isinstance(sample, str):
                         skipped[sample] += 1
                         first_skipped.setdefault(sample, where)
                         continue
-                    for reason, n in (+left).items():
-                        turns[reason] += n
-                        rows_with[reason] += 1
-                        first_turns.setdefault(reason, where)
+                    for reason, n in (+reasons).items():
+                        counts = turns.setdefault(reason, {"turns": 0, "rows": 0, "first": where})
+                        counts["turns"] += n
+                        counts["rows"] += 1
                     tokens_out.write(sample.ids)
-                    learnt_out.write(sample.learnt)
-                    lengths.append(len(sample.ids))
-                    labels.append(int(sample.learnt.sum()))
-                    file_of.append(number)
-                    row_of.append(int(where.rsplit(":", 1)[1]))
-            described.append({"path": path, **layout._asdict(), "rows": n_rows, **keys})
+                    is_label_out.write(sample.is_label)
+                    line = int(where.rsplit(":", 1)[1])
+                    values = (len(sample.ids), int(sample.is_label.sum()), number, line)
+                    for column, value in zip(documents, values, strict=True):
+                        column.append(value)
+            described.append({"path": path, **row_format._asdict(), "rows": n_rows, **keys})
     stats = {
-        "rows_read": sum(layout["rows"] for layout in described),
+        "rows_read": sum(file["rows"] for file in described),
         "skipped": dict(skipped),
         "first_skipped": first_skipped,
-        "turns": {
-            reason: {"turns": n, "rows": rows_with[reason], "first": first_turns[reason]}
-            for reason, n in turns.items()
-        },
+        "turns": turns,
         "truncated": 0,
         "split": 0,
         "files": described,
     }
-    tables = (np.array(found, np.int64) for found in (lengths, labels, file_of, row_of))
-    return Documents(*tables), stats
+    return Documents(*(np.array(column, np.int64) for column in documents)), stats
 
 
-def _count_keys(keys: dict, row: dict, layout: Layout, record: Record, template: str) -> None:
+def _count_keys(
+    keys: dict, row: dict, row_format: RowFormat, record: Record, template: str
+) -> None:
     """Count a row under each optional key that it uses and each key that nothing uses."""
-    used = used_keys(row, layout)
-    unseen = [key for key in used if key == "tools" and not _names(template, key)]
-    keys["used"].update(key for key in used if key not in unseen)
-    keys["unused"].update([*unused_keys(row, layout), *unseen])
-    found = {key for m in record.messages or () for key, value in m.items() if value is not None}
-    found = sorted(found - TURN_KEYS)
-    keys["unused_in_turns"].update(key for key in found if not _names(template, key))
+    used = used_keys(row, row_format)
+    dropped = [key for key in used if key == "tools" and not _mentions(template, key)]
+    keys["used"].update(key for key in used if key not in dropped)
+    keys["unused"].update([*unused_keys(row, row_format), *dropped])
+    in_turns = {key for m in record.messages or () for key, value in m.items() if value is not None}
+    in_turns = sorted(in_turns - TURN_KEYS)
+    keys["unused_in_turns"].update(key for key in in_turns if not _mentions(template, key))
 
 
 @functools.cache
-def _names(template: str, key: str) -> bool:
+def _mentions(template: str, key: str) -> bool:
     return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
@@ -221,20 +204,21 @@ def _cut(
         "tokens.int32": np.memmap(f"{folder}/tokens.int32", np.int32, "r"),
         "learnt.bool": np.memmap(f"{folder}/learnt.bool", bool, "r"),
     }
-    cut, at, done, kept = Counter(), 0, 0, []
+    cut, copied, parts = Counter(), 0, []  # copied: documents so far
     starts = np.append(0, np.cumsum(documents.lengths))
     with contextlib.ExitStack() as stack:
         outs = [stack.enter_context(open(f"{folder}/{name}.cut", "wb")) for name in flat]
 
         def copy_until(document: int) -> None:
             for out, source in zip(outs, flat.values(), strict=True):
-                out.write(source[at : starts[document]])
-            kept.append(Documents(*(column[done:document] for column in documents)))
+                out.write(source[starts[copied] : starts[document]])
+            parts.append(Documents(*(column[copied:document] for column in documents)))
 
         for i in np.flatnonzero(documents.lengths > seq_len).tolist():
             copy_until(i)
-            at, done = starts[i + 1], i + 1
-            sample = Sample(*(source[starts[i] : at].copy() for source in flat.values()))
+            copied = i + 1
+            span = slice(starts[i], starts[i + 1])
+            sample = Sample(*(source[span].copy() for source in flat.values()))
             pieces = fit(sample, seq_len, overlong, cut)
             if isinstance(pieces, str):
                 stats["skipped"][pieces] = stats["skipped"].get(pieces, 0) + 1
@@ -244,10 +228,10 @@ def _cut(
             for piece in pieces:
                 for out, part in zip(outs, piece, strict=True):
                     out.write(part)
-                counts = (len(piece.ids), piece.learnt.sum(), documents.file[i], documents.row[i])
-                kept.append(Documents(*(np.array([n], np.int64) for n in counts)))
+                counts = (len(piece.ids), piece.is_label.sum(), documents.file[i], documents.row[i])
+                parts.append(Documents(*(np.array([n], np.int64) for n in counts)))
         copy_until(len(documents.lengths))
     for name in flat:
         os.replace(f"{folder}/{name}.cut", f"{folder}/{name}")
     stats |= {"truncated": cut["truncate"], "split": cut["split"]}
-    return Documents(*map(np.concatenate, zip(*kept, strict=True)))
+    return Documents(*map(np.concatenate, zip(*parts, strict=True)))

@@ -1,11 +1,11 @@
-"""Turns records into samples: one conversation as token ids, with the learnt ones marked.
+"""Turns records into samples: one conversation as token ids, with the labels marked.
 
 The whole conversation is rendered once and tokenised once, so the ids equal those of the
-tokenizer's own apply_chat_template. The learnt tokens follow the generation prompt of an assistant
-turn, up to and including the turn's stop token, without the whitespace after it. A turn is accepted
-only if it decodes to the row's text plus the stop token, ignoring leading and trailing whitespace,
-which many templates trim. Any other turn is not learnt, and the reason is logged. A row without a
-learnt turn is skipped: a guessed mask would silently train on the wrong tokens."""
+tokenizer's own apply_chat_template. The labels are the tokens after the generation prompt of an
+assistant turn, up to and including the turn's stop token, without the whitespace after it. A turn
+is accepted only if it decodes to the row's text plus the stop token, ignoring leading and trailing
+whitespace, which many templates trim. Any other turn is not learnt, and the reason is logged. A row
+without a learnt turn is skipped: a guessed mask would silently train on the wrong tokens."""
 
 import re
 from collections import Counter
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from llm_demo.data.batch import Record, Sample
 from llm_demo.errors import UserError
 
+# Reasons. Caches and checkpoints store them, so a new text would read as a change of the data.
 NOTHING = "nothing to learn"
 
 REFUSED = "the chat template refuses the conversation"
@@ -70,11 +71,11 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
-            f"{name}: a fast tokenizer (tokenizer.json) is needed for exact label masks"
+            f"{name} is not a fast tokenizer (tokenizer.json), which exact labels require"
         )
     if not tokenizer.chat_template and tokenizer.eos_token_id is None:
         raise UserError(
-            f"{name}: neither a chat template nor an eos token, so nothing ends a document"
+            f"{name} has neither a chat template nor an eos token to end a document with"
         )
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     # Saved truncation would silently cut rows, padding would lengthen them, and a byte-level
@@ -86,8 +87,8 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
     texts = sorted(map(re.escape, special.values()), key=len, reverse=True)
     bos = [tokenizer.bos_token_id]
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
-    every = tokenizer.chat_template  # some have a second one, for tools
-    source = "\n".join(every.values()) if isinstance(every, dict) else template
+    templates = tokenizer.chat_template  # some have a second one, for tools
+    source = "\n".join(templates.values()) if isinstance(templates, dict) else template
     return Codec(
         tokenizer,
         backend,
@@ -102,39 +103,39 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
 
 
 def encode(
-    codec: Codec, records: list[Record], turns: list[Counter] | None = None
+    codec: Codec, records: list[Record], not_learnt: list[Counter] | None = None
 ) -> list[Sample | str]:
     """Samples in the order of `records`; for a skipped row, the reason instead.
 
-    turns: receives a Counter for each record, {why a turn is not learnt: turns}. One call tokenises
-    all rows on all cores, with the tokenizers library's own threads. Rendering takes about 10 us,
-    so worker processes (or datasets.map) would cost more than they save."""
+    not_learnt: receives a Counter for each record, {why a turn is not learnt: turns}. One call
+    tokenises all rows on all cores, with the tokenizers library's own threads. Rendering takes
+    about 10 us, so worker processes (or datasets.map) would cost more than they save."""
     texts = [_render_record(codec, record) for record in records]
     encodings = codec.backend.encode_batch(
         [text or "" for text, _ in texts], add_special_tokens=False
     )
     samples = []
     for record, (text, reason), encoding in zip(records, texts, encodings, strict=True):
-        left = Counter()
-        samples.append(reason or _sample(codec, record, text, encoding, left))
-        if turns is not None:
-            turns.append(left)
+        reasons = Counter()
+        samples.append(reason or _sample(codec, record, text, encoding, reasons))
+        if not_learnt is not None:
+            not_learnt.append(reasons)
     return samples
 
 
-def answers_of(record: Record, last_only: bool = False) -> list[int]:
+def _learnt_turns(record: Record, last_only: bool = False) -> list[int]:
     """The numbers of the messages to learn: non-empty assistant turns not marked otherwise."""
-    found = [i for i in _assistant_turns(record) if record.marks.get(i, True)]
-    found = [i for i in found if _says_something(record.messages[i])]
-    return found[-1:] if last_only else found
+    turns = [i for i in _assistant_turns(record) if record.marks.get(i, True)]
+    turns = [i for i in turns if not _is_empty(record.messages[i])]
+    return turns[-1:] if last_only else turns
 
 
 def _assistant_turns(record: Record) -> list[int]:
     return [i for i, m in enumerate(record.messages) if _assistant(m) and i not in record.context]
 
 
-def _says_something(message: dict) -> bool:
-    return bool(message["content"].strip() or message.get("tool_calls"))
+def _is_empty(message: dict) -> bool:
+    return not (message["content"].strip() or message.get("tool_calls"))
 
 
 def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
@@ -145,9 +146,9 @@ def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
     if record.messages is None:
         text = record.text if record.text.endswith(eos) else record.text + eos
         return text, "" if record.text.strip() else NOTHING
-    if not record.messages or not (codec.train_on_prompt or answers_of(record)):
-        spoken = any(_says_something(record.messages[i]) for i in _assistant_turns(record))
-        return "", MARKED if spoken else NOTHING
+    if not record.messages or not (codec.train_on_prompt or _learnt_turns(record)):
+        all_empty = all(_is_empty(record.messages[i]) for i in _assistant_turns(record))
+        return "", NOTHING if all_empty else MARKED
     if "tool_calls" not in codec.template and any(m.get("tool_calls") for m in record.messages):
         return "", NO_CALLS
     if not codec.template:
@@ -174,41 +175,37 @@ def _leaves_out(codec: Codec, record: Record, number: int, text: str) -> bool:
         return False
 
 
-def _sample(codec: Codec, record: Record, text: str, encoding, left: Counter) -> Sample | str:
-    if record.tokens:
-        ids, learnt = np.array(record.tokens[0], np.int32), np.array(record.tokens[1], bool)
-        learnt[:1] = False
-        if codec.train_on_prompt:
-            learnt[1:] = True
-        return Sample(ids, learnt) if learnt.any() else NOTHING
-    ids = np.array(encoding.ids, np.int32)
-    learnt = np.zeros(len(ids), bool)
-    if record.messages is None or codec.train_on_prompt:
-        learnt[:] = True
-    else:
-        spans, why = _learnt_spans(codec, record, text, encoding, left)
+def _sample(codec: Codec, record: Record, text: str, encoding, reasons: Counter) -> Sample | str:
+    ids, is_label = record.tokens or (encoding.ids, [True] * len(encoding.ids))
+    ids, is_label = np.array(ids, np.int32), np.array(is_label, bool)
+    if codec.train_on_prompt:
+        is_label[:] = True
+    elif record.messages is not None:
+        spans, why = _learnt_spans(codec, record, text, encoding, reasons)
         if not spans:
             return why
+        is_label[:] = False
         for first, last in spans:
-            learnt[first : last + 1] = True
-    if codec.bos and not (codec.template and record.messages) and list(ids[:1]) != codec.bos:
-        ids, learnt = np.append(np.int32(codec.bos), ids), np.append(False, learnt)
-    learnt[:1] = False
-    return Sample(ids, learnt) if learnt.any() else NOTHING
+            is_label[first : last + 1] = True
+    rendered = record.tokens or codec.template and record.messages
+    if codec.bos and not rendered and list(ids[:1]) != codec.bos:
+        ids, is_label = np.append(np.int32(codec.bos), ids), np.append(False, is_label)
+    is_label[:1] = False
+    return Sample(ids, is_label) if is_label.any() else NOTHING
 
 
 def _learnt_spans(
-    codec: Codec, record: Record, text: str, encoding, left: Counter
+    codec: Codec, record: Record, text: str, encoding, reasons: Counter
 ) -> tuple[list[tuple[int, int]], str]:
     """((first token, stop token) of each learnt turn, why the first other turn is not learnt).
-    Counts the row's turns that are not learnt in `left`, by reason."""
-    turns, spans, why = answers_of(record, codec.last_turn_only), [], NOTHING
+    Counts the row's turns that are not learnt in `reasons`."""
+    turns, spans, why = _learnt_turns(record, codec.last_turn_only), [], NOTHING
     for i in _assistant_turns(record):
         if not record.marks.get(i, True):
-            left[MARKED] += 1
-        elif not _says_something(record.messages[i]):
-            left[EMPTY_TURN] += 1
-    left[NOT_OURS] += sum(
+            reasons[MARKED] += 1
+        elif _is_empty(record.messages[i]):
+            reasons[EMPTY_TURN] += 1
+    reasons[NOT_OURS] += sum(
         learn and not (_assistant(record.messages[i]) and i not in record.context)
         for i, learn in record.marks.items()
     )
@@ -217,7 +214,7 @@ def _learnt_spans(
         if isinstance(span, int):
             span = _span(codec, record, turn, span, text, encoding)
         if isinstance(span, str):
-            left[span] += 1
+            reasons[span] += 1
             why = span if why == NOTHING else why
         else:
             spans.append(span)
@@ -258,7 +255,7 @@ def _turn_starts(
         return [len(head) + bool(head) for head in heads]
     if codec.tagged:
         try:
-            marked = codec.tokenizer.apply_chat_template(
+            tagged = codec.tokenizer.apply_chat_template(
                 record.messages,
                 tools=record.tools,
                 return_dict=True,
@@ -266,11 +263,12 @@ def _turn_starts(
             )
         except REFUSALS:
             return [REFUSED] * len(turns)
-        flags = np.diff(marked["assistant_masks"], prepend=0)
-        runs = [encoding.token_to_chars(int(token))[0] for token in np.flatnonzero(flags == 1)]
-        every = [i for i, message in enumerate(record.messages) if _assistant(message)]
-        found = dict(zip(every, runs, strict=True)) if len(runs) == len(every) else {}
-        return [found.get(turn, REWRITTEN) for turn in turns]
+        first_tokens = np.flatnonzero(np.diff(tagged["assistant_masks"], prepend=0) == 1)
+        starts = [encoding.token_to_chars(int(token))[0] for token in first_tokens]
+        all_turns = [i for i, message in enumerate(record.messages) if _assistant(message)]
+        if len(starts) != len(all_turns):
+            return [REWRITTEN] * len(turns)
+        return [starts[all_turns.index(turn)] for turn in turns]
     starts = []
     for turn in turns:
         try:
@@ -289,8 +287,7 @@ def _as_given(body: str, message: dict) -> bool:
     if not reasoning and not calls:
         return body.strip() == message["content"].strip()
     names = [str(call.get("function", call).get("name")) for call in calls or []]
-    wanted = [message["content"], reasoning or "", *names]
-    return all(piece.strip() in body for piece in wanted)
+    return all(part.strip() in body for part in (message["content"], reasoning or "", *names))
 
 
 def _without_reasoning(body: str, message: dict) -> bool:

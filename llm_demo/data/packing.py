@@ -34,8 +34,8 @@ def fit(sample: Sample, seq_len: int, overlong: str, cut: Counter) -> list[Sampl
     ends = range(seq_len, end + seq_len, seq_len)
     pieces = [Sample(*(part[at - seq_len : min(at, end)] for part in sample)) for at in ends]
     for piece in pieces:
-        piece.learnt[0] = False  # nothing in its piece predicts it
-    pieces = [piece for piece in pieces if piece.learnt.any()]
+        piece.is_label[0] = False  # nothing in its piece predicts it
+    pieces = [piece for piece in pieces if piece.is_label.any()]
     if not pieces:
         return "nothing to learn within seq_len"
     cut[overlong] += 1

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import tempfile
-from pathlib import Path
 
 import numpy as np
 
@@ -18,10 +17,11 @@ from llm_demo.data.batch import IGNORE_INDEX
 from llm_demo.data.build import build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
 from llm_demo.data.packing import LONGEST_DEFAULT
-from llm_demo.data.records import ROLES, content_of, find_files, split_name
+from llm_demo.data.records import ROLES
+from llm_demo.data.sources import content_of, find_files, split_name
 from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError
-from llm_demo.files import digest, disk_full
+from llm_demo.files import cache_folder, disk_full
 
 CACHE_VERSION = 3  # increase it when the output of records.py, labels.py or packing.py changes
 
@@ -65,7 +65,7 @@ def load_packs(
     check_rows(seq_len, learn_turns, train_on_prompt)
     files = find_files(train_json, dataset_config, dataset_split, log)
     codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
-    reading = (data_format, input_key, target_key)
+    format_flags = (data_format, input_key, target_key)
     flags = {  # in hashing order
         "seq_len": seq_len,
         "pack_sequences": pack,
@@ -77,7 +77,7 @@ def load_packs(
         "learn_turns": None if learn_turns == "all" else learn_turns,  # keeps older hashes valid
     }
     key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
-    root = cache_dir or os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
+    root = cache_dir or cache_folder()
     folder = os.path.join(root, f"packs-{key}")
     packs = None
     if os.path.isdir(folder):
@@ -86,14 +86,14 @@ def load_packs(
         except (OSError, ValueError, KeyError, TypeError) as error:
             log(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
     if packs is None:
-        settings = (files, codec, reading, seq_len, pack, overlong, seq_len_limit)
+        settings = (files, codec, format_flags, seq_len, pack, overlong, seq_len_limit)
         _build_in(root, folder, settings)
         try:
             packs = _open(folder, files, False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{folder} is damaged ({error}) and could not be replaced: remove it, or set "
-                "LLM_DEMO_CACHE"
+                f"{folder} is damaged ({error}) and could not be replaced: delete it, or set "
+                "LLM_DEMO_CACHE to another folder"
             ) from None
     identity |= {"seq_len": packs.seq_len, "reading": _reading(packs.stats)}
     packs.stats["identity"] = identity
@@ -111,7 +111,7 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
         what = disk_full(error, root) or error
-        raise UserError(f"cannot write the cache {root}: {what}; set LLM_DEMO_CACHE") from None
+        raise UserError(f"cannot write to the cache {root}: {what}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
         os.mkdir(built)
@@ -130,11 +130,11 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
     """The first document of a row as text, learnt tokens in brackets."""
     ids, labels, lengths = packs.row(row)
-    ids, learnt = ids[: lengths[0]], np.append(False, labels[: lengths[0] - 1] != IGNORE_INDEX)
+    ids, is_label = ids[: lengths[0]], np.append(False, labels[: lengths[0] - 1] != IGNORE_INDEX)
     text = ""
-    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(learnt)) + 1):
-        piece = tokenizer.decode(ids[run].tolist(), clean_up_tokenization_spaces=False)
-        text += f"⟦{piece}⟧" if learnt[run[0]] else piece
+    for span in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_label)) + 1):
+        piece = tokenizer.decode(ids[span].tolist(), clean_up_tokenization_spaces=False)
+        text += f"⟦{piece}⟧" if is_label[span[0]] else piece
     return text
 
 
@@ -151,7 +151,7 @@ def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str,
     key, identity = hashlib.sha256(), {}
     for path in files:
         try:
-            content = content_of(path, lambda path: digest(Path(path)))
+            content = content_of(path)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
         key.update(bytes.fromhex(content))
@@ -174,23 +174,22 @@ def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str,
 def _reading(stats: dict) -> dict | None:
     """What earlier versions read differently in these rows, or None. Prevents an older checkpoint
     from silently resuming on other rows."""
-    found = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
-    found.pop(NOT_OURS, None)  # these were never learnt
-    left_out = {LEFT_OUT.format(role=role) for role in ROLES.values()}
-    left_out.add(MARKED)
-    found |= {reason: n for reason, n in stats["skipped"].items() if reason in left_out}
+    counts = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
+    counts.pop(NOT_OURS, None)  # these were never learnt
+    newly_skipped = {MARKED, *(LEFT_OUT.format(role=role) for role in ROLES.values())}
+    counts |= {reason: n for reason, n in stats["skipped"].items() if reason in newly_skipped}
     for file in stats["files"]:
         for key in ("system", "history"):
             if file["format"] != "conversations" and key in file["used"]:
-                found[key] = found.get(key, 0) + file["used"][key]
-    return found or None
+                counts[key] = counts.get(key, 0) + file["used"][key]
+    return counts or None
 
 
 def _open(folder: str, files: list[str], hit: bool) -> Packs:
     """Map the packs in a folder. Raises OSError or ValueError if a file is damaged."""
     meta = read_meta(folder)
-    for path, layout in zip(files, meta["stats"]["files"], strict=True):
-        layout["path"] = path  # the same bytes may have been cached under another name
+    for path, file in zip(files, meta["stats"]["files"], strict=True):
+        file["path"] = path  # the same bytes may have been cached under another name
     meta["stats"]["cache_hit"] = hit
     # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
     arrays = {
@@ -198,8 +197,8 @@ def _open(folder: str, files: list[str], hit: bool) -> Packs:
         for path in glob.glob(f"{glob.escape(folder)}/*.npy")
     }
     tokens = np.asarray(np.memmap(f"{folder}/tokens.int32", np.int32, "r"))
-    learnt = np.asarray(np.memmap(f"{folder}/learnt.bool", bool, "r"))
-    return Packs(**meta, **arrays, tokens=tokens, learnt=learnt)
+    is_label = np.asarray(np.memmap(f"{folder}/learnt.bool", bool, "r"))
+    return Packs(**meta, **arrays, tokens=tokens, is_label=is_label)
 
 
 def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
@@ -209,13 +208,12 @@ def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
         )
     for file in stats["files"]:
         if file["used"]:
-            learnt = " (its answers are learnt)" * ("history" in file["used"])
-            log(f"data: {file['path']}: also used: {_counts(file['used'])}{learnt}")
+            note = " (its answers are learnt)" * ("history" in file["used"])
+            log(f"data: {file['path']}: also used: {_counts(file['used'])}{note}")
         if file["unused"]:
             log(f"data: {file['path']}: unused keys: {_counts(file['unused'])}")
         if file["unused_in_turns"]:
-            found = _counts(file["unused_in_turns"])
-            log(f"data: {file['path']}: unused keys in turns: {found}")
+            log(f"data: {file['path']}: unused keys in turns: {_counts(file['unused_in_turns'])}")
     if not codec.template and any(f["format"] not in ("text", "tokens") for f in stats["files"]):
         log(
             "data: the tokenizer has no chat template: turns are joined by line breaks and each "
@@ -229,15 +227,15 @@ def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
     for what in ("truncated", "split"):
         if stats[what]:
             log(f"data: {stats[what]:,} documents longer than {seq_len:,} tokens were {what}")
-    for reason, found in stats["turns"].items():
+    for reason, n in stats["turns"].items():
         log(
-            f"data: {found['turns']:,} turns in {found['rows']:,} rows are not learnt: {reason} "
-            f"(first {found['first']})"
+            f"data: {n['turns']:,} turns in {n['rows']:,} rows are not learnt: {reason} "
+            f"(first {n['first']})"
         )
     for reason, n in stats["skipped"].items():
         log(f"data: skipped {n:,} rows: {reason} (first {stats['first_skipped'][reason]})")
 
 
 def _counts(rows: dict, most: int = 12) -> str:
-    found = [f"{key or '(no name)'} ({n:,} rows)" for key, n in rows.items()]
-    return ", ".join(found[:most]) + f" and {len(found) - most:,} more" * (len(found) > most)
+    texts = [f"{key or '(no name)'} ({n:,} rows)" for key, n in rows.items()]
+    return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)

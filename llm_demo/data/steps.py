@@ -24,7 +24,7 @@ class Packs:
     token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
     stats: dict  # plain JSON, see load_packs
     tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
-    learnt: np.ndarray  # bool [all tokens]
+    is_label: np.ndarray  # bool [all tokens]
     doc_start: np.ndarray  # int64 [documents + 1], into tokens
     row_docs: np.ndarray  # int64 [documents], document numbers, row after row
     row_start: np.ndarray  # int64 [rows + 1], into row_docs
@@ -35,7 +35,7 @@ class Packs:
     def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
 
-        Labels are shifted only here: labels[t] is input_ids[t + 1] if that token is learnt, else
+        Labels are shifted only here: labels[t] is input_ids[t + 1] if that token is a label, else
         -100, so a document's last slot predicts nothing. The lengths sum to S: the padding tail
         counts as a document, without labels."""
         ids = np.full(self.seq_len, self.pad_id, np.int64)
@@ -44,10 +44,10 @@ class Packs:
         at = 0
         for doc in self._docs(i):
             span = slice(self.doc_start[doc], self.doc_start[doc + 1])
-            tokens, learnt = self.tokens[span], self.learnt[span]
+            tokens, is_label = self.tokens[span], self.is_label[span]
             end = at + len(tokens)
             ids[at:end] = tokens
-            labels[at : end - 1] = np.where(learnt[1:], tokens[1:], IGNORE_INDEX)
+            labels[at : end - 1] = np.where(is_label[1:], tokens[1:], IGNORE_INDEX)
             at = end
         return ids, labels, lengths
 
@@ -86,8 +86,8 @@ def step_rows(
     at = step * global_batch + np.arange(global_batch)
     rows = np.empty(global_batch, np.int64)
     for epoch in range(at[0] // n_rows, at[-1] // n_rows + 1):
-        here = at // n_rows == epoch
-        rows[here] = _permutation(n_rows, seed, epoch)[at[here] % n_rows]
+        in_epoch = at // n_rows == epoch
+        rows[in_epoch] = _permutation(n_rows, seed, epoch)[at[in_epoch] % n_rows]
     if n_total is not None:
         rows[at >= n_total] = -1
     return rows
@@ -102,9 +102,8 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     """The Batch of these rows. max_docs, at least packs.max_docs, fixes the shape of cu_seqlens:
     its end repeats B * S, which reads as documents of length 0."""
     ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
-    for row, found in zip(rows, lengths, strict=True):
-        if len(found) > max_docs:
-            raise ValueError(f"row {row} holds {len(found)} documents, max_docs is {max_docs}")
+    if max(map(len, lengths)) > max_docs:
+        raise ValueError(f"a row of {rows} has more documents than max_docs {max_docs}")
     ids, labels = np.stack(ids), np.stack(labels)
     bounds = _bounds(lengths, packs.seq_len, max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))

@@ -33,7 +33,7 @@ def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], lis
     pairs = []
     for start, end in itertools.pairwise(packs.doc_start.tolist()):
         ids = packs.tokens[start:end]
-        where = packs.learnt[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
+        where = packs.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
         if len(where) and where[0] <= most:
             pairs.append((ids[: where[0]].tolist(), ids[where].tolist()))
             if len(pairs) == count:

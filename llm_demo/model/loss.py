@@ -21,8 +21,8 @@ def cross_entropy_sum(
     """Sum of -log p(target) over the labels, an fp32 scalar.
 
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
-    dtype. index, targets: int64 [n], position and token of each label. Softmax and sums are in
-    fp32. compiled: use torch.compile, two passes over a chunk's logits instead of six."""
+    dtype. index, targets: int64 [n] from label_positions. Softmax and sums are in fp32. compiled:
+    use torch.compile, two passes over a chunk's logits instead of six."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_piece, _scaled)
     if compiled:

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from llm_demo.data.records import hub_parts
+from llm_demo.data.sources import hub_parts
 from llm_demo.files import ROOT
 
 DATA_FLAGS = ("data_format", "input_key", "target_key")

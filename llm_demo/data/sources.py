@@ -1,0 +1,313 @@
+"""Finds data files and hub datasets and reads their rows. Errors name the line."""
+
+import contextlib
+import csv
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+
+from llm_demo.errors import UserError
+from llm_demo.files import digest
+
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # searched for in a folder
+
+COMPRESSED = (".gz", ".zst")
+
+LFS = b"version https://git-lfs.github.com/spec/v1"
+
+HELD_OUT = re.compile(r"\.heldout\.")
+
+# Files of a folder that hold splits not for training, by their names on the hub.
+NOT_FOR_TRAINING = re.compile(
+    r"\.heldout\.|(?i:(^|[-_.])(test|validation|valid|val|dev|eval)([-_.]|$))"
+)
+
+NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+# openai/gsm8k, openai/gsm8k:test, openai/gsm8k:main:train[:1000]
+HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
+
+
+def find_files(
+    train_json: str, config: str | None = None, split: str | None = None, say: Callable = print
+) -> list[str]:
+    """Expand files, folders, globs and hub datasets, separated by commas, in a fixed order: to
+    paths, and to "id:split" or "id:config:split" for the hub.
+
+    Globs and folders skip every x.heldout.*, unless the glob asks for them: evaluation data must
+    not be trained on. Folders also skip test and validation splits. say(line) reports the skipped
+    files. config, split: for hub datasets that do not name their own. Raises UserError if there is
+    nothing to read."""
+    files = []
+    for part in [train_json] if os.path.exists(train_json) else train_json.split(","):
+        part = part.strip()
+        if os.path.isfile(part):
+            files.append(part)
+        elif os.path.isdir(part):
+            files += _in_folder(part, say)
+        elif hub := hub_parts(part):
+            name, own_config, own_split = hub
+            if not (own_split or split):
+                raise UserError(f"{part}: name the split to read, for example {part}:test")
+            files.append(":".join(filter(None, (name, own_config or config, own_split or split))))
+        elif glob.has_magic(part):
+            matches = sorted(p for p in glob.glob(part, recursive=True) if os.path.isfile(p))
+            if ".heldout" not in part:
+                matches = _without(matches, HELD_OUT, say)
+            if not matches:
+                raise UserError(f"no data file matches {part}")
+            files += matches
+        else:
+            raise UserError(f"no such data file: {part or '(an empty name)'}")
+    return files
+
+
+def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
+    """(id, configuration, split) if `name` is a hub dataset, else None. A name that begins with an
+    existing folder is a file, possibly mistyped."""
+    match = HUB.fullmatch(name)
+    if not match or os.path.isdir(name.split("/")[0]) or _suffix(name) in FILES:
+        return None
+    return match.groups()
+
+
+def _in_folder(folder: str, say: Callable) -> list[str]:
+    names = [n for n in sorted(os.listdir(folder)) if n[0] != "." and n not in NO_DATA]
+    paths = [os.path.join(folder, n) for n in names if _suffix(n) in FILES]
+    paths = [path for path in paths if os.path.isfile(path)]
+    files = _without(paths, NOT_FOR_TRAINING, say)
+    if not files:
+        what = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
+        raise UserError(
+            f"{folder} is a folder with {what}: name a data file ({', '.join(FILES)}, also with "
+            f".gz or .zst) or a glob such as {folder.rstrip('/')}/*/*.parquet"
+        )
+    return files
+
+
+def _without(paths: list[str], names: re.Pattern, say: Callable) -> list[str]:
+    """The paths whose file names do not match; the others are reported."""
+    skipped = [path for path in paths if names.search(os.path.basename(path))]
+    if skipped:
+        say(f"data: skipped, named as held-out or test data: {', '.join(skipped)}")
+    return [path for path in paths if path not in skipped]
+
+
+def split_name(path: str) -> tuple[str, str]:
+    """x.jsonl.gz -> ("x", ".jsonl.gz"): the extension with its compression."""
+    stem, last = os.path.splitext(path)
+    if last.lower() in COMPRESSED:
+        stem, kind = os.path.splitext(stem)
+        last = kind + last
+    return stem, last
+
+
+def _suffix(path: str) -> str:
+    """The extension without the compression: ".jsonl" for x.jsonl.gz."""
+    extension = split_name(path)[1].lower()
+    return "." + extension.split(".")[1] if extension else ""
+
+
+def content_of(source: str) -> str:
+    """The SHA-256 of a file, or of all rows of a hub dataset, as hex digits."""
+    if not hub_parts(source):
+        return digest(source)
+    hashed = hashlib.sha256()
+    for rows in _hub_rows(source).iter(batch_size=1000):
+        hashed.update(json.dumps(rows, default=str, sort_keys=True).encode())
+    return hashed.hexdigest()
+
+
+def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
+    """Yield ("file:line", row); in tables and arrays, the row number replaces the line. Blank lines
+    are skipped and a UTF-8 BOM is accepted.
+
+    Parquet and hub datasets are read with datasets. JSONL is not: datasets stops at a broken line
+    without naming it, and forces one schema on all rows. Nor is CSV: datasets converts None and 007
+    to something other than text. Raises UserError for an empty file, broken JSON or encoding, or a
+    row of another type."""
+    readers = {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv, ".json": _read_json}
+    read = _read_hub if hub_parts(path) else readers.get(_suffix(path), _read_lines)
+    number = 0
+    for number, row in read(path, progress):
+        where = f"{path}:{number}"
+        if not isinstance(row, dict):
+            wrong_name = isinstance(row, list) and _suffix(path) != ".json"
+            hint = "; a file with one array of rows must be named .json" * wrong_name
+            raise UserError(
+                f"{where}: a row must be a JSON object, not {json.dumps(row)[:50]}{hint}"
+            )
+        yield where, row
+    if not number:
+        raise UserError(f"{path} is empty: it has no rows to train on")
+
+
+@contextlib.contextmanager
+def _opened(path: str, progress=None):
+    """A buffered reader of the decompressed file. Raises UserError if reading fails."""
+    compressed = os.path.splitext(path)[1].lower()
+    _refuse_pointer(path)
+    try:
+        with open(path, "rb") as raw:
+            if progress is not None:
+                raw = _Counted(raw, progress)
+            if compressed == ".gz":
+                with gzip.open(raw) as decompressed:
+                    yield decompressed
+            elif compressed == ".zst":
+                yield io.BufferedReader(_zstd(path, raw))
+            else:
+                yield io.BufferedReader(raw, 2**20) if progress is not None else raw
+    except (EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        raise UserError(f"{path}: damaged or truncated {compressed} file: {error}") from None
+
+
+class _Counted(io.RawIOBase):
+    """A file whose reads advance a progress bar."""
+
+    def __init__(self, file, progress):
+        self.file, self.progress = file, progress
+
+    def readable(self):
+        return True
+
+    def readinto(self, buffer):
+        n = self.file.readinto(buffer)
+        self.progress.update(n)
+        return n
+
+
+def _zstd(path: str, raw):
+    import pyarrow  # installed with datasets; includes the codec
+
+    if not pyarrow.Codec.is_available("zstd"):
+        raise UserError(
+            f"{path}: the installed pyarrow cannot read .zst: decompress the file with zstd -d"
+        )
+    return pyarrow.CompressedInputStream(raw, "zstd")
+
+
+def _refuse_pointer(path: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            start = file.read(len(LFS))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if start == LFS:
+        raise UserError(
+            f"{path} is a Git LFS pointer, not the data: run git lfs pull in its repository, or "
+            "download the file itself"
+        )
+
+
+def _read_lines(path: str, progress=None) -> Iterator[tuple[int, object]]:
+    with _opened(path, progress) as lines:
+        for number, raw in enumerate(lines, 1):
+            if line := _decode(raw, f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"):
+                yield number, _parse(line, path, number, "every line must be one JSON object")
+
+
+def _read_json(path: str, progress=None) -> Iterator[tuple[int, object]]:
+    """Rows of one array of objects, or of JSON Lines in a .json file."""
+    with _opened(path) as file:
+        start = file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if start != b"[":
+        yield from _read_lines(path, progress)
+        return
+    with _opened(path, progress) as file:
+        text = _decode(file.read(), path, "utf-8-sig")
+    yield from enumerate(_parse(text, path, 1, "the file must be one array of rows"), 1)
+
+
+def _decode(raw: bytes, where: str, encoding: str) -> str:
+    try:
+        return raw.decode(encoding).rstrip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason}); re-encode the file") from None
+
+
+def _parse(text: str, path: str, line: int, hint: str):
+    """Parse JSON that starts in this line of the file."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        what = f"{path}:{line + error.lineno - 1}: broken JSON: {error.msg}"
+        raise UserError(f"{what} at column {error.colno}; {hint}") from None
+    except (ValueError, RecursionError) as error:  # a huge number or extreme nesting
+        raise UserError(f"{path}:{line}: broken JSON: {error}") from None
+
+
+def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
+    """Rows of a CSV or TSV file. Every cell stays text."""
+    csv.field_size_limit(2**31 - 1)
+    tab = "\t" if _suffix(path) == ".tsv" else ","
+    number = 0
+    with _opened(path, progress) as file:
+        lines = io.TextIOWrapper(file, "utf-8-sig", newline="")
+        reader = csv.DictReader(lines, delimiter=tab, strict=True)
+        try:
+            names = reader.fieldnames or []
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: two columns are named {repeated[0]!r}")
+            for number, row in enumerate(reader, 1):
+                if None in row:
+                    raise UserError(
+                        f"{path}:{number}: {len(names) + len(row[None])} cells, but "
+                        f"{len(names)} columns: quote cells that contain the separator"
+                    )
+                yield number, {k: v for k, v in row.items() if v is not None}
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: not UTF-8 ({error.reason}); re-encode the file") from None
+        except csv.Error as error:
+            kind = _suffix(path)[1:].upper()
+            raise UserError(f"{path}:{number + 1}: not valid {kind}: {error}") from None
+
+
+def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
+    from datasets import load_dataset  # takes a second to import, and most files are JSONL
+
+    _refuse_pointer(path)
+    try:
+        rows = load_dataset("parquet", data_files=path, split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield number, _without_nulls(row)
+        if progress is not None:
+            progress.update(os.path.getsize(path))
+    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+        raise UserError(
+            f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}"
+        ) from None
+
+
+def _read_hub(source: str, progress=None) -> Iterator[tuple[int, dict]]:
+    for number, row in enumerate(_hub_rows(source), 1):
+        yield number, _without_nulls(row)
+
+
+@functools.lru_cache(maxsize=4)  # each is hashed, then read
+def _hub_rows(source: str):
+    """A hub dataset, downloaded once to the hub's cache. Raises UserError on failure."""
+    from datasets import load_dataset
+
+    name, config, split = hub_parts(source)
+    try:
+        return load_dataset(name, config, split=split)
+    except Exception as error:  # from any of several libraries
+        reason = " ".join(str(error).split())[:300] or repr(error)
+        raise UserError(
+            f"{source}: not a local file, and loading it from the hub failed: {reason} "
+            "(see --dataset_config and --dataset_split)"
+        ) from None
+
+
+def _without_nulls(row: dict) -> dict:
+    return {key: value for key, value in row.items() if value is not None}
