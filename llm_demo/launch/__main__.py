@@ -25,6 +25,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 from llm_demo.errors import STOPPED, UserError
 from llm_demo.launch import nodes
@@ -134,32 +135,33 @@ def deaf():
 
 
 class Ranks:
-    """The training processes of this node: every subprocess with a RANK, from now on."""
+    """The training processes of this node.
+
+    `start` takes the place of subprocess.Popen in the one module of torch or DeepSpeed that starts
+    ranks, because neither has options for what it adds."""
 
     def __init__(self, visible: str | None = None):
+        """visible: CUDA_VISIBLE_DEVICES of the ranks; None: as the launcher sets it."""
+        self.visible = visible
+        self.nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self.started = {}
         self.failed = {}  # rank -> exit code, of those that failed before the others were stopped
         self.stopping = False
-        init, parent = subprocess.Popen.__init__, os.getpid()
-        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
-        def init_and_note(process, *args, **kwargs):
-            env = kwargs.get("env") or {}
-            if "RANK" not in env:
-                return init(process, *args, **kwargs)
-            if nohup:  # torchrun has just installed its SIGHUP handler
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            if visible is not None:
-                env["CUDA_VISIBLE_DEVICES"] = visible
-            env[PARENT] = str(parent)
-            if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
-                kwargs["preexec_fn"] = lambda: end_with_parent(parent)
-            # The terminal's signals go to the launcher only, which asks the ranks to stop.
-            kwargs["start_new_session"] = True
-            init(process, *args, **kwargs)
-            self.started[int(env["RANK"])] = process
-
-        subprocess.Popen.__init__ = init_and_note
+    def start(self, *args, env: dict, **options) -> subprocess.Popen:
+        """Start a rank that ends with this process, and that the terminal's signals don't reach:
+        they go to the launcher only, which asks the ranks to stop."""
+        if self.nohup:  # torchrun has just installed its SIGHUP handler
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        parent = os.getpid()
+        env = {**env, PARENT: str(parent)}
+        if self.visible is not None:
+            env["CUDA_VISIBLE_DEVICES"] = self.visible
+        if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
+            options["preexec_fn"] = lambda: end_with_parent(parent)
+        options["start_new_session"] = True
+        process = self.started[int(env["RANK"])] = subprocess.Popen(*args, env=env, **options)
+        return process
 
     def stop(self):
         """Send SIGTERM to all processes started here, and SIGKILL to those left after GRACE.
@@ -196,19 +198,33 @@ class Ranks:
         return STOPPED if codes == {STOPPED} else stopped(signum)
 
 
+def replace(owner: ModuleType | type, **values) -> None:
+    """Replace names in a library's module or class. Raises UserError if it lacks one of them,
+    because the replacement would then have no effect."""
+    for name, value in values.items():
+        if not hasattr(owner, name):
+            raise UserError(
+                f"{owner.__name__} of the installed version has no {name}: install the version "
+                "named in constraints.txt"
+            )
+        setattr(owner, name, value)
+
+
 def torchrun(node: Node, command: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ranks = Ranks()
+    replace(subprocess_handler, Popen=ranks.start)
     close = PContext.close
 
     def stop_and_close(context, *args, **kwargs):
         ranks.stop()  # torch waits 30 s before SIGKILL, and counts ranks it stopped as failed
         close(context, *args, **kwargs)
 
-    PContext.close = stop_and_close
+    replace(PContext, close=stop_and_close)
     options = {
         "nnodes": node.nodes,
         "node_rank": node.rank,
@@ -242,14 +258,14 @@ def deepspeed(node: Node, command: list[str]) -> int:
     except ImportError as e:
         raise UserError(f"the pipeline needs deepspeed ({e}): pip install deepspeed==0.19.8") from e
 
-    if not hasattr(launch, "terminate_process_tree"):
-        raise UserError(
-            "this deepspeed has another launcher than 0.19.8: install deepspeed==0.19.8"
-        )
     # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
     ranks = Ranks(visible=None if gpus else os.environ.get("CUDA_VISIBLE_DEVICES"))
-    # DeepSpeed's own stops one process after another, and waits 30 s for each.
-    launch.terminate_process_tree = lambda _pid: ranks.stop()
+    replace(
+        launch,
+        subprocess=SimpleNamespace(Popen=ranks.start),
+        # DeepSpeed's own stops one process after another, and waits 30 s for each.
+        terminate_process_tree=lambda _pid: ranks.stop(),
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
     devices = visible.split(",") if visible and gpus else range(node.processes)
     devices = list(devices)[: node.processes]
