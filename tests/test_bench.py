@@ -65,7 +65,7 @@ def test_what_checkpoints_cost(engine):
     )
     found = checkpoints.measure_save(engine, args)
     columns = found["columns"]
-    assert columns["gone on, apart"] == columns["a second run, apart"] == "nothing"
+    assert columns["difference after resuming"] == columns["difference of a second run"] == "none"
     (background,), (waiting,) = found["saves"]["background"], found["saves"]["waiting"]
     assert background["save/stall_s"] < background["save/seconds"]
     assert waiting["save/stall_s"] == waiting["save/seconds"]
