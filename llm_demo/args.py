@@ -71,8 +71,8 @@ class ModelArgs:
     )
     activation_memory_budget: float = flag(
         1.0,
-        "Fraction of activation memory, 0 to 1, that compiled blocks may use. Below 1, the "
-        "activations that are cheapest to recompute are recomputed.",
+        "Fraction of activation memory, 0 to 1, that compiled blocks may use; they recompute the "
+        "rest.",
         at_most=1,
     )
     blocks_per_unit: int = flag(
@@ -162,9 +162,7 @@ class RunArgs:
     overwrite: bool = flag(False, "Replace the earlier run in --output_dir. Off: an error.")
     save: bool = flag(True, "Save a checkpoint at the end and when a signal stops the run.")
     save_every: int = flag(0, "Also save a checkpoint every so many optimizer steps. 0: never.")
-    save_async: bool = flag(
-        True, "Write the checkpoints of --save_every in the background, from host memory."
-    )
+    save_async: bool = flag(True, "Write the checkpoints of --save_every in the background.")
     keep_last: int = flag(2, "Checkpoints to keep; older ones are deleted. 0: all.")
     keep_best: bool = flag(False, "Also keep the checkpoint with the lowest held-out loss.")
     resume: str | None = flag(
@@ -177,13 +175,9 @@ class RunArgs:
         "none", "Export a Hugging Face model in this dtype to hf/ in the run's folder at the end."
     )
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
-    eval_every: int = flag(
-        0, "Optimizer steps between evaluations. 0: only before and after training."
-    )
+    eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
     eval_batch_size: int = flag(0, "Rows per replica when evaluating. 0: --micro_batch_size.")
-    sample_tokens: int = flag(
-        32, "Length of the three sample answers at the end, in tokens. 0: none."
-    )
+    sample_tokens: int = flag(32, "Tokens per sample answer at the end of the run. 0: no samples.")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
     comm_timer: bool = flag(True, "Measure communication time in every step. Off: log it as 0.")
     profile_steps: str = flag(
@@ -196,9 +190,7 @@ class RunArgs:
         positive=True,
     )
     estimate: bool = flag(False, "Print an estimate of peak memory per rank and exit.")
-    dry_run: bool = flag(
-        False, "Load data and model, run one forward pass, print the plan and exit."
-    )
+    dry_run: bool = flag(False, "Run one forward pass, print the plan and exit.")
 
 
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
