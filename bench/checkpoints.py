@@ -87,8 +87,8 @@ def measure_save(engine: str, args) -> dict:
         launch(command(engine, args, runs[1], *save, "--save_async", "false"))
         first = runs[0] / f"checkpoints/step_{args.save_every:08d}"
         launch(command(engine, args, runs[2], *save, "--resume", str(first)))
-        found = re.search(r"checked and read in ([\d.]+) s", (runs[2] / "train.log").read_text())
-        apart, resumed_apart = (difference(runs[0], run, args.save_every) for run in runs[1:])
+        verified = re.search(r"checked and read in ([\d.]+) s", (runs[2] / "train.log").read_text())
+        repeated, resumed = (difference(runs[0], run, args.save_every) for run in runs[1:])
         background, waiting = records(runs[0]), records(runs[1])
         summary, env = (json.loads((runs[0] / f"{f}.json").read_text()) for f in ("summary", "env"))
     later = [r for r in background if "save/bytes" in r][:-1]  # a run waits for its last save
@@ -100,9 +100,9 @@ def measure_save(engine: str, args) -> dict:
         "background save": seconds(r["save/seconds"] for r in later),
         "training paused": seconds(r["save/stall_s"] for r in later),
         "step during a save": f"{writing:.0f} ms ({step:.0f} without)",
-        "verify and read": f"{found[1]} s",
-        "difference after resuming": resumed_apart,
-        "difference of a second run": apart,
+        "verify and read": f"{verified[1]} s",
+        "difference after resuming": resumed,
+        "difference of a second run": repeated,
     }
     return {"columns": columns, "saves": {"background": later, "waiting": wait}, "env": env}
 
@@ -131,18 +131,18 @@ def difference(one: Path, other: Path, after: int) -> str:
 
     "none" if there is no difference and all tensors of the last checkpoints are bit-equal."""
     a, b = ({r["step"]: r for r in records(run) if "train/loss" in r} for run in (one, other))
-    apart = [abs(a[s][k] - b[s][k]) / abs(a[s][k]) for s in b if s > after for k in LOGGED]
+    differences = [abs(a[s][k] - b[s][k]) / abs(a[s][k]) for s in b if s > after for k in LOGGED]
     one, other = (tensors(run / f"checkpoints/step_{max(a):08d}") for run in (one, other))
-    if not max(apart) and all(torch.equal(t, other[name]) for name, t in one.items()):
+    if not max(differences) and all(torch.equal(t, other[name]) for name, t in one.items()):
         return "none"
-    return f"{max(apart):.1e}"
+    return f"{max(differences):.1e}"
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read all weights and moments of a checkpoint, unsharded."""
-    found = {name: torch.empty(shape) for name, shape in shapes_of(path).items()}
-    read(path, found)
-    return found
+    weights = {name: torch.empty(shape) for name, shape in shapes_of(path).items()}
+    read(path, weights)
+    return weights
 
 
 # ---------------------------------------------------------------- reading a model
