@@ -1,8 +1,8 @@
 """Pictures of results: python -m bench.plots NAME ... [--check]
 
-Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against tokens a step, with the
-crossover marked; peak memory; how a step's time is spent. --check fails if a picture was drawn from
-other results."""
+Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against tokens per step, with
+the crossover marked; peak memory; how a step's time is spent. --check fails if a picture was drawn
+from other results."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ PLOTS = ROOT / "bench/plots"
 
 
 def series(name: str) -> dict[str, list[dict]]:
-    """Group successful rows by engine and schedule, ordered by tokens a step."""
+    """Group successful rows by engine and schedule, ordered by tokens per step."""
     groups = {}
     for result in in_order(store.read(name)):
         if result["status"] == "ok" and "median_comm_ms" in result["summary"]:

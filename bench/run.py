@@ -62,13 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=PRESETS, help="a set of rows; flags override it")
     for name, kind, text in (
         ("engines", str, ", ".join(ENGINES)),
-        ("micro", whole(1), "rows of a micro-batch"),
-        ("ga", whole(1), "micro-batches a step"),
+        ("micro", whole(1), "rows per micro-batch"),
+        ("ga", whole(1), "micro-batches per optimizer step"),
         ("ckpt", str, "activation checkpointing: true, false"),
         ("dtype", str, "fp32, bf16, fp16"),
-        ("seq_len", whole(1), "token slots of a row"),
+        ("seq_len", whole(1), "tokens per row"),
         ("model", str, "folder or hub id"),
-        ("gpus", whole(), "number of processes; 0: one a GPU"),
+        ("gpus", whole(), "number of processes; 0: one per GPU"),
         ("data", str, "full: rows of random tokens; packed: random documents; or a data file"),
     ):
         parser.add_argument(

@@ -165,7 +165,7 @@ def attention(base: Worker, facts: dict) -> list:
     packed, single = chosen["packed"], chosen["single"]
     text = packed["impl"]
     if packed["impl"] != single["impl"]:
-        text += f" for packed rows, {single['impl']} for one document a row"
+        text += f" for packed rows, {single['impl']} for one document per row"
     if correct := [impl for impl in choices["probes"] if not problems[impl]]:
         text += f"; tested against math: {', '.join(correct)}"
     text += "".join(f"; not {impl}: {why}" for impl, why in choices["against"].items() if why)

@@ -190,8 +190,10 @@ class Ranks:
 
     def code(self, signum: int) -> int:
         """The exit code after a signal."""
-        codes = {process.poll() for process in self.started.values()}
-        return STOPPED if codes == {STOPPED} else stopped(signum)
+        if {process.poll() for process in self.started.values()} == {STOPPED}:
+            return STOPPED
+        print(f"error: stopped by {signal.Signals(signum).name}", file=sys.stderr)
+        return 128 + signum
 
 
 def replace(owner: ModuleType | type, **values) -> None:
@@ -301,11 +303,6 @@ def report(codes: dict[int, int]) -> int:
     if code not in (1, 2, 130, STOPPED):  # the script has printed its own error
         print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr)
     return code
-
-
-def stopped(signum: int) -> int:
-    print(f"error: stopped by {signal.Signals(signum).name}", file=sys.stderr)
-    return 128 + signum
 
 
 def main() -> int:
