@@ -157,7 +157,7 @@ CASES += [
         "--copy_engines requires FSDP with --dtype bf16",
     ),
     ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines requires FSDP"),
-    ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: two steps"),
+    ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: must be two steps"),
     ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
     ("fsdp", ["--peak_tflops", "inf"], "--peak_tflops inf: must be a finite number"),
     ("fsdp", ["--lr", "inf"], "--lr inf: must be a finite number"),
