@@ -21,7 +21,7 @@ launch() {
         # Ignores Ctrl-C, which would print a traceback here; the trap handles it afterwards.
         (trap '' INT && exec "$PYTHON" -c \
             'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))') || {
-            echo "error: PYTHON=$PYTHON has no torch: unset PYTHON, and .venv is prepared and used" >&2
+            echo "error: PYTHON=$PYTHON has no torch: install it there, or unset PYTHON to use .venv" >&2
             exit 2
         }
     else

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Prepare .venv in this folder with everything training needs. Safe to run again: it ends at once if
-# there is nothing to do, and installs only into the .venv it made itself.
+# there is nothing to do, and installs only into a .venv that it has created.
 #
 #   bash setup.sh          # what training needs
 #   bash setup.sh --dev    # also what the tests and the lint need
@@ -28,7 +28,7 @@ run() {
     [[ -n $DRY_RUN ]] || "$@"
 }
 
-trap 'printf "error: stopped by SIGINT; start it again to go on\n" >&2; exit 130' INT
+trap 'printf "error: stopped by SIGINT; run it again to continue\n" >&2; exit 130' INT
 
 check=
 if [[ ${1:-} == --check ]]; then
@@ -92,7 +92,7 @@ else
         python3 python3.13 python3.12 python3.11 python3.10 ''; do
         if suitable "$base"; then break; fi
     done
-    [[ -n $base ]] || die "found no Python 3.10 to 3.13: install one, or say where it is:" \
+    [[ -n $base ]] || die "found no Python 3.10 to 3.13: install one, or name one:" \
         "PYTHON=/path/to/python bash setup.sh"
 fi
 if [[ -s $OURS ]] && suitable "$VENV_PYTHON"; then
@@ -105,13 +105,13 @@ else
         say "not using torch $torch of $base, which is older than 2.8; it stays where it is"
         torch=
         ;;
-    ?*) say "keeping torch $torch of $base: .venv looks into that environment, changes nothing there" ;;
+    ?*) say "keeping torch $torch of $base: .venv uses its packages and changes none of them" ;;
     esac
     "$base" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or" \
             "name another Python: PYTHON=/path/to/python bash setup.sh"
-    say "making $VENV on $("$base" -V), once"
-    if [[ -z $DRY_RUN ]]; then # left empty by an interrupted run: ours, but unfinished
+    say "creating $VENV with $("$base" -V)"
+    if [[ -z $DRY_RUN ]]; then # an empty marker is left by an interrupted run
         rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"
     fi
     errors=/dev/null # shown only on failure: Ctrl-C leaves a traceback
@@ -131,8 +131,11 @@ else
 fi
 
 # ---- else install PyTorch for this machine -----------------------------------------------------
-# Architectures with kernels in PyTorch's ROCm wheels. Many laptops have an AMD graphics unit that
-# is not listed, and on which such a wheel would only crash.
+# uv --torch-backend=auto is not enough for AMD: it needs rocm_agent_enumerator, which a machine with
+# only the kernel driver lacks, and picks ROCm by GPU, not by the installed ROCm and driver.
+#
+# Architectures with kernels in PyTorch's ROCm wheels. Many laptops have an integrated AMD GPU that
+# is not listed; a ROCm wheel would crash there.
 ROCM_ARCHS=' gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201 '
 
 amd_archs() { # from the kernel driver (90008 is gfx908, a CPU is 0), else from rocminfo
@@ -169,7 +172,7 @@ choose_build() { # sets build, release and reason
         done
         [[ $build == rocm* ]] || reason+=$other
     fi
-    case $build in # each ROCm has wheels for few releases
+    case $build in # each ROCm version has wheels of few PyTorch releases
     rocm6.3) release=2.8.0 ;;
     rocm6.4) release=2.9.1 ;;
     rocm7.0) release=2.10.0 ;;
@@ -185,23 +188,23 @@ install_torch() { # tries pip's own sources first, which may have the build
     case $build in
     cuda)
         via_uv auto "torch==$release" && return
-        say "trying pip's usual torch, built for a recent CUDA: if it sees no GPU, update the driver"
+        say "trying pip's default torch, built for a recent CUDA: if it sees no GPU, update the driver"
         run "${pip[@]}" "torch==$release"
         ;;
     cpu)
         if [[ $(uname) == Linux ]]; then
             run "${pip[@]}" "torch==$release+cpu" 2>/dev/null && return
             via_uv cpu "torch==$release" && return
-            say "no CPU build found, trying pip's usual torch: larger, and as good"
+            say "no CPU build found, trying pip's default torch: it is larger and works as well"
         fi
         run "${pip[@]}" "torch==$release"
         ;;
     rocm*)
         run "${pip[@]}" "torch==$release+$build" 2>/dev/null && return
         via_uv "$build" "torch==$release" && return
-        die "found no torch $release for $build, and one for CUDA would be of no use here. Install" \
-            "a ROCm build by hand, with the command that PyTorch's \"Get started\" page shows, but" \
-            "'$VENV_PYTHON' -m pip for its pip; then run setup.sh again: it keeps that torch"
+        die "found no torch $release for $build, and and a CUDA build does not run here. Install a" \
+            "ROCm build by hand, using the command of PyTorch's \"Get started\" page with" \
+            "'$VENV_PYTHON' -m pip instead of pip; then run setup.sh again: it keeps that torch"
         ;;
     esac
 }
@@ -210,8 +213,8 @@ if [[ -z $torch ]]; then
     say "PyTorch: torch $release, $build build: $reason"
     install_torch
 elif [[ -n ${TORCH_BUILD:-} ]]; then
-    say "TORCH_BUILD=$TORCH_BUILD has no effect, for there is a torch: remove .venv, or leave that" \
-        "environment, to get another"
+    say "TORCH_BUILD=$TORCH_BUILD has no effect, because torch is already there: to replace it, remove" \
+        ".venv or deactivate the environment that has it"
 fi
 
 # ---- the rest, keeping torch and the numpy that came with it -----------------------------------

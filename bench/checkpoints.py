@@ -1,9 +1,9 @@
 """Measure what checkpoints cost: python -m bench.checkpoints --out my-box/checkpoints
 
-Two tables, each with a row for every script. save: a run that saves in the background, one that
-waits for its checkpoints, and one that resumes from the first checkpoint; are their results the
-same? import: the peak of host memory while a model is read, summed over all processes, beyond what
-the same start needs with almost no weights."""
+Two tables, each with a row for every script. save compares three runs: one saves in the background,
+one waits for its checkpoints, one resumes from the first checkpoint. import is the peak of host
+memory while a model is read, summed over all processes, less that of a start with the bundled tiny
+model."""
 
 import argparse
 import contextlib
@@ -87,8 +87,8 @@ def measure_save(engine: str, args) -> dict:
         launch(command(engine, args, runs[1], *save, "--save_async", "false"))
         first = runs[0] / f"checkpoints/step_{args.save_every:08d}"
         launch(command(engine, args, runs[2], *save, "--resume", str(first)))
-        found = re.search(r"checked and read in ([\d.]+) s", (runs[2] / "train.log").read_text())
-        apart, resumed_apart = (difference(runs[0], run, args.save_every) for run in runs[1:])
+        verified = re.search(r"checked and read in ([\d.]+) s", (runs[2] / "train.log").read_text())
+        repeated, resumed = (difference(runs[0], run, args.save_every) for run in runs[1:])
         background, waiting = records(runs[0]), records(runs[1])
         summary, env = (json.loads((runs[0] / f"{f}.json").read_text()) for f in ("summary", "env"))
     later = [r for r in background if "save/bytes" in r][:-1]  # a run waits for its last save
@@ -96,13 +96,13 @@ def measure_save(engine: str, args) -> dict:
     step, writing = summary["median_step_ms"], meanwhile(background, later)
     columns = {
         "bytes": f"{later[0]['save/bytes'] / 1e9:.2f} GB",
-        "save, waiting for it": seconds(r["save/stall_s"] for r in wait),
-        "in the background": seconds(r["save/seconds"] for r in later),
-        "of it training stood still": seconds(r["save/stall_s"] for r in later),
-        "step meanwhile": f"{writing:.0f} ms ({step:.0f} without)",
-        "checked and read": f"{found[1]} s",
-        "gone on, apart": resumed_apart,
-        "a second run, apart": apart,
+        "blocking save": seconds(r["save/stall_s"] for r in wait),
+        "background save": seconds(r["save/seconds"] for r in later),
+        "training paused": seconds(r["save/stall_s"] for r in later),
+        "step during a save": f"{writing:.0f} ms ({step:.0f} without)",
+        "verify and read": f"{verified[1]} s",
+        "difference after resuming": resumed,
+        "difference of a second run": repeated,
     }
     return {"columns": columns, "saves": {"background": later, "waiting": wait}, "env": env}
 
@@ -129,20 +129,20 @@ def meanwhile(run: list[dict], saves: list[dict]) -> float:
 def difference(one: Path, other: Path, after: int) -> str:
     """Return the largest relative difference between two runs in LOGGED after step `after`.
 
-    "nothing" if there is none and all tensors of the last checkpoints are bit-equal."""
+    "none" if there is no difference and all tensors of the last checkpoints are bit-equal."""
     a, b = ({r["step"]: r for r in records(run) if "train/loss" in r} for run in (one, other))
-    apart = [abs(a[s][k] - b[s][k]) / abs(a[s][k]) for s in b if s > after for k in LOGGED]
+    differences = [abs(a[s][k] - b[s][k]) / abs(a[s][k]) for s in b if s > after for k in LOGGED]
     one, other = (tensors(run / f"checkpoints/step_{max(a):08d}") for run in (one, other))
-    if not max(apart) and all(torch.equal(t, other[name]) for name, t in one.items()):
-        return "nothing"
-    return f"{max(apart):.1e}"
+    if not max(differences) and all(torch.equal(t, other[name]) for name, t in one.items()):
+        return "none"
+    return f"{max(differences):.1e}"
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Read all weights and moments of a checkpoint, unsharded."""
-    found = {name: torch.empty(shape) for name, shape in shapes_of(path).items()}
-    read_tensors(path, found)
-    return found
+    weights = {name: torch.empty(shape) for name, shape in shapes_of(path).items()}
+    read_tensors(path, weights)
+    return weights
 
 
 # ---------------------------------------------------------------- reading a model
@@ -162,8 +162,8 @@ def measure_import(engine: str, args) -> dict:
     columns = {
         "model": Path(args.import_model).name,
         "file": f"{size / 1e9:.2f} GB ({args.import_dtype})",
-        "host memory, peak": f"{(most - least) / 1e9:.2f} GB",
-        "of the file": f"{(most - least) / size:.2f}",
+        "peak host memory": f"{(most - least) / 1e9:.2f} GB",
+        "share of the file": f"{(most - least) / size:.2f}",
         "start to step 1": f"{took:.0f} s",
     }
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Pictures of results: python -m bench.plots NAME ... [--check]
 
-Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against tokens a step, with the
-crossover marked; peak memory; how a step's time is spent. --check fails if a picture was drawn from
-other results."""
+Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against tokens per step, with
+the crossover marked; peak memory; how a step's time is spent. --check fails if a picture was drawn
+from other results."""
 
 import hashlib
 import json
@@ -20,15 +20,15 @@ PLOTS = ROOT / "bench/plots"
 
 
 def series(name: str) -> dict[str, list[dict]]:
-    """Group successful rows by engine and schedule, ordered by tokens a step."""
-    found = {}
+    """Group successful rows by engine and schedule, ordered by tokens per step."""
+    groups = {}
     for result in in_order(store.read(name)):
         if result["status"] == "ok" and "median_comm_ms" in result["summary"]:
             schedule = " dualpipev" if "dualpipev" in result["row"]["flags"] else ""
-            found.setdefault(result["row"]["engine"] + schedule, []).append(result)
-    for rows in found.values():
+            groups.setdefault(result["row"]["engine"] + schedule, []).append(result)
+    for rows in groups.values():
         rows.sort(key=tokens)
-    return found
+    return groups
 
 
 def tokens(result: dict) -> int:
@@ -60,13 +60,13 @@ def draw(results: str, file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    found = series(results)
-    if not found:
+    groups = series(results)
+    if not groups:
         raise UserError(f"{results}: no results to draw")
-    color_of = {name: f"C{i}" for i, name in enumerate(found)}
+    color_of = {name: f"C{i}" for i, name in enumerate(groups)}
     figure, (speed, memory, split) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     lines, title = {}, "throughput"
-    for name, rows in found.items():
+    for name, rows in groups.items():
         lines[name] = [(tokens(r) / 1e3, r["summary"]["median_slots_per_s"] / 1e3) for r in rows]
         speed.plot(*zip(*lines[name], strict=True), "o-", color=color_of[name], label=name)
     for name in lines.keys() - {"fsdp"} if "fsdp" in lines else ():
@@ -79,7 +79,7 @@ def draw(results: str, file: Path) -> None:
     speed.set_title(title)
     speed.legend()
 
-    bars = [(name, r) for name, rows in found.items() for r in rows]
+    bars = [(name, r) for name, rows in groups.items() for r in rows]
     labels = [f"{name} {r['row']['micro']}x{r['row']['ga']}" for name, r in bars]
     colors = [color_of[name] for name, _ in bars]
     memory.bar(labels, [max(r["summary"]["peak_mem_gb"]) for _, r in bars], color=colors)
@@ -124,7 +124,7 @@ def digest(name: str) -> str:
 def main() -> int:
     names = [a for a in sys.argv[1:] if a != "--check"]
     if not names:
-        raise UserError("name results to draw: python -m bench.plots my-box/teff")
+        raise UserError("no results named: run python -m bench.plots my-box/teff")
     for name in names:
         file = PLOTS / f"{name}.png"
         if "--check" not in sys.argv:

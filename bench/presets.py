@@ -18,7 +18,7 @@ _SEED = [(1, 1, False, "fp32", 32), (1, 1, True, "bf16", 32), (4, 8, True, "bf16
 
 
 def _pairs(sweep, *schedules, **more):
-    """pp and FSDP with equal rows a step on two GPUs: each of FSDP's replicas takes half the GA."""
+    """pp and FSDP with equal rows per step on two GPUs: each FSDP replica takes half the GA."""
     rows = []
     for ga in sweep:
         rows.append({"engine": "pp", "micro": 8, "ga": ga, **more})
@@ -35,7 +35,7 @@ _8B = [
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8, "flags": DUALPIPEV},
     {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
-    # as many tokens a step as the pipeline
+    # as many tokens per step as the pipeline
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}

@@ -33,14 +33,16 @@ def main() -> int:
     args = make_parser().parse_args()
     rows = grid(args)
     out = args.out or args.preset or "grid"
-    file, found = store.file_of(out), {store.key_of(r): r for r in store.read(out)}
-    done = {key: found[key]["status"] for key in rows if key in found}
+    file, stored = store.file_of(out), {store.key_of(r): r for r in store.read(out)}
+    done = {key: stored[key]["status"] for key in rows if key in stored}
     if done and not (args.resume or args.overwrite):
-        raise UserError(f"{file} holds {len(done)} of these rows: --resume or --overwrite")
+        raise UserError(
+            f"{file} already holds {len(done)} of these rows: use --resume or --overwrite"
+        )
     failed = 0
     for i, (key, row) in enumerate(rows.items(), 1):
         if args.resume and done.get(key) == "ok":
-            print(f"[{i}/{len(rows)}] {name_of(row)}: done before", flush=True)
+            print(f"[{i}/{len(rows)}] {name_of(row)}: already measured", flush=True)
             continue
         print(f"[{i}/{len(rows)}] {name_of(row)} ...", end=" ", flush=True)
         started = time.time()
@@ -60,13 +62,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", choices=PRESETS, help="a set of rows; flags override it")
     for name, kind, text in (
         ("engines", str, ", ".join(ENGINES)),
-        ("micro", whole(1), "rows of a micro-batch"),
-        ("ga", whole(1), "micro-batches a step"),
+        ("micro", whole(1), "rows per micro-batch"),
+        ("ga", whole(1), "micro-batches per optimizer step"),
         ("ckpt", str, "activation checkpointing: true, false"),
         ("dtype", str, "fp32, bf16, fp16"),
-        ("seq_len", whole(1), "token slots of a row"),
+        ("seq_len", whole(1), "tokens per row"),
         ("model", str, "folder or hub id"),
-        ("gpus", whole(), "number of processes; 0: one a GPU"),
+        ("gpus", whole(), "number of processes; 0: one per GPU"),
         ("data", str, "full: rows of random tokens; packed: random documents; or a data file"),
     ):
         parser.add_argument(
@@ -93,7 +95,7 @@ def grid(args) -> dict[str, dict]:
         given[name] = None if (value := getattr(args, name)) is None else [value]
     given = {k: v for k, v in given.items() if v is not None}
     if not (args.preset or given):
-        raise UserError("nothing to measure: give a --preset, or --engines, --micro, ... (--help)")
+        raise UserError("nothing to measure: set --preset, or --engines, --micro, ... (--help)")
     combinations = [dict(zip(given, x, strict=True)) for x in itertools.product(*given.values())]
     bases = PRESETS[args.preset] if args.preset else [{}]
     combined = [{**DEFAULTS, **b, **c} for b, c in itertools.product(bases, combinations)]
@@ -101,7 +103,7 @@ def grid(args) -> dict[str, dict]:
         raise UserError(f"--engines {bad.pop()}: choose from {', '.join(ENGINES)}")
     rows = [row for row in combined if re.search(args.only or "", name_of(row))]
     if not rows:
-        raise UserError(f"--only {args.only}: no such row")
+        raise UserError(f"--only {args.only}: no row matches")
     return {store.key_of({"row": row}): row for row in rows}
 
 
@@ -115,10 +117,10 @@ def measure(row: dict, timeout: float) -> dict:
         command = torchtitan.command_of(row) if peer else command_of(row, out)
         code, text = run_command(command, environment_of(row), timeout)
         files = () if code or peer else ("summary", "env", "config")
-        found = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
+        figures = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
         if peer and not code:
-            found = torchtitan.read(row, text)
-    outcome = {"status": "ok", **found} if found else failure(code, text)
+            figures = torchtitan.read(row, text)
+    outcome = {"status": "ok", **figures} if figures else failure(code, text)
     result = json.dumps({"command": " ".join(command), **outcome})
     # paths of this machine mean nothing elsewhere
     paths = {f"{scratch}/": "OUT/", f"{cache()}/": "CACHE/", sys.executable: "python"}
@@ -218,14 +220,14 @@ def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str
 def failure(code: int, text: str) -> dict:
     """Describe a failed row: its status, its error message and the end of its output."""
     # without C++ stacks: NCCL can print one a second and fill all 4,000 characters
-    told = [line for line in text.strip().splitlines() if not line.startswith("frame #")]
-    errors = [line for line in told if line.startswith("error:")]
+    lines = [line for line in text.strip().splitlines() if not line.startswith("frame #")]
+    errors = [line for line in lines if line.startswith("error:")]
     oom = "out of GPU memory" in text or "OutOfMemoryError" in text
     return {
         "status": "out of memory" if oom else "failed",
         "exit_code": code,
-        "error": errors[0] if errors else (told or ["no output"])[-1],
-        "output": "\n".join(told)[-4000:],
+        "error": errors[0] if errors else (lines or ["no output"])[-1],
+        "output": "\n".join(lines)[-4000:],
     }
 
 
@@ -245,5 +247,5 @@ if __name__ == "__main__":
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\nstopped; what is done is kept, --resume continues", file=sys.stderr)
+        print("\nstopped: completed rows are kept, --resume continues", file=sys.stderr)
         sys.exit(130)

@@ -1,4 +1,4 @@
-"""Results on disk: bench/results/NAME.jsonl has one JSON object a line, one line a row."""
+"""Results on disk: bench/results/NAME.jsonl has one JSON object per line, one line per row."""
 
 import json
 from pathlib import Path

@@ -74,11 +74,11 @@ def table(name: str) -> str:
     results = in_order(results)
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     lines = [[str(cell) for cell in line_of(result, env)] for result in results]
-    kept = []
+    columns = []
     for title, column in zip(HEAD, zip(*lines, strict=True), strict=True):
         if len(set(column) - {""}) > OPTIONAL.get(title, -1):
-            kept.append((title, "---", *column))
-    return markdown(zip(*kept, strict=True))
+            columns.append((title, "---", *column))
+    return markdown(zip(*columns, strict=True))
 
 
 def markdown(lines) -> str:
@@ -87,7 +87,7 @@ def markdown(lines) -> str:
 
 def render(text: str) -> str:
     """Return a page's text with every marked table made from the results."""
-    return MARKED.sub(lambda found: found[1] + table(found[2]) + found[4], text)
+    return MARKED.sub(lambda match: match[1] + table(match[2]) + match[4], text)
 
 
 def pages() -> list[Path]:
@@ -108,8 +108,8 @@ def main() -> int:
     stale = [] if args.names else [p for p in pages() if p.read_text() != render(p.read_text())]
     for page in stale:
         if args.check:
-            said = f"error: {page.relative_to(ROOT)} is out of date: run python -m bench.table"
-            print(said, file=sys.stderr)
+            message = f"{page.relative_to(ROOT)} is out of date: run python -m bench.table"
+            print(f"error: {message}", file=sys.stderr)
         else:
             page.write_text(render(page.read_text()))
     return int(args.check and bool(stale))

@@ -18,7 +18,7 @@ class FsdpArgs:
     reshard_after_forward: bool = flag(
         False,
         "Free each block's weights after use and gather them again in every forward and backward "
-        "pass, not once a step: less memory, more communication.",
+        "pass, instead of once per step: less memory, more communication.",
         saves_memory=True,
     )
     copy_engines: bool | None = flag(

@@ -1,6 +1,6 @@
-"""The flags: each declared once, with its help, bounds and choices; parsed into one flat object.
+"""Flags of the training scripts: each declared once, with its help, bounds and choices.
 
-The flags that scripts share are here, those of one script in the flags.py beside it. Nothing heavy
+Flags that all scripts share are here, those of one script in the flags.py beside it. Nothing heavy
 is imported, so that a launcher can check all flags before torch is imported.
 """
 
@@ -20,7 +20,7 @@ from typing import Literal
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
-MOST = 2**31 - 1  # for whole numbers, unless a flag says otherwise
+MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -71,8 +71,8 @@ class ModelArgs:
     )
     activation_memory_budget: float = flag(
         1.0,
-        "Fraction of activations, 0 to 1, that compiled blocks keep; the cheapest of the others "
-        "are recomputed.",
+        "Fraction of activation memory, 0 to 1, that compiled blocks may use; they recompute the "
+        "rest.",
         at_most=1,
     )
     blocks_per_unit: int = flag(
@@ -108,7 +108,9 @@ class DataArgs:
         "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "
         "128, at most 4096 and the model's limit.",
     )
-    pack_sequences: bool = flag(True, "Pack several whole documents into a row. Off: one, padded.")
+    pack_sequences: bool = flag(
+        True, "Pack whole documents into rows. Off: one document per row, padded."
+    )
     overlong: Literal["truncate", "split", "drop"] = flag(
         "truncate", "What to do with a document longer than a row."
     )
@@ -141,7 +143,7 @@ class TrainArgs:
     max_grad_norm: float = flag(1.0, "Clip the global gradient norm to this. 0: no clipping.")
     max_skipped_steps: int = flag(
         20,
-        "End with an error after this many consecutive steps whose loss or gradient norm is NaN "
+        "Stop with an error after this many consecutive steps whose loss or gradient norm is NaN "
         "or infinite. 0: no limit.",
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
@@ -159,8 +161,8 @@ class RunArgs:
     output_dir: str | None = flag(None, "Folder of the run. Default: runs/<script>-<model>-<time>.")
     overwrite: bool = flag(False, "Replace the earlier run in --output_dir. Off: an error.")
     save: bool = flag(True, "Save a checkpoint at the end and when a signal stops the run.")
-    save_every: int = flag(0, "Optimizer steps between further checkpoints. 0: none.")
-    save_async: bool = flag(True, "Write these in the background, from copies in host memory.")
+    save_every: int = flag(0, "Also save a checkpoint every so many optimizer steps. 0: never.")
+    save_async: bool = flag(True, "Write the checkpoints of --save_every in the background.")
     keep_last: int = flag(2, "Checkpoints to keep; older ones are deleted. 0: all.")
     keep_best: bool = flag(False, "Also keep the checkpoint with the lowest held-out loss.")
     resume: str | None = flag(
@@ -175,9 +177,9 @@ class RunArgs:
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
     eval_batch_size: int = flag(0, "Rows per replica when evaluating. 0: --micro_batch_size.")
-    sample_tokens: int = flag(32, "Tokens of each of the three sample answers at the end. 0: none.")
+    sample_tokens: int = flag(32, "Tokens per sample answer at the end of the run. 0: no samples.")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
-    comm_timer: bool = flag(True, "Measure communication time in every step. Off: logged as 0.")
+    comm_timer: bool = flag(True, "Measure communication time in every step. Off: log it as 0.")
     profile_steps: str = flag(
         "",
         "Steps to profile, such as 5:7 (from 1): traces and profile.txt. Default: none.",
@@ -188,7 +190,7 @@ class RunArgs:
         positive=True,
     )
     estimate: bool = flag(False, "Print an estimate of peak memory per rank and exit.")
-    dry_run: bool = flag(False, "Prepare, run one forward pass, print the plan and exit.")
+    dry_run: bool = flag(False, "Run one forward pass, print the plan and exit.")
 
 
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
@@ -201,38 +203,39 @@ def check(args) -> None:
     if args.max_steps == 0 and not args.num_epochs > 0:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
     if args.activation_memory_budget < 1 and args.compile is False:
-        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
+        raise UserError("--activation_memory_budget needs compiled blocks: add --compile")
     if args.resume == "auto" and not args.output_dir:
         raise UserError("--resume auto needs --output_dir, the run to resume")
     if args.export != "none" and not args.save:
-        raise UserError("--export converts the last checkpoint, so it cannot go with --save false")
+        raise UserError("--export converts the last checkpoint, so it needs --save true")
     if args.resume and args.overwrite:
-        raise UserError("--resume keeps the run's folder and --overwrite empties it: choose one")
+        raise UserError("--resume keeps the run's folder and --overwrite empties it: use one")
     if bool(args.input_key) != bool(args.target_key):
-        raise UserError("--input_key and --target_key name a pair of columns: give both")
+        raise UserError("--input_key and --target_key name a pair of columns: set both")
 
 
 def check_rows(seq_len: int, learn_turns: str, train_on_prompt: bool) -> None:
     if 0 < seq_len < 8:
-        raise UserError(f"--seq_len {seq_len} is too small: 8 is the least")
+        raise UserError(f"--seq_len {seq_len} is too small: the minimum is 8")
     if learn_turns == "last" and train_on_prompt:
-        raise UserError("--learn_turns last and --train_on_prompt contradict: choose one")
+        raise UserError("--learn_turns last and --train_on_prompt contradict each other: use one")
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:
     """ "a:b" -> (a, b), steps from 1, both included; "" -> None. Raises UserError."""
     if not text:
         return None
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise UserError(f'--profile_steps {text}: two steps such as "5:7", the first from 1')
-    return int(found[1]), int(found[2])
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"--profile_steps {text}: must be two steps such as 5:7, counted from 1")
+    return int(match[1]), int(match[2])
 
 
 def less_memory(args) -> str:
     """What to change after running out of GPU memory, best first, with the current values."""
-    ways = [("micro_batch_size", "halve it, double grad_accum_steps")]
-    ways = ways if args.micro_batch_size > 1 else []
+    ways = []
+    if args.micro_batch_size > 1:
+        ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
     for field in dataclasses.fields(args):
         if field.metadata["saves_memory"] and not getattr(args, field.name):
             ways.append((field.name, "true"))
@@ -298,7 +301,7 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def check_bounds(field: dataclasses.Field, value: float) -> None:
     bounds, given = field.metadata, f"--{field.name} {str(value)[:80]}"
-    most = bounds["at_most"] or (MOST if isinstance(value, int) else math.inf)
+    most = bounds["at_most"] or (MAX_INT if isinstance(value, int) else math.inf)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{given}: must be a finite number")
     if bounds["positive"] and not value > 0:
@@ -398,9 +401,9 @@ def help_page(description: str, groups: list[type], values: dict) -> str:
 
 
 HOW = (
-    "--save is --save true, and --no_save is --save false; so for all booleans. The launchers also "
-    "read environment variables with a flag's name in capitals (MODEL for --model_name_or_path); "
-    "see docs/flags.md."
+    "--save means --save true and --no_save means --save false; all booleans work like this. The "
+    "launchers also read environment variables with a flag's name in capitals (MODEL for "
+    "--model_name_or_path); see docs/flags.md."
 )
 
 
@@ -431,7 +434,7 @@ def whole(at_least: int = 0):
             value = int(text)
         except ValueError:
             value = -1
-        if not at_least <= value <= MOST:
+        if not at_least <= value <= MAX_INT:
             message = f"{text[:80]}: must be a whole number, {at_least} or more"
             raise argparse.ArgumentTypeError(message)
         return value

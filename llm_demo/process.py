@@ -44,6 +44,14 @@ def minutes(name: str, default: float) -> float:
     return value
 
 
+def usable_cores() -> list[int]:
+    """The numbers of the CPU cores that this process may use."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return list(range(os.cpu_count() or 1))
+
+
 def end_with_parent(parent: int) -> None:
     """Kill this process when `parent`, the process that started it, ends in any way.
 

@@ -13,11 +13,13 @@ from llm_demo.files import ROOT
 class PipeArgs:
     """Pipeline"""
 
-    stages: int = flag(2, "Pipeline stages. Further processes form further replicas.", at_least=1)
+    stages: int = flag(
+        2, "Pipeline stages. More processes than stages form more replicas.", at_least=1
+    )
     partition: str = flag(
         "balanced",
-        "How to split the blocks: balanced (by FLOPs, including the head), uniform, parameters, "
-        "or the blocks of each piece, such as 18,10.",
+        "How to split the blocks into stages: balanced (by FLOPs, including the head), uniform, "
+        "parameters, or the blocks of each piece, such as 18,10.",
     )
     schedule: Literal["1f1b", "dualpipev"] = flag(
         "1f1b",
@@ -26,15 +28,15 @@ class PipeArgs:
     )
     deepspeed_config: str = flag(
         str(ROOT / "pp/ds_pp_2gpus.json"),
-        "DeepSpeed configuration. Switches only: numbers are set by flags.",
+        "DeepSpeed configuration. It holds switches only; flags set the numbers.",
     )
     check_tied_every: int = flag(
         0,
-        "Optimizer steps between checks that both copies of tied embeddings are equal. 0: after "
-        "step 1 only.",
+        "Optimizer steps between checks that both copies of tied embeddings are equal. 0: only "
+        "after step 1.",
     )
     local_rank: int = flag(
-        0, "Passed by DeepSpeed's launcher; ignored, LOCAL_RANK decides.", env=""
+        0, "Passed by DeepSpeed's launcher and ignored: LOCAL_RANK counts.", env=""
     )
 
     @staticmethod
@@ -42,12 +44,12 @@ class PipeArgs:
         named = ("balanced", "uniform", "parameters")
         if args.partition not in named and not re.fullmatch(r"\d+(,\d+)*", args.partition):
             raise UserError(
-                f"--partition {args.partition}: balanced, uniform, parameters, or counts such as "
-                '"18,10"'
+                f"--partition {args.partition}: must be balanced, uniform, parameters or counts "
+                "such as 18,10"
             )
         least = max(4, 2 * args.stages)
         if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < least):
             raise UserError(
-                "--schedule dualpipev wants 2 --stages or more, and --grad_accum_steps of at "
+                "--schedule dualpipev needs --stages of at least 2 and --grad_accum_steps of at "
                 f"least 2 x stages: {least}"
             )

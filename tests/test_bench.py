@@ -51,7 +51,7 @@ def test_smoke_then_resume(measure, tmp_path):
         # counted, not timed; rows of 128 hold one or two documents and some padding: 0.88
         assert fill == 1 if result["row"]["data"] == "full" else 0.85 < fill < 1
         assert len(table.line_of(result)) == len(table.HEAD)
-    assert measure("--preset", "smoke", "--resume")[1].count("done before") == 2
+    assert measure("--preset", "smoke", "--resume")[1].count("already measured") == 2
     with pytest.raises(UserError, match="--resume or --overwrite"):
         measure("--preset", "smoke")
 
@@ -65,7 +65,7 @@ def test_what_checkpoints_cost(engine):
     )
     found = checkpoints.measure_save(engine, args)
     columns = found["columns"]
-    assert columns["gone on, apart"] == columns["a second run, apart"] == "nothing"
+    assert columns["difference after resuming"] == columns["difference of a second run"] == "none"
     (background,), (waiting,) = found["saves"]["background"], found["saves"]["waiting"]
     assert background["save/stall_s"] < background["save/seconds"]
     assert waiting["save/stall_s"] == waiting["save/seconds"]
@@ -99,7 +99,7 @@ def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
     time.sleep(2)
     bench_run.send_signal(signal.SIGINT)
     _, said = bench_run.communicate(timeout=40)
-    assert bench_run.returncode == 130 and "what is done is kept" in said, said
+    assert bench_run.returncode == 130 and "completed rows are kept" in said, said
     for _ in range(20):  # a rank that was being started may take a moment to notice
         if not running():
             break

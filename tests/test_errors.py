@@ -138,13 +138,13 @@ BOTH = [
 ]
 CASES = [("fsdp", *case) for case in BOTH] + [("pp", *case) for case in BOTH[::7]]
 CASES += [
-    ("pp", ["--partition", "even"], "--partition even: balanced"),
+    ("pp", ["--partition", "even"], "--partition even: must be balanced"),
     ("pp", ["--deepspeed_config", "number.json"], "train_batch_size is set by --micro_batch_size"),
     ("pp", ["--deepspeed_config", "zero2.json"], "ZeRO stage 2"),
     ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
     ("pp", ["--stages", "0"], "--stages"),
-    ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev wants 2 --stages"),
+    ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev needs --stages of at least 2"),
     (
         "fsdp",
         ["--activation_memory_budget", "2"],
@@ -157,7 +157,7 @@ CASES += [
         "--copy_engines requires FSDP with --dtype bf16",
     ),
     ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines requires FSDP"),
-    ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: two steps"),
+    ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: must be two steps"),
     ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
     ("fsdp", ["--peak_tflops", "inf"], "--peak_tflops inf: must be a finite number"),
     ("fsdp", ["--lr", "inf"], "--lr inf: must be a finite number"),

@@ -151,14 +151,15 @@ EARLY = [
     ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen, flash_attn, "
      "bucketed, bucketed_math, math"),
     ("fsdp", "--save maybe", "--save maybe: must be true or false"),
-    ("fsdp", "--seq_len 7", "--seq_len 7 is too small: 8 is the least"),
-    ("fsdp", "--profile_steps 3", '--profile_steps 3: two steps such as "5:7", the first from 1'),
+    ("fsdp", "--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),
+    ("fsdp", "--profile_steps 3",
+     "--profile_steps 3: must be two steps such as 5:7, counted from 1"),
     ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
-    ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev wants 2 --stages or more, and "
-     "--grad_accum_steps of at least 2 x stages: 8"),
+    ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
+     "and --grad_accum_steps of at least 2 x stages: 8"),
 ]  # fmt: skip
 
 

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import no_ranks, python
 
-from llm_demo.launch.__main__ import report
+from llm_demo.errors import UserError
+from llm_demo.launch.__main__ import replace, report
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
@@ -371,6 +373,15 @@ def test_the_rank_that_was_killed_is_named_not_those_it_left_behind(capsys):
     assert capsys.readouterr().err == "error: rank 2 died of SIGSEGV\n"
     assert report({3: 1, 5: 2}) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_library_that_lacks_what_is_replaced_is_refused():
+    library = types.ModuleType("library")
+    library.Popen = None
+    replace(library, Popen=subprocess.Popen)
+    assert library.Popen is subprocess.Popen
+    with pytest.raises(UserError, match="library of the installed version has no start: install"):
+        replace(library, start=None)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])

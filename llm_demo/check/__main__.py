@@ -1,7 +1,7 @@
-"""Find out whether this machine can train: python -m llm_demo.check [--json] [--output_dir DIR]
+"""Check whether this machine can train: python -m llm_demo.check [--json] [--output_dir DIR]
 
-One line for each thing checked: ok, warning or error, and what to do about it. Exit code 1 if there
-is an error, that is if training can't work. docs/check.md explains every line."""
+Prints one line for each thing checked: ok, warning or error, and what to do about it. The exit code
+is 1 if there is an error, so that training can't work. docs/check.md explains every line."""
 
 import argparse
 import itertools
@@ -35,7 +35,7 @@ def check(output_dir: str, tell) -> dict:
     torch = facts["torch"] = receive([[base]], LIMIT)[0][0]
     tell(machine.torch_build(torch, smi))
     devices = torch.get("devices", [])
-    if works := "torch" in torch:
+    if torch_works := "torch" in torch:
         tell(machine.packages())
         probes = start_probes(base, facts)
         with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
@@ -51,7 +51,7 @@ def check(output_dir: str, tell) -> dict:
     facts["disk"], facts["locks"] = (receive([[disk]], LIMIT)[0][0] for _ in range(2))
     tell(files.disk_line(facts["disk"], output_dir))
     tell(files.locks_line(facts["locks"]))
-    if works:
+    if torch_works:
         answers = receive([[worker] for worker in probes.values()], LIMIT)
         facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
         tell(attention(base, facts))
@@ -97,23 +97,25 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
         for i, j in itertools.combinations(range(len(devices)), 2)
     }
     expected = gpus.expected_gb(devices, kinds, links)
-    found = fleet.try_pairs()
-    fleet.again_alone(found, expected)
+    results = fleet.try_pairs()
+    fleet.measure_alone(results, expected)
     without = control.try_pairs() if control else {}
-    # If a pair fails, all GPUs together would fail too, and take longer.
-    together, together_without = (
-        None if not results or any(map(pairs.trouble, results.values())) else these.try_all()
-        for these, results in ((fleet, found), (control, without))
-    )
+
+    def try_all(fleet, results) -> dict | None:
+        # If a pair fails, all GPUs would fail too, and take longer.
+        failed = any(map(pairs.failure, results.values()))
+        return fleet.try_all() if results and not failed else None
+
+    together, together_without = try_all(fleet, results), try_all(control, without)
     if amd and together and not together.get("problem"):
         facts["profile"] = fleet.talk([tuple(range(len(devices)))], "all", "profile")[0]
     facts["pairs"] = [
         {"pair": pair, "link": kinds[pair], "expected": expected[pair]}
-        | {"result": found.get(pair), "without_p2p": without.get(pair)}
+        | {"result": results.get(pair), "without_p2p": without.get(pair)}
         for pair in kinds
     ]
     facts["all"] = {"result": together, "without_p2p": together_without}
-    lines = pairs.pair_lines(found, without, expected, facts["torch"]["peers"])
+    lines = pairs.pair_lines(results, without, expected, facts["torch"]["peers"])
     tell(lines)
     tell(gpus.iommu(places, amd, all(level != ERROR for level, *_ in lines)))
     tell(pairs.all_line(len(devices), together, together_without))
@@ -163,9 +165,9 @@ def attention(base: Worker, facts: dict) -> list:
     packed, single = chosen["packed"], chosen["single"]
     text = packed["impl"]
     if packed["impl"] != single["impl"]:
-        text += f" for packed rows, {single['impl']} for one document a row"
-    if right := [impl for impl in choices["probes"] if not problems[impl]]:
-        text += f"; tested against math: {', '.join(right)}"
+        text += f" for packed rows, {single['impl']} for one document per row"
+    if correct := [impl for impl in choices["probes"] if not problems[impl]]:
+        text += f"; tested against math: {', '.join(correct)}"
     text += "".join(f"; not {impl}: {why}" for impl, why in choices["against"].items() if why)
     lines.append((OK, "attention", text, ""))
     for impl in choices["probes"]:
@@ -210,17 +212,17 @@ def amd(devices, facts) -> list:
     else:
         text += first.get("blas", {}).get("problem", "this torch refuses hipBLASLt")
     lines.append((OK, "blas", text, ""))
-    if found := facts.get("profile"):
-        text = f"kernels of an all-reduce: {', '.join(found.get('kernels', [])) or 'none'}; "
-        text += f"arguments {'' if found.get('named') else 'not '}recorded; flight recorder: "
-        text += f"{found.get('with_duration', 0)} of {found.get('recorded', 0)} entries have a "
+    if profile := facts.get("profile"):
+        text = f"kernels of an all-reduce: {', '.join(profile.get('kernels', [])) or 'none'}; "
+        text += f"arguments {'' if profile.get('named') else 'not '}recorded; flight recorder: "
+        text += f"{profile.get('with_duration', 0)} of {profile.get('recorded', 0)} entries have a "
         text += "duration"
-        if problem := found.get("problem"):
+        if problem := profile.get("problem"):
             text = f"profiling a collective failed: {problem}"
         lines.append((OK, "profile", text, ""))
     links = {pair["link"] for pair in facts.get("pairs", ())}
     if links - {"XGMI"} and os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") != "1":
-        text = "HSA_FORCE_FINE_GRAIN_PCIE is not 1; RCCL wants it for peer-to-peer over PCIe"
+        text = "HSA_FORCE_FINE_GRAIN_PCIE is not 1; RCCL needs it for peer-to-peer over PCIe"
         lines.append((WARNING, "rccl", text, "export HSA_FORCE_FINE_GRAIN_PCIE=1"))
     for i, device in enumerate(devices):
         visible, total = (

@@ -42,8 +42,8 @@ def torch_facts() -> dict:
             one["bus"] = "{:04x}:{:02x}:{:02x}.0".format(*place)
         facts["devices"].append(one)
     with contextlib.suppress(RuntimeError):
-        can = torch.cuda.can_device_access_peer
-        facts["peers"] = [[i == j or can(i, j) for j in range(count)] for i in range(count)]
+        peer_access = torch.cuda.can_device_access_peer
+        facts["peers"] = [[i == j or peer_access(i, j) for j in range(count)] for i in range(count)]
     return facts
 
 
@@ -54,15 +54,15 @@ def choices() -> dict:
     """The default dtype, and why each attention backend can't run (None if it may)."""
     from llm_demo.model import attention_choice as attention
 
-    here = this_device()
-    dtype, reason = pick_dtype("auto", here)
-    against = {impl: attention.why_not(impl, here, dtype, True) for impl in attention.IMPLS}
+    device = this_device()
+    dtype, reason = pick_dtype("auto", device)
+    against = {impl: attention.why_not(impl, device, dtype, True) for impl in attention.IMPLS}
     able = [impl for impl, why in against.items() if why is None and not impl.endswith("math")]
     return {
         "dtype": next(name for name, d in DTYPES.items() if d == dtype),
         "dtype_reason": reason,
         "against": against,
-        "probes": able if here.type == "cuda" else [],
+        "probes": able if device.type == "cuda" else [],
     }
 
 
@@ -71,14 +71,14 @@ def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dic
     from llm_demo.model import attention_choice as attention
     from llm_demo.model import compiling
 
-    here = this_device()
-    dtype, _ = pick_dtype("auto", here)
+    device = this_device()
+    dtype, _ = pick_dtype("auto", device)
     chosen = {}
     for kind, single in (("packed", False), ("single", True)):
         impl, _ = attention.choose_attention(
-            "auto", here, dtype, heads, single, lambda impl, *_: problems.get(impl)
+            "auto", device, dtype, heads, single, lambda impl, *_: problems.get(impl)
         )
-        works, why = compiling.choose_compile(None, here, impl, lambda: compile_problem)
+        works, why = compiling.choose_compile(None, device, impl, lambda: compile_problem)
         chosen[kind] = {"impl": impl, "compile": works, "why": why}
     return chosen
 
@@ -268,11 +268,11 @@ def _bandwidth(rank, size):
         dist.all_reduce(data)
     gb = data.numel() * 4 / 1e9
     spent = seconds(lambda: dist.all_reduce(data), 3)
-    found = {"all_reduce": gb / spent * 2 * (size - 1) / size}
+    rates = {"all_reduce": gb / spent * 2 * (size - 1) / size}
     if size == 2:
-        found["send"] = [gb / seconds(lambda s=source: send(s), 3) for source in range(2)]
-        found["latency_us"] = seconds(there_and_back, 20) / 2 * 1e6
-    return found
+        rates["send"] = [gb / seconds(lambda s=source: send(s), 3) for source in range(2)]
+        rates["latency_us"] = seconds(there_and_back, 20) / 2 * 1e6
+    return rates
 
 
 def profile(rank: int, size: int, file: str, backend: str, limit: float) -> dict:

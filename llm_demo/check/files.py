@@ -44,13 +44,13 @@ def locks() -> dict:
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
     triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
     roots = [Path(root).expanduser() for root in (extensions, triton)]
-    found = [p for root in roots for depth in ("*", "*/*") for p in root.glob(f"{depth}/lock")]
+    paths = [p for root in roots for depth in ("*", "*/*") for p in root.glob(f"{depth}/lock")]
     held = set()
-    for link in glob.glob("/proc/[0-9]*/fd/*") if found else ():
+    for link in glob.glob("/proc/[0-9]*/fd/*") if paths else ():
         with contextlib.suppress(OSError):
             held.add(os.readlink(link))
     stale = []
-    for path in found:
+    for path in paths:
         with contextlib.suppress(OSError):
             age = time.time() - path.stat().st_mtime
             if age > 60 and str(path.resolve()) not in held:
@@ -78,7 +78,7 @@ def disk_line(answer: dict, folder: str) -> list:
 
 def locks_line(answer: dict) -> list:
     if answer.get("problem"):
-        return [(WARNING, "jit locks", f"could not look: {answer['problem']}", "")]
+        return [(WARNING, "jit locks", f"the search failed: {answer['problem']}", "")]
     if not answer["stale"]:
         return [(OK, "jit locks", "none left behind", "")]
     paths, ages = zip(*answer["stale"])  # noqa: B905

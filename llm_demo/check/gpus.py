@@ -41,13 +41,13 @@ def bus(text: str) -> str:
 
 def nvidia() -> dict:
     """The driver, its CUDA version, and uuid -> GPU (index, bus) from nvidia-smi."""
-    found = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", processes.tool("nvidia-smi"))
+    version = re.search(r"CUDA (?:UMD )?Version:\s*(\d+)\.(\d+)", processes.tool("nvidia-smi"))
     rows = query("index", "uuid", "pci.bus_id", "memory.used", "driver_version")
     gpus = {
         uuid.removeprefix("GPU-"): {"index": int(index), "bus": bus(place)}
         for index, uuid, place, _, _ in rows
     }
-    cuda = tuple(map(int, found.groups())) if found else None
+    cuda = tuple(map(int, version.groups())) if version else None
     return {"driver": rows[0][-1] if rows else "", "cuda": cuda, "gpus": gpus}
 
 
@@ -59,36 +59,36 @@ def under_load() -> dict[str, dict]:
     fields += ("pcie.link.width.max", "clocks.sm", "temperature.gpu")
     rows = query("pci.bus_id", "clocks_event_reasons.active", *fields)
     rows = rows or query("pci.bus_id", "clocks_throttle_reasons.active", *fields)  # older drivers
-    found = {}
+    loads = {}
     for place, reasons, *values in rows:
         gen, width, _, width_max, clock, heat = map(number, values)
         bits = int(reasons, 16) if reasons.startswith("0x") else 0
-        found[bus(place)] = {
+        loads[bus(place)] = {
             "throttled": [word for bit, word in THROTTLED.items() if bits & bit],
             "gen": gen, "width": width, "width_max": width_max, "clock": clock, "heat": heat,
         }  # fmt: skip
-    return found
+    return loads
 
 
 def memory_faults(places: list[str]) -> dict[str, list[str]]:
     """bus -> memory faults: ECC errors, rows waiting to be remapped."""
-    found = collections.defaultdict(list)
+    faults = collections.defaultdict(list)
     for place, count in query("pci.bus_id", "ecc.errors.uncorrected.volatile.total"):
         if number(count):
-            found[bus(place)].append(f"{count} uncorrected ECC errors since the last reset")
+            faults[bus(place)].append(f"{count} uncorrected ECC errors since the last reset")
     fields = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
     for place, pending, failure in query(*fields, of="remapped-rows"):
         if pending in ("Yes", "1"):
-            found[bus(place)].append("memory rows are waiting for a reset to be remapped")
+            faults[bus(place)].append("memory rows are waiting for a reset to be remapped")
         if failure in ("Yes", "1"):
-            found[bus(place)].append("remapping memory rows failed")
+            faults[bus(place)].append("remapping memory rows failed")
     for place in places:  # AMD
         for file in sorted((root() / f"sys/bus/pci/devices/{place}/ras").glob("*_err_count")):
             count = re.search(r"ue:\s*(\d+)", read(file))
             if count and int(count[1]):
                 block = file.name.split("_")[0]
-                found[place].append(f"{count[1]} uncorrectable errors in {block}")
-    return found
+                faults[place].append(f"{count[1]} uncorrectable errors in {block}")
+    return faults
 
 
 def amd_gb(place: str, name: str) -> float:
@@ -157,13 +157,13 @@ def topology() -> dict[tuple[int, int], str]:
 
 def nvlinks() -> dict[int, list[float]]:
     """nvidia-smi's GPU index -> GB/s in one direction of each active NVLink."""
-    found = {}
+    gpus = {}
     for line in processes.tool("nvidia-smi", "nvlink", "-s").splitlines():
         if head := re.match(r"GPU (\d+):", line):
-            links = found.setdefault(int(head[1]), [])
+            links = gpus.setdefault(int(head[1]), [])
         elif link := re.match(r"\s+Link \d+: ([\d.]+) GB/s", line):
             links.append(float(link[1]))
-    return found
+    return gpus
 
 
 def nvlink_lines(links: dict, indices: list[int]) -> list:
@@ -179,20 +179,20 @@ def nvlink_lines(links: dict, indices: list[int]) -> list:
 
 def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
     """(GB/s in one direction, name) of a GPU's PCIe link; None if unknown."""
-    found = []
+    links = []
     if load.get("gen") in PCIE and load.get("width"):
         gen, width = load["gen"], load["width"]
-        found = [(PCIE[gen], width, f"PCIe {gen:.0f} x{width:.0f}")]
+        links = [(PCIE[gen], width, f"PCIe {gen:.0f} x{width:.0f}")]
     # AMD cards contain a PCIe switch, with the slot's link above it. The slowest link counts.
     folder = Path(os.path.realpath(root() / "sys/bus/pci/devices" / place))
     while not load.get("gen") and re.match(r"[0-9a-f]{4}:", folder.name):
         speed = number(read(folder / "current_link_speed"))
         width = number(read(folder / "current_link_width"))
         if speed and width:
-            found.append((speed, width, f"PCIe {speed:.1f} GT/s x{width:.0f}"))
+            links.append((speed, width, f"PCIe {speed:.1f} GT/s x{width:.0f}"))
         folder = folder.parent
     # Encoding leaves 8/10 of the bits in the first two generations, 128/130 since.
-    rates = ((s / 8 * w * (0.985 if s > 5 else 0.8), name) for s, w, name in found)
+    rates = ((s / 8 * w * (0.985 if s > 5 else 0.8), name) for s, w, name in links)
     return min(rates, default=None)
 
 
@@ -200,8 +200,8 @@ def expected_gb(gpus: list[dict], kinds: dict, links: dict) -> dict:
     """pair -> (GB/s in one direction, name) of its link; None if unknown.
 
     kinds: pair -> name in `topology`; links: see `nvlinks`."""
-    nvlink = statistics.median([speed for found in links.values() for speed in found] or [0])
-    found = {}
+    nvlink = statistics.median([speed for speeds in links.values() for speed in speeds] or [0])
+    expected = {}
     for (i, j), kind in kinds.items():
         pcie = [pcie_gb(gpus[k]["bus"], gpus[k]["load"]) for k in (i, j)]
         gb, name = min(pcie) if all(pcie) else (None, "")
@@ -210,8 +210,8 @@ def expected_gb(gpus: list[dict], kinds: dict, links: dict) -> dict:
             gb, name = int(kind[2:]) * nvlink, f"NVLink x{kind[2:]}"
         elif kind == "XGMI":
             gb, name = XGMI.get(gpus[i]["arch"]), kind
-        found[i, j] = (gb, name) if gb else None
-    return found
+        expected[i, j] = (gb, name) if gb else None
+    return expected
 
 
 def iommu(places: list[str], amd: bool, all_right: bool) -> list:

@@ -3,7 +3,6 @@
 Each check returns lines (level, name, text, fix); the fix is "" if there is nothing to do.
 PROBE_ROOT replaces / for /proc, /sys and /dev, so that tests can fake other machines."""
 
-import contextlib
 import os
 import re
 import resource
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from llm_demo.check import processes
 from llm_demo.check.processes import ROOT
+from llm_demo.process import usable_cores
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -35,32 +35,32 @@ def read(path: Path | str) -> str:
 
 def number(text: str) -> float | None:
     """The number at the start of a text; None for "[N/A]" and similar."""
-    found = re.match(r"\s*-?\d+(\.\d+)?", text)
-    return float(found[0]) if found else None
+    match = re.match(r"\s*-?\d+(\.\d+)?", text)
+    return float(match[0]) if match else None
 
 
 def python() -> list:
-    here = sys.version.split()[0]
+    mine = sys.version.split()[0]
     if sys.version_info >= (3, 14):
-        return [(WARNING, "python", f"{here} is newer than the versions tested, 3.10 to 3.13", "")]
-    return [(OK, "python", here, "")]
+        return [(WARNING, "python", f"{mine} is newer than the versions tested, 3.10 to 3.13", "")]
+    return [(OK, "python", mine, "")]
 
 
 def packages() -> list:
     """Versions of what training imports besides torch and DeepSpeed."""
-    found = []
+    versions = []
     for package in ("transformers", "datasets", "accelerate", "numpy"):
         try:
-            found.append(f"{package} {version(package)}")
+            versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             return [(ERROR, "packages", f"{package} is not installed", REINSTALL)]
-    return [(OK, "packages", ", ".join(found), "")]
+    return [(OK, "packages", ", ".join(versions), "")]
 
 
 def pinned(package: str) -> str:
     """The tested version of a package."""
-    found = re.search(rf"^{package}==([\w.]+)", read(ROOT / "constraints.txt"), re.M)
-    return found[1] if found else ""
+    match = re.search(rf"^{package}==([\w.]+)", read(ROOT / "constraints.txt"), re.M)
+    return match[1] if match else ""
 
 
 # ---------------------------------------------------------------- PyTorch's build
@@ -74,8 +74,8 @@ def hidden_gpu() -> tuple[str, str] | None:
         return "nvidia", "nvidia-smi lists one"
     supported = re.findall(r"gfx\w+", read(ROOT / "setup.sh"))
     for node in (root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
-        found = re.search(r"gfx_target_version (\d+)", read(node))
-        code = int(found[1]) if found else 0
+        match = re.search(r"gfx_target_version (\d+)", read(node))
+        code = int(match[1]) if match else 0
         arch = f"gfx{code // 10000}{code // 100 % 100:x}{code % 100:x}"
         if arch in supported:
             return "amd", f"the kernel driver lists an AMD {arch}"
@@ -99,7 +99,7 @@ def torch_build(facts: dict, smi: dict) -> list:
         if old:
             fix = f"if kernels fail to load, update the driver to one for CUDA {cuda}"
             return [(WARNING, "torch", f"{text}: the driver is older than this build", fix)]
-        return [_kernels(facts, text)]
+        return [_kernels_line(facts, text)]
     gpu = hidden_gpu()
     if not cuda and not hip:
         if gpu is None:
@@ -131,20 +131,20 @@ def torch_build(facts: dict, smi: dict) -> list:
     return [(ERROR, "torch", f"{text} sees no GPU, but {gpu[1]}: {why}", fix)]
 
 
-def _kernels(facts: dict, text: str) -> tuple:
+def _kernels_line(facts: dict, text: str) -> tuple:
     """Report whether this build has kernels for the GPUs."""
     archs = [arch.split(":")[0] for arch in facts.get("archs", ())]
     for device in facts["devices"]:
-        mine = device["arch"]
-        fits = not archs or mine in archs
+        gpu_arch = device["arch"]
+        fits = not archs or gpu_arch in archs
         if device["vendor"] == "nvidia":  # or an older minor version, or PTX
             for arch in archs:
                 kind, _, capability = arch.partition("_")
-                major, minor = int(re.sub(r"\D", "", capability)), int(mine[3:])
+                major, minor = int(re.sub(r"\D", "", capability)), int(gpu_arch[3:])
                 fits |= major <= minor and (kind == "compute" or major // 10 == minor // 10)
         if not fits:
             fix = "install a build that has them: an older torch for an older GPU, or a newer one"
-            text += f" has no kernels for {device['name']} ({mine}), only for {' '.join(archs)}"
+            text += f" has no kernels for {device['name']} ({gpu_arch}), only for {' '.join(archs)}"
             return ERROR, "torch", text, fix
     return OK, "torch", text, ""
 
@@ -161,8 +161,8 @@ def tools() -> list:
 
 def space(path: Path) -> tuple[int, int]:
     """(size, free) of the file system at a path, in bytes."""
-    found = shutil.disk_usage(path)
-    return found.total, found.free
+    usage = shutil.disk_usage(path)
+    return usage.total, usage.free
 
 
 def shared_memory(gpus: int) -> list:
@@ -184,12 +184,6 @@ def locked_memory() -> list:
         text += f", too little for InfiniBand ({', '.join(cards)}): ibv_reg_mr fails"
         return [(WARNING, "locked memory", text, fix)]
     return [(OK, "locked memory", text, "")]
-
-
-def usable_cores() -> list[int]:
-    with contextlib.suppress(AttributeError):  # macOS
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def cores(gpus: int) -> list:

@@ -72,7 +72,7 @@ class Fleet:
                 self.workers[i].send(do, rank=rank, size=len(g), **place)
         answers = receive([[self.workers[i] for i in g] for g in able], LIMITS[kind])
         for g, answer in zip(able, answers, strict=True):
-            results[g] = joined(answer)
+            results[g] = combine(answer)
             if results[g].get("problem"):
                 results[g]["log"] = [line for i in g for line in self.workers[i].errors()]
                 for i in g:
@@ -82,31 +82,31 @@ class Fleet:
 
     def try_pairs(self) -> dict:
         """pair -> result. Stops early if time is up or a whole round has failed."""
-        found, begun = {}, time.monotonic()
+        by_pair, begun = {}, time.monotonic()
         for pairs in rounds(list(range(len(self.workers)))):
             results = self.talk(pairs, "pair")
-            found |= zip(pairs, results, strict=True)
-            if all(map(trouble, results)) or time.monotonic() - begun > LIMITS["pairs"]:
+            by_pair |= zip(pairs, results, strict=True)
+            if all(map(failure, results)) or time.monotonic() - begun > LIMITS["pairs"]:
                 break
-        return found
+        return by_pair
 
-    def again_alone(self, found: dict, expected: dict) -> None:
+    def measure_alone(self, results: dict, expected: dict) -> None:
         """Measure slow pairs again with the other GPUs idle, because pairs may share a bus.
 
-        Updates `found`; takes at most ten seconds."""
+        Updates `results`; takes at most ten seconds."""
         begun = time.monotonic()
-        for pair, result in found.items():
+        for pair, result in results.items():
             if is_slow(result, expected.get(pair)) and time.monotonic() - begun < 10:
                 alone = self.talk([pair], "pair")[0]
-                if trouble(alone) or speed(alone) > speed(result):
-                    found[pair] = alone
-                found[pair]["alone"] = True
+                if failure(alone) or speed(alone) > speed(result):
+                    results[pair] = alone
+                results[pair]["alone"] = True
 
     def try_all(self) -> dict:
         return self.talk([tuple(range(len(self.workers)))], "all")[0]
 
 
-def joined(answers: list[dict]) -> dict:
+def combine(answers: list[dict]) -> dict:
     """One result from the answers of a group's processes."""
     failed = [answer for answer in answers if answer.get("problem")]
     if failed:  # a process that hung may only have waited for one that failed
@@ -132,7 +132,7 @@ def rounds(gpus: list):
 # ---------------------------------------------------------------- what it means
 
 
-def trouble(result: dict | None) -> str | None:
+def failure(result: dict | None) -> str | None:
     """The problem with a group's result; None if every value was correct."""
     if result is None:
         return None
@@ -144,17 +144,17 @@ def trouble(result: dict | None) -> str | None:
     return None
 
 
-def broken(result: dict, control: dict | None) -> tuple[str, str, str] | None:
-    """(level, text, fix) if a group or its control, with NCCL_P2P_DISABLE=1, failed."""
-    bad, other = trouble(result), trouble(control)
-    if bad and other:
-        return ERROR, f"{bad}; with {P2P_OFF}=1 they {other}", FIX_BOTH
-    if bad and control:
-        return ERROR, f"{bad}; correct with {P2P_OFF}=1, so peer-to-peer is broken", FIX_P2P
-    if bad:
-        return ERROR, bad, FIX_BOTH
-    if other:
-        return WARNING, f"correct, but with {P2P_OFF}=1 they {other}", FIX_SHM
+def diagnose(result: dict, control: dict | None) -> tuple[str, str, str] | None:
+    """(level, text, fix) if a group or its control, with NCCL_P2P_DISABLE=1, failed; else None."""
+    problem, control_problem = failure(result), failure(control)
+    if problem and control_problem:
+        return ERROR, f"{problem}; with {P2P_OFF}=1 they {control_problem}", FIX_BOTH
+    if problem and control:
+        return ERROR, f"{problem}; correct with {P2P_OFF}=1, so peer-to-peer is broken", FIX_P2P
+    if problem:
+        return ERROR, problem, FIX_BOTH
+    if control_problem:
+        return WARNING, f"correct, but with {P2P_OFF}=1 they {control_problem}", FIX_SHM
     return None
 
 
@@ -164,10 +164,10 @@ def speed(result: dict) -> float:
 
 
 def is_slow(result: dict, expected: tuple | None) -> bool:
-    return bool(expected and not trouble(result) and speed(result) < SLOW * expected[0])
+    return bool(expected and not failure(result) and speed(result) < SLOW * expected[0])
 
 
-def slow(result: dict, control: dict | None, expected: tuple | None, offered: bool):
+def diagnose_speed(result: dict, control: dict | None, expected: tuple | None, offered: bool):
     """(level, text, fix) of a correct but slow pair; None if it is not slow.
 
     In the text, RATE stands for the pair's GB/s."""
@@ -188,66 +188,69 @@ def slow(result: dict, control: dict | None, expected: tuple | None, offered: bo
     return WARNING, text, fix
 
 
-def span(values) -> str:
+def range_of(values) -> str:
     return " to ".join(dict.fromkeys(f"{x:.0f}" for x in (min(values), max(values))))
 
 
-def names(pairs: list) -> str:
+def pair_names(pairs: list) -> str:
     more = f" and {len(pairs) - 8} more pairs" if len(pairs) > 8 else ""
     return "GPUs " + ", ".join(f"{i}-{j}" for i, j in pairs[:8]) + more
 
 
-def pair_lines(found: dict, control: dict, expected: dict, peers: list) -> list:
+def pair_lines(results: dict, control: dict, expected: dict, peers: list) -> list:
     """One line for all healthy pairs, and one for each kind of problem.
 
-    found, control: pair -> result, without and with NCCL_P2P_DISABLE=1. expected: pair -> (GB/s,
+    results, control: pair -> result, without and with NCCL_P2P_DISABLE=1. expected: pair -> (GB/s,
     name) or None. peers[i][j]: whether the driver offers peer-to-peer."""
-    alike, well, lines = {}, [], []
-    for pair, result in sorted(found.items()):
+    groups, healthy, lines = {}, [], []
+    for pair, result in sorted(results.items()):
         offered = not peers or peers[pair[0]][pair[1]]
-        said = broken(result, control.get(pair))
-        said = said or slow(result, control.get(pair), expected.get(pair), offered)
-        if said:  # group by fix and by the text before the first number
-            key = said[0], said[2], re.match(r"\D*", said[1])[0]
-            alike.setdefault(key, []).append((pair, said))
+        other = control.get(pair)
+        diagnosis = diagnose(result, other)
+        diagnosis = diagnosis or diagnose_speed(result, other, expected.get(pair), offered)
+        if diagnosis:  # group by fix and by the text before the first number
+            key = diagnosis[0], diagnosis[2], re.match(r"\D*", diagnosis[1])[0]
+            groups.setdefault(key, []).append((pair, diagnosis))
         else:
-            well.append(pair)
-    if well:
-        lines.append((OK, "pairs", _well(well, found, control, expected), ""))
-    for same in alike.values():
-        pairs = [pair for pair, _ in same]
-        level, text, fix = same[0][1]
+            healthy.append(pair)
+    if healthy:
+        lines.append((OK, "pairs", _healthy(healthy, results, control, expected), ""))
+    for group in groups.values():
+        pairs = [pair for pair, _ in group]
+        level, text, fix = group[0][1]
         if "RATE" in text:
-            text = text.replace("RATE", span([speed(found[pair]) for pair in pairs]))
-        lines.append((level, "pairs", f"{names(pairs)}: {text}", fix))
-    if missing := [pair for pair in expected if pair not in found]:
-        text = f"{names(missing)}: not tried, because other pairs failed or took too long"
+            text = text.replace("RATE", range_of([speed(results[pair]) for pair in pairs]))
+        lines.append((level, "pairs", f"{pair_names(pairs)}: {text}", fix))
+    if missing := [pair for pair in expected if pair not in results]:
+        text = f"{pair_names(missing)}: not tried, because other pairs failed or took too long"
         lines.append((WARNING, "pairs", text, "fix the other pairs, then check again"))
     return lines
 
 
-def _well(pairs, found, control, expected):
-    results = [found[pair] for pair in pairs]
-    text = f"{len(pairs)} of {len(expected)} pairs: " if len(pairs) > 2 else f"{names(pairs)}: "
-    rates = [speed(result) for result in results]
-    text += f"all {sum(r['elements'] for r in results):,} values correct, {span(rates)} GB/s"
+def _healthy(pairs, results, control, expected):
+    healthy = [results[pair] for pair in pairs]
+    text = (
+        f"{len(pairs)} of {len(expected)} pairs: " if len(pairs) > 2 else f"{pair_names(pairs)}: "
+    )
+    rates = [speed(result) for result in healthy]
+    text += f"all {sum(r['elements'] for r in healthy):,} values correct, {range_of(rates)} GB/s"
     links = [expected.get(pair) for pair in pairs]
     if all(links):
-        shares = span([100 * rate / gb for rate, (gb, _) in zip(rates, links, strict=True)])
+        shares = range_of([100 * rate / gb for rate, (gb, _) in zip(rates, links, strict=True)])
         text += f" ({shares}% of {', '.join(dict.fromkeys(name for _, name in links))})"
-    text += f", {statistics.median(r['latency_us'] for r in results):.0f} µs"
+    text += f", {statistics.median(r['latency_us'] for r in healthy):.0f} µs"
     if os.environ.get(P2P_OFF, "0") != "0":
         text += f"; {P2P_OFF} is set, so peer-to-peer was not tried"
     elif beside := [speed(control[pair]) for pair in pairs if pair in control]:
-        text += f"; with {P2P_OFF}=1 also correct, {span(beside)} GB/s"
+        text += f"; with {P2P_OFF}=1 also correct, {range_of(beside)} GB/s"
     return text
 
 
 def all_line(count: int, result: dict | None, control: dict | None) -> list:
     if result is None:
         return [(WARNING, "together", "not tried, because pairs failed", "fix the pairs first")]
-    if said := broken(result, control):
-        level, text, fix = said
+    if diagnosis := diagnose(result, control):
+        level, text, fix = diagnosis
         return [(level, "together", f"{count} GPUs: {text}", fix)]
     text = f"{count} GPUs: all {result['elements']:,} values correct"
     return [(OK, "together", f"{text}, {result['all_reduce']:.0f} GB/s", "")]
@@ -255,8 +258,8 @@ def all_line(count: int, result: dict | None, control: dict | None) -> list:
 
 def gloo_line(result: dict) -> list:
     """The line for two processes on a CPU."""
-    if bad := trouble(result):
+    if problem := failure(result):
         fix = "make the host name resolve (/etc/hosts), or export GLOO_SOCKET_IFNAME=lo"
-        return [(ERROR, "pair", f"two processes with gloo {bad}", fix)]
+        return [(ERROR, "pair", f"two processes with gloo {problem}", fix)]
     text = f"two processes with gloo: all {result['elements']:,} values correct"
     return [(OK, "pair", f"{text}, {speed(result):.1f} GB/s, {result['latency_us']:.0f} µs", "")]

@@ -25,6 +25,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 from llm_demo.errors import STOPPED, UserError
 from llm_demo.launch import nodes
@@ -37,6 +38,7 @@ from llm_demo.process import (
     outlive_terminal,
     quit_on,
     stop_signals,
+    usable_cores,
 )
 
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining processes after one has failed
@@ -44,6 +46,7 @@ GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining processes after o
 
 @dataclass(frozen=True)
 class Node:
+    gpus: int
     processes: int
     nodes: int
     rank: int  # of this node
@@ -58,15 +61,13 @@ class Node:
             nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds)
 
 
-def bindable(port: int) -> int | None:
-    """The port (any free one for 0) if a server could listen on it now, else None."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind(("", port))
-        except (OSError, OverflowError):
-            return None
-        return s.getsockname()[1]
+def free_port(port: int) -> int | None:
+    """The port (any free one for 0) if a server can listen on it now, else None."""
+    try:
+        with socket.create_server(("", port)) as server:
+            return server.getsockname()[1]
+    except OSError:
+        return None
 
 
 def this_node() -> Node:
@@ -88,78 +89,71 @@ def this_node() -> Node:
     if port > 65535:
         raise UserError(f"port {port} does not exist: MASTER_PORT goes up to 65535")
     if rank == 0:
-        asked, port = port, bindable(port)
+        asked, port = port, free_port(port)
         if port is None:
             raise UserError(f"port {asked} is busy on this machine: give another MASTER_PORT")
     if count > 1:
         nodes.resolve(addr, port, nodes.time_left(wait))
-    gpus = count_gpus()
+    import torch  # takes seconds: after all other refusals
+
+    gpus = torch.cuda.device_count()  # AMD GPUs too; starts no CUDA context
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
-    return Node(processes, count, rank, addr, port, wait)
-
-
-def count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()  # AMD GPUs too; starts no CUDA context
+    return Node(gpus, processes, count, rank, addr, port, wait)
 
 
 def set_defaults(node: Node) -> None:
     """Set the environment of the training processes, except what the user has set."""
     import torch
 
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS
-        cores = os.cpu_count()
     # Each process would start one thread per core, and the threads would wait for one another.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // node.processes)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(usable_cores()) // node.processes)))
     # Less fragmentation on NVIDIA. ROCm ignores it with a warning, and hangs were reported on 7.2.
     if torch.version.cuda and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 @contextlib.contextmanager
-def deaf():
+def signals_ignored():
     """Ignore signals: one sent to a group may arrive twice (coreutils' timeout sends two), and the
     second would kill ranks that are saving."""
-    heard = {n: signal.signal(n, signal.SIG_IGN) for n in stop_signals()}
+    handlers = {n: signal.signal(n, signal.SIG_IGN) for n in stop_signals()}
     try:
         yield
     finally:
-        for n, handler in heard.items():
+        for n, handler in handlers.items():
             signal.signal(n, handler)
 
 
 class Ranks:
-    """The training processes of this node: every subprocess with a RANK, from now on."""
+    """The training processes of this node.
+
+    `start` takes the place of subprocess.Popen in the one module of torch or DeepSpeed that starts
+    ranks, because neither has options for what it adds."""
 
     def __init__(self, visible: str | None = None):
+        """visible: CUDA_VISIBLE_DEVICES of the ranks; None: as the launcher sets it."""
+        self.visible = visible
+        self.nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self.started = {}
         self.failed = {}  # rank -> exit code, of those that failed before the others were stopped
         self.stopping = False
-        init, parent = subprocess.Popen.__init__, os.getpid()
-        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
-        def init_and_note(process, *args, **kwargs):
-            env = kwargs.get("env") or {}
-            if "RANK" not in env:
-                return init(process, *args, **kwargs)
-            if nohup:  # torchrun has just installed its SIGHUP handler
-                signal.signal(signal.SIGHUP, signal.SIG_IGN)
-            if visible is not None:
-                env["CUDA_VISIBLE_DEVICES"] = visible
-            env[PARENT] = str(parent)
-            if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
-                kwargs["preexec_fn"] = lambda: end_with_parent(parent)
-            # The terminal's signals go to the launcher only, which asks the ranks to stop.
-            kwargs["start_new_session"] = True
-            init(process, *args, **kwargs)
-            self.started[int(env["RANK"])] = process
-
-        subprocess.Popen.__init__ = init_and_note
+    def start(self, *args, env: dict, **options) -> subprocess.Popen:
+        """Start a rank that ends with this process, and that the terminal's signals don't reach:
+        they go to the launcher only, which asks the ranks to stop."""
+        if self.nohup:  # torchrun has just installed its SIGHUP handler
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        parent = os.getpid()
+        env = {**env, PARENT: str(parent)}
+        if self.visible is not None:
+            env["CUDA_VISIBLE_DEVICES"] = self.visible
+        if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
+            options["preexec_fn"] = lambda: end_with_parent(parent)
+        options["start_new_session"] = True
+        process = self.started[int(env["RANK"])] = subprocess.Popen(*args, env=env, **options)
+        return process
 
     def stop(self):
         """Send SIGTERM to all processes started here, and SIGKILL to those left after GRACE.
@@ -175,7 +169,7 @@ class Ranks:
                 for process in self.started.values():
                     process.terminate()
                 begun = time.monotonic()
-                with deaf():
+                with signals_ignored():
                     while self.alive() and time.monotonic() < begun + 2:
                         time.sleep(0.05)
                 while self.alive() and time.monotonic() < begun + 60 * number("STOP_MINUTES", 10):
@@ -183,32 +177,52 @@ class Ranks:
         finally:  # a second signal raises an exception above
             children = psutil.Process().children(recursive=True)
             for child in children:
-                child.terminate()
+                with contextlib.suppress(
+                    psutil.NoSuchProcess
+                ):  # a rank's child may just have ended
+                    child.terminate()
             for child in psutil.wait_procs(children, timeout=GRACE)[1]:
-                child.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
 
     def alive(self) -> bool:
         return any(process.poll() is None for process in self.started.values())
 
     def code(self, signum: int) -> int:
         """The exit code after a signal."""
-        codes = {process.poll() for process in self.started.values()}
-        return STOPPED if codes == {STOPPED} else stopped(signum)
+        if {process.poll() for process in self.started.values()} == {STOPPED}:
+            return STOPPED
+        print(f"error: stopped by {signal.Signals(signum).name}", file=sys.stderr)
+        return 128 + signum
+
+
+def replace(owner: ModuleType | type, **values) -> None:
+    """Replace names in a library's module or class. Raises UserError if it lacks one of them,
+    because the replacement would then have no effect."""
+    for name, value in values.items():
+        if not hasattr(owner, name):
+            raise UserError(
+                f"{owner.__name__} of the installed version has no {name}: install the version "
+                "named in constraints.txt"
+            )
+        setattr(owner, name, value)
 
 
 def torchrun(node: Node, command: list[str]) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ranks = Ranks()
+    replace(subprocess_handler, Popen=ranks.start)
     close = PContext.close
 
     def stop_and_close(context, *args, **kwargs):
         ranks.stop()  # torch waits 30 s before SIGKILL, and counts ranks it stopped as failed
         close(context, *args, **kwargs)
 
-    PContext.close = stop_and_close
+    replace(PContext, close=stop_and_close)
     options = {
         "nnodes": node.nodes,
         "node_rank": node.rank,
@@ -231,8 +245,7 @@ def torchrun(node: Node, command: list[str]) -> int:
 
 
 def deepspeed(node: Node, command: list[str]) -> int:
-    gpus = count_gpus()
-    if not gpus:
+    if not node.gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Only the half of DeepSpeed's launcher that starts a node's processes. The front half drops
     # CUDA_VISIBLE_DEVICES, obeys a /job/hostfile, and dies of SIGTERM alone, leaving the processes
@@ -242,16 +255,16 @@ def deepspeed(node: Node, command: list[str]) -> int:
     except ImportError as e:
         raise UserError(f"the pipeline needs deepspeed ({e}): pip install deepspeed==0.19.8") from e
 
-    if not hasattr(launch, "terminate_process_tree"):
-        raise UserError(
-            "this deepspeed has another launcher than 0.19.8: install deepspeed==0.19.8"
-        )
     # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
-    ranks = Ranks(visible=None if gpus else os.environ.get("CUDA_VISIBLE_DEVICES"))
-    # DeepSpeed's own stops one process after another, and waits 30 s for each.
-    launch.terminate_process_tree = lambda _pid: ranks.stop()
+    ranks = Ranks(visible=None if node.gpus else os.environ.get("CUDA_VISIBLE_DEVICES"))
+    replace(
+        launch,
+        subprocess=SimpleNamespace(Popen=ranks.start),
+        # DeepSpeed's own stops one process after another, and waits 30 s for each.
+        terminate_process_tree=lambda _pid: ranks.stop(),
+    )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible and gpus else range(node.processes)
+    devices = visible.split(",") if visible and node.gpus else range(node.processes)
     devices = list(devices)[: node.processes]
     os.environ["LOCAL_WORLD_SIZE"] = str(len(devices))  # torchrun sets it, DeepSpeed does not
     world = {f"node{i}": devices for i in range(node.nodes)}  # the names are only labels
@@ -268,13 +281,13 @@ def deepspeed(node: Node, command: list[str]) -> int:
     if stop_signals()[2:]:  # DeepSpeed doesn't handle SIGHUP
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
     node.meet_others()
-    heard, note = socket.socketpair()
-    note.setblocking(False)
-    signal.set_wakeup_fd(note.fileno())  # DeepSpeed's handlers don't say which signal arrived
+    received, wakeup = socket.socketpair()
+    wakeup.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())  # DeepSpeed's handlers don't say which signal arrived
     try:
         launch.main()
     except SystemExit:
-        return report(ranks.failed) if ranks.failed else ranks.code(heard.recv(1)[0])
+        return report(ranks.failed) if ranks.failed else ranks.code(received.recv(1)[0])
     return 0
 
 
@@ -290,11 +303,6 @@ def report(codes: dict[int, int]) -> int:
     if code not in (1, 2, 130, STOPPED):  # the script has printed its own error
         print(f"error: rank {rank} ended with exit code {code}", file=sys.stderr)
     return code
-
-
-def stopped(signum: int) -> int:
-    print(f"error: stopped by {signal.Signals(signum).name}", file=sys.stderr)
-    return 128 + signum
 
 
 def main() -> int:
