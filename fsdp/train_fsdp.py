@@ -194,7 +194,7 @@ def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mes
 def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: Log) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
     largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
-    engines, why = copy_engines.choose(asked, world, group, largest)
+    engines, why = copy_engines.choose_copy_engines(asked, world, group, largest)
     log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
     log.resolved(copy_engines=engines)
     return engines

@@ -64,7 +64,7 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     if asked != "auto":
         if asked == "bf16" and device.vendor == "nvidia" and not is_sm80(device):
             raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16: use fp16")
-        return DTYPES[asked], "as asked"
+        return DTYPES[asked], "as requested"
     if device.type == "cpu":
         return torch.float32, "exact, and a CPU gains little from lower precision"
     if device.vendor == "nvidia" and not is_sm80(device):

@@ -212,7 +212,7 @@ def pick_compute(
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:
         say(f"attention: not {reason}")
-    say(f"attention: {attn_impl}" + (" (as asked)" if args.attn_impl != "auto" else ""))
+    say(f"attention: {attn_impl}" + (" (as requested)" if args.attn_impl != "auto" else ""))
     compiled, why = from_rank0(world, lambda: choose_compile(args.compile, device, attn_impl))
     say(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:

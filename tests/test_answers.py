@@ -85,9 +85,9 @@ def test_what_is_chosen_and_why(model, tokenizer, monkeypatch):
     assert batched.choose_batched("auto", gpu, plain) == (True, "faster than padded batches")
     monkeypatch.setattr(batched, "paged_kernel", lambda: None)
     assert not batched.choose_batched("auto", gpu, plain)[0]
-    assert batched.choose_batched("batch", gpu, plain) == (True, "as asked")
+    assert batched.choose_batched("batch", gpu, plain) == (True, "as requested")
     assert batched.choose_batched("auto", cpu, plain) == (True, "faster than padded batches")
-    assert batched.choose_batched("reference", gpu, plain) == (False, "as asked")
+    assert batched.choose_batched("reference", gpu, plain) == (False, "as requested")
     chosen, why = batched.choose_batched("batch", gpu, longrope)
     assert not chosen and "longrope" in why
     monkeypatch.setattr(batched, "ContinuousBatchingConfig", None)
@@ -107,7 +107,7 @@ def test_where_it_fails_the_reference_answers(model, tokenizer, monkeypatch):
     assert len(found[0]) == 2 and how == "batch by batch (continuous batching failed: no kernel)"
     args.generate = "batch"
     with pytest.raises(UserError, match="--generate batch: continuous batching failed: no kernel"):
-        evaluate.answer(model, tokenizer, [[1, 2]], args, HERE, True, "as asked")
+        evaluate.answer(model, tokenizer, [[1, 2]], args, HERE, True, "as requested")
 
 
 def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):

@@ -23,13 +23,13 @@ from llm_demo.model.weights import materialise
         (None, H100, "sdpa", "no C compiler", False, "does not work here: no C compiler"),
         (True, H100, "varlen", "no C compiler", False, "does not work here: no C compiler"),
         (None, H100, "bucketed", None, False, "shapes that change"),
-        (True, H100, "bucketed", None, True, "as asked"),
+        (True, H100, "bucketed", None, True, "as requested"),
         (None, MI100, "bucketed", None, False, "not measured on gfx908"),
         (None, V100, "bucketed", None, False, "not measured on sm_70"),
-        (True, MI100, "bucketed", None, True, "as asked"),
+        (True, MI100, "bucketed", None, True, "as requested"),
         (None, CPU, "bucketed", None, False, "on a CPU"),
-        (True, CPU, "bucketed", None, True, "as asked"),
-        (False, H100, "varlen", None, False, "as asked"),
+        (True, CPU, "bucketed", None, True, "as requested"),
+        (False, H100, "varlen", None, False, "as requested"),
     ],
 )
 def test_the_choice_and_its_reason(asked, device, attention, problem, chosen, reason):

@@ -25,10 +25,10 @@ NV, FEW = ["NV18"], 63_000_000
         (None, H200, 2, {"links": ["PIX"]}, False, "over PIX; --copy_engines tries it"),
         (None, H200, 2, {"links": ["NV4", "SYS"]}, False, "over NV4, SYS"),
         (None, H200, 2, {"links": []}, False, "not measured over this link"),
-        (True, H200, 2, {"links": ["PIX"]}, True, "as asked"),
-        (False, H200, 2, {}, False, "as asked"),
+        (True, H200, 2, {"links": ["PIX"]}, True, "as requested"),
+        (False, H200, 2, {}, False, "as requested"),
         (None, H200, 2, {"unit": FEW}, False, "units of 63M parameters"),
-        (True, H200, 2, {"unit": FEW}, True, "as asked"),
+        (True, H200, 2, {"unit": FEW}, True, "as requested"),
         (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
         (None, H200, 1, {}, False, "no peer to copy from"),
         (None, H200, 4, {}, False, "4 ranks are not all on one node"),
@@ -67,9 +67,9 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     arguments = asked, world, None, change.get("unit", LARGE)
     if chosen is UserError:
         with pytest.raises(UserError, match=f"--copy_engines: .*{reason}"):
-            copy_engines.choose(*arguments)
+            copy_engines.choose_copy_engines(*arguments)
     else:
-        found, why = copy_engines.choose(*arguments)
+        found, why = copy_engines.choose_copy_engines(*arguments)
         assert found == chosen and reason in why
 
 
@@ -108,7 +108,7 @@ from llm_demo.parallel.mesh import make_mesh
 def main():
     world = start()
     group = make_mesh(world, data=world.size).get_group()
-    assert copy_engines.choose(True, world, group, 1) == (True, "as asked")
+    assert copy_engines.choose_copy_engines(True, world, group, 1) == (True, "as requested")
     n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)

@@ -164,7 +164,7 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     more = ("--train_json", "my data.jsonl", "--output_dir", f"math {kind}", "--sample_tokens", "0")
     more += ("--peak_tflops", "0.25")
     said = launch(kind, folder, *flags, *more, ATTN_IMPL="math", OUTPUT_DIR="not this").stdout
-    assert "attention: bucketed_math (as asked)" in said
+    assert "attention: bucketed_math (as requested)" in said
     assert not (folder / "not this").exists()
     bound = 1e-5 if not torch.cuda.is_available() else 2e-2
     first = losses(first_runs[kind][1])

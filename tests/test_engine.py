@@ -47,8 +47,8 @@ def test_splits_that_do_not_fit():
         (7, "balanced", "--stages 7: the model has 6 blocks only"),
         (2, "3,4", "sum to the model's 6 blocks"),
         (2, "6,0", "each at least 1"),
-        (2, "2,2,2", "2 stages want as many counts"),
-        (2, "evenly", "--partition evenly: balanced, uniform"),
+        (2, "2,2,2", "give 2 counts"),
+        (2, "evenly", "--partition evenly: must be balanced, uniform"),
     ):
         with pytest.raises(UserError, match=message):
             split(TINY, stages, partition, 1024, False)

@@ -22,13 +22,13 @@ QUERIES = 2048  # tokens per forward: prompts are processed in chunks of this si
 def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]:
     """(whether to try continuous batching, the reason). asked: auto, batch or reference."""
     if asked == "reference":
-        return False, "as asked"
+        return False, "as requested"
     if ContinuousBatchingConfig is None:
         return False, "this version of transformers has no continuous batching"
     if kind := length_dependent_rope(config):
         return False, f"{kind} frequencies depend on the longest document of a batch"
     if asked == "batch":
-        return True, "as asked"
+        return True, "as requested"
     if device.type == "cuda" and not paged_kernel():
         # H200, 1,319 prompts, 256 new tokens each: 84 s in plain batches, 173 s paged
         return False, "paged attention is slow without the flash-attn package"

@@ -17,7 +17,7 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
     example, Triton fails only in the first step."""
     probe = probe or (lambda: probe_once("llm_demo.model.compiling"))
     if asked is False:
-        return False, "as asked"
+        return False, "as requested"
     if asked is None:
         if device.type == "cpu":
             return False, "compiling takes longer than it saves on a CPU"
@@ -27,7 +27,7 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
             return False, f"attention {attn_impl} has shapes that change with the data"
     if device.type == "cuda" and (problem := probe()):
         return False, f"torch.compile does not work here: {problem}"
-    return True, "as asked" if asked else "fewer and larger kernels"
+    return True, "as requested" if asked else "fewer and larger kernels"
 
 
 def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:

@@ -32,7 +32,7 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 LARGE = 100_000_000
 
 
-def choose(asked: bool | None, world: World, group, unit: int) -> tuple[bool, str]:
+def choose_copy_engines(asked: bool | None, world: World, group, unit: int) -> tuple[bool, str]:
     """(whether to use copy engines, the reason). Collective.
 
     Args:
@@ -40,14 +40,14 @@ def choose(asked: bool | None, world: World, group, unit: int) -> tuple[bool, st
         group: the process group that shards the model.
         unit: parameters of one gather."""
     if asked is False:
-        return False, "as asked"
+        return False, "as requested"
     if asked is None and unit < LARGE:
         return False, f"no gain for units of {unit / 1e6:.0f}M parameters"
     reason = cannot(world, group)
     if asked and reason:
         raise UserError(f"--copy_engines: {reason}")
     if reason or asked:
-        return not reason, reason or "as asked"
+        return not reason, reason or "as requested"
     kinds = from_rank0(world, links)
     if not kinds or any(not kind.startswith("NV") for kind in kinds):
         how = ", ".join(kinds) or "this link"
