@@ -151,12 +151,13 @@ def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool
         counts = [int(x) for x in partition.split(",")]
     except ValueError:
         raise UserError(
-            f'--partition {partition}: must be balanced, uniform, parameters, or counts such as "18,10"'
+            f"--partition {partition}: must be balanced, uniform, parameters, or counts such as "
+            '"18,10"'
         ) from None
     if len(counts) != stages or sum(counts) != n or min(counts) < 1:
         raise UserError(
-            f"--partition {partition}: give {stages} counts, each at least 1, with a sum of {n}, the "
-            "model's number of blocks"
+            f"--partition {partition}: give {stages} counts, each at least 1, with a sum of {n}, "
+            "the model's number of blocks"
         )
     return counts
 

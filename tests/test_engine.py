@@ -45,7 +45,7 @@ def test_balanced_split_is_the_best_there_is(stages, checkpointing):
 def test_splits_that_do_not_fit():
     for stages, partition, message in (
         (7, "balanced", "--stages 7: the model has 6 blocks only"),
-        (2, "3,4", "sum to the model's 6 blocks"),
+        (2, "3,4", "sum of 6, the model's"),
         (2, "6,0", "each at least 1"),
         (2, "2,2,2", "give 2 counts"),
         (2, "evenly", "--partition evenly: must be balanced, uniform"),
