@@ -92,7 +92,7 @@ LAUNCHED = [
     ("fsdp", ["--lr_rate", "1"], ["unknown argument --lr_rate", "--lr"]),
     ("pp", ["--output_dir", "earlier run"], ["earlier run is not empty", "--overwrite"]),
     ("fsdp", ["--no_fsdp"], ["--no_fsdp is for one process"]),
-    ("pp", ["--partition", "3,4"], ["--partition 3,4", "6 blocks"]),
+    ("pp", ["--partition", "3,4"], ["--partition 3,4", "a sum of 6"]),
     ("pp", ["--stages", "3"], ["2 processes", "3 --stages"]),
 ]
 
@@ -171,7 +171,7 @@ CASES += [
     ("fsdp", ["--train_json", "pointer.jsonl"], "pointer.jsonl is a Git LFS pointer"),
     ("fsdp", ["--train_json", "weight.jsonl"], r"weight.jsonl:1: messages\[0\]: weight must be 0"),
     ("fsdp", ["--train_json", "system.jsonl"], "system.jsonl:1: 'system' differs from"),
-    ("fsdp", ["--train_json", "call.jsonl"], "call.jsonl:1: .* a function_call turn must hold"),
+    ("fsdp", ["--train_json", "call.jsonl"], "call.jsonl:1: .* a function_call turn must contain JSON"),
     ("fsdp", ["--train_json", "history.jsonl"], "history.jsonl:1: 'history' must be a list"),
     ("fsdp", ["--train_json", "array.json"], "array.json:2: broken JSON: .* at column 17"),
     ("fsdp", ["--train_json", "numbers.json"], "numbers.json:1: a row must be a JSON object"),
