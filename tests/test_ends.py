@@ -133,7 +133,7 @@ def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
 
         def importing():
             found = psutil.Process(launcher.pid).children()
-            with contextlib.suppress(psutil.ZombieProcess):  # of a process that has just ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # one has just ended
                 return [p.pid for p in found if SCRIPTS[kind] in " ".join(p.cmdline())]
             return []
 
