@@ -161,17 +161,23 @@ def set_lr(optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
+def lr_at(step: int, lr: float, warmup: int, total: int, lr_scheduler: str) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
     Rises to `lr` over `warmup` steps, then stays constant or falls, by a half cosine or linearly,
-    to a tenth of it in the last step. A function of the step alone, so no state to save."""
+    to a tenth of it in the last step. Depends only on the step and the settings, so there is no
+    state to save. lr_scheduler: as the flag."""
+    done = (step - warmup + 1) / max(1, total - warmup)
+    if lr_scheduler == "constant":
+        left = 1
+    elif lr_scheduler == "cosine":
+        left = (1 + math.cos(math.pi * done)) / 2
+    elif lr_scheduler == "linear":
+        left = 1 - done
+    else:
+        raise ValueError(f"unknown lr_scheduler: {lr_scheduler}")
     if step < warmup:
         return lr * (step + 1) / warmup
-    if schedule == "constant":
-        return lr
-    done = (step - warmup + 1) / max(1, total - warmup)
-    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
     return lr * (0.1 + 0.9 * left)
 
 
