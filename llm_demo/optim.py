@@ -50,7 +50,7 @@ class CompiledAdamW(torch.optim.AdamW):
     # Elements per call. DeepSpeed passes all matrices of a stage as one tensor. Before its first
     # run the compiler tries a kernel on copies of its outputs, in pinned host memory if they would
     # raise the device's peak: 50 GB for an 8B model's stage.
-    PIECE = 1 << 27
+    SLICE = 1 << 27
 
     @torch.no_grad()
     def step(self):
@@ -85,11 +85,11 @@ class CompiledAdamW(torch.optim.AdamW):
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
             for *tensors, _ in large:
                 # flat, so that shapes of equal size share their code
-                pieces = [t.detach().view(-1).split(self.PIECE) for t in tensors]
+                slices = [t.detach().view(-1).split(self.SLICE) for t in tensors]
                 low = self.state[tensors[0]].get(LOW)
-                low = [None] * len(pieces[0]) if low is None else low.view(-1).split(self.PIECE)
-                for *piece, other_half in zip(*pieces, low, strict=True):
-                    compiled_adamw()(*piece, *numbers, other_half)
+                low = [None] * len(slices[0]) if low is None else low.view(-1).split(self.SLICE)
+                for *parts, other_half in zip(*slices, low, strict=True):
+                    compiled_adamw()(*parts, *numbers, other_half)
 
 
 @functools.cache
@@ -246,6 +246,7 @@ def clipped_step(
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:
         divisor *= ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    # fused AdamW reads both: it divides gradients by grad_scale and skips the step if found_inf is 1
     optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()
     optimizer.step()
     loss_scale.update(skip)

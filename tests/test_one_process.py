@@ -142,7 +142,7 @@ def compiled(request, monkeypatch):
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
         monkeypatch.setattr("llm_demo.parallel.masters.compiled_add", lambda: torch._foreach_add_)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 20)
-    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 12)
+    monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param
 
 

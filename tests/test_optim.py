@@ -70,7 +70,7 @@ def compiled(request, monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 5)  # of 30, 5, 5, 5, 5 and 1 elements
-    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 12)
+    monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param
 
 
@@ -118,12 +118,12 @@ def test_a_non_finite_norm_skips_the_step(bad, compiled):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_no_call_takes_more_than_a_piece(monkeypatch):
+def test_no_call_takes_more_than_a_slice(monkeypatch):
     """What is compiled is tried out on copies: of 4 billion elements they would be 50 GB."""
     sizes = []
     monkeypatch.setattr(optim, "compiled_adamw", lambda: lambda p, *_: sizes.append(p.numel()))
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 8)
-    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 40)
+    monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 40)
     matrix = nn.Parameter(torch.zeros(10, 10))
     matrix.grad = torch.zeros_like(matrix)
     make_adamw([matrix], 1e-3, 0.1, compiled=True).step()
