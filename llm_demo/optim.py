@@ -246,7 +246,8 @@ def clipped_step(
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:
         divisor *= ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
-    # fused AdamW reads both: it divides gradients by grad_scale and skips the step if found_inf is 1
+    # Fused AdamW reads both: it divides gradients by grad_scale, and skips the step if found_inf
+    # is 1.
     optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()
     optimizer.step()
     loss_scale.update(skip)
