@@ -137,7 +137,7 @@ if not torch.cuda.is_available():
 if KIND == "fsdp":
     import fsdp.train_fsdp as script
 
-    spare_bytes = script.spare_bytes
+    reduce_traffic = script.reduce_traffic
 else:
     from deepspeed.accelerator import get_accelerator
 
@@ -153,7 +153,7 @@ for case in json.load(open(CASES)):
     record.update(steps=[], after_step=[], case=case)
     optim.global_norm = global_norm
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
-        script.spare_bytes = (lambda *args: []) if case.get("as_it_is") else spare_bytes
+        script.reduce_traffic = (lambda *args: []) if case.get("as_it_is") else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
 dist.barrier()
