@@ -1,6 +1,6 @@
 """Cuts FSDP2's traffic and copies. Results are bit-identical on two ranks; on more, sums run in
-another order. If this PyTorch lacks a hook used here, the log says so, and that part of
-FSDP2 stays as it is."""
+another order. If this PyTorch lacks a hook used here, the log says so, and that part of FSDP2 stays
+as it is."""
 
 import inspect
 import math

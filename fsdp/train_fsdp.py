@@ -56,7 +56,7 @@ def main() -> None:
 
     # decisions and data
     log = Log(args, world, "fsdp")
-    log.resolved(fsdp=sharded)
+    log.resolved(fsdp=sharded, parallelism="FSDP2" if sharded else "one process")
     plan = make_plan(args, world, log, replicas=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps

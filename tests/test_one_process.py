@@ -73,7 +73,8 @@ def test_one_process_takes_the_plain_path_and_fsdp2s_numbers(accum, train, tmp_p
     plain, model = train("plain", *flags)
     assert not any(isinstance(m, FSDPModule) for m in model.modules())
     assert "one plain process" in capsys.readouterr().out
-    assert json.loads((tmp_path / "plain/config.json").read_text())["fsdp"] is False
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    assert (config["fsdp"], config["parallelism"]) == (False, "one process")
     sharded, model = train("sharded", "--fsdp", *flags)
     assert any(isinstance(m, FSDPModule) for m in model.modules())
     assert plain == sharded
