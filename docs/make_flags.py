@@ -17,8 +17,7 @@ from llm_demo.launch.settings import BUNDLED, FIRST_RUN, groups_of, read_launche
 TOP = """\
 # Flags
 
-Written by `python docs/make_flags.py`. Edit the texts in `llm_demo/args.py`, `fsdp/flags.py` and
-`pp/flags.py`.
+Written by `python docs/make_flags.py`. Edit the texts in {files}.
 
 - **On the command line**: `bash fsdp/launch_fsdp.sh --lr 2e-5`. Dashes may replace underscores.
   `--save` is `--save true`, and `--no_save` is `--save false`; so for all booleans.
@@ -46,6 +45,7 @@ def page() -> str:
         for group in groups_of(script):
             sections.append((f"{group.__doc__} (`{script.relative_to(ROOT)}`)", group))
     text = TOP.format(
+        files=listed(["llm_demo/args.py", *(f"{folder}/flags.py" for folder in launchers)]),
         settings=listed(dict.fromkeys(name for block in launchers.values() for name in block)),
         bundled=listed(BUNDLED.values()),
         first_run=listed(f"{name}={value}" for name, value in FIRST_RUN.items()),

@@ -10,7 +10,8 @@ import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("llm_demo", "fsdp", "pp")
+SCRIPTS = sorted(file.parent.name for file in ROOT.glob("*/flags.py"))  # folders of scripts
+PACKAGES = ("llm_demo", *SCRIPTS)
 PAGE = ROOT / "docs/design.md"
 MARKED = re.compile(r"(<!-- layers -->\n).*?(<!-- end layers -->)", re.S)
 

@@ -1,5 +1,6 @@
 """Cuts FSDP2's traffic and copies. Results are bit-identical on two ranks; on more, sums run in
-another order. If this PyTorch lacks a hook used here, the log says so; FSDP2 runs unmodified."""
+another order. If this PyTorch lacks a hook used here, the log says so, and that part of FSDP2 stays
+as it is."""
 
 import inspect
 import math
@@ -20,7 +21,7 @@ except ImportError:
     collectives = None
 
 
-def spare_bytes(
+def reduce_traffic(
     model: FSDPModule,
     world: World,
     group: dist.ProcessGroup,
@@ -30,8 +31,8 @@ def spare_bytes(
     engines: bool,
     timed: Callable = lambda name, call, *args: call(*args),
 ) -> list[str]:
-    """Modify every unit of a sharded model before its first step; return what is not possible with
-    this PyTorch, which stays unmodified.
+    """Modify every unit of a sharded model before its first step; return what this PyTorch does not
+    support; those parts of FSDP2 stay as they are.
 
     Args:
         group: shards the model.

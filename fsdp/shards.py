@@ -18,7 +18,8 @@ class Shards:
 
     @torch.no_grad()  # else each to_local() is an autograd function: 2 ms per step
     def take_grads(self) -> None:
-        """Move the backward's gradients to the plain parameters."""
+        """Move the gradients of the step, already summed, to the plain parameters: once per step.
+        `Masters.take_grads` adds instead."""
         for whole, local in zip(self.sharded, self.local, strict=True):
             local.grad, whole.grad = whole.grad.to_local(), None
 

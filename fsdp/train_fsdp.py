@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
-from fsdp.fsdp2 import spare_bytes
+from fsdp.fsdp2 import reduce_traffic
 from fsdp.shards import Shards, training_state
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -56,7 +56,7 @@ def main() -> None:
 
     # decisions and data
     log = Log(args, world, "fsdp")
-    log.resolved(fsdp=sharded)
+    log.resolved(fsdp=sharded, parallelism="FSDP2" if sharded else "one process")
     plan = make_plan(args, world, log, replicas=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
@@ -86,7 +86,7 @@ def main() -> None:
                 group = mesh.get_group()
                 engines = choose_engines(args.copy_engines, world, group, units, log)
                 how = (compute.dtype, accum > 1, compute.compile, engines, clock.comm.call)
-                for missing in spare_bytes(model, world, group, *how):
+                for missing in reduce_traffic(model, world, group, *how):
                     log.say(f"fsdp: {missing}")
         load(model, lm, weights, args.seed, world.device)
 

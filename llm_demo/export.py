@@ -36,7 +36,7 @@ library_name: transformers
 tags: [sft]
 ---
 # {name}
-Fine-tuned with llm_demo, {script}, {steps} optimizer steps, from `{base}` on `{data}`:
+Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from `{base}` on `{data}`:
 {tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
 
 | | |
@@ -173,11 +173,12 @@ def card(checkpoint: Path, name: str) -> str:
         base, data = (Path(settings[k]).name for k in ("model_name_or_path", "train_json"))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
+    of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     return CARD.format(
         name=name, steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
-        script="a pipeline" if "stages" in settings else "FSDP2", base=base, data=data,
+        parallelism=settings.get("parallelism", of_old_run), base=base, data=data,
         heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip

@@ -62,8 +62,9 @@ def train(
     """Train from the checkpoint or the beginning to the end. Every rank calls.
 
     A script passes what depends on its kind of parallelism:
-    step(rows, n_labels, lr): an optimizer step on these rows of all replicas, -1 for an empty one;
-        returns this rank's share of the loss and the gradient norm, 0-dim tensors on the device
+    step(rows, n_labels, lr): an optimizer step on `rows`, the row numbers of all replicas; -1
+        stands for a row of padding. Returns this rank's share of the loss and the gradient norm,
+        0-dim tensors on the device
     evaluate(micro): loss.score summed over this rank's held-out rows, fp32 [2] on the device
     ask(batch, index): the likeliest next tokens, see generate.generate
     state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""

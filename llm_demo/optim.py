@@ -50,7 +50,7 @@ class CompiledAdamW(torch.optim.AdamW):
     # Elements per call. DeepSpeed passes all matrices of a stage as one tensor. Before its first
     # run the compiler tries a kernel on copies of its outputs, in pinned host memory if they would
     # raise the device's peak: 50 GB for an 8B model's stage.
-    PIECE = 1 << 27
+    SLICE = 1 << 27
 
     @torch.no_grad()
     def step(self):
@@ -85,11 +85,11 @@ class CompiledAdamW(torch.optim.AdamW):
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
             for *tensors, _ in large:
                 # flat, so that shapes of equal size share their code
-                pieces = [t.detach().view(-1).split(self.PIECE) for t in tensors]
+                slices = [t.detach().view(-1).split(self.SLICE) for t in tensors]
                 low = self.state[tensors[0]].get(LOW)
-                low = [None] * len(pieces[0]) if low is None else low.view(-1).split(self.PIECE)
-                for *piece, other_half in zip(*pieces, low, strict=True):
-                    compiled_adamw()(*piece, *numbers, other_half)
+                low = [None] * len(slices[0]) if low is None else low.view(-1).split(self.SLICE)
+                for *parts, other_half in zip(*slices, low, strict=True):
+                    compiled_adamw()(*parts, *numbers, other_half)
 
 
 @functools.cache
@@ -161,17 +161,23 @@ def set_lr(optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def lr_at(step: int, lr: float, warmup: int, total: int, schedule: str) -> float:
+def lr_at(step: int, lr: float, warmup: int, total: int, lr_scheduler: str) -> float:
     """Learning rate of optimizer step `step` (from 0) of `total`.
 
     Rises to `lr` over `warmup` steps, then stays constant or falls, by a half cosine or linearly,
-    to a tenth of it in the last step. A function of the step alone, so no state to save."""
+    to a tenth of it in the last step. Depends only on the step and the settings, so there is no
+    state to save. lr_scheduler: as the flag."""
+    done = (step - warmup + 1) / max(1, total - warmup)
+    if lr_scheduler == "constant":
+        left = 1
+    elif lr_scheduler == "cosine":
+        left = (1 + math.cos(math.pi * done)) / 2
+    elif lr_scheduler == "linear":
+        left = 1 - done
+    else:
+        raise ValueError(f"unknown lr_scheduler: {lr_scheduler}")
     if step < warmup:
         return lr * (step + 1) / warmup
-    if schedule == "constant":
-        return lr
-    done = (step - warmup + 1) / max(1, total - warmup)
-    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
     return lr * (0.1 + 0.9 * left)
 
 
@@ -240,6 +246,8 @@ def clipped_step(
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:
         divisor *= ((norm + 1e-6) / max_grad_norm).clamp(min=1.0)
+    # Fused AdamW reads both: it divides gradients by grad_scale, and skips the step if found_inf
+    # is 1.
     optimizer.grad_scale, optimizer.found_inf = divisor, skip.float()
     optimizer.step()
     loss_scale.update(skip)

@@ -245,9 +245,9 @@ def facts(run) -> dict[str, object]:
     """A card's facts: first how the run went, then its settings and hardware."""
     c, env = run.config, run.env
     last, step = run.steps[-1] if run.steps else {}, median(run, "perf/step_ms")
-    script = "one process" if c.get("fsdp") is False else "FSDP"
+    of_old_run = "one process" if c.get("fsdp") is False else "FSDP"
     if "stages" in c:
-        script = f"pipeline of {c['stages']} stages"
+        of_old_run = f"pipeline of {c['stages']} stages"
     tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
     shown = {
         "held-out loss": exact(column(run.evals, "eval/loss")[-1]) if run.evals else "–",
@@ -258,7 +258,7 @@ def facts(run) -> dict[str, object]:
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
         "step": (f"{step:,.0f}" if step >= 100 else short(step)) + " ms",
         "MFU": short(100 * median(run, "perf/mfu")) + " %",
-        "script": script if c else "–",
+        "parallelism": c.get("parallelism", of_old_run) if c else "–",
         "model": Path(str(c.get("model_name_or_path", "–"))).name,
         "data": Path(str(c.get("train_json", "–"))).name,
         "dtype": c.get("dtype", "–"),

@@ -103,7 +103,8 @@ class _Cut(PipelineModule):
 
 
 class Pipeline(_Cut):
-    """1F1B: one piece per stage."""
+    """1F1B: one piece per stage. DeepSpeed chooses the order of work from the module's class:
+    PipelineModule gives 1F1B, DualPipeVModule DualPipeV."""
 
 
 class PipelineV(DualPipeVModule, _Cut):
@@ -158,8 +159,8 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accum,
         "gradient_clipping": clip,
-        # Gradients are summed in fp32 over micro-batches and ranks. By default DeepSpeed reduces in
-        # the compute dtype even in a group of one, which rounds to bf16 in every step.
+        # Gradients are accumulated and reduced in fp32. By default DeepSpeed reduces in the compute
+        # dtype even in a group of one, which rounds to bf16 in every step.
         "communication_data_type": "fp32",
     }
     config.setdefault("zero_optimization", {})["stage"] = 1
@@ -193,9 +194,9 @@ def make_engine(
         optimizer = engine.optimizer
         need(vars(type(optimizer)), "_update_hp_grad")
         optimizer._update_hp_grad = sums = _Fp32Sums(optimizer, module, compiled)
-        one = LossScale(torch.bfloat16, engine.device)
+        no_scale = LossScale(torch.bfloat16, engine.device)  # bf16 needs no loss scale: always 1
         stages = engine.grid.get_pipe_parallel_group()
-        optimizer.step = functools.partial(_bf16_step, optimizer, sums, one, stages)
+        optimizer.step = functools.partial(_bf16_step, optimizer, sums, no_scale, stages)
     return engine
 
 

@@ -52,7 +52,8 @@ def main() -> None:
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing
     counts = stages.split(config, pieces, args.partition, S, checkpointing)
-    log.resolved(partition=",".join(map(str, counts)))
+    parallelism = f"pipeline of {args.stages} stage{'s' * (args.stages > 1)}"
+    log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     log.say(f"pipeline: {stages.describe_split(counts, config, S, checkpointing)}")
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, replicas, counts))

@@ -131,13 +131,13 @@ def make_adamw(*args, make=optim.make_adamw):
 
 
 optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
-optim.CompiledAdamW.PIECE = 3 << 14  # and some of several pieces
+optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 if not torch.cuda.is_available():
     optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
 if KIND == "fsdp":
     import fsdp.train_fsdp as script
 
-    spare_bytes = script.spare_bytes
+    reduce_traffic = script.reduce_traffic
 else:
     from deepspeed.accelerator import get_accelerator
 
@@ -153,7 +153,7 @@ for case in json.load(open(CASES)):
     record.update(steps=[], after_step=[], case=case)
     optim.global_norm = global_norm
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
-        script.spare_bytes = (lambda *args: []) if case.get("as_it_is") else spare_bytes
+        script.reduce_traffic = (lambda *args: []) if case.get("as_it_is") else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
 dist.barrier()

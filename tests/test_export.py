@@ -80,6 +80,24 @@ def test_the_folder_gives_the_same_logits_to_the_bit(name, shards, tmp_path):
     assert "7 optimizer steps" in card and "Held-out loss 1.5000" in card and "| lr | 0.1 |" in card
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"parallelism": "ring of 3"}, "ring of 3"),
+        ({}, "a pipeline"),  # an older run: with stages, or without
+        ({"stages": None}, "FSDP2"),
+    ],
+)
+def test_the_card_says_how_it_was_trained(more, said, tmp_path):
+    """In the script's own words: a new one is no FSDP2."""
+    _, folder = trained(tmp_path, "tied")
+    settings = json.loads((folder / "config.json").read_text()) | more
+    settings = {key: value for key, value in settings.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(settings))
+    card = export.card(folder / "checkpoints/step_00000007", "mine")
+    assert f"Fine-tuned with llm_demo, {said}, 7 optimizer steps" in card
+
+
 def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
     model, folder = trained(tmp_path / "run", "tied")
     command = [sys.executable, "-m", "llm_demo.export"]

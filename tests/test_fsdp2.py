@@ -108,5 +108,5 @@ def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, world, sends,
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
     everyone = World(0, world, 0, torch.device("cpu"))
-    fsdp2.spare_bytes(unit := Unit(), everyone, None, torch.bfloat16, False, False, False)
+    fsdp2.reduce_traffic(unit := Unit(), everyone, None, torch.bfloat16, False, False, False)
     assert hasattr(unit, "how") == sends

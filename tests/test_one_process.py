@@ -73,7 +73,8 @@ def test_one_process_takes_the_plain_path_and_fsdp2s_numbers(accum, train, tmp_p
     plain, model = train("plain", *flags)
     assert not any(isinstance(m, FSDPModule) for m in model.modules())
     assert "one plain process" in capsys.readouterr().out
-    assert json.loads((tmp_path / "plain/config.json").read_text())["fsdp"] is False
+    config = json.loads((tmp_path / "plain/config.json").read_text())
+    assert (config["fsdp"], config["parallelism"]) == (False, "one process")
     sharded, model = train("sharded", "--fsdp", *flags)
     assert any(isinstance(m, FSDPModule) for m in model.modules())
     assert plain == sharded
@@ -142,7 +143,7 @@ def compiled(request, monkeypatch):
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
         monkeypatch.setattr("llm_demo.parallel.masters.compiled_add", lambda: torch._foreach_add_)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 20)
-    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 12)
+    monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param
 
 

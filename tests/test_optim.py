@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from llm_demo import optim
+from llm_demo.args import TrainArgs, choices
 from llm_demo.optim import (
     LossScale,
     clipped_step,
@@ -23,15 +24,30 @@ def small_model():
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 1))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_learning_rate(schedule):
-    lrs = [lr_at(step, 1.0, 4, 20, schedule) for step in range(20)]
+LR_SCHEDULERS = choices(TrainArgs, "lr_scheduler")
+
+
+@pytest.mark.parametrize("lr_scheduler", LR_SCHEDULERS)
+def test_learning_rate(lr_scheduler):
+    lrs = [lr_at(step, 1.0, 4, 20, lr_scheduler) for step in range(20)]
     assert lrs[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert lrs[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+    assert lrs[-1] == pytest.approx(1.0 if lr_scheduler == "constant" else 0.1)
     assert all(a >= b for a, b in zip(lrs[3:], lrs[4:], strict=False))
-    if schedule == "cosine":
+    if lr_scheduler == "cosine":
         assert lrs[11] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 2)) / 2)
-    assert lr_at(0, 1.0, 0, 1, schedule) == pytest.approx(lrs[-1])
+    assert lr_at(0, 1.0, 0, 1, lr_scheduler) == pytest.approx(lrs[-1])
+
+
+def test_each_lr_scheduler_of_the_flag_is_another_curve():
+    curves = {tuple(lr_at(step, 1.0, 4, 20, name) for step in range(20)) for name in LR_SCHEDULERS}
+    assert len(curves) == len(LR_SCHEDULERS)
+
+
+@pytest.mark.parametrize("step", [0, 10])
+def test_an_unknown_lr_scheduler_is_an_error(step):
+    """Not linear decay; in the warm-up, too."""
+    with pytest.raises(ValueError, match="wsd"):
+        lr_at(step, 1.0, 4, 20, "wsd")
 
 
 def test_compiled_where_it_pays_and_said_so():
@@ -54,7 +70,7 @@ def compiled(request, monkeypatch):
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 5)  # of 30, 5, 5, 5, 5 and 1 elements
-    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 12)
+    monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param
 
 
@@ -102,12 +118,12 @@ def test_a_non_finite_norm_skips_the_step(bad, compiled):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_no_call_takes_more_than_a_piece(monkeypatch):
+def test_no_call_takes_more_than_a_slice(monkeypatch):
     """What is compiled is tried out on copies: of 4 billion elements they would be 50 GB."""
     sizes = []
     monkeypatch.setattr(optim, "compiled_adamw", lambda: lambda p, *_: sizes.append(p.numel()))
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 8)
-    monkeypatch.setattr(optim.CompiledAdamW, "PIECE", 40)
+    monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 40)
     matrix = nn.Parameter(torch.zeros(10, 10))
     matrix.grad = torch.zeros_like(matrix)
     make_adamw([matrix], 1e-3, 0.1, compiled=True).step()

@@ -55,7 +55,8 @@ def work(tmp_path_factory):
 
 
 def plain_loop(model, packs):
-    """What every engine must reproduce, written without anything of the project but the rows."""
+    """What every engine must reproduce, written without anything of the project but the rows
+    and the learning rate."""
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]

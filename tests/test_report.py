@@ -158,6 +158,15 @@ def test_cards_and_settings(two):
     ]  # fmt: skip
 
 
+def test_a_card_says_how_a_run_trained(tmp_path):
+    """In the script's own words; older runs have their settings only."""
+    of = [{"parallelism": "ring of 3"}, {}, {"fsdp": False}, {"stages": 4}]
+    runs = [write(tmp_path / str(i), [record(1)], config) for i, config in enumerate(of)]
+    page = make(tmp_path / "page.html", *runs)
+    said = re.findall("<dt>parallelism</dt><dd>(.*?)</dd>", page)
+    assert said == ["ring of 3", "FSDP", "one process", "pipeline of 4 stages"]
+
+
 def test_the_page_needs_nothing_but_itself(two):
     page = two[2]
     addresses = set(re.findall(r"\w+://[^\s\"'<>]+", page))

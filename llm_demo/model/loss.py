@@ -24,9 +24,9 @@ def cross_entropy_sum(
     dtype. index, targets: int64 [n] from label_positions. Softmax and sums are in fp32. compiled:
     use torch.compile, two passes over a chunk's logits instead of six."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    functions = (_piece, _scaled)
+    functions = (_loss_of_chunk, _scaled)
     if compiled:
-        functions = (_compiled(_fused_piece), _compiled(_fused_scaled))
+        functions = (_compiled(_fused_loss_of_chunk), _compiled(_fused_scaled))
     return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), *functions)
 
 
@@ -44,13 +44,13 @@ def score(
     An answer is wrong if one of its tokens is not the most likely one after the prompt and the
     tokens before it: greedy decoding gives the others. answers: int64 [n] from `answers_of`."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    piece = _compiled(_fused_score_piece) if compiled else _score_piece
+    score_of_chunk = _compiled(_fused_score_of_chunk) if compiled else _score_of_chunk
     loss = torch.zeros((), device=rows.device)
     wrong = torch.zeros(len(rows), device=rows.device)  # per answer: at most one per row
-    for part in _parts(len(rows)):
-        loss_sum, misses = piece(rows[part], weight, targets[part])
+    for chunk in _chunks(len(rows)):
+        loss_sum, misses = score_of_chunk(rows[chunk], weight, targets[chunk])
         loss += loss_sum
-        wrong.index_add_(0, answers[part], misses)
+        wrong.index_add_(0, answers[chunk], misses)
     return torch.stack((loss, (wrong > 0).sum()))
 
 
@@ -60,14 +60,14 @@ def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor)
     return (rows @ weight.T).argmax(-1)
 
 
-def _parts(count: int) -> list[slice]:
+def _chunks(count: int) -> list[slice]:
     """Split `count` rows into chunks of similar size: a short last chunk is slow."""
-    chunks = -(-count // CHUNK_ROWS)
-    size = -(-count // max(1, chunks))
+    n_chunks = -(-count // CHUNK_ROWS)
+    size = -(-count // max(1, n_chunks))
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
 
-def _piece(h, weight, targets):
+def _loss_of_chunk(h, weight, targets):
     """(loss sum, gradient of the logits in h's dtype) of one chunk of rows.
 
     Works in place: logsumexp would allocate another fp32 tensor of the logits' size."""
@@ -82,7 +82,7 @@ def _piece(h, weight, targets):
     return loss, p.to(h.dtype)
 
 
-def _score_piece(h, weight, targets):
+def _score_of_chunk(h, weight, targets):
     """(loss sum, 1.0 where the target is not the most likely token) of one chunk of rows."""
     logits = h @ weight.T
     misses = (logits.argmax(-1) != targets).float()
@@ -93,7 +93,8 @@ def _score_piece(h, weight, targets):
 
 
 def _scaled(grad_h, grad_w, factor):
-    """Both gradients times a 0-dim factor, in grad_h's dtype."""
+    """Both gradients, formed in the forward, in grad_h's dtype. factor: the gradient of the loss
+    sum, 0-dim: whatever the caller scales the loss by takes effect here."""
     weight = torch.mul(grad_w, factor, out=torch.empty_like(grad_w, dtype=grad_h.dtype))
     return grad_h * factor.to(grad_h.dtype), weight
 
@@ -101,7 +102,7 @@ def _scaled(grad_h, grad_w, factor):
 # The same functions in a form that torch.compile fuses; it needs no work in place.
 
 
-def _fused_piece(h, weight, targets):
+def _fused_loss_of_chunk(h, weight, targets):
     logits = (h @ weight.T).float()
     norm = logits.logsumexp(-1, keepdim=True)
     loss = (norm - logits.gather(1, targets[:, None])).sum()
@@ -110,7 +111,7 @@ def _fused_piece(h, weight, targets):
     return loss, torch.where(hit, p - 1, p).to(h.dtype)
 
 
-def _fused_score_piece(h, weight, targets):
+def _fused_score_of_chunk(h, weight, targets):
     logits = h @ weight.T
     misses = (logits.argmax(-1) != targets).float()
     logits = logits.float()
@@ -152,17 +153,17 @@ def _add_product(total, p, h):
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, needs_grad, piece, scaled):
+    def forward(ctx, hidden, weight, targets, needs_grad, loss_of_chunk, scaled):
         ctx.scaled = scaled
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
-        for part in _parts(len(hidden)):
-            loss, p = piece(hidden[part], weight, targets[part])
+        for chunk in _chunks(len(hidden)):
+            loss, p = loss_of_chunk(hidden[chunk], weight, targets[chunk])
             total += loss
             if needs_grad:
-                torch.mm(p, weight, out=grad_h[part])
-                grad_w = _add_product(grad_w, p, hidden[part])
+                torch.mm(p, weight, out=grad_h[chunk])
+                grad_w = _add_product(grad_w, p, hidden[chunk])
             del p  # else it stays beside the next chunk's logits and gradient: 1.2 GB
         if needs_grad:
             if grad_w is None:  # a micro-batch without labels

@@ -81,7 +81,8 @@ class Masters:
 
     @torch.no_grad()
     def take_grads(self) -> None:
-        """Add the gradients of a micro-batch to those of the masters."""
+        """Add the gradients of a micro-batch to those of the masters: after each micro-batch.
+        `Shards.take_grads` moves instead."""
         for group in self.groups:
             grads = [p.grad for p in group.params]
             if group.master.grad is None:

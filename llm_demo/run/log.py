@@ -32,7 +32,8 @@ class Log:
         self.lock = lock_folder(self.folder, self.args)
 
     def resolved(self, **settings) -> None:
-        """Record settings that the flags left open."""
+        """Record settings that the flags left open, and the script's `parallelism`: a few words
+        for the report and the model card."""
         self.settings |= settings
 
     def say(self, text: str) -> None:
