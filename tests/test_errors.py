@@ -171,7 +171,11 @@ CASES += [
     ("fsdp", ["--train_json", "pointer.jsonl"], "pointer.jsonl is a Git LFS pointer"),
     ("fsdp", ["--train_json", "weight.jsonl"], r"weight.jsonl:1: messages\[0\]: weight must be 0"),
     ("fsdp", ["--train_json", "system.jsonl"], "system.jsonl:1: 'system' differs from"),
-    ("fsdp", ["--train_json", "call.jsonl"], "call.jsonl:1: .* a function_call turn must contain JSON"),
+    (
+        "fsdp",
+        ["--train_json", "call.jsonl"],
+        "call.jsonl:1: .* a function_call turn must contain JSON",
+    ),
     ("fsdp", ["--train_json", "history.jsonl"], "history.jsonl:1: 'history' must be a list"),
     ("fsdp", ["--train_json", "array.json"], "array.json:2: broken JSON: .* at column 17"),
     ("fsdp", ["--train_json", "numbers.json"], "numbers.json:1: a row must be a JSON object"),
