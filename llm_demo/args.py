@@ -196,6 +196,11 @@ class RunArgs:
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 
 
+@dataclasses.dataclass
+class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
+    """The flags of every training script; `parse_args` adds a script's own."""
+
+
 def check(args) -> None:
     """Raises UserError for shared flags that contradict each other."""
     check_rows(args.seq_len, args.learn_turns, args.train_on_prompt)
@@ -354,8 +359,8 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
-    # the last base's fields come first
-    args = dataclasses.make_dataclass("Args", [], bases=tuple(reversed(groups)))(**values)
+    bases = (*reversed(more), Args)  # the last base's fields come first
+    args = dataclasses.make_dataclass("AllArgs", [], bases=bases)(**values)
     check(args)
     for group in more:
         getattr(group, "check", lambda args: None)(args)

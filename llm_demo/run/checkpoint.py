@@ -7,7 +7,6 @@ import tempfile
 import threading
 import time
 import weakref
-from argparse import Namespace
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llm_demo.args import Args
 from llm_demo.device import World
 from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
@@ -54,7 +54,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         world: World,
         log,
         clock,
