@@ -319,6 +319,18 @@ def check_bounds(field: dataclasses.Field, value: float) -> None:
         raise UserError(f"{given}: must be at most {most:,}")
 
 
+# names of flags in other trainers
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_train_epochs": "num_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_checkpointing": "use_activation_checkpointing",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+}
+
+
 class PlainParser(argparse.ArgumentParser):
     def error(self, message):  # argparse would print its usage first, which is long
         raise UserError(f"{message} (see --help)")
@@ -356,7 +368,8 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         sys.exit(0)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0], known, 1)
+        alias = ELSEWHERE.get(unknown[0].split("=")[0].lstrip("-").replace("-", "_"))
+        near = [f"--{alias}"] if alias else difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     bases = (*reversed(more), Args)  # the last base's fields come first

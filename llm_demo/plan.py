@@ -237,16 +237,18 @@ def pick_horizon(
             say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
     lr = args.lr or (2e-5 if trained else 1e-3)
     why = "" if args.lr else f" (the default for {'trained' if trained else 'random'} weights)"
+    rows = min(max_steps * global_batch, n_total or math.inf)
     say(
-        f"steps: {max_steps} = {max_steps * global_batch / len(train):.2f} epochs of {len(train)} "
+        f"steps: {max_steps} = {rows / len(train):.2f} epochs of {len(train)} "
         "rows; "
         f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
     )
-    if args.warmup_steps > max_steps:
+    if args.warmup_steps >= max_steps:
+        peak = lr * max_steps / args.warmup_steps
         say(
-            f"warning: --warmup_steps {args.warmup_steps} is longer than the run of {max_steps} "
-            f"steps: the learning rate only rises, to {lr * max_steps / args.warmup_steps:.2g} in "
-            "the last step; give a shorter warm-up"
+            f"warning: --warmup_steps {args.warmup_steps} is not shorter than the run of "
+            f"{max_steps} steps: the learning rate only rises, to {peak:.2g} in the last step; "
+            "give a shorter warm-up"
         )
     return Horizon(replicas, global_batch, max_steps, n_total, lr)
 

@@ -8,6 +8,7 @@ pp/launch_pp.sh, but none for fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`
 
 import ast
 import dataclasses
+import difflib
 import importlib.util
 import re
 from pathlib import Path
@@ -62,8 +63,20 @@ def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> l
                 if not (name == "MAX_STEPS" and by_epochs):
                     values[name] = value
 
-    set_by_name = [(flag, values.get(name)) for name, flag in names.items()]
+    # what the command line sets is left out: it wins
+    set_by_name = [(f, values.get(name)) for name, f in names.items() if f not in named]
     return [word for flag, value in set_by_name if value for word in (f"--{flag}", value)] + given
+
+
+def misspelt(script: Path, environ: dict) -> dict[str, str]:
+    """{environment variable: the setting that its name resembles}, of variables without effect."""
+    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
+    settings = {env_of(field) for field in fields} - {None, ""}
+    near = {}
+    for name in environ.keys() - settings:
+        if "_" in name and (found := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
+            near[name] = found[0]
+    return near
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:

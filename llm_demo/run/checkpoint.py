@@ -1,6 +1,7 @@
 """Save, prune and resume the checkpoints of a run."""
 
 import math
+import os
 import shutil
 import signal
 import tempfile
@@ -41,6 +42,7 @@ from llm_demo.run.next_steps import resume
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
     "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
+    "eval_json",
 )  # fmt: skip
 
 # entries that trainer.json must have to resume from it
@@ -92,7 +94,8 @@ class Checkpoints:
             if not self.args.resume_anyway:
                 raise UserError(f"{text}; to continue anyway, add --resume_anyway")
             self.log.say(f"resume: {text}; continuing because of --resume_anyway")
-        if changes := differences(self.facts.get("settings", {}), self.settings):
+        before = self.facts.get("settings", {})  # of an older version: fewer
+        if changes := differences(before, {k: self.settings[k] for k in before}):
             self.log.say(f"resume: settings changed: {'; '.join(changes)}")
 
     def _require_shared_folder(self) -> None:
@@ -155,6 +158,8 @@ class Checkpoints:
                 shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
 
     def _ask(self, *_signal):
+        if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
+            os.write(1, b"stopping: saving a checkpoint after this step\n")
         self.stop = True
 
     def after_step(self, step: int, tensors, facts) -> None:
