@@ -40,8 +40,9 @@ def slots(result: dict) -> int:
 def crossover(a: list[tuple], b: list[tuple]) -> tuple | None:
     """Return the first (x, y) where line b rises above line a, or None if it never does.
 
-    Lines are points (x, y) of growing x, joined by straight segments. If b starts above a, that is
-    the first point that both lines cover."""
+    A lead of less than 1 % is a tie: the steps of a run differ by more. Lines are points (x, y) of
+    growing x, joined by straight segments. If b starts above a, that is the first point that both
+    lines cover."""
 
     def at(line, x):
         return float(np.interp(x, *zip(*line, strict=True)))
@@ -50,7 +51,7 @@ def crossover(a: list[tuple], b: list[tuple]) -> tuple | None:
     xs = [x for x in sorted({x for x, _ in [*a, *b]}) if low <= x <= high]
     lead = [at(b, x) - at(a, x) for x in xs]
     for i, ahead in enumerate(lead):
-        if ahead > 0:
+        if ahead > at(a, xs[i]) / 100:
             x = float(np.interp(0, lead[i - 1 : i + 1], xs[i - 1 : i + 1])) if i else xs[0]
             return x, at(b, x)
     return None
@@ -72,7 +73,7 @@ def draw(results: str, file: Path) -> None:
         lines[name] = [(slots(r) / 1e3, r["summary"]["median_slots_per_s"] / 1e3) for r in rows]
         speed.plot(*zip(*lines[name], strict=True), "o-", color=color_of[name], label=name)
     for name in lines.keys() - {"fsdp"} if "fsdp" in lines else ():
-        title = "throughput: FSDP ahead everywhere" if title == "throughput" else title
+        title = "throughput: no pipeline leads FSDP" if title == "throughput" else title
         if point := crossover(lines["fsdp"], lines[name]):
             title = "throughput, crossover dotted"
             speed.axvline(point[0], color=color_of[name], linestyle=":")
