@@ -1,5 +1,6 @@
 """Save, prune and resume the checkpoints of a run."""
 
+import contextlib
 import math
 import os
 import shutil
@@ -159,7 +160,8 @@ class Checkpoints:
 
     def _ask(self, *_signal):
         if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
-            os.write(1, b"stopping: saving a checkpoint after this step\n")
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(1, b"stopping: saving a checkpoint after this step\n")
         self.stop = True
 
     def after_step(self, step: int, tensors, facts) -> None:
