@@ -17,7 +17,7 @@ from llm_demo.args import SHARED, env_of, parse_args
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
-FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "220", "LR": "2e-3", "LOG_EVERY": "10"}
+FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "180", "LR": "2e-3", "LOG_EVERY": "10"}
 
 
 def groups_of(script: Path) -> list[type]:
