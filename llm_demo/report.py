@@ -272,7 +272,8 @@ def facts(run) -> dict[str, object]:
     if right := finite(column(run.evals, "eval/exact")):
         at = [r["step"] for r in run.evals if math.isfinite(number(r.get("eval/exact")))]
         first = "at the start" if at[0] == 0 else f"at step {at[0]:,}"
-        last = "at the end" if at[-1] == max(column(run.steps, "step")) else f"at step {at[-1]:,}"
+        newest = max(column(run.steps, "step"), default=0)  # none yet if it has just started
+        last = "at the end" if at[-1] == newest else f"at step {at[-1]:,}"
         shown["held-out answers exact"] = f"{right[0]:.1%} {first}"
         if len(at) > 1:
             shown["held-out answers exact"] += f", {right[-1]:.1%} {last}"

@@ -39,11 +39,16 @@ def check_flags(command: list[str]) -> None:
         parse_args(description, *groups_of(script), argv=command[1:])
 
 
+def names_of(script: Path) -> dict[str, str]:
+    """{environment variable: flag} of a training script."""
+    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
+    return {env_of(field): field.name for field in fields if env_of(field)}
+
+
 def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> list[str]:
     """A training script's flags: those from the settings and the environment, followed by those of
     the command line, which win."""
-    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
-    names = {env_of(field): field.name for field in fields if env_of(field)}
+    names = names_of(script)
     words = [word.split("=")[0] for word in given if word.startswith("--")]
     named = {word[2:].replace("-", "_") for word in words}
     values = {**settings, **{name: environ[name] for name in names if name in environ}}
@@ -70,12 +75,10 @@ def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> l
 
 def misspelt(script: Path, environ: dict) -> dict[str, str]:
     """{environment variable: the setting that its name resembles}, of variables without effect."""
-    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
-    settings = {env_of(field) for field in fields} - {None, ""}
-    near = {}
-    for name in environ.keys() - settings:
-        if "_" in name and (found := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
-            near[name] = found[0]
+    settings, near = names_of(script), {}
+    for name in environ.keys() - settings.keys():
+        if "_" in name and (matches := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
+            near[name] = matches[0]
     return near
 
 
