@@ -38,11 +38,23 @@ def expected(row, config):
     return pipeline.of_pipeline(args, config, compute, train, args.replicas, held)
 
 
+def earlier_loss_bytes(args, config, compute, train):
+    """Of rows measured before the logits became their gradient in place: those without the flag
+    --device_memory_gb, which is as old."""
+    rows = min(memory.CHUNK_ROWS, args.micro_batch_size * train.seq_len)
+    size = torch.finfo(compute.dtype).bits // 8
+    plain = 4 if size == 4 else 4 + size
+    logits = rows * config.vocab_size * (2 * size if compute.compile else plain)
+    return logits + config.vocab_size * config.hidden_size * 4
+
+
 @pytest.mark.parametrize("result", MEASURED, ids=lambda result: name_of(result["row"]))
-def test_within_a_tenth_of_what_was_measured(result):
+def test_within_a_tenth_of_what_was_measured(result, monkeypatch):
     if result["status"] != "ok" or result["row"]["engine"] == "torchtitan":
         pytest.skip("no run of ours")
     measured, config = result["summary"]["peak_mem_gb"], result["config"]
+    if "device_memory_gb" not in config:
+        monkeypatch.setattr(memory, "loss_bytes", earlier_loss_bytes)
     ranks = expected(result["row"], config)
     assert len(ranks) == len(measured)
     for parts, peak in zip(ranks, measured, strict=True):

@@ -88,9 +88,9 @@ class Tail(nn.Module):
     """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""
 
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool):
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool = False):
         super().__init__()
-        self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
+        self.norm, self.lm_head, self.compiled, self.slim = norm, lm_head, compiled, slim
 
     def forward(self, hidden, index, targets=None, answers=None):
         hidden, weight = self.norm(hidden), self.lm_head.weight
@@ -98,16 +98,20 @@ class Tail(nn.Module):
             return next_tokens(hidden, weight, index)
         if answers is not None:
             return score(hidden, weight, index, targets, answers, self.compiled)
-        return cross_entropy_sum(hidden, weight, index, targets, self.compiled)
+        return cross_entropy_sum(hidden, weight, index, targets, self.compiled, self.slim)
 
 
 class DecoderLoss(nn.Module):
-    """The whole decoder, with its blocks in units and the loss inside its forward."""
+    """The whole decoder, with its blocks in units and the loss inside its forward. slim: as in
+    cross_entropy_sum."""
 
-    def __init__(self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False):
+    def __init__(
+        self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False, slim: bool = False
+    ):
         super().__init__()
         self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
-        self.tail, self.rotary = Tail(lm.model.norm, lm.lm_head, compiled), lm.model.rotary_emb
+        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim)
+        self.rotary = lm.model.rotary_emb
 
     def forward(self, input_ids, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the

@@ -8,6 +8,7 @@ import functools
 import torch
 from torch.autograd.function import once_differentiable
 
+HEAD_SLICE = 1 << 25  # elements of the head's gradient that exist in fp32 at a time
 CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long
 
 
@@ -17,17 +18,22 @@ def cross_entropy_sum(
     index: torch.Tensor,
     targets: torch.Tensor,
     compiled: bool = False,
+    slim: bool = False,
 ) -> torch.Tensor:
     """Sum of -log p(target) over the labels, an fp32 scalar.
 
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
     dtype. index, targets: int64 [n] from label_positions. Softmax and sums are in fp32. compiled:
-    use torch.compile, two passes over a chunk's logits instead of six."""
+    use torch.compile, two passes over a chunk's logits instead of six. slim: halve the chunks if
+    there are several."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    functions = (_loss_of_chunk, _scaled)
+    functions = (_loss_of_logits, _scaled)
     if compiled:
-        functions = (_compiled(_fused_loss_of_chunk), _compiled(_fused_scaled))
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, torch.is_grad_enabled(), *functions)
+        functions = (_compiled(_fused_loss_of_logits), _compiled(_fused_scaled))
+    chunks = _chunks(len(rows), CHUNK_ROWS // 2 if slim and len(rows) > CHUNK_ROWS else CHUNK_ROWS)
+    return _ChunkedCrossEntropy.apply(
+        rows, weight, targets, chunks, torch.is_grad_enabled(), *functions
+    )
 
 
 @torch.no_grad()
@@ -60,18 +66,18 @@ def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor)
     return (rows @ weight.T).argmax(-1)
 
 
-def _chunks(count: int) -> list[slice]:
+def _chunks(count: int, most: int = 0) -> list[slice]:
     """Split `count` rows into chunks of similar size: a short last chunk is slow."""
-    n_chunks = -(-count // CHUNK_ROWS)
+    n_chunks = -(-count // (most or CHUNK_ROWS))
     size = -(-count // max(1, n_chunks))
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
 
-def _loss_of_chunk(h, weight, targets):
-    """(loss sum, gradient of the logits in h's dtype) of one chunk of rows.
+def _loss_of_logits(out, targets):
+    """The loss sum of one chunk's logits, which become their own gradient.
 
     Works in place: logsumexp would allocate another fp32 tensor of the logits' size."""
-    logits = (h @ weight.T).float()
+    logits = out.float()
     logits -= logits.amax(-1, keepdim=True)
     hit = logits.gather(1, targets[:, None])
     p = logits.exp_()
@@ -79,7 +85,9 @@ def _loss_of_chunk(h, weight, targets):
     loss = (total.log() - hit).sum()
     p /= total  # d/dlogits = softmax - one-hot
     p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1.0, dtype=p.dtype))
-    return loss, p.to(h.dtype)
+    if p is not out:
+        out.copy_(p)
+    return loss
 
 
 def _score_of_chunk(h, weight, targets):
@@ -92,23 +100,22 @@ def _score_of_chunk(h, weight, targets):
     return (logits.exp_().sum(-1, keepdim=True).log() - hit).sum(), misses
 
 
-def _scaled(grad_h, grad_w, factor):
-    """Both gradients, formed in the forward, in grad_h's dtype. factor: the gradient of the loss
-    sum, 0-dim: whatever the caller scales the loss by takes effect here."""
-    weight = torch.mul(grad_w, factor, out=torch.empty_like(grad_w, dtype=grad_h.dtype))
-    return grad_h * factor.to(grad_h.dtype), weight
+def _scaled(out, grad, factor):
+    """Set `out` to a gradient of the loss sum, times the factor that the loss was scaled by."""
+    torch.mul(grad, factor, out=out)
 
 
 # The same functions in a form that torch.compile fuses; it needs no work in place.
 
 
-def _fused_loss_of_chunk(h, weight, targets):
-    logits = (h @ weight.T).float()
+def _fused_loss_of_logits(out, targets):
+    logits = out.float()
     norm = logits.logsumexp(-1, keepdim=True)
     loss = (norm - logits.gather(1, targets[:, None])).sum()
     p = (logits - norm).exp()
     hit = torch.arange(p.shape[1], device=p.device) == targets[:, None]
-    return loss, torch.where(hit, p - 1, p).to(h.dtype)
+    out.copy_(torch.where(hit, p - 1, p))
+    return loss
 
 
 def _fused_score_of_chunk(h, weight, targets):
@@ -119,8 +126,8 @@ def _fused_score_of_chunk(h, weight, targets):
     return loss, misses
 
 
-def _fused_scaled(grad_h, grad_w, factor):
-    return grad_h * factor.to(grad_h.dtype), (grad_w * factor).to(grad_h.dtype)
+def _fused_scaled(out, grad, factor):
+    out.copy_(grad * factor)
 
 
 @functools.cache
@@ -152,27 +159,45 @@ def _add_product(total, p, h):
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Forms the gradients of the hidden states in the forward, and that of the head's weight there
+    too if there are several chunks. The gradient of a single chunk's logits is kept: it takes less
+    memory than the head's gradient in fp32, which the backward then needs only in slices."""
+
     @staticmethod
-    def forward(ctx, hidden, weight, targets, needs_grad, loss_of_chunk, scaled):
+    def forward(ctx, hidden, weight, targets, chunks, needs_grad, loss_of_logits, scaled):
         ctx.scaled = scaled
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad_w = None  # a bf16 sum would round once per chunk
+        grad_w = p = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
-        for chunk in _chunks(len(hidden)):
-            loss, p = loss_of_chunk(hidden[chunk], weight, targets[chunk])
-            total += loss
+        for chunk in chunks:
+            p = hidden[chunk] @ weight.T
+            total += loss_of_logits(p, targets[chunk])
             if needs_grad:
                 torch.mm(p, weight, out=grad_h[chunk])
-                grad_w = _add_product(grad_w, p, hidden[chunk])
-            del p  # else it stays beside the next chunk's logits and gradient: 1.2 GB
+            if len(chunks) > 1:
+                if needs_grad:
+                    grad_w = _add_product(grad_w, p, hidden[chunk])
+                p = None  # else it stays beside the next chunk's logits
         if needs_grad:
-            if grad_w is None:  # a micro-batch without labels
-                grad_w = torch.zeros_like(weight, dtype=torch.float32)
-            ctx.save_for_backward(grad_h, grad_w)
+            if len(chunks) > 1:
+                ctx.save_for_backward(grad_h, grad_w)
+            else:
+                ctx.save_for_backward(grad_h, None, hidden, p)
+            ctx.shape = weight.shape
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        grad_h, grad_w = ctx.saved_tensors
-        return *ctx.scaled(grad_h, grad_w, grad), None, None, None, None
+        grad_h, grad_w, *chunk = ctx.saved_tensors
+        out = torch.empty(ctx.shape, dtype=grad_h.dtype, device=grad_h.device)
+        if grad_w is not None:
+            ctx.scaled(out, grad_w, grad)
+        elif chunk[1] is None:  # a micro-batch without labels
+            out.zero_()
+        else:
+            hidden, p = chunk
+            rows = max(1, HEAD_SLICE // hidden.shape[1])
+            for part, columns in zip(out.split(rows), p.split(rows, dim=1), strict=True):
+                ctx.scaled(part, _add_product(None, columns, hidden), grad)
+        return grad_h * grad.to(grad_h.dtype), out, None, None, None, None, None

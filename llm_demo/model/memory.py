@@ -12,7 +12,7 @@ from llm_demo.model.attention import BUCKET
 from llm_demo.model.attention_choice import why_not
 from llm_demo.model.costs import head_size
 from llm_demo.model.decoder import Blocks, skeleton
-from llm_demo.model.loss import CHUNK_ROWS
+from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE
 
 GB = 2**30
 
@@ -108,13 +108,18 @@ def _saved_by_kernel(config, compute, train) -> float:
 
 
 def loss_bytes(args, config, compute, train) -> float:
-    """Bytes of a chunk's logits, their gradient and the head's gradient."""
-    rows = min(CHUNK_ROWS, args.micro_batch_size * train.seq_len)
+    """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
+    tokens = args.micro_batch_size * train.seq_len
+    slim = getattr(args, "optimizer_on_host", False) and tokens > CHUNK_ROWS
+    rows = min(CHUNK_ROWS // 2 if slim else CHUNK_ROWS, tokens)
+    weight = config.vocab_size * config.hidden_size
     size = torch.finfo(compute.dtype).bits // 8
-    # compiled: logits and gradient; plain: fp32 in place, plus a copy if the dtype is smaller
-    plain = 4 if size == 4 else 4 + size
-    logits = rows * config.vocab_size * (2 * size if compute.compile else plain)
-    return logits + config.vocab_size * config.hidden_size * 4
+    logits = rows * config.vocab_size * size
+    # in place if compiled or in fp32, else beside an fp32 copy
+    copied = 0 if compute.compile or size == 4 else rows * config.vocab_size * 4
+    if tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
+        return weight * 4 + max(logits + copied, weight * size)
+    return logits + max(copied, weight * size + min(HEAD_SLICE, weight) * 4)
 
 
 def at_the_loss(
