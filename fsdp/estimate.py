@@ -40,12 +40,17 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, tokens * n, head=True)
     gathered = (ends + 2 * unit if args.reshard_after_forward else total) * size
-    if args.optimizer_on_host:
-        early = total / ranks * size + gathered
-        late = total / ranks * size + (embedding + unit) * size
-        # the sums, and the embedding's gradient, sent, received and summed
+    if args.optimizer_on_host and sharded:
+        tied = config.tie_word_embeddings
+        at_loss = gathered - (args.reshard_after_forward and not tied) * embedding * size
+        early = total / ranks * size + at_loss
+        late = total / ranks * size + unit * size
+        # the sums, and the embedding's gradient, sent and received
         kept = total / ranks * 4
-        grads = kept + embedding * (2 * size + (size + 4) / ranks)
+        grads = kept + 3 * embedding * size
+    elif args.optimizer_on_host:
+        early = late = total * size
+        kept, grads = total * 4, total * (4 + size)
     elif sharded:
         early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size

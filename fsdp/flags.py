@@ -23,7 +23,8 @@ class FsdpArgs:
     )
     optimizer_on_host: bool = flag(
         False,
-        "fp32 weights, moments and AdamW itself on the host.",
+        "Keep fp32 weights and AdamW's moments in host memory; they pass through the device in each "
+        "step.",
         saves_memory=True,
     )
     copy_engines: bool | None = flag(
@@ -35,7 +36,5 @@ class FsdpArgs:
 
     @staticmethod
     def check(args) -> None:
-        if args.optimizer_on_host and args.fsdp is False:
-            raise UserError("--optimizer_on_host requires FSDP: remove --no_fsdp")
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")

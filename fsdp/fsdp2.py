@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp.units import Unit
 from llm_demo.device import World
-from llm_demo.model.compiling import compiled_add, compiled_sum, sum_into
+from llm_demo.model.compiling import compiled, compiled_add, sum_into
 from llm_demo.model.decoder import Blocks
 from llm_demo.parallel import copy_engines
 
@@ -30,6 +31,7 @@ def reduce_traffic(
     compiles: bool,
     engines: bool,
     timed: Callable = lambda name, call, *args: call(*args),
+    units: list[Unit] = (),
 ) -> list[str]:
     """Modify every unit of a sharded model before its first step; return what this PyTorch does not
     support; those parts of FSDP2 stay as they are.
@@ -40,8 +42,13 @@ def reduce_traffic(
         accumulates: a step has several micro-batches.
         compiles: torch.compile works here.
         engines: blocks use copy engines.
-        timed: timed(name, function, *args) calls a function of copy_engines; CommTimer.call."""
-    missing = {}
+        timed: timed(name, function, *args) calls a function of copy_engines; CommTimer.call.
+        units: those that sum gradients themselves."""
+    missing, sums, scratch = {}, {}, None
+    if units and world.size > 1:  # a single rank's gradients don't pass a reduce-scatter
+        sums = {unit.module: unit for unit in units}
+        length = max(unit.sum.numel() for unit in units) * group.size()
+        scratch = Scratch(length, dtype, world.device)
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
     # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node
@@ -57,10 +64,46 @@ def reduce_traffic(
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
-            unit.set_custom_reduce_scatter(SumInFp32(dtype, group, compiles, by_engines, timed))
+            how = (dtype, group, compiles, by_engines, timed, sums.get(unit), scratch)
+            unit.set_custom_reduce_scatter(SumInFp32(*how))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))
+        elif unit in sums and not isinstance(unit, Blocks):
+            unit.set_custom_all_gather(GatherIntoScratch(scratch))
     return [f"not {what}: {why}" for what, why in missing.items()]
+
+
+class Scratch:
+    """Device memory for one transfer at a time. The allocator keeps a pool per stream, so buffers
+    of the gathers and of the reductions of embedding and head would each add to the peak."""
+
+    def __init__(self, length: int, dtype: torch.dtype, device: torch.device):
+        self.memory, self.read = torch.empty(length, dtype=dtype, device=device), None
+        self.device = torch.get_device_module(device)
+
+    def take(self, length: int) -> torch.Tensor:
+        """The first elements, for the current stream, once what `done` marked has ended."""
+        if self.read:
+            self.device.current_stream().wait_event(self.read)
+        return self.memory[:length]
+
+    def done(self) -> None:
+        """Mark the end of a reduction on the current stream. After a gather FSDP2 itself lets the
+        next one, and the next reduction, wait for its copies."""
+        self.read = self.device.current_stream().record_event()
+
+
+class GatherIntoScratch:
+    """FSDP2's all-gathers of embedding and head, whose results FSDP2 copies at once."""
+
+    def __init__(self, scratch: Scratch):
+        self.scratch = scratch
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.scratch.take(math.prod(size))
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
 
 
 class GatherByEngines:
@@ -81,7 +124,8 @@ class SumInFp32:
     """A reduce-scatter that sends gradients in their own dtype and sums them in fp32.
 
     FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
-    the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32."""
+    the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32. With a
+    Unit, gradients are added to its sum, and FSDP2 gets none."""
 
     def __init__(
         self,
@@ -90,29 +134,49 @@ class SumInFp32:
         compiles: bool,
         engines: bool,
         timed: Callable,
+        unit: Unit | None = None,
+        scratch: Scratch | None = None,
     ):
         self.dtype, self.group, self.engines, self.timed = dtype, group, engines, timed
-        self.to_send = False
-        self.sum = compiled_sum() if compiles else sum_into
+        self.scratch = scratch
+        self.sent, self.sum = None, compiled(sum_into) if compiles else sum_into
+        self.unit = unit
+        if unit:
+            unit.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self.to_send = not self.to_send  # FSDP2 allocates what it sends, then the sum
-        if self.to_send and self.engines:
-            return copy_engines.shared_empty(math.prod(size), self.dtype, device, self.group)
-        return torch.empty(*size, dtype=self.dtype if self.to_send else dtype, device=device)
+        if self.sent is None:  # FSDP2 allocates what it sends, then the sum
+            if self.engines:
+                how = (math.prod(size), self.dtype, device, self.group)
+                self.sent = copy_engines.shared_empty(*how)
+            else:
+                self.sent = torch.empty(*size, dtype=self.dtype, device=device)
+            return self.sent
+        sent, self.sent = self.sent, None
+        if self.unit:  # a stand-in, which the unit's hook drops
+            return sent[: math.prod(size)]
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
+        wanted = self.dtype if self.unit else torch.float32
         asked = input_tensor.dtype, output_tensor.dtype, op, async_op
-        if asked != (self.dtype, torch.float32, dist.ReduceOp.SUM, False):
+        if asked != (self.dtype, wanted, dist.ReduceOp.SUM, False):
             raise RuntimeError(f"FSDP2 asks for another reduction than configured: {asked}")
         # this rank's part from each rank
         if self.engines:
             parts = self.timed("all_to_all", copy_engines.all_to_all, input_tensor)
         else:
-            received = torch.empty_like(input_tensor)
+            if self.unit:
+                received = self.scratch.take(input_tensor.numel())
+            else:
+                received = torch.empty_like(input_tensor)
             dist.all_to_all_single(received, input_tensor, group=group)
             parts = received.chunk(group.size())
-        self.sum(output_tensor, parts)
+        if self.unit:
+            self.unit.add(parts)
+            self.scratch.done()
+        else:
+            self.sum(output_tensor, parts)
 
 
 def cast_in_copy() -> str | None:

@@ -1,255 +1,191 @@
-"""AdamW on the host: fp32 masters and moments in host memory, weights on the device.
+"""AdamW with states on the host: fp32 masters and moments in host memory, weights on the device.
 
-Gradients are reduced after every micro-batch and summed on the device, sharded, in fp32. Once the
-norm of all gradients is known, a thread goes through the units in the order of the forward: it
-copies gradients to the host, runs AdamW there and copies new weights to the device. Meanwhile the
-next forward starts. Each unit waits for its own weights only."""
+Gradients are reduced after every micro-batch and summed on the device (units.py). Once the norm of
+all gradients is known, masters and moments pass through the device in slices: one slice is copied
+in and another one back while a third is updated. Units follow one another in the order of the
+forward, and the next forward starts meanwhile: each unit waits for its own weights only.
+
+AdamW on the host's cores took longer than the copies should (bench/LOG.md), and here the numbers are
+those of AdamW on the device."""
 
 import os
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import psutil
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim.adamw import adamw
 
-from llm_demo.device import World, cores_near
+from fsdp.units import Unit, local_part
+from llm_demo.device import World, cores_near, pin
 from llm_demo.errors import UserError
-from llm_demo.optim import (
-    BETAS,
-    EPS,
-    MOMENTS,
-    adam_steps,
-    adam_views,
-    decayed_or_not,
-    fill_adam_state,
-)
+from llm_demo.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
 from llm_demo.process import usable_cores
 
-SLICE = 1 << 25  # elements that are copied and updated at a time
+SLICE = 1 << 22  # elements that are copied and updated at a time
+SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
 
 
 class Part(NamedTuple):
-    """A slice of one parameter: flat views of equal length n."""
+    """What a slice holds of one parameter: n elements."""
 
-    master: torch.Tensor  # fp32, on the host
-    moments: list[torch.Tensor]  # fp32, on the host
-    weights: torch.Tensor  # in the compute dtype, on the device
+    span: slice  # of the slice
+    grads: torch.Tensor  # flat fp32 [n], on the device
+    weights: torch.Tensor  # flat [n] in the compute dtype, on the device
     group: dict  # of the optimizer
-    start: int  # where its gradient begins in the slice
 
 
 class Slice(NamedTuple):
-    """At most SLICE elements of a unit."""
-
-    grads: torch.Tensor  # flat fp32 view of the unit's sum, on the device
+    unit: int
+    span: slice  # of the unit
     parts: list[Part]
 
 
-class Unit:
-    """This rank's part of the parameters that FSDP2 gathers and reduces together."""
-
-    def __init__(self, module: FSDPModule):
-        group = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-        if not hasattr(group, "fsdp_params"):
-            raise UserError(
-                "--optimizer_on_host does not work with this PyTorch: FSDP2 has changed"
-            )
-        self.params = [p.sharded_param for p in group.fsdp_params]
-        self.locals = [p.detach().to_local() for p in self.params]
-        self.masters = [nn.Parameter(torch.empty(t.shape, device="cpu")) for t in self.locals]
-        # FSDP2's reduced gradients: flat, each padded to the largest rank's number of rows
-        sizes = [-(-p.shape[0] // p.device_mesh.size()) * p[:1].numel() for p in self.params]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.sum = torch.zeros(sum(sizes), device=self.locals[0].device)
-        places = zip(self.starts, self.locals, strict=True)
-        self.grads = [self.sum[at : at + t.numel()].view(t.shape) for at, t in places]
-        self.fresh = True  # the next micro-batch is the first of a step
-        self.updated = Future()
-        self.updated.set_result(None)
-        module.set_all_reduce_hook(self.add)
-        for p in self.params:  # summed by now: FSDP2 would keep a copy until the next step
-            p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-        module.register_forward_pre_hook(lambda *_: self.wait(), prepend=True)
-
-    def add(self, reduced: torch.Tensor) -> None:
-        """Add a micro-batch's gradients, summed over ranks, to the step's."""
-        if self.fresh:
-            self.sum.copy_(reduced)
-        else:
-            self.sum.add_(reduced)
-        self.fresh = False
-
-    def wait(self) -> None:
-        """Wait until the weights are those after the last step."""
-        if copied := self.updated.result():
-            copied.synchronize()
-
-    def slices(self, state: dict, group_of: dict) -> list[Slice]:
-        """The unit in slices. state: the optimizer's; group_of: a master's parameter group."""
-        slices, begin, end, parts = [], 0, 0, []
-        for at, local, master in zip(self.starts, self.locals, self.masters, strict=True):
-            for first in range(0, local.numel(), SLICE):
-                span = slice(first, min(first + SLICE, local.numel()))
-                if parts and at + span.stop - begin > SLICE:
-                    slices.append(Slice(self.sum[begin:end], parts))
-                    parts = []
-                if not parts:
-                    begin = at + span.start
-                moments = [state[master][name].view(-1)[span] for name in MOMENTS]
-                flat = master.detach().view(-1)[span], moments, local.view(-1)[span]
-                parts.append(Part(*flat, group_of[master], at + span.start - begin))
-                end = at + span.stop
-        return [*slices, Slice(self.sum[begin:end], parts)] if parts else slices
-
-
 class HostAdamW(torch.optim.AdamW):
-    """AdamW over host copies of a sharded model's parameters. The model is allocated; `keep` then
-    sets each parameter's values.
+    """AdamW over host copies of a model's parameters. The model is allocated; `keep` then sets each
+    parameter's values.
 
-    step() only starts the update, `wait` waits for its end. grad_scale and found_inf are as in
-    PyTorch's fused AdamW, 0-dim tensors on the device."""
+    step() reads one number, whether to skip, and waits for nothing else. `wait` waits for a unit.
+    grad_scale and found_inf are as in PyTorch's fused AdamW, 0-dim tensors on the device."""
 
-    def __init__(self, model: nn.Module, lr: float, weight_decay: float):
-        self.units = [Unit(m) for m in model.modules() if isinstance(m, FSDPModule)]
-        self.masters = {
-            p: master
-            for unit in self.units
-            for p, master in zip(unit.params, unit.masters, strict=True)
-        }
-        groups = decayed_or_not(self.masters.values(), weight_decay)
-        super().__init__(groups, lr, BETAS, EPS, fused=True)
-        self.slices = None
+    def __init__(self, units: list[Unit], lr: float, weight_decay: float):
+        self.units, self.masters, moments = units, {}, {}
+        # by unit: master, exp_avg and exp_avg_sq, each laid out as the sum of gradients
+        self.states = [torch.zeros(3, unit.sum.numel()) for unit in units]
+        if units[0].sum.is_cuda and not all(pin(states, self) for states in self.states):
+            raise UserError(
+                "--optimizer_on_host: host memory can't be pinned: free memory, or raise the limit "
+                "of locked memory (ulimit -l)"
+            )
+        for unit, states in zip(units, self.states, strict=True):
+            for p, *views in zip(unit.params, *map(unit.views, states), strict=True):
+                master = self.masters[p] = nn.Parameter(views[0])
+                moments[master] = dict(zip(MOMENTS, views[1:], strict=True))
+        super().__init__(
+            decayed_or_not(self.masters.values(), weight_decay), lr, BETAS, EPS, fused=True
+        )
+        for master, views in moments.items():
+            self.state[master].update(step=torch.zeros(()), **views)
+        self.slices = self.stored = None
+        self.ready = [None for _ in units]  # by unit: the event after its weights were updated
+        for i, unit in enumerate(units):
+            unit.module.register_forward_pre_hook(lambda *_, i=i: self.wait(i), prepend=True)
 
     @torch.no_grad()
     def keep(self, p: nn.Parameter, values: torch.Tensor) -> None:
         """Set this rank's part of a parameter: its master, and its weights on the device."""
         self.masters[p].copy_(values)
-        p.to_local().copy_(values)
+        local_part(p).copy_(values)
 
     def sums(self) -> list[torch.Tensor]:
         """This rank's part of each gradient of the step: fp32, on the device."""
         return [grad for unit in self.units for grad in unit.grads]
 
+    def take_grads(self) -> None:
+        """Add the gradients of a micro-batch: after each, unless FSDP2 hands them over."""
+        for unit in self.units:
+            unit.take_grads()
+
+    def wait(self, i: int) -> None:
+        """Wait until unit i's weights are those after the last step."""
+        if self.ready[i]:
+            self.ready[i].synchronize()
+
     def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
         """(parameter, its fp32 master, *its MOMENTS) of each parameter, as `optim.adam_views`."""
-        self.wait()
+        if self.stored:
+            self.stored.synchronize()
         return adam_views(list(self.masters.items()), optimizer)
-
-    def wait(self) -> None:
-        """Wait until masters, moments and weights are those after the last step."""
-        for unit in self.units:
-            unit.wait()
 
     def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
         """Set the masters and update the weights from them."""
         for p, values in masters.items():
-            self.keep(p, values.to_local())
+            self.keep(p, local_part(values))
 
     @torch.no_grad()
     def step(self) -> None:
         if not self.slices:
             self._prepare()
-        norm_known = self._event()
         for unit in self.units:
-            unit.updated, unit.fresh = Future(), True
-        self.thread.submit(self._update, norm_known, self.grad_scale, self.found_inf)
+            unit.fresh = True
+        if self.found_inf:
+            return
+        for state in self.state.values():
+            state["step"] += 1
+        taken = torch.tensor(float(adam_steps(self)) - 1, device=self.slots[0].device)
+        self.up.wait_stream(self.down)  # of the last step
+        self.update.wait_stream(self.device.current_stream())
+        free = [None] * SLOTS
+        for i, cut in enumerate(self.slices):
+            slot, host = self.slots[i % SLOTS], self.states[cut.unit][:, cut.span]
+            with self.device.stream(self.up):
+                if free[i % SLOTS]:
+                    self.up.wait_event(free[i % SLOTS])
+                for here, there in zip(slot, host, strict=True):
+                    here[: len(there)].copy_(there, non_blocking=True)
+            self.update.wait_stream(self.up)
+            with self.device.stream(self.update):
+                self._adamw(slot, cut.parts, taken)
+                self.ready[cut.unit] = self._event()
+            self.down.wait_stream(self.update)
+            with self.device.stream(self.down):
+                for here, there in zip(slot, host, strict=True):
+                    there.copy_(here[: len(there)], non_blocking=True)
+                free[i % SLOTS] = self.stored = self._event()
 
     def _prepare(self) -> None:
-        """Cut units into slices and allocate what these pass through."""
-        if not self.state:
-            fill_adam_state(self, 0)
+        """Cut units into slices, and allocate what these pass through."""
         group_of = {p: group for group in self.param_groups for p in group["params"]}
-        self.slices = [(u, cut) for u in self.units for cut in u.slices(self.state, group_of)]
-        length = max(cut.grads.numel() for _, cut in self.slices)
-        device, dtype = self.units[0].sum.device, self.units[0].locals[0].dtype
-        pin = device.type == "cuda"
-        self.grads = [torch.empty(length, pin_memory=pin) for _ in range(2)]
-        self.weights = [torch.empty(length, dtype=dtype, pin_memory=pin) for _ in range(2)]
-        self.device, self.index = torch.get_device_module(device), device.index
-        self.down, self.up = self.device.Stream(), self.device.Stream()
-        self.thread = ThreadPoolExecutor(1, "host_adamw")
+        self.slices = [
+            cut for i, unit in enumerate(self.units) for cut in self._slices(i, unit, group_of)
+        ]
+        device = self.units[0].sum.device
+        length = min(SLICE, max(unit.sum.numel() for unit in self.units))
+        self.slots = [torch.empty(3, length, device=device) for _ in range(SLOTS)]
+        self.device = torch.get_device_module(device)
+        self.up, self.update, self.down = (self.device.Stream() for _ in range(3))
 
-    def _update(self, *args) -> None:
-        """The thread's part of a step. Whoever waits for a unit gets its exceptions."""
-        try:
-            with torch.no_grad():
-                self._update_slices(*args)
-        except BaseException as e:
-            for unit in self.units:
-                if not unit.updated.done():
-                    unit.updated.set_exception(e)
+    def _slices(self, i: int, unit: Unit, group_of: dict) -> Iterator[Slice]:
+        for first in range(0, unit.sum.numel(), SLICE):
+            last, parts = min(first + SLICE, unit.sum.numel()), []
+            for at, p, local in zip(unit.starts, unit.params, unit.locals, strict=True):
+                begin, end = max(first, at), min(last, at + local.numel())
+                if begin < end:
+                    weights = local.view(-1)[begin - at : end - at]
+                    span, group = slice(begin - first, end - first), group_of[self.masters[p]]
+                    parts.append(Part(span, unit.sum[begin:end], weights, group))
+            if parts:
+                yield Slice(i, slice(first, last), parts)
 
-    def _update_slices(self, norm_known, divisor: torch.Tensor, skip: torch.Tensor) -> None:
-        if self.index is not None:
-            self.device.set_device(self.index)  # a new thread starts on device 0
-        with self.device.stream(self.down):
-            self.down.wait_event(norm_known)
-            divisor, skip = torch.stack([divisor, skip]).cpu()
-        slices = [] if skip else self.slices
-        left = {unit: sum(u is unit for u, _ in slices) for unit in self.units}
-        taken = adam_steps(self)
-        for p in () if skip else self.state:
-            self.state[p]["step"] += 1
-        arrived, sent = [self._fetch(cut, self.grads[0]) for _, cut in slices[:1]], []
-        for i, (unit, cut) in enumerate(slices):
-            arrived[i].synchronize()
-            # the next slice is copied while this one is updated
-            arrived += [self._fetch(p, self.grads[(i + 1) % 2]) for _, p in slices[i + 1 : i + 2]]
-            self._adamw(cut, self.grads[i % 2], divisor, taken)
-            if i > 1:
-                sent[i - 2].synchronize()
-            sent.append(self._send(cut, self.weights[i % 2]))
-            left[unit] -= 1
-            if not left[unit]:
-                unit.updated.set_result(sent[i])
-        for unit in self.units:  # skipped, or this rank has no part of it
-            if not unit.updated.done():
-                unit.updated.set_result(None)
+    def _adamw(self, slot: torch.Tensor, parts: list[Part], taken: torch.Tensor) -> None:
+        """Update a slice in its slot, and the weights from it. taken: steps before this one."""
+        for group in self.param_groups:
+            chosen = [part for part in parts if part.group is group]
+            if not chosen:
+                continue
+            masters, *moments = ([states[part.span] for part in chosen] for states in slot)
+            beta1, beta2 = group["betas"]
+            adamw(
+                masters, [part.grads for part in chosen], *moments, [],
+                [taken.clone() for _ in chosen],
+                fused=True, grad_scale=self.grad_scale, found_inf=None, amsgrad=False,
+                maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
+                weight_decay=group["weight_decay"], eps=group["eps"],
+            )  # fmt: skip
+            torch._foreach_copy_([part.weights for part in chosen], masters)
 
     def _event(self):
         event = self.device.Event()
         event.record()
         return event
 
-    def _fetch(self, cut: Slice, grads: torch.Tensor):
-        with self.device.stream(self.down):
-            grads[: cut.grads.numel()].copy_(cut.grads, non_blocking=True)
-            return self._event()
-
-    def _adamw(self, cut: Slice, grads: torch.Tensor, divisor: torch.Tensor, taken: int) -> None:
-        for group in self.param_groups:
-            parts = [part for part in cut.parts if part.group is group]
-            if not parts:
-                continue
-            beta1, beta2 = group["betas"]
-            adamw(
-                [part.master for part in parts],
-                [grads[part.start :][: part.master.numel()] for part in parts],
-                *([part.moments[i] for part in parts] for i in range(2)),
-                [],
-                [torch.tensor(float(taken)) for _ in parts],
-                fused=True, grad_scale=divisor, found_inf=None, amsgrad=False, maximize=False,
-                beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-                eps=group["eps"],
-            )  # fmt: skip
-
-    def _send(self, cut: Slice, weights: torch.Tensor):
-        with self.device.stream(self.up):
-            for part in cut.parts:
-                cast = weights[part.start :][: part.master.numel()].copy_(part.master)
-                part.weights.copy_(cast, non_blocking=True)
-            return self._event()
-
 
 def prepare_host(model: nn.Module, world: World) -> str:
     """Check this node's memory and keep this process, its threads and its memory near its GPU, on
-    the GPU's NUMA node. Returns what to log. The model is sharded; it may still be on the meta
-    device. Raises UserError if masters and moments of this node's ranks do not fit."""
-    need = 12 * world.local_size * sum(p.to_local().numel() for p in model.parameters())
+    the GPU's NUMA node. Returns what to log. The model may still be on the meta device. Raises
+    UserError if masters and moments of this node's ranks do not fit."""
+    need = 12 * world.local_size * sum(local_part(p).numel() for p in model.parameters())
     free = psutil.virtual_memory().available
     if need > free:
         raise UserError(

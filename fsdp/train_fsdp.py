@@ -17,6 +17,7 @@ from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
 from fsdp.shards import Shards, training_state
+from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
@@ -57,7 +58,7 @@ def main() -> None:
     mesh = make_mesh(world, **{DATA: world.size})
     sharded, on_host = args.fsdp, args.optimizer_on_host
     if sharded is None:
-        sharded = world.size > 1 or args.reshard_after_forward or on_host
+        sharded = world.size > 1 or args.reshard_after_forward
 
     # decisions and data
     log = Log(args, world, "fsdp")
@@ -83,28 +84,37 @@ def main() -> None:
         if compute.compile:
             for unit in units:
                 compile_forward(unit, args.activation_memory_budget)
-        model = DecoderLoss(lm, units, compute.compile)
+        model = DecoderLoss(lm, units, compute.compile, slim=on_host)
         if on_host:
             for p in lm.parameters():  # on the meta device
                 p.data = p.data.to(compute.dtype)
+        tied = config.tie_word_embeddings
         if sharded:
-            tied, reshard = config.tie_word_embeddings, args.reshard_after_forward
-            shard(model, tied, compute.dtype, reshard, mesh)
-            if compute.dtype != torch.float32:
-                group = mesh.get_group()
-                engines = choose_engines(args.copy_engines, world, group, units, log)
-                sums = accum > 1 and not on_host  # of unsharded gradients
-                how = (compute.dtype, sums, compute.compile, engines, clock.comm.call)
-                for missing in reduce_traffic(model, world, group, *how):
-                    log.say(f"fsdp: {missing}")
+            shard(model, tied, compute.dtype, args.reshard_after_forward, mesh)
         if on_host:
             log.say(prepare_host(model, world))
         allocate(model, world.device)
-        host = HostAdamW(model, horizon.lr, args.weight_decay) if on_host else None
+        if tied:  # allocated separately
+            lm.lm_head.weight = lm.model.embed_tokens.weight
+        host = None
+        if on_host:
+            modules = list(model.units) if tied else [*model.units, model.tail]
+            compiles = compute.compile
+            summed = (
+                sharded_units(model, compiles) if sharded else plain_units(model, modules, compiles)
+            )
+            host = HostAdamW(summed, horizon.lr, args.weight_decay)
+        if sharded and compute.dtype != torch.float32:
+            group = mesh.get_group()
+            engines = choose_engines(args.copy_engines, world, group, units, log)
+            sums = accum > 1 and not on_host  # of unsharded gradients
+            how = (compute.dtype, sums, compute.compile, engines, clock.comm.call)
+            for missing in reduce_traffic(model, world, group, *how, host.units if host else ()):
+                log.say(f"fsdp: {missing}")
         load(lm, weights, args.seed, host and host.keep)
 
     # what is optimized: masters on the host, shards, flat fp32 masters of a unit, or the parameters
-    flat = not sharded and compute.dtype != torch.float32
+    flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_params, world.size, log.say, flat)
     model_params = params = list(model.parameters())
     shards = masters = None
@@ -155,7 +165,7 @@ def main() -> None:
                 accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
-            if flat:
+            if masters and not sharded:
                 masters.take_grads()
             total += loss.detach()
         if shards:
@@ -199,6 +209,9 @@ def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mes
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in model.units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if reshard and not tied:  # the backward does not need the embedding's weight
+        how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
+        fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)
     for end in (model,) if tied else (model.tail, model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     # The loss is already divided by the step's token count, so gradients are summed over ranks. By
@@ -223,9 +236,7 @@ def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: L
 def load(lm, weights, seed: int, store: Callable | None) -> None:
     """Fill this rank's share of an allocated model. store: as in weights.fill."""
     fill(lm, "model", weights, seed, store)
-    if lm.config.tie_word_embeddings:  # allocated separately
-        lm.lm_head.weight = lm.model.embed_tokens.weight
-    else:
+    if not lm.config.tie_word_embeddings:
         fill(lm, "lm_head", weights, seed, store)
 
 

@@ -4,6 +4,7 @@ import os
 import resource
 import subprocess
 import sys
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,6 +108,18 @@ def limit_memory(device: torch.device, gb: float) -> None:
     if gb > have:
         raise UserError(f"--device_memory_gb {gb:g}: the GPU has {have:.1f} GB")
     torch.cuda.set_per_process_memory_fraction(gb / have, device)
+
+
+def pin(memory: torch.Tensor, owner: object) -> bool:
+    """Lock host memory in place until `owner` is freed, so that a GPU copies to and from it without
+    the host. PyTorch's own pinned allocations are rounded up to powers of two. Returns whether it
+    worked."""
+    runtime, at = torch.cuda.cudart(), memory.data_ptr()
+    if runtime.cudaHostRegister(at, memory.nbytes, 1) != runtime.cudaError.success:
+        return False
+    # unlock before the memory is freed, else copies to its next owner fail
+    weakref.finalize(owner, runtime.cudaHostUnregister, at).atexit = False
+    return True
 
 
 def cores_near(device: torch.device, sysfs: Path = Path("/sys")) -> list[int]:

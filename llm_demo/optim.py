@@ -142,12 +142,14 @@ def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
     """Give each parameter the state AdamW creates in its first step, with zeros to load into, as if
-    after `steps` steps."""
+    after `steps` steps. Moments that exist stay."""
     for group in optimizer.param_groups:
         for p in group["params"]:
-            step = torch.tensor(float(steps), device=p.device)
-            moments = {name: torch.zeros_like(p, dtype=torch.float32) for name in MOMENTS}
-            optimizer.state[p].update({"step": step, **moments})
+            state = optimizer.state[p]
+            state["step"] = torch.tensor(float(steps), device=p.device)
+            for name in MOMENTS:
+                if name not in state:
+                    state[name] = torch.zeros_like(p, dtype=torch.float32)
 
 
 def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:

@@ -48,12 +48,18 @@ def watch_fsdp(step, state):
         """{Hugging Face name: gradient}: each lies in its master's gradient where its first moment
         lies in the master's."""
         moments = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr(): p for p in grads}
+        masters = getattr(optimizer, "masters", {})  # of HostAdamW: a unit's moments are one tensor
+        masters = {p.hf_name: master for p, master in masters.items()}
         named = {}
         for key, moment in state().items():
             if key.endswith(".exp_avg"):
                 local = moment.to_local() if hasattr(moment, "to_local") else moment
-                flat = grads[moments[local.untyped_storage().data_ptr()]]
-                grad = flat.as_strided(local.shape, local.stride(), local.storage_offset())
+                master = masters.get(key.removesuffix(".exp_avg"))
+                if master is not None:
+                    grad = grads[master]
+                else:
+                    flat = grads[moments[local.untyped_storage().data_ptr()]]
+                    grad = flat.as_strided(local.shape, local.stride(), local.storage_offset())
                 if local is not moment:
                     grad = type(moment).from_local(
                         grad, moment.device_mesh, moment.placements,

@@ -157,7 +157,6 @@ CASES += [
         "--copy_engines requires FSDP with --dtype bf16",
     ),
     ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines requires FSDP"),
-    ("fsdp", ["--optimizer_on_host", "--no_fsdp"], "--optimizer_on_host requires FSDP"),
     ("pp", ["--optimizer_on_host"], "DeepSpeed's pipeline has no exact optimizer on the host"),
     ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1.0: must not be negative"),
     ("pp", ["--device_memory_gb", "30"], "--device_memory_gb limits GPU memory"),

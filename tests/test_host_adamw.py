@@ -10,6 +10,7 @@ from conftest import ROOT, smaller_model, torchrun
 
 from bench.checkpoints import tensors
 from fsdp import host_adamw
+from fsdp.units import Unit
 from llm_demo import device
 from llm_demo.device import World
 from llm_demo.errors import UserError
@@ -48,38 +49,32 @@ def test_bit_equal_to_the_device_where_sums_are_the_same(tmp_path):
         assert all(torch.equal(t, other[name]) for name, t in one.items()), dtype
 
 
-def unit(sizes, ranks=1):
-    """A Unit as of parameters of these shapes, without a process group."""
-    made = object.__new__(host_adamw.Unit)
-    made.locals = [torch.zeros(shape) for shape in sizes]
-    made.masters = [torch.nn.Parameter(torch.zeros(shape)) for shape in sizes]
-    counts = [t.numel() for t in made.locals]
-    made.starts = [sum(counts[:i]) for i in range(len(counts))]
-    made.sum = torch.arange(float(sum(counts)))
-    return made
-
-
 def test_slices_cover_each_element_once(monkeypatch):
     monkeypatch.setattr(host_adamw, "SLICE", 10)
-    made = unit([(3, 4), (2,), (5, 5), (0, 3)])
-    group = {"weight_decay": 0.0}
-    state = {p: {n: torch.zeros_like(p) for n in host_adamw.MOMENTS} for p in made.masters}
-    slices = made.slices(state, dict.fromkeys(made.masters, group))
-    assert max(cut.grads.numel() for cut in slices) <= 10
-    for cut in slices:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (2,), (5, 5), (0, 3))]
+    padded = [p.numel() + 3 for p in params]
+    unit = Unit(torch.nn.Module(), params, padded, compiles=False)
+    optimizer = host_adamw.HostAdamW([unit], 1e-3, 0.1)
+    optimizer._prepare()
+    assert len(optimizer.slices) == 5
+    for cut in optimizer.slices:
+        assert cut.span.stop - cut.span.start <= 10
         for part in cut.parts:
-            part.master.add_(cut.grads[part.start :][: part.master.numel()])
+            assert torch.equal(part.grads, unit.sum[cut.span][part.span])
+            decays = part.group["weight_decay"] > 0
+            optimizer.states[0][:, cut.span][:, part.span] += 1 if decays else 2
             part.weights.add_(1)
-            for moment in part.moments:
-                moment += 1
-    assert torch.equal(torch.cat([m.detach().flatten() for m in made.masters]), made.sum)
-    assert all((t == 1).all() for t in made.locals)
-    assert all((t == 1).all() for views in state.values() for t in views.values())
+            part.grads.add_(1)
+    for p, master, grad in zip(params, optimizer.masters.values(), unit.grads, strict=True):
+        state = optimizer.state[master]
+        for t in (master, state["exp_avg"], state["exp_avg_sq"]):
+            assert (t == (1 if p.ndim > 1 else 2)).all()
+        assert (p == 1).all() and (grad == 1).all()
+    assert unit.sum.sum() == sum(p.numel() for p in params)  # the padding is left alone
 
 
 def sharded(elements):
-    shard = SimpleNamespace(numel=lambda: elements)
-    return SimpleNamespace(parameters=lambda: [SimpleNamespace(to_local=lambda: shard)])
+    return SimpleNamespace(parameters=lambda: [torch.empty(elements, device="meta")])
 
 
 def test_too_little_host_memory(monkeypatch):

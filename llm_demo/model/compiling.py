@@ -62,10 +62,19 @@ def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
         out.add_(part)
 
 
+def add_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Add the sum of `parts`, tensors of its shape, to `out`; all additions are in its dtype."""
+    total = parts[0].to(out.dtype)
+    for part in parts[1:]:
+        total = total + part
+    out.add_(total)
+
+
 @functools.cache
-def compiled_sum():
-    """sum_into in one pass. PyTorch's own reduction runs at half the memory bandwidth."""
-    return torch.compile(sum_into, dynamic=False)
+def compiled(function):
+    """A function of flat tensors in one pass. PyTorch's own reduction of bf16 into fp32 runs at
+    half the memory bandwidth."""
+    return torch.compile(function, dynamic=False)
 
 
 def _selftest() -> None:

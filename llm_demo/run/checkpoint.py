@@ -8,7 +8,6 @@ import signal
 import tempfile
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import psutil
@@ -19,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llm_demo.args import Args
-from llm_demo.device import World
+from llm_demo.device import World, pin
 from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.files import PART
@@ -274,16 +273,8 @@ class Checkpoints:
             def reserve():
                 torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
                 memory = torch.empty(total, dtype=torch.uint8).zero_()
-                # pinned in place: PyTorch's own rounds each allocation up to a power of two
-                runtime = torch.cuda.cudart()
-                result = runtime.cudaHostRegister(memory.data_ptr(), total, 1)
-                if result != runtime.cudaError.success:
+                if not pin(memory, self):
                     self.log.say("checkpoints: memory can't be pinned, so copying is slow")
-                else:  # unpin before the memory is freed, else copies to its next owner fail
-                    unpin = weakref.finalize(
-                        self, lambda: runtime.cudaHostUnregister(memory.data_ptr())
-                    )
-                    unpin.atexit = False
                 for name, t in local.items():
                     self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
 

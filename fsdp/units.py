@@ -1,0 +1,95 @@
+"""The parameters of a model in units, each with the sum of a step's gradients: flat, in fp32, on
+the device. Under FSDP2 a unit is what is gathered and reduced together, and this rank's part of it.
+
+Every micro-batch's gradients are reduced and added at once, so no rank holds unsharded sums."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from llm_demo.errors import UserError
+from llm_demo.model.compiling import add_into, compiled, compiled_add, sum_into
+
+
+def local_part(p: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter: all of it unless it is sharded."""
+    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
+
+
+class Unit:
+    """Parameters and the sum of their gradients.
+
+    module: its forward is the first to use them. sizes: elements of the sum that each parameter
+    takes, at least its own. compiles: torch.compile works here."""
+
+    def __init__(
+        self, module: nn.Module, params: list[nn.Parameter], sizes: list[int], compiles: bool
+    ):
+        self.module, self.params, self.compiles = module, params, compiles
+        self.locals = [local_part(p) for p in params]
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.sum = torch.zeros(sum(sizes), device=self.locals[0].device)
+        self.grads = self.views(self.sum)
+        self.fresh = True  # the next micro-batch is the first of a step
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' views of a flat tensor laid out as the sum."""
+        places = zip(self.starts, self.locals, strict=True)
+        return [flat[at : at + t.numel()].view(t.shape) for at, t in places]
+
+    def add(self, parts: list[torch.Tensor]) -> None:
+        """Add a micro-batch's gradients. parts: from each rank, flat, as long as the sum."""
+        function = sum_into if self.fresh else add_into
+        (compiled(function) if self.compiles else function)(self.sum, parts)
+        self.fresh = False
+
+    def take_grads(self) -> None:
+        """Add a micro-batch's gradients, those of the parameters, and free them."""
+        if self.fresh:
+            self.sum.zero_()
+        self.fresh = False
+        pairs = zip(self.grads, self.params, strict=True)
+        pairs = [(total, p) for total, p in pairs if p.grad is not None]
+        add = compiled_add() if self.compiles else torch._foreach_add_
+        add([total for total, _ in pairs], [p.grad for _, p in pairs])
+        for p in self.params:
+            p.grad = None
+
+
+def plain_units(model: nn.Module, modules: list[nn.Module], compiles: bool) -> list[Unit]:
+    """The units of a model that is not sharded: the parameters of each of `modules`, and before
+    them all others."""
+    inside = {p for module in modules for p in module.parameters()}
+    others = [p for p in model.parameters() if p not in inside]
+    kinds = [(model, others), *((module, list(module.parameters())) for module in modules)]
+    return [Unit(module, ps, [p.numel() for p in ps], compiles) for module, ps in kinds]
+
+
+def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:
+    """The units of an FSDP2 model, in the order of the forward. FSDP2 hands each its gradients."""
+    units = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        group = getattr(state, "_fsdp_param_group", state)
+        if group is None:  # it only holds other units
+            continue
+        if not hasattr(group, "fsdp_params"):
+            raise UserError(
+                "--optimizer_on_host does not work with this PyTorch: FSDP2 has changed"
+            )
+        units.append(_sharded_unit(module, group.fsdp_params, compiles))
+    return units
+
+
+def _sharded_unit(module: FSDPModule, fsdp_params, compiles: bool) -> Unit:
+    # FSDP2's reduced gradients: flat, each padded to the largest rank's number of rows
+    params = [p.sharded_param for p in fsdp_params]
+    sizes = [-(-p.shape[0] // p.device_mesh.size()) * p[:1].numel() for p in params]
+    unit = Unit(module, params, sizes, compiles)
+    module.set_all_reduce_hook(lambda reduced: unit.add([reduced]))
+    for p in params:  # summed by now: FSDP2 would keep a copy until the next step
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return unit
