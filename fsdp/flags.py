@@ -23,8 +23,8 @@ class FsdpArgs:
     )
     optimizer_on_host: bool = flag(
         False,
-        "Keep fp32 weights and AdamW's moments in host memory; they pass through the device in each "
-        "step.",
+        "Keep fp32 weights and AdamW's moments in host memory; they pass through the device once "
+        "per step.",
         saves_memory=True,
     )
     copy_engines: bool | None = flag(

@@ -5,7 +5,7 @@ all gradients is known, masters and moments pass through the device in slices: o
 in and another one back while a third is updated. Units follow one another in the order of the
 forward, and the next forward starts meanwhile: each unit waits for its own weights only.
 
-AdamW on the host's cores took longer than the copies should (bench/LOG.md), and here the numbers are
+AdamW on the host's cores takes longer than these copies should (bench/LOG.md), and numbers here are
 those of AdamW on the device."""
 
 import os
