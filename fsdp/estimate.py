@@ -9,23 +9,45 @@ from llm_demo.model.memory import GB, at_the_loss, describe
 
 def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
     """What --estimate prints."""
-    return describe(of_fsdp(args, config, compute, train, ranks, sharded))
+    parts = of_fsdp(args, config, compute, train, ranks, sharded)
+    text = describe(parts, args.device_memory_gb)
+    if args.optimizer_on_host:
+        text += f"\nhost memory: {of_host(config):.1f} GB for the masters and moments of all ranks"
+        if args.save_every and args.save_async:
+            text += ", as much again while checkpoints are written in the background"
+    return text
+
+
+def of_host(config) -> float:
+    """GB (2**30 bytes) that --optimizer_on_host takes on all nodes: fp32 masters and moments."""
+    return 12 * sum(sizes_of(config)) / GB
+
+
+def sizes_of(config) -> tuple[int, int]:
+    """Parameters of all blocks, and of the embedding and the head, which may be one."""
+    blocks = sum(block.parameters for block in block_costs(config, 0))
+    return blocks, head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
 
 
 def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
     """GB (2**30 bytes) by part, one entry per rank."""
     blocks = [block.parameters for block in block_costs(config, 0)]
     embedding, n = head_cost(config).parameters, len(blocks)
-    ends = embedding * (1 if config.tie_word_embeddings else 2)
+    ends = sizes_of(config)[1]
     total, size = sum(blocks) + ends, torch.finfo(compute.dtype).bits // 8
     unit = unit_sizes(config, n, args.blocks_per_unit)[0] * max(blocks)
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, tokens * n, head=True)
-    if sharded:
-        early = (
-            total / ranks * 4 + (ends + 2 * unit if args.reshard_after_forward else total) * size
-        )
+    gathered = (ends + 2 * unit if args.reshard_after_forward else total) * size
+    if args.optimizer_on_host:
+        early = total / ranks * size + gathered
+        late = total / ranks * size + (embedding + unit) * size
+        # the sums, and the embedding's gradient, sent, received and summed
+        kept = total / ranks * 4
+        grads = kept + embedding * (2 * size + (size + 4) / ranks)
+    elif sharded:
+        early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size
         # between micro-batches gradients stay unsharded and in fp32
         kept = total * 4 if accumulates else 0
@@ -43,7 +65,7 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
             grads = (total + max(unit, ends)) * size
         else:
             grads = total * 4 + 2 * ends * size
-    rest = {"optimizer": total / ranks * 8}
+    rest = {"optimizer": 0 if args.optimizer_on_host else total / ranks * 8}
     moments = (
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},

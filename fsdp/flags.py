@@ -12,13 +12,18 @@ class FsdpArgs:
 
     fsdp: bool | None = flag(
         None,
-        "Shard with FSDP2. Default: with several processes or --reshard_after_forward. A single "
-        "process otherwise trains the plain model, which is faster and needs less memory.",
+        "Shard with FSDP2. Default: with several processes, or if a flag below needs it. A single "
+        "process otherwise trains the plain model: faster, less memory.",
     )
     reshard_after_forward: bool = flag(
         False,
         "Free each block's weights after use and gather them again in every forward and backward "
         "pass, instead of once per step: less memory, more communication.",
+        saves_memory=True,
+    )
+    optimizer_on_host: bool = flag(
+        False,
+        "fp32 weights, moments and AdamW itself on the host.",
         saves_memory=True,
     )
     copy_engines: bool | None = flag(
@@ -30,5 +35,7 @@ class FsdpArgs:
 
     @staticmethod
     def check(args) -> None:
+        if args.optimizer_on_host and args.fsdp is False:
+            raise UserError("--optimizer_on_host requires FSDP: remove --no_fsdp")
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")

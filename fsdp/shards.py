@@ -24,14 +24,14 @@ class Shards:
             local.grad, whole.grad = whole.grad.to_local(), None
 
 
-def training_state(views, optimizer) -> dict[str, torch.Tensor]:
+def training_state(views, optimizer, mesh) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
-    sharded like the parameters. views: as `optim.adam_views`."""
+    sharded like the parameters. views: as `optim.adam_views`. mesh: of the device they are on."""
     state = {}
     for p, *tensors in views(optimizer):
         for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):
             if isinstance(p, DTensor):
                 how = {"shape": p.shape, "stride": p.stride()}
-                t = DTensor.from_local(t, p.device_mesh, p.placements, **how)
+                t = DTensor.from_local(t, mesh, p.placements, **how)
             state[p.hf_name + key] = t
     return state

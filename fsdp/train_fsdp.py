@@ -6,13 +6,16 @@ python fsdp/train_fsdp.py                                    one process: the pl
 """
 
 import functools
+from collections.abc import Callable
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
+from fsdp.host_adamw import HostAdamW, prepare_host
 from fsdp.shards import Shards, training_state
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -50,9 +53,11 @@ def main() -> None:
     args = parse()
     world = start()
     if args.fsdp is False and world.size > 1:
-        raise UserError(f"--no_fsdp is for one process, here are {world.size}: NPROC_PER_NODE=1")
+        raise UserError(f"--no_fsdp needs one process, not {world.size}: set NPROC_PER_NODE=1")
     mesh = make_mesh(world, **{DATA: world.size})
-    sharded = world.size > 1 or args.reshard_after_forward if args.fsdp is None else args.fsdp
+    sharded, on_host = args.fsdp, args.optimizer_on_host
+    if sharded is None:
+        sharded = world.size > 1 or args.reshard_after_forward or on_host
 
     # decisions and data
     log = Log(args, world, "fsdp")
@@ -79,23 +84,33 @@ def main() -> None:
             for unit in units:
                 compile_forward(unit, args.activation_memory_budget)
         model = DecoderLoss(lm, units, compute.compile)
+        if on_host:
+            for p in lm.parameters():  # on the meta device
+                p.data = p.data.to(compute.dtype)
         if sharded:
             tied, reshard = config.tie_word_embeddings, args.reshard_after_forward
             shard(model, tied, compute.dtype, reshard, mesh)
             if compute.dtype != torch.float32:
                 group = mesh.get_group()
                 engines = choose_engines(args.copy_engines, world, group, units, log)
-                how = (compute.dtype, accum > 1, compute.compile, engines, clock.comm.call)
+                sums = accum > 1 and not on_host  # of unsharded gradients
+                how = (compute.dtype, sums, compute.compile, engines, clock.comm.call)
                 for missing in reduce_traffic(model, world, group, *how):
                     log.say(f"fsdp: {missing}")
-        load(model, lm, weights, args.seed, world.device)
+        if on_host:
+            log.say(prepare_host(model, world))
+        allocate(model, world.device)
+        host = HostAdamW(model, horizon.lr, args.weight_decay) if on_host else None
+        load(lm, weights, args.seed, host and host.keep)
 
-    # what is optimized: shards, flat fp32 masters of a unit, or the parameters themselves
+    # what is optimized: masters on the host, shards, flat fp32 masters of a unit, or the parameters
     flat = not sharded and compute.dtype != torch.float32
-    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
+    compiled = compiles_adamw(compute.compile and not on_host, n_params, world.size, log.say, flat)
     model_params = params = list(model.parameters())
     shards = masters = None
-    if sharded:
+    if on_host:
+        masters, params = host, host.masters.values()
+    elif sharded:
         shards = Shards(model)
         params = shards.local
     elif flat:
@@ -103,14 +118,18 @@ def main() -> None:
         params = masters.params
     how = f"FSDP2 over {world.size} processes" if sharded else "one plain process"
     log.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
-    optimizer = make_adamw(params, horizon.lr, args.weight_decay, compiled)
+    optimizer = host or make_adamw(params, horizon.lr, args.weight_decay, compiled)
     loss_scale = LossScale(compute.dtype, world.device)
-    if masters:
+    if flat:
         masters.follow(optimizer)
+    if masters:
         views = masters.views
     else:  # after an evaluation the model's own parameters are the gathered weights
         views = functools.partial(adam_views, list(zip(model_params, params, strict=True)))
-    state = functools.partial(training_state, views, optimizer)
+    holders = mesh
+    if on_host and world.device.type != "cpu":
+        holders = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    state = functools.partial(training_state, views, optimizer, holders)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()
@@ -133,16 +152,17 @@ def main() -> None:
         total = torch.zeros((), device=world.device)
         for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
             if sharded:
-                accumulate(model, args.reshard_after_forward, last=i == accum - 1)
+                accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
-            if masters:
+            if flat:
                 masters.take_grads()
             total += loss.detach()
         if shards:
             shards.take_grads()
         set_lr(optimizer, lr)
-        parts = [(grads_of(optimizer), mesh.get_group() if sharded else None)]
+        grads = host.sums() if on_host else grads_of(optimizer)
+        parts = [(grads, mesh.get_group() if sharded else None)]
         return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 
     @torch.no_grad()
@@ -200,19 +220,19 @@ def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: L
     return engines
 
 
-def load(model: DecoderLoss, lm, weights, seed: int, device: torch.device) -> None:
-    """Allocate this rank's share of a model on the meta device, and fill in the weights."""
-    allocate(model, device)
-    fill(lm, "model", weights, seed)
+def load(lm, weights, seed: int, store: Callable | None) -> None:
+    """Fill this rank's share of an allocated model. store: as in weights.fill."""
+    fill(lm, "model", weights, seed, store)
     if lm.config.tie_word_embeddings:  # allocated separately
         lm.lm_head.weight = lm.model.embed_tokens.weight
     else:
-        fill(lm, "lm_head", weights, seed)
+        fill(lm, "lm_head", weights, seed, store)
 
 
-def accumulate(model: DecoderLoss, reshard_after_forward: bool, last: bool) -> None:
-    """Between micro-batches, keep gradients unreduced, and weights gathered if memory allows."""
-    model.set_requires_gradient_sync(last)
+def accumulate(model: DecoderLoss, reshard_after_forward: bool, last: bool, every: bool) -> None:
+    """Between micro-batches, keep gradients unreduced unless `every` one is reduced, and weights
+    gathered if memory allows."""
+    model.set_requires_gradient_sync(last or every)
     model.set_is_last_backward(last)
     model.set_reshard_after_backward(last or reshard_after_forward)
 

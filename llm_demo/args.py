@@ -189,6 +189,10 @@ class RunArgs:
         "Peak TFLOP/s of one GPU in this dtype, for MFU. Default: from a table.",
         positive=True,
     )
+    device_memory_gb: float = flag(
+        0.0,
+        "Limit of PyTorch's memory on each GPU, in GB (2**30). 0: none.",
+    )
     estimate: bool = flag(False, "Print an estimate of peak memory per rank and exit.")
     dry_run: bool = flag(False, "Run one forward pass, print the plan and exit.")
 
@@ -327,7 +331,7 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     Args:
         description: printed as it is above the help.
         more: dataclasses of flags; `check(args)` of one that has it raises UserError for values
-            that contradict each other.
+            that contradict each other. REFUSED: {another script's flag: why it is refused}.
 
     Raises UserError for an unknown flag (with the nearest known one), a value that is not allowed
     and a combination that contradicts itself.
@@ -351,6 +355,9 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         sys.exit(0)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
+        for group in more:
+            if reason := getattr(group, "REFUSED", {}).get(unknown[0].replace("-", "_")[2:]):
+                raise UserError(f"{unknown[0]}: {reason}")
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")

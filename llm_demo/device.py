@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -95,6 +96,32 @@ def links() -> list[str]:
         if pairs:
             return list(dict.fromkeys(pairs))
     return []
+
+
+def limit_memory(device: torch.device, gb: float) -> None:
+    """Let PyTorch's allocator take at most `gb` * 2**30 bytes of a GPU. Raises UserError on a CPU,
+    and if the GPU has less."""
+    if device.type != "cuda":
+        raise UserError("--device_memory_gb limits GPU memory, and there is no GPU")
+    have = torch.cuda.get_device_properties(device).total_memory / 2**30
+    if gb > have:
+        raise UserError(f"--device_memory_gb {gb:g}: the GPU has {have:.1f} GB")
+    torch.cuda.set_per_process_memory_fraction(gb / have, device)
+
+
+def cores_near(device: torch.device, sysfs: Path = Path("/sys")) -> list[int]:
+    """The CPU cores of a GPU's NUMA node, [] if unknown. sysfs: where the kernel describes both."""
+    if device.type != "cuda":
+        return []
+    props = torch.cuda.get_device_properties(device)
+    try:
+        name = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
+        node = int((sysfs / f"bus/pci/devices/{name}/numa_node").read_text())
+        spans = (sysfs / f"devices/system/node/node{node}/cpulist").read_text().split(",")
+    except (AttributeError, OSError, ValueError):  # an old PyTorch, or a single node: -1
+        return []
+    ends = [[int(n) for n in span.split("-")] for span in spans]
+    return [core for end in ends for core in range(end[0], end[-1] + 1)]
 
 
 def peak_memory_gb(device: torch.device) -> float:

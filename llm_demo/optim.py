@@ -33,13 +33,18 @@ def make_adamw(
     """AdamW that decays matrices only: pulling a norm's weight or a bias to zero has no benefit.
     compiled: faster for large models. Must be the same on all ranks, because it rounds differently
     and the copies of a tied weight would drift apart."""
+    kind = CompiledAdamW if compiled else torch.optim.AdamW
+    return kind(decayed_or_not(params, weight_decay), lr, BETAS, EPS, fused=True)
+
+
+def decayed_or_not(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW's parameter groups: matrices decay, other parameters do not."""
     params = [p for p in params if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
     ]
-    kind = CompiledAdamW if compiled else torch.optim.AdamW
-    return kind([g for g in groups if g["params"]], lr, BETAS, EPS, fused=True)
+    return [group for group in groups if group["params"]]
 
 
 class CompiledAdamW(torch.optim.AdamW):

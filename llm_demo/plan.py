@@ -17,7 +17,7 @@ from llm_demo.args import command_line
 from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
 from llm_demo.data.sources import hub_parts
 from llm_demo.data.steps import Packs, step_rows
-from llm_demo.device import DTYPES, Device, World, pick_dtype, this_device
+from llm_demo.device import DTYPES, Device, World, limit_memory, pick_dtype, this_device
 from llm_demo.dist import from_rank0, once_per_node
 from llm_demo.errors import UserError
 from llm_demo.model.attention_choice import choose_attention
@@ -80,6 +80,9 @@ def make_plan(args: Namespace, world: World, log: Log, replicas: int) -> Plan:
     say = log.say
     say(f"command: {command_line()}")
     device = this_device(world.device.index or 0)
+    if args.device_memory_gb:
+        limit_memory(world.device, args.device_memory_gb)
+        say(f"memory: at most {args.device_memory_gb:g} GB of each GPU")
     dtype, why = pick_dtype(args.dtype, device)
     dtype_name = next(name for name, d in DTYPES.items() if d == dtype)
     say(f"device: {world.size} x {device}")

@@ -10,7 +10,8 @@ from llm_demo.model.memory import GB, at_the_loss, describe
 def table(args, config, compute, train, replicas: int, counts: list[int]) -> str:
     """What --estimate prints. counts: blocks of each piece of the model."""
     held = pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
-    return describe(of_pipeline(args, config, compute, train, replicas, held))
+    parts = of_pipeline(args, config, compute, train, replicas, held)
+    return describe(parts, args.device_memory_gb)
 
 
 def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[list[tuple]]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from llm_demo.args import flag
 from llm_demo.errors import UserError
@@ -38,6 +38,10 @@ class PipeArgs:
     local_rank: int = flag(
         0, "Passed by DeepSpeed's launcher and ignored: LOCAL_RANK counts.", env=""
     )
+
+    REFUSED: ClassVar = {
+        "optimizer_on_host": "DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"
+    }
 
     @staticmethod
     def check(args) -> None:

@@ -31,8 +31,11 @@ def watch_fsdp(step, state):
     grads = {}
 
     def keep_grads(*_):
+        if hasattr(optimizer, "sums"):  # HostAdamW
+            sums = [t.clone() for t in optimizer.sums()]
+            grads.update(zip(optimizer.masters.values(), sums, strict=True))
         for group in optimizer.param_groups:
-            grads.update((p, p.grad.clone()) for p in group["params"])
+            grads.update((p, p.grad.clone()) for p in group["params"] if p.grad is not None)
 
     def global_norm(parts, norm=optim.global_norm):
         poison(grad for grads, _ in parts for grad in grads)
@@ -135,8 +138,10 @@ optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 if not torch.cuda.is_available():
     optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
 if KIND == "fsdp":
+    import fsdp.host_adamw
     import fsdp.train_fsdp as script
 
+    fsdp.host_adamw.SLICE = 3 << 10  # smaller than the largest parameters
     reduce_traffic = script.reduce_traffic
 else:
     from deepspeed.accelerator import get_accelerator

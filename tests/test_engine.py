@@ -114,7 +114,7 @@ def test_fp16_where_deepspeed_has_none(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["fsdp", "pp"])
+@pytest.mark.parametrize("kind", ["fsdp", "host", "pp"])
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tmp_path):
     """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
@@ -128,6 +128,9 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tm
             "--sample_tokens", "0", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "0",
         ],
     }  # fmt: skip
+    if kind == "host":
+        kind = "fsdp"
+        case["argv"].append("--optimizer_on_host")
     (tmp_path / "cases.json").write_text(json.dumps([case]))
     done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
     assert "step 2: the gradient norm is not finite, so all ranks skip it" in done.stdout

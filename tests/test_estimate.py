@@ -22,7 +22,7 @@ DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # a
 
 
 def expected(row, config):
-    args = SimpleNamespace(**config)
+    args = SimpleNamespace(**{"optimizer_on_host": False, **config})
     lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
     config = load_config(ROOT / row["model"], args.seq_len)
     compute = SimpleNamespace(

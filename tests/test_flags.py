@@ -156,6 +156,10 @@ EARLY = [
      "--profile_steps 3: must be two steps such as 5:7, counted from 1"),
     ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
+    ("fsdp", "--optimizer_on_host --no_fsdp",
+     "--optimizer_on_host requires FSDP: remove --no_fsdp"),
+    ("pp", "--optimizer_on_host",
+     "--optimizer_on_host: DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "

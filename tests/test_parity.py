@@ -176,10 +176,14 @@ def assert_equal(losses, ranks, expected):
 
 # (script, processes, further flags, (micro, accumulation) for each model): different splits of the
 # same 8 rows, so that each row of the table tests the loss's independence of them too
+RESHARD = ["--reshard_after_forward"]
 ENGINES = {
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (1, 8), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (2, 2), (4, 1)]),
-    "fsdp_reshard": ("fsdp", 2, ["--reshard_after_forward"], [(2, 2), (1, 4), (2, 2)]),
+    "host_one": ("fsdp", 1, ["--optimizer_on_host"], [(4, 2), (8, 1), (1, 8)]),
+    "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (4, 1), (1, 4)]),
+    "host_four": ("fsdp", 4, ["--optimizer_on_host", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
+    "fsdp_reshard": ("fsdp", 2, RESHARD, [(2, 2), (1, 4), (2, 2)]),
     "pp": ("pp", 2, [], [(2, 4), (1, 8), (4, 2)]),
     "pp_v": ("pp", 2, ["--schedule", "dualpipev"], [(2, 4), (1, 8), (2, 4)]),
     "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
@@ -194,7 +198,7 @@ for name in ("fsdp", "pp", "pp_v"):
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = ("plain", "fsdp", "pp", "pp_v")
+LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v")
 
 
 @pytest.mark.parametrize(

@@ -71,12 +71,17 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     fp32 = ["--dtype", "fp32", "--use_activation_checkpointing", "--micro_batch_size", "2"]
     fp16, bf16 = (["--dtype", name, "--micro_batch_size", "2"] for name in ("fp16", "bf16"))
     pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
+    host = "--optimizer_on_host"
     heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
     runs("fsdp", 2, {
         "fsdp": [*fp32, *fsdp, *heldout],
         "fsdp-again": resumed("fsdp", *fp32, *fsdp, "--no_save_async"),
         "fsdp16": [*fp16, *fsdp], "fsdp16-again": resumed("fsdp16", *fp16, *fsdp),
         "fsdpb": [*bf16, *fsdp], "fsdpb-again": resumed("fsdpb", *bf16, *fsdp),
+        "host": [*fp32, *fsdp, host], "host-again": resumed("host", *fp32, *fsdp, host),
+        "hostb": [*bf16, *fsdp, host], "hostb-again": resumed("hostb", *bf16, *fsdp, host),
+        "host-from-fsdp": resumed("fsdp", *fp32, *fsdp, host),
+        "fsdp-from-host": resumed("host", *fp32, *fsdp),
     })  # fmt: skip
     one = ["--dtype", "fp32", "--micro_batch_size", "1"]
     runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
@@ -92,8 +97,8 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     })  # fmt: skip
     runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "fsdpb", "pp", "pp16", "ppb"):
+    for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb"):
         assert_same(runs.folder, name, f"{name}-again")
-    others = ("4-stages", "v", "plain", "fsdp4")
-    for name in (*(f"{o}-from-fsdp" for o in others), "fsdp-from-pp", "1-stage-from-pp"):
+    others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host")]
+    for name in (*others, "fsdp-from-host", "fsdp-from-pp", "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)

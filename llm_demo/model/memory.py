@@ -128,15 +128,16 @@ def at_the_loss(
     return (kept, loss) if loss >= passing else (kept + passing, 0)
 
 
-def describe(ranks: list[dict[str, float]]) -> str:
-    """A table of the parts, with a warning if they come near the memory of this device."""
+def describe(ranks: list[dict[str, float]], limit_gb: float = 0) -> str:
+    """A table of the parts, with a warning if they come near the memory of this device, or near
+    limit_gb if that is set."""
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
     lines = ["estimated peak memory of each rank in GB (2**30 bytes):"]
     for name in ranks[0]:
         lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
     lines.append(f"  {'total':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
-    capacity_gb = this_device().memory_gb
+    capacity_gb = limit_gb or this_device().memory_gb
     if capacity_gb and max(totals) > 0.95 * capacity_gb:
-        lines.append(f"warning: this may not fit into the device's {capacity_gb:.0f} GB")
+        lines.append(f"warning: this may not fit into {capacity_gb:.0f} GB")
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -90,13 +91,21 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) -> nn.Module:
+def fill(
+    model: PreTrainedModel,
+    name: str,
+    weights: Weights | None,
+    seed: int,
+    store: Callable | None = None,
+) -> nn.Module:
     """Set the values of the submodule's parameters (if sharded, this rank's part) and their Hugging
     Face name, `hf_name`.
 
     Without `weights`, values are random by the model's own rule. Each module is seeded by its name,
     so any process makes the same block. Values are rounded to bf16, as published weights are, so
-    that runs in every dtype start alike."""
+    that runs in every dtype start alike.
+
+    store(parameter, values): sets the values in place of a copy, to keep a master as well."""
     module = model.get_submodule(name)
     for path, owner in module.named_modules(prefix=name):
         random = _random(model, owner, f"{seed}:{path}") if weights is None else {}
@@ -109,7 +118,10 @@ def fill(model: PreTrainedModel, name: str, weights: Weights | None, seed: int) 
                 part = tuple(slice(at, at + size) for at, size in spans)
             # move to the device first: copy_ would widen it in host memory
             values = random[key][part] if random else weights.read(p.hf_name, part)
-            local.copy_(values.to(local.device))
+            if store:
+                store(p, values)
+            else:
+                local.copy_(values.to(local.device))
     return module
 
 
