@@ -144,7 +144,7 @@ def cases_of(folder, kind, processes):
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(folder, model, folder / name, micro, accum, *more)
         if engine in LOW_PRECISION:
-            accum = GLOBAL_BATCH // 2 // (processes if kind == "fsdp" else 1)
+            accum = GLOBAL_BATCH // 2 // (1 if kind == "pp" else processes)
             for dtype in BOUNDS:
                 name = f"{engine}-{dtype}"
                 more = [*flags, "--dtype", dtype]
@@ -177,6 +177,10 @@ def assert_equal(losses, ranks, expected):
 # (script, processes, further flags, (micro, accumulation) for each model): different splits of the
 # same 8 rows, so that each row of the table tests the loss's independence of them too
 RESHARD = ["--reshard_after_forward"]
+ZERO = {
+    name: ["--deepspeed_config", str(ROOT / f"zero/ds_zero{name}.json")]
+    for name in ("1", "2", "3", "2_offload", "3_offload")
+}
 ENGINES = {
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (1, 8), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (2, 2), (4, 1)]),
@@ -187,6 +191,12 @@ ENGINES = {
     "pp": ("pp", 2, [], [(2, 4), (1, 8), (4, 2)]),
     "pp_v": ("pp", 2, ["--schedule", "dualpipev"], [(2, 4), (1, 8), (2, 4)]),
     "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
+    "zero1": ("zero", 2, ZERO["1"], [(2, 2), (1, 4), (4, 1)]),
+    "zero2": ("zero", 2, ZERO["2"], [(1, 4), (4, 1), (2, 2)]),
+    "zero3": ("zero", 2, ZERO["3"], [(2, 2), (1, 4), (1, 4)]),
+    "zero2_offload": ("zero", 2, ZERO["2_offload"], [(4, 1), (2, 2), (1, 4)]),
+    "zero3_offload": ("zero", 2, ZERO["3_offload"], [(1, 4), (2, 2), (2, 2)]),
+    "zero3_four": ("zero", 4, ZERO["3"], [(1, 2), (2, 1), (1, 2)]),
 }
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
@@ -198,7 +208,10 @@ for name in ("fsdp", "pp", "pp_v"):
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v")
+LOW_PRECISION = (
+    "plain", "fsdp", "host_one", "host", "pp", "pp_v",
+    "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
