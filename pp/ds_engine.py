@@ -11,8 +11,8 @@ from llm_demo.errors import UserError
 from llm_demo.model.compiling import compiled_add
 from llm_demo.model.decoder import Blocks
 from llm_demo.optim import LossScale, clipped_step
-from llm_demo.parallel import deepspeed_engine
-from llm_demo.parallel.deepspeed_engine import need, outlast_overflows, quiet
+from llm_demo.parallel import deepspeed_base
+from llm_demo.parallel.deepspeed_base import need, outlast_overflows, quiet
 
 # isort: split
 import deepspeed  # now that its version is checked
@@ -61,7 +61,7 @@ class PipelineV(DualPipeVModule, _Cut):
 
 def read_switches(path: str) -> dict:
     """The user's engine switches. Raises UserError for those that train wrongly."""
-    switches = deepspeed_engine.read_switches(path, SWITCHES, ZERO)
+    switches = deepspeed_base.read_switches(path, SWITCHES, ZERO)
     stage = switches.get("zero_optimization", {}).get("stage", 1)
     if stage != 1:
         # 0 clips by the first stage's norm and never scales fp16's loss; 2 and 3 can't pipeline.
@@ -71,7 +71,7 @@ def read_switches(path: str) -> dict:
 
 def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
-    config = deepspeed_engine.engine_config(switches, dtype, micro, accum, clip)
+    config = deepspeed_base.engine_config(switches, dtype, micro, accum, clip)
     config.setdefault("zero_optimization", {})["stage"] = 1
     return config
 

@@ -12,7 +12,7 @@ from deepspeed.utils import (
 )
 
 from llm_demo.optim import MOMENTS, adam_steps, fill_adam_state
-from llm_demo.parallel.deepspeed_engine import link_moments, scale_facts, set_scale
+from llm_demo.parallel.deepspeed_base import link_moments, scale_facts, set_scale
 
 
 @torch.no_grad()

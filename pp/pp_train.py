@@ -32,7 +32,7 @@ parse = functools.partial(parse_args, __doc__, PipeArgs)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_engine import join
+    from llm_demo.parallel.deepspeed_base import join
     from pp import ds_engine, ds_state, estimate, stages
 
     world = start()

@@ -11,7 +11,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.source import load_config
 from llm_demo.optim import make_adamw
-from llm_demo.parallel import deepspeed_engine
+from llm_demo.parallel import deepspeed_base
 from pp import ds_engine
 from pp.stages import costs, describe_split, layer_specs, split
 
@@ -74,19 +74,19 @@ def test_bounds_and_their_description():
 def test_an_old_deepspeed_is_refused():
     for version in ("0.17.1", "0.19.2"):
         with pytest.raises(UserError, match=f"DeepSpeed {version}.*gradients wrongly"):
-            deepspeed_engine.check_version(version)
-    deepspeed_engine.check_version("0.19.3")
-    deepspeed_engine.check_version("0.20.0")
+            deepspeed_base.check_version(version)
+    deepspeed_base.check_version("0.19.3")
+    deepspeed_base.check_version("0.20.0")
 
 
 def test_a_patch_point_that_is_gone_is_an_error():
     with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
-        deepspeed_engine.need({}, "_exec_magic")
+        deepspeed_base.need({}, "_exec_magic")
 
 
 def test_zero_takes_both_kinds_of_adamw():
     """Else DeepSpeed stops, wherever AdamW is compiled: on GPUs."""
-    known = deepspeed_engine.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
+    known = deepspeed_base.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
     for compiled in (False, True):
         params = [torch.nn.Parameter(torch.ones(2, 2))]
         assert type(make_adamw(params, 1e-3, 0.1, compiled)) in known
@@ -94,7 +94,7 @@ def test_zero_takes_both_kinds_of_adamw():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_engine_config(dtype, monkeypatch):
-    monkeypatch.setattr(deepspeed_engine.get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(deepspeed_base.get_accelerator(), "is_fp16_supported", lambda: True)
     switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
     config = ds_engine.engine_config(switches, dtype, 3, 5, 0.7)
     assert config["zero_optimization"]["stage"] == 1
@@ -109,7 +109,7 @@ def test_engine_config(dtype, monkeypatch):
 
 
 def test_fp16_where_deepspeed_has_none(monkeypatch):
-    monkeypatch.setattr(deepspeed_engine.get_accelerator(), "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(deepspeed_base.get_accelerator(), "is_fp16_supported", lambda: False)
     with pytest.raises(UserError, match="--dtype fp16"):
         ds_engine.engine_config({}, torch.float16, 1, 1, 1.0)
 

@@ -9,8 +9,8 @@ import torch
 from llm_demo.errors import UserError
 from llm_demo.model.decoder import Blocks, DecoderLoss, Tail
 from llm_demo.model.weights import Weights, materialise
-from llm_demo.parallel import deepspeed_engine
-from llm_demo.parallel.deepspeed_engine import outlast_overflows, quiet
+from llm_demo.parallel import deepspeed_base
+from llm_demo.parallel.deepspeed_base import outlast_overflows, quiet
 
 # isort: split
 import deepspeed  # now that its version is checked
@@ -29,7 +29,7 @@ OFFLOAD = {"device", "pin_memory"}
 
 def read_switches(path: str) -> dict:
     """The user's engine switches. Raises UserError for those that train wrongly."""
-    switches = deepspeed_engine.read_switches(path, SWITCHES, ZERO)
+    switches = deepspeed_base.read_switches(path, SWITCHES, ZERO)
     zero = switches.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
@@ -67,7 +67,7 @@ def engine_config(
     switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float, compiled: bool
 ) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
-    config = deepspeed_engine.engine_config(switches, dtype, micro, accum, clip)
+    config = deepspeed_base.engine_config(switches, dtype, micro, accum, clip)
     zero = {**config["zero_optimization"], "overlap_comm": False}  # stage 3 overlaps by default
     if zero["stage"] == 3 and compiled:
         zero["memory_efficient_linear"] = False  # a Python function, which breaks compiled graphs

@@ -31,7 +31,7 @@ parse = functools.partial(parse_args, __doc__, ZeroArgs)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_engine import join
+    from llm_demo.parallel.deepspeed_base import join
     from zero import ds_engine, ds_state, estimate
 
     world = start()
