@@ -114,38 +114,51 @@ def test_fp16_where_deepspeed_has_none(monkeypatch):
         ds_engine.engine_config({}, torch.float16, 1, 1, 1.0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["fsdp", "host", "pp"])
-def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tmp_path):
+ZERO = {
+    f"zero{name}": ["--deepspeed_config", str(ROOT / f"zero/ds_zero{name}.json")]
+    for name in ("1", "2", "3", "2_offload", "3_offload")
+}
+
+
+@pytest.mark.parametrize(
+    "kind, ways",
+    [("fsdp", {"fsdp": [], "host": ["--optimizer_on_host"]}), ("pp", {"pp": []}), ("zero", ZERO)],
+    ids=["fsdp", "pp", "zero"],
+)
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, ways, tmp_path):
     """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("wants 2 GPUs")
-    case = {
-        "poison": {"rank": 1, "step": 1},
-        "out": str(tmp_path / "out"),
-        "argv": [
+    cases = {}
+    for way, dtype in itertools.product(ways, ("fp32", "bf16")):
+        cases[f"{way}-{dtype}"] = [
             "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
             "--micro_batch_size", "2", "--max_steps", "3", "--dtype", dtype, "--eval_json", "none",
-            "--sample_tokens", "0", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "0",
-        ],
-    }  # fmt: skip
-    if kind == "host":
-        kind = "fsdp"
-        case["argv"].append("--optimizer_on_host")
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
+            "--sample_tokens", "0", "--output_dir", str(tmp_path / f"{way}-{dtype}"),
+            "--warmup_steps", "0", *ways[way],
+        ]  # fmt: skip
+    poison = {"rank": 1, "step": 1}
+    listed = [
+        {"poison": poison, "out": str(tmp_path / f"{name}.out"), "argv": argv}
+        for name, argv in cases.items()
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps(listed))
     done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
-    assert "step 2: the gradient norm is not finite, so all ranks skip it" in done.stdout
-    lines = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
-    lines = [line for line in lines if "train/loss" in line]
-    assert [line["train/skipped"] for line in lines] == [False, True, False]
-    assert lines[1]["train/grad_norm"] is None
-    for rank in range(2):
-        before, after, last = torch.load(tmp_path / f"out.{rank}.pt")["after_step"]
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert any(not torch.equal(after[name], last[name]) for name in before)
+    said = "step 2: the gradient norm is not finite, so all ranks skip it"
+    assert done.stdout.count(said) == len(cases)
+    for name in cases:
+        lines = [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+        lines = [line for line in lines if "train/loss" in line]
+        assert [line["train/skipped"] for line in lines] == [False, True, False], name
+        assert lines[1]["train/grad_norm"] is None
+        for rank in range(2):
+            before, after, last = torch.load(tmp_path / f"{name}.out.{rank}.pt")["after_step"]
+            assert all(torch.equal(before[p], after[p]) for p in before), name
+            assert any(not torch.equal(after[p], last[p]) for p in before), name
 
 
-def test_a_checkpoint_before_the_first_good_step(tmp_path):
+@pytest.mark.parametrize("kind", ["pp", "zero"])
+def test_a_checkpoint_before_the_first_good_step(kind, tmp_path):
     """Step 1 is skipped, and saved; going on from it takes the same step 2."""
     argv = [
         "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
@@ -153,13 +166,15 @@ def test_a_checkpoint_before_the_first_good_step(tmp_path):
         "--sample_tokens", "0", "--warmup_steps", "0", "--dtype", "fp32", "--output_dir",
     ]  # fmt: skip
     first = str(tmp_path / "run/checkpoints/step_00000001")
+    if kind == "zero":
+        argv = [*ZERO["zero3"], *argv]
     cases = [
         {"poison": {"rank": 1, "step": 0}, "argv": [*argv, str(tmp_path / "run")]},
         {"quiet": True, "argv": [*argv, str(tmp_path / "again"), "--resume", first]},
     ]
     cases[0]["out"] = str(tmp_path / "out")
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    done = torchrun(2, ROOT / "tests/parity_worker.py", "pp", tmp_path / "cases.json")
+    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
     assert "step 1: the gradient norm is not finite" in done.stdout
     runs = [
         [json.loads(line) for line in open(tmp_path / n / "metrics.jsonl")]

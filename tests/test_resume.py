@@ -91,14 +91,35 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
         "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
     })  # fmt: skip
+    configs = {
+        name: ["--deepspeed_config", str(ROOT / f"zero/ds_{name}.json")]
+        for name in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+    }
+    zero = {}
+    for name, config in configs.items():
+        for kind, dtype in ((name, fp32), (f"{name}b", bf16)):
+            flags = [*dtype, *fsdp, *config]
+            zero |= {kind: flags, f"{kind}-again": resumed(kind, *flags)}
+    three = [*fp16, *fsdp, *configs["zero3"]]
+    zero |= {"zero316": three, "zero316-again": resumed("zero316", *three)}
+    from_fsdp = {
+        f"{name}-from-fsdp": resumed("fsdp", *fp32, *fsdp, *configs[name])
+        for name in ("zero1", "zero3", "zero2_offload")
+    }
+    from_fsdp["zero3_offload-from-pp"] = resumed("pp", *fp32, *fsdp, *configs["zero3_offload"])
+    runs("zero", 2, {**zero, **from_fsdp})
     runs("fsdp", 1, {
+        "fsdp-from-zero3": resumed("zero3", *fp32, *pp),
+        "fsdp-from-zero2_offload": resumed("zero2_offload", *fp32, *pp),
         "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
         "fsdp-from-pp": resumed("pp", *fp32, *pp),
     })  # fmt: skip
     runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb"):
+    again = (name for name in zero if not name.endswith("-again"))
+    for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb", *again):
         assert_same(runs.folder, name, f"{name}-again")
     others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host")]
+    others += [*from_fsdp, "fsdp-from-zero3", "fsdp-from-zero2_offload"]
     for name in (*others, "fsdp-from-host", "fsdp-from-pp", "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)

@@ -10,7 +10,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.decoder import Blocks, DecoderLoss, Tail
 from llm_demo.model.weights import Weights, materialise
 from llm_demo.parallel import deepspeed_base
-from llm_demo.parallel.deepspeed_base import outlast_overflows, quiet
+from llm_demo.parallel.deepspeed_base import need, outlast_overflows, quiet
 
 # isort: split
 import deepspeed  # now that its version is checked
@@ -108,6 +108,22 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     model.rotary = rotary
     outlast_overflows(engine)
+    zero = config["zero_optimization"]
+    if zero["stage"] == 2 and "offload_optimizer" in zero:
+        _forget_skipped(engine.optimizer)
     # PyTorch 2.13 renamed a collective that stage 3 calls thousands of times
     warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     return engine
+
+
+def _forget_skipped(optimizer) -> None:
+    """Drop the gradients of a skipped step. With the optimizer on the host, ZeRO-2 in bf16 and fp16
+    keeps them and adds the next step's, so that one overflow would skip all steps after it."""
+    reset = optimizer.reset_cpu_buffers
+    need(vars(optimizer), "averaged_gradients")
+
+    def reset_all():  # at the end of each step, also of a skipped one
+        reset()
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+    optimizer.reset_cpu_buffers = reset_all
