@@ -100,14 +100,20 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         for kind, dtype in ((name, fp32), (f"{name}b", bf16)):
             flags = [*dtype, *fsdp, *config]
             zero |= {kind: flags, f"{kind}-again": resumed(kind, *flags)}
-    three = [*fp16, *fsdp, *configs["zero3"]]
-    zero |= {"zero316": three, "zero316-again": resumed("zero316", *three)}
+    half = [*fp16, *fsdp, *configs["zero3"]]
+    zero |= {"zero316": half, "zero316-again": resumed("zero316", *half)}
     from_fsdp = {
         f"{name}-from-fsdp": resumed("fsdp", *fp32, *fsdp, *configs[name])
         for name in ("zero1", "zero3", "zero2_offload")
     }
     from_fsdp["zero3_offload-from-pp"] = resumed("pp", *fp32, *fsdp, *configs["zero3_offload"])
     runs("zero", 2, {**zero, **from_fsdp})
+    three = ["--dtype", "fp32", "--micro_batch_size", "1", "--grad_accum_steps", "4"]
+    on_three = {  # processes, which do not divide the parameters' sizes
+        f"{name}-from-zero3": resumed("zero3", *three, *configs[to])
+        for name, to in (("three", "zero3"), ("three_offload", "zero2_offload"))
+    }
+    runs("zero", 3, on_three)
     runs("fsdp", 1, {
         "fsdp-from-zero3": resumed("zero3", *fp32, *pp),
         "fsdp-from-zero2_offload": resumed("zero2_offload", *fp32, *pp),
@@ -120,6 +126,6 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb", *again):
         assert_same(runs.folder, name, f"{name}-again")
     others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host")]
-    others += [*from_fsdp, "fsdp-from-zero3", "fsdp-from-zero2_offload"]
+    others += [*from_fsdp, *on_three, "fsdp-from-zero3", "fsdp-from-zero2_offload"]
     for name in (*others, "fsdp-from-host", "fsdp-from-pp", "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
