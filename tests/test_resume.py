@@ -91,41 +91,50 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
         "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
     })  # fmt: skip
-    configs = {
-        name: ["--deepspeed_config", str(ROOT / f"zero/ds_{name}.json")]
-        for name in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-    }
-    zero = {}
-    for name, config in configs.items():
-        for kind, dtype in ((name, fp32), (f"{name}b", bf16)):
-            flags = [*dtype, *fsdp, *config]
-            zero |= {kind: flags, f"{kind}-again": resumed(kind, *flags)}
-    half = [*fp16, *fsdp, *configs["zero3"]]
-    zero |= {"zero316": half, "zero316-again": resumed("zero316", *half)}
-    from_fsdp = {
-        f"{name}-from-fsdp": resumed("fsdp", *fp32, *fsdp, *configs[name])
-        for name in ("zero1", "zero3", "zero2_offload")
-    }
-    from_fsdp["zero3_offload-from-pp"] = resumed("pp", *fp32, *fsdp, *configs["zero3_offload"])
-    runs("zero", 2, {**zero, **from_fsdp})
-    three = ["--dtype", "fp32", "--micro_batch_size", "1", "--grad_accum_steps", "4"]
-    on_three = {  # processes, which do not divide the parameters' sizes
-        f"{name}-from-zero3": resumed("zero3", *three, *configs[to])
-        for name, to in (("three", "zero3"), ("three_offload", "zero2_offload"))
-    }
-    runs("zero", 3, on_three)
     runs("fsdp", 1, {
-        "fsdp-from-zero3": resumed("zero3", *fp32, *pp),
-        "fsdp-from-zero2_offload": resumed("zero2_offload", *fp32, *pp),
         "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
         "fsdp-from-pp": resumed("pp", *fp32, *pp),
     })  # fmt: skip
     runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    again = (name for name in zero if not name.endswith("-again"))
-    for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb", *again):
+    for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb"):
         assert_same(runs.folder, name, f"{name}-again")
     others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host")]
-    others += [*from_fsdp, *on_three, "fsdp-from-zero3", "fsdp-from-zero2_offload"]
     for name in (*others, "fsdp-from-host", "fsdp-from-pp", "1-stage-from-pp"):
+        assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
+
+
+def test_zero_goes_on_to_the_bit_and_from_and_to_other_scripts(runs):
+    fp32, fp16, bf16 = (
+        ["--dtype", name, "--micro_batch_size", "2", "--grad_accum_steps", "3"]
+        for name in ("fp32", "fp16", "bf16")
+    )
+    whole = ["--dtype", "fp32", "--micro_batch_size", "2", "--grad_accum_steps", "6"]
+    three = ["--dtype", "fp32", "--micro_batch_size", "1", "--grad_accum_steps", "4"]
+    zero = {
+        name: ["--deepspeed_config", str(ROOT / f"zero/ds_{name}.json")]
+        for name in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+    }
+    runs("fsdp", 2, {"base": fp32})
+    cases = {"zero3-fp16": [*fp16, *zero["zero3"]]}
+    for name, config in zero.items():
+        cases |= {name: [*fp32, *config], f"{name}-bf16": [*bf16, *config]}
+    again = {f"{name}-again": resumed(name, *flags) for name, flags in cases.items()}
+    from_fsdp = {
+        f"{name}-from-base": resumed("base", *fp32, *zero[name])
+        for name in ("zero1", "zero3", "zero2_offload")
+    }
+    runs("zero", 2, {**cases, **again, **from_fsdp})
+    on_three = {  # processes, which do not divide the parameters' sizes
+        "three-from-zero2": resumed("zero2", *three, *zero["zero3"]),
+        "three_offload-from-zero3": resumed("zero3", *three, *zero["zero2_offload"]),
+    }
+    runs("zero", 3, on_three)
+    to_pp = {"pp-from-zero3_offload": resumed("zero3_offload", *whole)}
+    runs("pp", 2, to_pp)
+    to_fsdp = {"fsdp-from-zero1": resumed("zero1", *whole)}
+    runs("fsdp", 1, to_fsdp)
+    for name in cases:
+        assert_same(runs.folder, name, f"{name}-again")
+    for name in (*from_fsdp, *on_three, *to_pp, *to_fsdp):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
