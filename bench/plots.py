@@ -1,11 +1,12 @@
 """Pictures of results: python -m bench.plots NAME ... [--check]
 
-Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against tokens per step, with
+Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against slots per step, with
 the crossover marked; peak memory; how a step's time is spent. --check fails if a picture was drawn
 from other results."""
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -20,26 +21,28 @@ PLOTS = ROOT / "bench/plots"
 
 
 def series(name: str) -> dict[str, list[dict]]:
-    """Group successful rows by engine and schedule, ordered by tokens per step."""
+    """Group successful rows by engine and schedule, ordered by slots per step."""
     groups = {}
     for result in in_order(store.read(name)):
         if result["status"] == "ok" and "median_comm_ms" in result["summary"]:
             schedule = " dualpipev" if "dualpipev" in result["row"]["flags"] else ""
             groups.setdefault(result["row"]["engine"] + schedule, []).append(result)
     for rows in groups.values():
-        rows.sort(key=tokens)
+        rows.sort(key=slots)
     return groups
 
 
-def tokens(result: dict) -> int:
+def slots(result: dict) -> int:
+    """Return T_eff, the slots of an optimizer step."""
     return result["config"]["global_batch"] * result["row"]["seq_len"]
 
 
 def crossover(a: list[tuple], b: list[tuple]) -> tuple | None:
     """Return the first (x, y) where line b rises above line a, or None if it never does.
 
-    Lines are points (x, y) of growing x, joined by straight segments. If b starts above a, that is
-    the first point that both lines cover."""
+    A lead of less than 1 % is a tie: the steps of a run differ by more. Lines are points (x, y) of
+    growing x, joined by straight segments. If b starts above a, that is the first point that both
+    lines cover."""
 
     def at(line, x):
         return float(np.interp(x, *zip(*line, strict=True)))
@@ -48,7 +51,7 @@ def crossover(a: list[tuple], b: list[tuple]) -> tuple | None:
     xs = [x for x in sorted({x for x, _ in [*a, *b]}) if low <= x <= high]
     lead = [at(b, x) - at(a, x) for x in xs]
     for i, ahead in enumerate(lead):
-        if ahead > 0:
+        if ahead > at(a, xs[i]) / 100:
             x = float(np.interp(0, lead[i - 1 : i + 1], xs[i - 1 : i + 1])) if i else xs[0]
             return x, at(b, x)
     return None
@@ -67,15 +70,15 @@ def draw(results: str, file: Path) -> None:
     figure, (speed, memory, split) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     lines, title = {}, "throughput"
     for name, rows in groups.items():
-        lines[name] = [(tokens(r) / 1e3, r["summary"]["median_slots_per_s"] / 1e3) for r in rows]
+        lines[name] = [(slots(r) / 1e3, r["summary"]["median_slots_per_s"] / 1e3) for r in rows]
         speed.plot(*zip(*lines[name], strict=True), "o-", color=color_of[name], label=name)
     for name in lines.keys() - {"fsdp"} if "fsdp" in lines else ():
-        title = "throughput: FSDP ahead everywhere" if title == "throughput" else title
+        title = "throughput: no pipeline leads FSDP" if title == "throughput" else title
         if point := crossover(lines["fsdp"], lines[name]):
             title = "throughput, crossover dotted"
             speed.axvline(point[0], color=color_of[name], linestyle=":")
             speed.annotate(f"{name} ahead from {point[0]:.0f}k", point)
-    speed.set(xlabel="thousand tokens a step", ylabel="thousand tokens/s, all GPUs", ylim=(0, None))
+    speed.set(xlabel="T_eff, thousand slots per step", ylabel="thousand slots/s", ylim=(0, None))
     speed.set_title(title)
     speed.legend()
 
@@ -96,9 +99,22 @@ def draw(results: str, file: Path) -> None:
     split.legend()
     for axes in (memory, split):
         axes.tick_params(axis="x", rotation=90)
+        axes.set_xlabel("engine, micro x GA")
     file.parent.mkdir(parents=True, exist_ok=True)
+    figure.suptitle(setup_of([r for rows in groups.values() for r in rows]))
     figure.savefig(file, dpi=80, metadata={"Description": digest(results)})
     plt.close(figure)
+
+
+def setup_of(results: list[dict]) -> str:
+    """Return models, devices and link of the results, for the title of their picture."""
+    setups = set()
+    for result in results:
+        row, env = result["row"], result["env"]
+        link = row["env"] or re.sub(r"^NV(\d+)$", r"NVLink x\1", env["link"] or "")
+        devices = f"{env['world_size']} x {env['device'].split(' (')[0]}"
+        setups.add(", ".join(filter(None, (Path(row["model"]).name, devices, link))))
+    return "; ".join(sorted(setups))
 
 
 def shares(summary: dict) -> dict[str, float]:
@@ -115,7 +131,7 @@ def shares(summary: dict) -> dict[str, float]:
 def digest(name: str) -> str:
     """Return a hash of the results drawn; each picture contains its own."""
     shown = [
-        (engine, tokens(r), shares(r["summary"]), r["summary"]["median_slots_per_s"],
+        (engine, slots(r), shares(r["summary"]), r["summary"]["median_slots_per_s"],
          r["summary"]["peak_mem_gb"]) for engine, rows in series(name).items() for r in rows
     ]  # fmt: skip
     return f"results {hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]}"

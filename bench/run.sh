@@ -2,7 +2,7 @@
 # Measure the training scripts through their launchers, one row after another:
 #
 #   bash bench/run.sh --preset smoke                   # two minutes on a CPU: does everything work?
-#   bash bench/run.sh --preset seed --out my-box/seed  # nine rows, pipeline and FSDP
+#   bash bench/run.sh --preset seed --out my-box/seed  # nine settings, pipeline and FSDP: 18 rows
 #   bash bench/run.sh --engines fsdp,pp --micro 4,8 --ga 1,8 --ckpt false,true --dtype bf16
 #   bash bench/run.sh --help
 #

@@ -197,7 +197,7 @@ class HostAdamW(torch.optim.AdamW):
         arrived, sent = [self._fetch(cut, self.grads[0]) for _, cut in slices[:1]], []
         for i, (unit, cut) in enumerate(slices):
             arrived[i].synchronize()
-            # the next cut is copied while this one is updated
+            # the next slice is copied while this one is updated
             arrived += [self._fetch(p, self.grads[(i + 1) % 2]) for _, p in slices[i + 1 : i + 2]]
             self._adamw(cut, self.grads[i % 2], divisor, taken)
             if i > 1:

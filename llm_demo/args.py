@@ -200,6 +200,11 @@ class RunArgs:
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 
 
+@dataclasses.dataclass
+class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
+    """The flags of every training script; `parse_args` adds a script's own."""
+
+
 def check(args) -> None:
     """Raises UserError for shared flags that contradict each other."""
     check_rows(args.seq_len, args.learn_turns, args.train_on_prompt)
@@ -318,6 +323,18 @@ def check_bounds(field: dataclasses.Field, value: float) -> None:
         raise UserError(f"{given}: must be at most {most:,}")
 
 
+# names of flags in other trainers
+ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_train_epochs": "num_epochs",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "grad_accum_steps",
+    "gradient_checkpointing": "use_activation_checkpointing",
+    "max_length": "seq_len",
+    "max_seq_length": "seq_len",
+}
+
+
 class PlainParser(argparse.ArgumentParser):
     def error(self, message):  # argparse would print its usage first, which is long
         raise UserError(f"{message} (see --help)")
@@ -358,11 +375,12 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         for group in more:
             if reason := getattr(group, "REFUSED", {}).get(unknown[0].replace("-", "_")[2:]):
                 raise UserError(f"{unknown[0]}: {reason}")
-        near = difflib.get_close_matches(unknown[0], known, 1)
+        alias = ELSEWHERE.get(unknown[0].split("=")[0].lstrip("-").replace("-", "_"))
+        near = [f"--{alias}"] if alias else difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
-    # the last base's fields come first
-    args = dataclasses.make_dataclass("Args", [], bases=tuple(reversed(groups)))(**values)
+    bases = (*reversed(more), Args)  # the last base's fields come first
+    args = dataclasses.make_dataclass("AllArgs", [], bases=bases)(**values)
     check(args)
     for group in more:
         getattr(group, "check", lambda args: None)(args)

@@ -1,12 +1,12 @@
 """The training loop, from step 1 to the last line; the same for all kinds of parallelism."""
 
 import argparse
-from argparse import Namespace
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from llm_demo.args import Args
 from llm_demo.data.steps import Packs, collate, step_rows, token_counts
 from llm_demo.device import World
 from llm_demo.export import export
@@ -26,7 +26,7 @@ LOADED = "dry run: the model is loaded; trying a forward pass"
 
 
 def prepare(
-    args: Namespace, world: World, plan: Plan, log: Log, copies: bool = False
+    args: Args, world: World, plan: Plan, log: Log, copies: bool = False
 ) -> tuple[Clock, Checkpoints] | None:
     """The clock and the checkpoints of a run, or None if it has nothing left to train; then do what
     it may have been killed before. copies: as in Checkpoints."""
@@ -47,7 +47,7 @@ def prepare(
 
 
 def train(
-    args: Namespace,
+    args: Args,
     world: World,
     plan: Plan,
     log: Log,
@@ -106,7 +106,7 @@ def train(
     finish(world, log, clock)
 
 
-def try_forward(args: Namespace, plan: Plan, ask: Callable) -> None:
+def try_forward(args: Args, plan: Plan, ask: Callable) -> None:
     """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
     train, horizon = plan.data.train, plan.horizon
     rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
@@ -122,7 +122,7 @@ def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:
     return loss / int(packs.label_counts.sum()), rows - round(wrong), rows
 
 
-def export_last(args: Namespace, world: World, log: Log, checkpoint) -> None:
+def export_last(args: Args, world: World, log: Log, checkpoint) -> None:
     """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
     out = log.folder / "hf"
     if args.export != "none" and world.rank == 0 and not out.exists():
@@ -130,7 +130,7 @@ def export_last(args: Namespace, world: World, log: Log, checkpoint) -> None:
 
 
 @torch.no_grad()
-def show_answers(args: Namespace, plan: Plan, log: Log, ask: Callable) -> None:
+def show_answers(args: Args, plan: Plan, log: Log, ask: Callable) -> None:
     """Print the model's answers to three prompts and the expected ones."""
     tokens, data, tokenizer = plan.sample_tokens, plan.data, plan.source.tokenizer
     if not tokens:

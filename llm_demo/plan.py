@@ -6,14 +6,13 @@ import contextlib
 import functools
 import json
 import math
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from llm_demo.args import command_line
+from llm_demo.args import Args, command_line
 from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
 from llm_demo.data.sources import hub_parts
 from llm_demo.data.steps import Packs, step_rows
@@ -75,7 +74,7 @@ class Plan(NamedTuple):
     sample_tokens: int  # length of the sample answers at the end
 
 
-def make_plan(args: Namespace, world: World, log: Log, replicas: int) -> Plan:
+def make_plan(args: Args, world: World, log: Log, replicas: int) -> Plan:
     """Decide what the flags leave open, and print it. Raises UserError on every rank."""
     say = log.say
     say(f"command: {command_line()}")
@@ -116,7 +115,7 @@ def make_plan(args: Namespace, world: World, log: Log, replicas: int) -> Plan:
     return Plan(source, data, compute, horizon, identity, sample_tokens)
 
 
-def find_source(args: Namespace, world: World, seq_len: int, say: Callable) -> Source:
+def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
     """The model's folder (downloaded if necessary), configuration, weights and tokenizer."""
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
     config = load_config(folder, seq_len)
@@ -136,7 +135,7 @@ def find_source(args: Namespace, world: World, seq_len: int, say: Callable) -> S
 
 
 def load_data(
-    args: Namespace, world: World, tokenizer, say: Callable, limit=LONGEST_DEFAULT, seq_len=0
+    args: Args, world: World, tokenizer, say: Callable, limit=LONGEST_DEFAULT, seq_len=0
 ) -> tuple[Packs, Packs | None, str]:
     """(training rows, held-out rows or None, the held-out file or "none"), built once per node.
 
@@ -200,7 +199,7 @@ def refuse_unknown_tokens(config, packs: list[Packs]) -> None:
 
 
 def pick_compute(
-    args: Namespace,
+    args: Args,
     world: World,
     device: Device,
     dtype: torch.dtype,
@@ -224,7 +223,7 @@ def pick_compute(
 
 
 def pick_horizon(
-    args: Namespace, replicas: int, train: Packs, trained: bool, earlier: dict, say: Callable
+    args: Args, replicas: int, train: Packs, trained: bool, earlier: dict, say: Callable
 ) -> Horizon:
     """Rows of a step, number of steps and learning rate. trained: the model has weights; earlier:
     from `resumed_settings`."""
@@ -241,16 +240,18 @@ def pick_horizon(
             say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
     lr = args.lr or (2e-5 if trained else 1e-3)
     why = "" if args.lr else f" (the default for {'trained' if trained else 'random'} weights)"
+    rows = min(max_steps * global_batch, n_total or math.inf)
     say(
-        f"steps: {max_steps} = {max_steps * global_batch / len(train):.2f} epochs of {len(train)} "
+        f"steps: {max_steps} = {rows / len(train):.2f} epochs of {len(train)} "
         "rows; "
         f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
     )
-    if args.warmup_steps > max_steps:
+    if args.warmup_steps >= max_steps:
+        peak = lr * max_steps / args.warmup_steps
         say(
-            f"warning: --warmup_steps {args.warmup_steps} is longer than the run of {max_steps} "
-            f"steps: the learning rate only rises, to {lr * max_steps / args.warmup_steps:.2g} in "
-            "the last step; give a shorter warm-up"
+            f"warning: --warmup_steps {args.warmup_steps} is not shorter than the run of "
+            f"{max_steps} steps: the learning rate only rises, to {peak:.2g} in the last step; "
+            "give a shorter warm-up"
         )
     return Horizon(replicas, global_batch, max_steps, n_total, lr)
 
@@ -281,7 +282,7 @@ def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:
     return earlier["seq_len"]
 
 
-def fixed_steps(args: Namespace, earlier: dict) -> int:
+def fixed_steps(args: Args, earlier: dict) -> int:
     """max_steps of a run that --resume auto continues and an earlier version began, whose launchers
     had a default of 60 steps; 0 if the flags or this version decide."""
     old = earlier and "max_skipped_steps" not in earlier

@@ -270,7 +270,13 @@ def facts(run) -> dict[str, object]:
     if evals := [pair for pair in evals if math.isfinite(pair[0])]:
         shown["best held-out loss"] = "{:.4f} at step {:,}".format(*min(evals))
     if right := finite(column(run.evals, "eval/exact")):
-        shown["held-out answers exact"] = f"{right[0]:.1%} at the start, {right[-1]:.1%} at the end"
+        at = [r["step"] for r in run.evals if math.isfinite(number(r.get("eval/exact")))]
+        first = "at the start" if at[0] == 0 else f"at step {at[0]:,}"
+        newest = max(column(run.steps, "step"), default=0)  # none yet if it has just started
+        last = "at the end" if at[-1] == newest else f"at step {at[-1]:,}"
+        shown["held-out answers exact"] = f"{right[0]:.1%} {first}"
+        if len(at) > 1:
+            shown["held-out answers exact"] += f", {right[-1]:.1%} {last}"
     return shown
 
 

@@ -187,7 +187,7 @@ def describe_split(counts: list[int], config, seq_len: int, checkpointing: bool)
         f"stage {s}: {c} blocks{' + head' * (s == len(counts) - 1)} {x / sum(each):.0%} of the work"
         for s, (c, x) in enumerate(zip(counts, each, strict=True))
     )
-    return f"{share}; the dearest is {max(each) * len(each) / sum(each):.2f} x the mean"
+    return f"{share}; the largest share is {max(each) * len(each) / sum(each):.2f} x the mean"
 
 
 def _candidates(n: int, stages: int) -> Iterator[list[int]]:

@@ -300,6 +300,7 @@ def test_where_two_lines_cross():
     assert plots.crossover(fsdp, [(10, 50), (40, 110)]) is None
     assert plots.crossover(fsdp, [(10, 80), (20, 130)]) == (15, 105)
     assert plots.crossover(fsdp, [(20, 120), (40, 140)]) == (20, 120)  # from its first point on
+    assert plots.crossover(fsdp, [(10, 80), (20, 111)]) is None  # a tie
     assert plots.crossover(fsdp, [(50, 200), (60, 300)]) is None  # never at the same tokens
 
 

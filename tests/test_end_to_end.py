@@ -219,6 +219,7 @@ def test_trained_weights_epochs_and_evaluation(folder):
         more = (*more, *size, "--log_every", "2", "--dtype", "fp32")
         said = launch(kind, folder, *flags, *more).stdout
         assert "weights of llama" in said and "lr 2e-05" in said
+        assert " = 1.00 epochs of " in said
         steps = [r["step"] for r in metrics(folder / f"llama {kind}") if "train/loss" in r]
         last = json.loads((folder / f"llama {kind}/config.json").read_text())["max_steps"]
         assert steps == sorted({*range(2, last + 1, 2), last})

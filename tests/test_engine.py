@@ -68,7 +68,7 @@ def test_bounds_and_their_description():
         assert found == bounds and len(layers) == bounds[-1]
     said = describe_split([14, 14], QWEN, 1024, False)
     assert "stage 0: 14 blocks 39% of the work" in said
-    assert "stage 1: 14 blocks + head 61% of the work; the dearest is 1.22 x the mean" in said
+    assert "stage 1: 14 blocks + head 61% of the work; the largest share is 1.22 x the mean" in said
 
 
 def test_an_old_deepspeed_is_refused():

@@ -148,7 +148,7 @@ def test_a_launcher_takes_any_setting(kind, tmp_path):
 
 EARLY = [
     ("fsdp", "--lr nan", "--lr nan: must be a finite number"),
-    ("fsdp", "--learning_rate 1", "unknown argument --learning_rate; did you mean --learn_turns?"),
+    ("fsdp", "--learning_rate 1", "unknown argument --learning_rate; did you mean --lr?"),
     ("fsdp", "--overlong wrap", "--overlong wrap: choose from truncate, split, drop"),
     ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen, flash_attn, "
      "bucketed, bucketed_math, math"),
@@ -257,3 +257,19 @@ def test_out_of_memory_advice_includes_the_scripts_own_flags():
     assert "reshard" not in of_pp and "--use_activation_checkpointing (now false)" in of_pp
     on = args.parse_args("", FsdpArgs, argv=["--reshard_after_forward"])
     assert "reshard" not in args.less_memory(on)
+
+
+def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
+    """A variable close to a setting's name has no effect, which is said; common flags of other
+    trainers are translated."""
+    from llm_demo.launch.settings import misspelt
+
+    script = ROOT / "fsdp/train_fsdp.py"
+    wrong = {"MAX_STEP": "3", "GRAD_ACUM_STEPS": "1", "LR": "1", "MAX_STEPS": "2", "HOME_DIR": "/"}
+    assert misspelt(script, wrong) == {
+        "MAX_STEP": "MAX_STEPS",
+        "GRAD_ACUM_STEPS": "GRAD_ACCUM_STEPS",
+    }
+    done = start(ROOT / LAUNCHERS["fsdp"], "--learning_rate", "1", MAX_STEP="3")
+    assert "warning: MAX_STEP is not a setting; did you mean MAX_STEPS?" in done.stderr
+    assert "unknown argument --learning_rate; did you mean --lr?" in done.stderr

@@ -138,7 +138,7 @@ def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
     for what in ("tokenising", "packing", "evaluating", "saving"):
         assert re.search(rf"^{what}: .*, 100%, 00:0\d$", done.stderr, re.M), done.stderr
     assert (
-        "warning: --warmup_steps 10 is longer than the run of 2 steps: the learning rate only "
+        "warning: --warmup_steps 10 is not shorter than the run of 2 steps: the learning rate only "
         "rises, to 0.0002 in the last step; give a shorter warm-up" in done.stdout
     )
     lines = re.findall(r"^  (export|evaluate|continue): +(.*)$", done.stdout, re.M)

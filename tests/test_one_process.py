@@ -41,8 +41,10 @@ def train(tmp_path, monkeypatch):
     for name, value in ALONE.items():
         monkeypatch.setenv(name, str(value))
     made = []
-    load = script.load
-    monkeypatch.setattr(script, "load", lambda model, *a: made.append(model) or load(model, *a))
+    allocate = script.allocate
+    monkeypatch.setattr(
+        script, "allocate", lambda model, *a: made.append(model) or allocate(model, *a)
+    )
 
     def train(name, *flags):
         out = tmp_path / name
@@ -121,7 +123,7 @@ def test_the_plain_path_is_expected_to_need_less(micro, accum):
     args = SimpleNamespace(
         micro_batch_size=micro, grad_accum_steps=accum, blocks_per_unit=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0,
-        reshard_after_forward=False,
+        reshard_after_forward=False, optimizer_on_host=False,
     )  # fmt: skip
     totals = []
     for sharded in (False, True):

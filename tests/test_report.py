@@ -141,6 +141,14 @@ def test_bars_are_the_numbers_of_the_files(two):
     assert re.search("150.0</td><td>110.0</td><td>35.0</td><td>5.0</td><td>30.0</td><td>5.0", table)
 
 
+def test_a_share_measured_once_is_not_called_the_end(tmp_path):
+    records = [{"step": 0, "eval/loss": 8.0, "eval/exact": 0.0}, record(1), record(2)]
+    page = make(tmp_path / "page.html", write(tmp_path / "run", records))
+    assert "0.0% at the start" in page and "at the end" not in page
+    begun = write(tmp_path / "begun", records[:1], ended=False)
+    assert "0.0% at the start" in make(tmp_path / "begun.html", begun)
+
+
 def test_cards_and_settings(two):
     page = two[2]
     for said in (

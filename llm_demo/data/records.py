@@ -23,7 +23,7 @@ DATA_FORMATS = ("auto", *FORMATS)
 
 ACCEPTED = (
     "messages, conversations, prompt + completion, instruction + output (+ input), input + target, "
-    "text, input_ids (+ labels), or your own two names by --input_key and --target_key"
+    "text, input_ids (+ labels), or two columns named by --input_key and --target_key"
 )
 
 ROLES = {

@@ -8,6 +8,7 @@ pp/launch_pp.sh, but none for fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`
 
 import ast
 import dataclasses
+import difflib
 import importlib.util
 import re
 from pathlib import Path
@@ -16,7 +17,7 @@ from llm_demo.args import SHARED, env_of, parse_args
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
-FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "220", "LR": "2e-3", "LOG_EVERY": "10"}
+FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "180", "LR": "2e-3", "LOG_EVERY": "10"}
 
 
 def groups_of(script: Path) -> list[type]:
@@ -38,11 +39,16 @@ def check_flags(command: list[str]) -> None:
         parse_args(description, *groups_of(script), argv=command[1:])
 
 
+def names_of(script: Path) -> dict[str, str]:
+    """{environment variable: flag} of a training script."""
+    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
+    return {env_of(field): field.name for field in fields if env_of(field)}
+
+
 def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> list[str]:
     """A training script's flags: those from the settings and the environment, followed by those of
     the command line, which win."""
-    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
-    names = {env_of(field): field.name for field in fields if env_of(field)}
+    names = names_of(script)
     words = [word.split("=")[0] for word in given if word.startswith("--")]
     named = {word[2:].replace("-", "_") for word in words}
     values = {**settings, **{name: environ[name] for name in names if name in environ}}
@@ -62,8 +68,18 @@ def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> l
                 if not (name == "MAX_STEPS" and by_epochs):
                     values[name] = value
 
-    set_by_name = [(flag, values.get(name)) for name, flag in names.items()]
+    # what the command line sets is left out: it wins
+    set_by_name = [(f, values.get(name)) for name, f in names.items() if f not in named]
     return [word for flag, value in set_by_name if value for word in (f"--{flag}", value)] + given
+
+
+def misspelt(script: Path, environ: dict) -> dict[str, str]:
+    """{environment variable: the setting that its name resembles}, of variables without effect."""
+    settings, near = names_of(script), {}
+    for name in environ.keys() - settings.keys():
+        if "_" in name and (matches := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
+            near[name] = matches[0]
+    return near
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:

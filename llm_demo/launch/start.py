@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from llm_demo.launch import __main__ as launch
-from llm_demo.launch.settings import flags_of
+from llm_demo.launch.settings import flags_of, misspelt
 
 
 def main() -> int:
@@ -18,6 +18,8 @@ def main() -> int:
     flags = flags_of(Path(script), settings, dict(os.environ), sys.argv[end + 1 :])
     if not {"-h", "--help"} & set(flags):
         command = [sys.executable, "-m", "llm_demo.launch", kind, script, *flags]
+        for name, near in misspelt(Path(script), dict(os.environ)).items():
+            print(f"warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
         print(f"+ {shlex.join(command)}", flush=True)
     sys.argv[1:] = [kind, script, *flags]
     return launch.main()

@@ -1,13 +1,14 @@
 """Save, prune and resume the checkpoints of a run."""
 
+import contextlib
 import math
+import os
 import shutil
 import signal
 import tempfile
 import threading
 import time
 import weakref
-from argparse import Namespace
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from llm_demo.args import Args
 from llm_demo.device import World
 from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
@@ -41,6 +43,7 @@ from llm_demo.run.next_steps import resume
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
     "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
+    "eval_json",
 )  # fmt: skip
 
 # entries that trainer.json must have to resume from it
@@ -54,7 +57,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         world: World,
         log,
         clock,
@@ -92,7 +95,8 @@ class Checkpoints:
             if not self.args.resume_anyway:
                 raise UserError(f"{text}; to continue anyway, add --resume_anyway")
             self.log.say(f"resume: {text}; continuing because of --resume_anyway")
-        if changes := differences(self.facts.get("settings", {}), self.settings):
+        before = self.facts.get("settings", {})  # of an older version: fewer
+        if changes := differences(before, {k: self.settings[k] for k in before}):
             self.log.say(f"resume: settings changed: {'; '.join(changes)}")
 
     def _require_shared_folder(self) -> None:
@@ -155,6 +159,9 @@ class Checkpoints:
                 shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
 
     def _ask(self, *_signal):
+        if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(1, b"stopping: saving a checkpoint after this step\n")
         self.stop = True
 
     def after_step(self, step: int, tensors, facts) -> None:

@@ -197,7 +197,8 @@ def find_checkpoint(resume: str | None, run_folder: Path, world: World, say) -> 
             return path
         say(f"resume: {path.name} skipped: {problem}")
     if not auto:
-        raise UserError(f"{named}: it has no intact checkpoint")
+        there = from_rank0(world, named.is_dir)
+        raise UserError(f"{named}: {'it has no intact checkpoint' if there else 'no such folder'}")
     say(f"resume: no checkpoint in {folder}, starting from step 1")
     return None
 

@@ -2,14 +2,13 @@
 
 import math
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
 
-from llm_demo.args import parse_steps
+from llm_demo.args import Args, parse_steps
 from llm_demo.device import World, peak_memory_gb, peak_tflops, this_device
 from llm_demo.errors import UserError
 from llm_demo.run.comm import CommTimer, Gather
@@ -26,7 +25,7 @@ class Clock:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         world: World,
         log: Log,
         max_steps: int,

@@ -3,15 +3,15 @@
 import fcntl
 import os
 import shutil
-from argparse import Namespace
 from datetime import datetime
 from pathlib import Path
 
+from llm_demo.args import Args
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
 
-def choose_folder(args: Namespace, script: str) -> Path:
+def choose_folder(args: Args, script: str) -> Path:
     """The run's folder, not yet created or emptied. Raises UserError if it can't be used."""
     model = Path(args.model_name_or_path).name
     name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -39,7 +39,7 @@ def choose_folder(args: Namespace, script: str) -> Path:
     return folder
 
 
-def _refuse_inputs_in(folder: Path, args: Namespace) -> None:
+def _refuse_inputs_in(folder: Path, args: Args) -> None:
     """Raise UserError if --overwrite would delete what this run reads."""
     for flag in ("model_name_or_path", "tokenizer_name_or_path", "train_json", "eval_json"):
         for name in (getattr(args, flag) or "").split(","):
@@ -48,7 +48,7 @@ def _refuse_inputs_in(folder: Path, args: Namespace) -> None:
                 raise UserError(f"--overwrite would delete --{flag} {name}: choose another folder")
 
 
-def lock_folder(folder: Path, args: Namespace):
+def lock_folder(folder: Path, args: Args):
     """Lock an earlier run's folder before its checkpoints are searched. Returns a file to keep
     open, or None if there is nothing to lock. Creates nothing in a dry run. The lock ends with its
     process, however that ends. Raises UserError if another run uses the folder."""
@@ -63,7 +63,7 @@ def lock_folder(folder: Path, args: Namespace):
         raise UserError(f"--output_dir {folder}: {e.strerror}: {e.filename}") from None
 
 
-def take_folder(folder: Path, args: Namespace, held):
+def take_folder(folder: Path, args: Args, held):
     """Create the folder, or empty it for --overwrite; returns its lock. held: what `lock_folder`
     returned. Raises UserError if another run has taken the folder since."""
     try:

@@ -2,10 +2,10 @@
 
 import contextlib
 import json
-from argparse import Namespace
 
 import torch
 
+from llm_demo.args import Args
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
@@ -18,7 +18,7 @@ from llm_demo.run.tracker import open_tracker
 class Log:
     """Writes to a run's folder and the console. Every rank calls; only rank 0 writes and prints."""
 
-    def __init__(self, args: Namespace, world: World, script: str):
+    def __init__(self, args: Args, world: World, script: str):
         self.args, self.world = args, world
         self.is_main = world.rank == 0
         self.tracker = open_tracker(args)

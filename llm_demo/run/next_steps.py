@@ -3,16 +3,16 @@
 import os
 import shlex
 import sys
-from argparse import Namespace
 from pathlib import Path
 
+from llm_demo.args import Args
 from llm_demo.data.sources import hub_parts
 from llm_demo.files import ROOT
 
 DATA_FLAGS = ("data_format", "input_key", "target_key")
 
 
-def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
+def next_steps(folder: Path, args: Args, steps: int) -> list[str]:
     """Lines for the end of a run of `steps` optimizer steps, with only the commands that can work
     now. The commands work in the folder where the run was started."""
     lines = []
@@ -29,7 +29,7 @@ def next_steps(folder: Path, args: Namespace, steps: int) -> list[str]:
     return [f"  {what + ':':<10}{line}" for what, line in lines]
 
 
-def evaluate(exported: Path, args: Namespace) -> str:
+def evaluate(exported: Path, args: Args) -> str:
     """The command to evaluate the exported model (and a base with weights) on held-out data."""
     base = args.model_name_or_path
     folder = Path(base).expanduser()

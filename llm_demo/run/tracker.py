@@ -1,12 +1,12 @@
 """Send a run's numbers to TensorBoard or Weights & Biases, besides its files."""
 
-from argparse import Namespace
 from pathlib import Path
 
+from llm_demo.args import Args
 from llm_demo.errors import UserError
 
 
-def open_tracker(args: Namespace):
+def open_tracker(args: Args):
     """A function that takes a record, or None. The package is imported only if asked for."""
     if args.report_to == "none":
         return None
