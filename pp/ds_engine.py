@@ -10,9 +10,8 @@ import torch.distributed as dist
 from llm_demo.errors import UserError
 from llm_demo.model.compiling import compiled_add
 from llm_demo.model.decoder import Blocks
-from llm_demo.optim import LossScale, clipped_step
 from llm_demo.parallel import deepspeed_base
-from llm_demo.parallel.deepspeed_base import need, outlast_overflows, quiet
+from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows, quiet
 
 # isort: split
 import deepspeed  # now that its version is checked
@@ -96,9 +95,8 @@ def make_engine(
         optimizer = engine.optimizer
         need(vars(type(optimizer)), "_update_hp_grad")
         optimizer._update_hp_grad = sums = _Fp32Sums(optimizer, module, compiled)
-        no_scale = LossScale(torch.bfloat16, engine.device)  # bf16 needs no loss scale: always 1
         stages = engine.grid.get_pipe_parallel_group()
-        optimizer.step = functools.partial(_bf16_step, optimizer, sums, no_scale, stages)
+        optimizer.step = functools.partial(_bf16_step, optimizer, sums, stages)
     return engine
 
 
@@ -133,25 +131,10 @@ class _Fp32Sums:
             self.add(totals, grads)
 
 
-@torch.no_grad()
-def _bf16_step(optimizer, sums: _Fp32Sums, loss_scale: LossScale, stages) -> None:
-    """Clip and step without waiting for the device. DeepSpeed reads the norm on the host, then
-    launches a kernel per parameter while the device is otherwise idle."""
+def _bf16_step(optimizer, sums: _Fp32Sums, stages) -> None:
     if sums.pending:
         raise RuntimeError("a unit's gradients were not all formed in a micro-batch")
-    pairs = zip(
-        optimizer.fp32_groups_flat_partition,
-        optimizer.fp32_groups_gradient_flat_partition,
-        strict=True,
-    )
-    for master, grad in pairs:
-        master.grad = grad
-    norm_of, _ = optimizer.get_grads_for_norm()  # a tied weight counts on its first stage only
-    optimizer._global_grad_norm = clipped_step(
-        optimizer.optimizer, optimizer.clip_grad, loss_scale, [(norm_of, stages)]
-    )
-    optimizer._lazy_init_hp_params_optimizer_state()
-    optimizer.update_lp_params()  # the engine clears the gradients
+    bf16_step(optimizer, stages)  # a tied weight counts in the norm on its first stage only
 
 
 def _reduce_tied_grads(engine) -> None:

@@ -11,8 +11,8 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from llm_demo.optim import MOMENTS, adam_steps, fill_adam_state
-from llm_demo.parallel.deepspeed_base import link_moments, scale_facts, set_scale
+from llm_demo.optim import fill_adam_state
+from llm_demo.parallel.deepspeed_base import KEYS, link_moments, name_of, set_scale
 
 
 @torch.no_grad()
@@ -47,14 +47,14 @@ def training_state(engine) -> dict[str, torch.Tensor]:
     later = {id(w) for w, group in tied if dist.get_rank(group) > 0}
     found = {}
     for param in engine.module.parameters():
-        for key in ("", *MOMENTS):
+        for key in KEYS:
             if engine.dp_world_size == 1:
                 t = _in_place(param, key)
             else:  # on the CPU: the GPU has no room for another full copy
                 get = functools.partial(safe_get_full_optimizer_state, optim_state_key=key)
                 t = (get if key else safe_get_full_fp32_param)(param).cpu()
             if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
-                found[f"{param.hf_name}.{key}".rstrip(".")] = t
+                found[name_of(param, key)] = t
     return found
 
 
@@ -64,21 +64,16 @@ def load_state(engine, load, facts: dict) -> None:
     optimizer, whole = engine.optimizer, {}
     fill_adam_state(optimizer.optimizer, facts["adam_steps"])
     link_moments(optimizer)
-    places = [(p, key) for p in engine.module.parameters() for key in ("", *MOMENTS)]
+    places = [(p, key) for p in engine.module.parameters() for key in KEYS]
     for param, key in places:
         place = _in_place(param, key) if engine.dp_world_size == 1 else torch.empty(param.shape)
-        whole[f"{param.hf_name}.{key}".rstrip(".")] = place
+        whole[name_of(param, key)] = place
     load(whole)
     for param, key in places:
-        t = whole[f"{param.hf_name}.{key}".rstrip(".")].to(param.device)
+        t = whole[name_of(param, key)].to(param.device)
         if key:
             safe_set_full_optimizer_state(param, t, key)
         else:
             safe_set_full_fp32_param(param, t)
             param.copy_(t)
     set_scale(engine, facts["loss_scale"])
-
-
-def facts_of(engine) -> dict:
-    """What a checkpoint keeps besides tensors."""
-    return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale_facts(engine)}

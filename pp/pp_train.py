@@ -32,7 +32,7 @@ parse = functools.partial(parse_args, __doc__, PipeArgs)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_base import join
+    from llm_demo.parallel.deepspeed_base import facts_of, join
     from pp import ds_engine, ds_state, estimate, stages
 
     world = start()
@@ -139,7 +139,7 @@ def main() -> None:
         return tokens
 
     state = functools.partial(ds_state.training_state, engine)
-    facts = functools.partial(ds_state.facts_of, engine)
+    facts = functools.partial(facts_of, engine)
     train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
 
 

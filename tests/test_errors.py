@@ -41,6 +41,7 @@ BAD_ZERO = {
     "quantized.json": {"stage": 3, "zero_quantized_gradients": True},
     "nvme.json": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
     "ratio.json": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "size.json": {"stage": 2, "reduce_bucket_size": "half"},
     "params2.json": {"stage": 2, "offload_param": {"device": "cpu"}},
 }
 WINDOW = {
@@ -162,6 +163,7 @@ CASES += [
     ("zero", ["--deepspeed_config", "quantized.json"], "zero_quantized_gradients is not among"),
     ("zero", ["--deepspeed_config", "nvme.json"], 'offload_optimizer must be .*"device": "cpu"'),
     ("zero", ["--deepspeed_config", "ratio.json"], "offload_optimizer.ratio is not one of"),
+    ("zero", ["--deepspeed_config", "size.json"], "zero_optimization.reduce_bucket_size: Input "),
     ("zero", ["--deepspeed_config", "params2.json"], "offload_param needs ZeRO stage 3, not 2"),
     ("zero", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("zero", ["--deepspeed_config", "number.json"], "train_batch_size is set by"),

@@ -2,6 +2,7 @@
 
 Tested with DeepSpeed 0.19.8."""
 
+import functools
 import warnings
 
 import torch
@@ -10,10 +11,11 @@ from llm_demo.errors import UserError
 from llm_demo.model.decoder import Blocks, DecoderLoss, Tail
 from llm_demo.model.weights import Weights, materialise
 from llm_demo.parallel import deepspeed_base
-from llm_demo.parallel.deepspeed_base import need, outlast_overflows, quiet
+from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows, quiet
 
 # isort: split
 import deepspeed  # now that its version is checked
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.utils import set_z3_leaf_modules
 
 # Switches allowed in --deepspeed_config.
@@ -34,8 +36,8 @@ def read_switches(path: str) -> dict:
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         raise UserError(
-            f"{path}: ZeRO stage {stage} is refused: 1, 2 and 3 are exact; stage 0 has no gradient "
-            "norm and trains on non-finite gradients"
+            f"{path}: ZeRO stage {stage!r} is refused: 1, 2 and 3 are exact; stage 0 has no "
+            "gradient norm and trains on non-finite gradients"
         )
     if zero.get("overlap_comm"):
         raise UserError(
@@ -108,6 +110,8 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     model.rotary = rotary
     outlast_overflows(engine)
+    if isinstance(engine.optimizer, BF16_Optimizer):  # stage 1 in bf16
+        engine.optimizer.step = functools.partial(bf16_step, engine.optimizer)
     zero = config["zero_optimization"]
     if zero["stage"] == 2 and "offload_optimizer" in zero:
         _forget_skipped(engine.optimizer)
@@ -117,8 +121,9 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
 
 
 def _forget_skipped(optimizer) -> None:
-    """Drop the gradients of a skipped step. With the optimizer on the host, ZeRO-2 in bf16 and fp16
-    keeps them and adds the next step's, so that one overflow would skip all steps after it."""
+    """Drop the gradients of a skipped step. With the optimizer on the host, DeepSpeed 0.19.8's
+    ZeRO-2 keeps them in bf16 and fp16 and adds the next step's: one overflow would skip all steps
+    after it. Where DeepSpeed drops them itself, nothing is left to drop."""
     reset = optimizer.reset_cpu_buffers
     need(vars(optimizer), "averaged_gradients")
 

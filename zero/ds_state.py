@@ -14,14 +14,8 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 
-from llm_demo.optim import MOMENTS, adam_steps, fill_adam_state
-from llm_demo.parallel.deepspeed_base import link_moments, scale_facts, set_scale
-
-KEYS = ("", *MOMENTS)  # the master has no key
-
-
-def name_of(param, key: str) -> str:
-    return f"{param.hf_name}.{key}".rstrip(".")
+from llm_demo.optim import fill_adam_state
+from llm_demo.parallel.deepspeed_base import KEYS, link_moments, name_of, set_scale
 
 
 def shape_of(param) -> torch.Size:
@@ -42,7 +36,8 @@ def put(param, value: torch.Tensor, key: str = "") -> None:
         args = (key,) if key else ()
         (safe_set_full_optimizer_state if key else safe_set_full_fp32_param)(param, value, *args)
         return
-    # safe_set_full_* fails on parameters that do not divide by the number of ranks
+    # With stage 3, DeepSpeed 0.19.8's safe_set_full_* reads the last rank's part from beyond the
+    # end of a parameter whose size the ranks do not divide, and fails. So each sets its own part.
     size = param.ds_tensor.numel()
     part = torch.zeros(size, device=value.device)
     mine = value[dist.get_rank() * size :][:size]
@@ -107,8 +102,3 @@ def load_state(engine, load, facts: dict) -> None:
                 with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
                     param.copy_(whole)
     set_scale(engine, facts["loss_scale"])
-
-
-def facts_of(engine) -> dict:
-    """What a checkpoint keeps besides tensors."""
-    return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale_facts(engine)}

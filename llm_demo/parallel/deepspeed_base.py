@@ -14,9 +14,10 @@ import torch
 from packaging.version import Version
 
 from llm_demo.errors import UserError
-from llm_demo.optim import CompiledAdamW
+from llm_demo.optim import MOMENTS, CompiledAdamW, LossScale, adam_steps, clipped_step
 
 OLDEST, TESTED = "0.19.3", "0.19.8"
+KEYS = ("", *MOMENTS)  # what a checkpoint holds of a parameter; its master has no key
 # In --deepspeed_config: the flags that set these numbers.
 OWNED = {
     "train_batch_size": "--micro_batch_size and --grad_accum_steps",
@@ -51,6 +52,7 @@ if not torch.cuda.is_available():
 
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
 
 
 def join(device: torch.device) -> None:
@@ -102,6 +104,12 @@ def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
                 f"{path}: {where}{key} is not among the switches that keep the numbers exact: "
                 f"{', '.join(sorted(allowed))}"
             )
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValueError as e:  # pydantic's, of many lines
+        error = e.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *error["loc"])))
+        raise UserError(f"{path}: {key}: {error['msg']}") from None
     return switches
 
 
@@ -132,6 +140,38 @@ def outlast_overflows(engine) -> None:
     """Don't let DeepSpeed end the run at the smallest loss scale: --max_skipped_steps does."""
     if scaler := getattr(engine.optimizer, "loss_scaler", None):
         scaler.raise_error_at_min_scale = False
+
+
+@torch.no_grad()
+def bf16_step(optimizer, group=None) -> None:
+    """The step of DeepSpeed's BF16_Optimizer: clip and step without waiting for the device, by a
+    norm summed in fp64. DeepSpeed sums in fp32, reads the norm on the host, then launches a kernel
+    per parameter while the device is otherwise idle. group: over whose ranks the model is split."""
+    pairs = zip(
+        optimizer.fp32_groups_flat_partition,
+        optimizer.fp32_groups_gradient_flat_partition,
+        strict=True,
+    )
+    for master, grad in pairs:
+        master.grad = grad
+    grads, _ = optimizer.get_grads_for_norm()
+    no_scale = LossScale(torch.bfloat16, grads[0].device)  # bf16 needs none: always 1
+    optimizer._global_grad_norm = clipped_step(
+        optimizer.optimizer, optimizer.clip_grad, no_scale, [(grads, group)]
+    )
+    optimizer._lazy_init_hp_params_optimizer_state()
+    optimizer.update_lp_params()  # the engine clears the gradients
+
+
+def name_of(param, key: str) -> str:
+    """The Hugging Face name of a parameter's master, or of its moment `key`."""
+    return f"{param.hf_name}.{key}".rstrip(".")
+
+
+def facts_of(engine) -> dict:
+    """What a checkpoint keeps besides tensors."""
+    steps = adam_steps(engine.optimizer.optimizer)
+    return {"adam_steps": steps, "loss_scale": scale_facts(engine)}
 
 
 def scale_facts(engine) -> dict:
