@@ -40,7 +40,9 @@ def main() -> None:
     # decisions and data
     log = Log(args, world, "zero")
     how = ds_engine.describe(switches)
-    log.resolved(parallelism=how)
+    if switches["zero_optimization"]["stage"] == 3:
+        args.comm_timer = False  # its gathers and reductions end later than the calls
+    log.resolved(parallelism=how, comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, replicas=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps

@@ -3,6 +3,7 @@
 Tested with DeepSpeed 0.19.8. Each workaround checks for what it patches and fails without it."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -11,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from packaging.version import Version
 
 from llm_demo.errors import UserError
@@ -65,6 +67,15 @@ def join(device: torch.device) -> None:
         need(vars(comm), "build_shm_op")
         comm.build_shm_op = lambda: None
     deepspeed.init_distributed(verbose=False)
+    # It keeps PyTorch's functions as they are now. A run that times communication wraps them later.
+    backend, kept = deepspeed.comm.comm.cdb, ("all_gather_into_tensor", "reduce_scatter_tensor")
+    for kept_as, name in zip(("all_gather_function", "reduce_scatter_function"), kept, strict=True):
+        need(vars(backend), kept_as)
+        setattr(backend, kept_as, functools.partial(_call, name))
+
+
+def _call(name: str, *args, **kwargs):
+    return getattr(dist, name)(*args, **kwargs)
 
 
 def quiet():
