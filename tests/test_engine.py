@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,22 @@ def test_an_old_deepspeed_is_refused():
 def test_a_patch_point_that_is_gone_is_an_error():
     with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
         deepspeed_base.need({}, "_exec_magic")
+
+
+def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
+    """It keeps what torch.distributed has when it begins; the timer wraps that later."""
+    deepspeed, dist = deepspeed_base.deepspeed, torch.distributed
+    backend = SimpleNamespace(
+        all_gather_function=dist.all_gather_into_tensor,
+        reduce_scatter_function=dist.reduce_scatter_tensor,
+    )
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
+    deepspeed_base.join(torch.device("cpu"))
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, lambda *args, name=name: (name, *args))
+    assert backend.all_gather_function(1) == ("all_gather_into_tensor", 1)
+    assert backend.reduce_scatter_function(2) == ("reduce_scatter_tensor", 2)
 
 
 def test_zero_takes_both_kinds_of_adamw():
