@@ -126,15 +126,18 @@ def train(folder, kind, processes, cases):
 def trained(work):
     """(script, processes) -> what `train` found for all cases that want these, in one launch."""
 
-    def once(kind, processes, quick=False):
-        return train(work[0], kind, processes, cases_of(work[0], kind, processes, quick))
+    @functools.cache
+    def once(kind, processes, quick):
+        folder = work[0] / "quick" if quick else work[0]
+        folder.mkdir(exist_ok=True)
+        return train(folder, kind, processes, cases_of(work[0], folder, kind, processes, quick))
 
-    return functools.cache(once)
+    return lambda kind, processes, quick=False: once(kind, processes, quick)
 
 
-def cases_of(folder, kind, processes, quick):
+def cases_of(models, folder, kind, processes, quick):
     """Every case of the tables below for so many processes of a script: {name: argv}. quick: only
-    those of QUICK, and bf16."""
+    those of QUICK and QUICK_BF16. models: their folder; folder: of the runs."""
     cases = {}
     for engine, (script, n, flags, splits) in ENGINES.items():
         if (script, n) != (kind, processes) or "--compile" in flags and not GPUS:
@@ -147,13 +150,13 @@ def cases_of(folder, kind, processes, quick):
                     continue
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
-                cases[name] = argv(folder, model, folder / name, micro, accum, *more)
-        if engine in LOW_PRECISION or engine in QUICK:
+                cases[name] = argv(models, model, folder / name, micro, accum, *more)
+        if engine in (*LOW_PRECISION, *(QUICK_BF16 if quick else QUICK)):
             accum = GLOBAL_BATCH // 2 // (1 if kind == "pp" else processes)
             for dtype in ("bf16",) if quick else BOUNDS:
                 name = f"{engine}-{dtype}"
                 more = [*flags, "--dtype", dtype]
-                cases[name] = argv(folder, "tied", folder / name, 2, accum, *more)
+                cases[name] = argv(models, "tied", folder / name, 2, accum, *more)
     return cases
 
 
@@ -199,12 +202,13 @@ ENGINES = {
     "zero3_offload": ("zero", 2, ZERO["zero3_offload"], [(1, 4), (2, 2), (2, 2)]),
     "zero3_four": ("zero", 4, ZERO["zero3"], [(1, 2), (2, 1), (1, 2)]),
 }
-# What is trained of ZeRO unless slow tests are asked for, besides bf16: a model and whether it
-# recomputes activations.
+# What is trained of ZeRO unless slow tests are asked for: a model and whether it recomputes
+# activations; and those trained in bf16 too.
 QUICK = {
     "zero1": ("tied", "true"), "zero2": ("untied", "false"), "zero3": ("tied", "false"),
     "zero2_offload": ("tied", "true"), "zero3_offload": ("llama", "true"),
 }  # fmt: skip
+QUICK_BF16 = ("zero1", "zero2_offload", "zero3")
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
 SKIPPED = {("untied", "true"), ("untied", "false"), ("llama", "true")}  # each case is compiled anew
@@ -262,13 +266,20 @@ def test_zero_equals_plain_loop(work, trained):
         assert_equal(*found[f"{engine}-{model}-{checkpointing}"], work[1][model])
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
-def test_zero_equals_fsdp_in_low_precision(dtype, trained):
+@pytest.mark.parametrize(
+    "dtype, quick",
+    [
+        ("bf16", True),
+        pytest.param("bf16", False, marks=pytest.mark.slow),
+        pytest.param("fp16", False, marks=pytest.mark.slow),
+    ],
+)
+def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
     """The same masters, weights rounded alike, gradients summed in fp32: the first two steps are
     equal. Later a weight may round to the other side."""
     theirs, (expected, _) = trained("fsdp", 2)[f"fsdp-{dtype}"]
-    for engine in QUICK:
-        losses, ranks = trained("zero", 2, quick=dtype == "bf16")[f"{engine}-{dtype}"]
+    for engine in QUICK_BF16 if quick else QUICK:
+        losses, ranks = trained("zero", 2, quick)[f"{engine}-{dtype}"]
         assert losses[:2] == pytest.approx(theirs[:2], rel=TOLERANCE), engine
         assert losses == pytest.approx(theirs, rel=1e-4), engine
         for step in range(2):
