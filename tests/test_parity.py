@@ -278,15 +278,18 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
     """The same masters, weights rounded alike, gradients summed in fp32: the first two steps are
     equal. Later a weight may round to the other side."""
     theirs, (expected, _) = trained("fsdp", 2)[f"fsdp-{dtype}"]
+    # FSDP's gradients, as AdamW receives them, are scaled. ZeRO's are scaled by twice as much until
+    # they are averaged: the smallest in fp16 round otherwise.
+    scale, bound = (2**16, 5e-3) if dtype == "fp16" else (1, TOLERANCE)
     for engine in QUICK_BF16 if quick else QUICK:
         losses, ranks = trained("zero", 2, quick)[f"{engine}-{dtype}"]
-        assert losses[:2] == pytest.approx(theirs[:2], rel=TOLERANCE), engine
-        assert losses == pytest.approx(theirs, rel=1e-4), engine
+        assert losses[:2] == pytest.approx(theirs[:2], rel=bound), engine
+        assert losses == pytest.approx(theirs, rel=10 * bound), engine
         for step in range(2):
             mine, true = ranks[0]["steps"][step], expected["steps"][step]
-            assert mine["norm"] == pytest.approx(true["norm"], rel=TOLERANCE), engine
+            assert mine["norm"] == pytest.approx(true["norm"], rel=bound), engine
             assert mine["grads"].keys() == true["grads"].keys()
             for name, grad in true["grads"].items():
-                assert relative(mine["grads"][name], grad) < TOLERANCE, f"{engine}, {name}"
+                assert relative(mine["grads"][name], grad / scale) < bound, f"{engine}, {name}"
         for name, param in expected["params"].items():
-            assert relative(ranks[0]["params"][name], param) < 1e-4, f"{engine}, {name}"
+            assert relative(ranks[0]["params"][name], param) < 10 * bound, f"{engine}, {name}"
