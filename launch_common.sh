@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by fsdp/launch_fsdp.sh and pp/launch_pp.sh before their settings. launch() starts a
+# Sourced by the launchers of fsdp/, pp/ and zero/ before their settings. launch() starts a
 # training script; llm_demo/launch/settings.py turns settings and environment into flags.
 
 stopped() {

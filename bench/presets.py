@@ -38,6 +38,13 @@ _8B = [
     # as many tokens per step as the pipeline
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
 ]
+# (engine, flags, steps): fewer steps where the optimizer is on the host
+_ZERO = [
+    ("fsdp", "", 8),
+    *(("zero", f"--deepspeed_config zero/ds_zero{stage}.json", 8) for stage in (1, 2, 3)),
+    ("fsdp", "--optimizer_on_host", 5),
+    ("zero", "--deepspeed_config zero/ds_zero3_offload.json", 5),
+]
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
 _NO_P2P = "NCCL_P2P_DISABLE=1"
 _SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
@@ -77,6 +84,13 @@ PRESETS = {
         {"engine": engine, "gpus": 1, **row, **more}
         for row in ({"micro": 8}, {"micro": 16}, {"micro": 8, "ckpt": True}, _GA_8)
         for engine, more in (("fsdp", {}), ("fsdp", {"flags": "--fsdp"}), ("torchtitan", {}))
+    ],
+    # DeepSpeed's ZeRO beside FSDP, with and without the optimizer on the host
+    "zero": [
+        {"engine": engine, "micro": 4, "ga": 4, "ckpt": True, "gpus": 2, "model": model,
+         "flags": flags, "steps": steps}
+        for model in (SMALL, "models/qwen3-1.7b", "models/qwen3-4b", LARGE)
+        for engine, flags, steps in _ZERO
     ],
     # GPUs connected through host memory, and through sockets, which are as slow as a network
     "no_p2p": _pairs((2,), env=_NO_P2P, steps=10)

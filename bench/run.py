@@ -25,7 +25,7 @@ from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT, write_text
 
-LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero")}
 ENGINES = [*LAUNCHERS, "torchtitan"]
 
 

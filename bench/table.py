@@ -16,12 +16,13 @@ from llm_demo.files import ROOT
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = (
     "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
-    "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)",
+    "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "host_mem(G)",
 )  # fmt: skip
 OPTIONAL = {
     "model": 1,
     "real/s": 0,
     "learnt/s": 0,
+    "host_mem(G)": 0,
 }  # columns left out if they have no more values than this
 
 
@@ -31,10 +32,10 @@ def in_order(results: list[dict]) -> list[dict]:
     return sorted(results, key=lambda r: [str(r["row"][k]).rjust(8) for k in order])
 
 
-def line_of(result: dict, env: bool = True) -> list[str]:
+def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     """Format a row of the table: medians, and for step_ms also the minimum and the maximum.
 
-    env: whether to name the row's environment variables."""
+    env: whether to name the row's environment variables; host: whether to give the host memory."""
     row, summary = result["row"], result.get("summary", {})
     notes = [row["data"]] * (row["data"] != "full") + row["flags"].split()
     notes += row["env"].split() if env else []
@@ -60,6 +61,7 @@ def line_of(result: dict, env: bool = True) -> list[str]:
         f"{summary['median_slots_per_s']:,.0f}", rate("median_toks_per_s"),
         rate("median_label_toks_per_s"), mfu,
         " / ".join(f"{m:.1f}" for m in summary["peak_mem_gb"]),
+        f"{sum(summary.get('peak_host_gb', ())):.1f}" if host else "",
     ]  # fmt: skip
 
 
@@ -73,7 +75,8 @@ def table(name: str) -> str:
         return markdown([head, ["---"] * len(head), *(r["columns"].values() for r in results)])
     results = in_order(results)
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
-    lines = [[str(cell) for cell in line_of(result, env)] for result in results]
+    host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)
+    lines = [[str(cell) for cell in line_of(result, env, host)] for result in results]
     columns = []
     for title, column in zip(HEAD, zip(*lines, strict=True), strict=True):
         if len(set(column) - {""}) > OPTIONAL.get(title, -1):

@@ -27,7 +27,7 @@ from llm_demo.loop import prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
-from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
+from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
@@ -189,15 +189,6 @@ def main() -> None:
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
     train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)
-
-
-def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
-    """The decoder's blocks in units, each compiled and sharded as one."""
-    units, i = [], 0
-    for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing))
-        i += size
-    return units
 
 
 def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh) -> None:

@@ -141,6 +141,11 @@ def peak_memory_gb(device: torch.device) -> float:
     """Peak memory of this process in 2**30 bytes: allocated on a GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    return peak_host_gb()
+
+
+def peak_host_gb() -> float:
+    """Peak resident host memory of this process in 2**30 bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -149,11 +149,11 @@ def show_answers(args: Args, plan: Plan, log: Log, ask: Callable) -> None:
 
 def finish(world: World, log: Log, clock: Clock) -> None:
     """Write summary.json, print the table row and the next commands, and close the log."""
-    seconds, profile = clock.stop()
+    seconds, profile, host = clock.stop()
     if world.rank != 0:
         return
     history = clock.history
-    summary = summarise(history, log.settings, seconds, clock.peak, profile)
+    summary = summarise(history, log.settings, seconds, clock.peak, profile, host)
     with log.writing():
         write_json(log.folder / "summary.json", finite(summary), indent=2)
     log.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")

@@ -39,10 +39,13 @@ def make_adamw(
 
 def decayed_or_not(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
     """AdamW's parameter groups: matrices decay, other parameters do not."""
-    params = [p for p in params if p.requires_grad]
+    matrices, rest = [], []
+    for p in params:
+        if p.requires_grad:  # ZeRO-3 leaves an empty tensor and the shape beside it
+            (matrices if len(getattr(p, "ds_shape", p.shape)) >= 2 else rest).append(p)
     groups = [
-        {"params": [p for p in params if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": rest, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 

@@ -11,8 +11,8 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from llm_demo.optim import MOMENTS, adam_steps, fill_adam_state
-from pp.ds_engine import need
+from llm_demo.optim import fill_adam_state
+from llm_demo.parallel.deepspeed_base import KEYS, link_moments, name_of, set_scale
 
 
 @torch.no_grad()
@@ -29,14 +29,6 @@ def make_moments(engine) -> None:
         fill_adam_state(engine.optimizer.optimizer, 0)
 
 
-def _link_moments(optimizer) -> None:
-    """Let DeepSpeed find each parameter's moments. Its fp32 and fp16 optimizer links them only
-    once, after the first group's first step, when the other groups have none yet."""
-    need(vars(type(optimizer)), "_lazy_init_hp_params_optimizer_state")
-    optimizer._hp_optimizer_states_linked = False
-    optimizer._lazy_init_hp_params_optimizer_state()
-
-
 def _in_place(param, key: str) -> torch.Tensor | None:
     """A parameter's master or its moment `key`, if this rank holds all of it; else None."""
     mapping = param._hp_mapping
@@ -50,19 +42,19 @@ def training_state(engine) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...} of this stage on
     its first replica; empty on other replicas, which hold parts and must call too. A tied weight
     comes from the first stage that has it."""
-    _link_moments(engine.optimizer)
+    link_moments(engine.optimizer)
     tied = engine.module.get_tied_weights_and_groups()
     later = {id(w) for w, group in tied if dist.get_rank(group) > 0}
     found = {}
     for param in engine.module.parameters():
-        for key in ("", *MOMENTS):
+        for key in KEYS:
             if engine.dp_world_size == 1:
                 t = _in_place(param, key)
             else:  # on the CPU: the GPU has no room for another full copy
                 get = functools.partial(safe_get_full_optimizer_state, optim_state_key=key)
                 t = (get if key else safe_get_full_fp32_param)(param).cpu()
             if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
-                found[f"{param.hf_name}.{key}".rstrip(".")] = t
+                found[name_of(param, key)] = t
     return found
 
 
@@ -71,35 +63,17 @@ def load_state(engine, load, facts: dict) -> None:
     """Fill masters, moments and weights. load: fills {name: tensor} from a checkpoint."""
     optimizer, whole = engine.optimizer, {}
     fill_adam_state(optimizer.optimizer, facts["adam_steps"])
-    _link_moments(optimizer)
-    places = [(p, key) for p in engine.module.parameters() for key in ("", *MOMENTS)]
+    link_moments(optimizer)
+    places = [(p, key) for p in engine.module.parameters() for key in KEYS]
     for param, key in places:
         place = _in_place(param, key) if engine.dp_world_size == 1 else torch.empty(param.shape)
-        whole[f"{param.hf_name}.{key}".rstrip(".")] = place
+        whole[name_of(param, key)] = place
     load(whole)
     for param, key in places:
-        t = whole[f"{param.hf_name}.{key}".rstrip(".")].to(param.device)
+        t = whole[name_of(param, key)].to(param.device)
         if key:
             safe_set_full_optimizer_state(param, t, key)
         else:
             safe_set_full_fp32_param(param, t)
             param.copy_(t)
-    scaler = getattr(optimizer, "loss_scaler", None)
-    if getattr(scaler, "dynamic", False):
-        scale = facts["loss_scale"]
-        scaler.cur_scale = scale["scale"]
-        # counts from the last overflow: place it just before the first step
-        scaler.cur_iter, scaler.last_overflow_iter = int(scale["good_steps"]), -1
-        scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
-
-
-def facts_of(engine) -> dict:
-    """What a checkpoint keeps besides tensors."""
-    scaler = getattr(engine.optimizer, "loss_scaler", None)
-    scale = {"scale": 1.0, "good_steps": 0}
-    if getattr(scaler, "dynamic", False):
-        # DeepSpeed's count does not restart when the scale grows, in the step after a full window
-        good = scaler.cur_iter - scaler.last_overflow_iter - 1
-        good = (good - 1) % scaler.scale_window + 1 if good else 0
-        scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
-    return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}
+    set_scale(engine, facts["loss_scale"])

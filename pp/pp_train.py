@@ -31,12 +31,9 @@ parse = functools.partial(parse_args, __doc__, PipeArgs)
 
 def main() -> None:
     args = parse()
-    from pp import (  # after the flags: importing DeepSpeed takes seconds
-        ds_engine,
-        ds_state,
-        estimate,
-        stages,
-    )
+    # after the flags: importing DeepSpeed takes seconds
+    from llm_demo.parallel.deepspeed_base import facts_of, join
+    from pp import ds_engine, ds_state, estimate, stages
 
     world = start()
     if args.stages < 1 or world.size % args.stages:
@@ -64,7 +61,7 @@ def main() -> None:
     clock, checkpoints = ready
 
     # model: each stage makes only its own layers
-    ds_engine.join(world.device)
+    join(world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
     layouts = [stages.Layout(lm.model.rotary_emb, compute.attn_impl, world.device) for _ in counts]
@@ -142,7 +139,7 @@ def main() -> None:
         return tokens
 
     state = functools.partial(ds_state.training_state, engine)
-    facts = functools.partial(ds_state.facts_of, engine)
+    facts = functools.partial(facts_of, engine)
     train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
 
 

@@ -15,6 +15,10 @@ import torch
 from import_once import ALWAYS
 
 ROOT = Path(__file__).resolve().parent.parent
+ZERO = {  # flags of each configuration of ZeRO
+    f"zero{name}": ["--deepspeed_config", str(ROOT / f"zero/ds_zero{name}.json")]
+    for name in ("1", "2", "3", "2_offload", "3_offload")
+}
 torch.set_num_threads(1)  # small models: more threads wait for one another
 
 

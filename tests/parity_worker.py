@@ -114,13 +114,45 @@ def watch_pp(step, state):
     return step, params
 
 
+def watch_zero(step, state):
+    """(the step, a function for the parameters): the engine's own step and backward are wrapped."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+
+    engine = state.args[0]
+    engine_step, engine_backward = engine.step, engine.backward
+    params = {p.hf_name: p for p in engine.module.parameters()}
+
+    def backward(*args, **kwargs):
+        def poisoned(grad):
+            grad = grad.clone()
+            poison([None, grad])
+            return grad
+
+        handle = params["model.norm.weight"].register_hook(poisoned)
+        engine_backward(*args, **kwargs)
+        handle.remove()
+
+    def watched():
+        scale = getattr(engine.optimizer, "loss_scale", 1.0)
+        whole = {name: safe_get_full_grad(p).float() for name, p in params.items()}
+        grads = {name: grad.clone().cpu() / scale for name, grad in whole.items()}
+        engine_step()
+        record["steps"].append({"norm": float(engine.get_global_grad_norm()), "grads": grads})
+
+    def masters():
+        return {name: safe_get_full_fp32_param(p).clone().cpu() for name, p in params.items()}
+
+    engine.step, engine.backward = watched, backward
+    return step, masters
+
+
 def train(*args, train):
     """llm_demo.loop.train with a `step` that is watched; a quiet case's is not."""
     *before, step, evaluate, ask, state, facts = args
     case = record["case"]
     if case.get("quiet"):
         return train(*args)
-    step, params = {"fsdp": watch_fsdp, "pp": watch_pp}[KIND](step, state)
+    step, params = {"fsdp": watch_fsdp, "pp": watch_pp, "zero": watch_zero}[KIND](step, state)
 
     def watched(*args):
         loss, norm = step(*args)
@@ -154,7 +186,10 @@ else:
 
     # DeepSpeed goes by the CPU's fp16 instructions; PyTorch computes in fp16 without them too.
     get_accelerator().is_fp16_supported = lambda: True
-    import pp.pp_train as script
+    if KIND == "pp":
+        import pp.pp_train as script
+    else:
+        import zero.train_zero as script
 script.train = functools.partial(train, train=script.train)
 script.make_adamw = make_adamw
 world = start()

@@ -51,9 +51,24 @@ def test_smoke_then_resume(measure, tmp_path):
         # counted, not timed; rows of 128 hold one or two documents and some padding: 0.88
         assert fill == 1 if result["row"]["data"] == "full" else 0.85 < fill < 1
         assert len(table.line_of(result)) == len(table.HEAD)
+        host, resident = (result["summary"][key] for key in ("peak_host_gb", "peak_mem_gb"))
+        assert len(host) == 2 and host == pytest.approx(resident, abs=0.1)  # on a CPU
     assert measure("--preset", "smoke", "--resume")[1].count("already measured") == 2
     with pytest.raises(UserError, match="--resume or --overwrite"):
         measure("--preset", "smoke")
+
+
+def test_host_memory_is_a_column_where_an_optimizer_is_on_the_host(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    results = store.read(ROOT / "bench/results/h200/one_gpu")[:1]
+    for flags in ("", "--optimizer_on_host", "--deepspeed_config zero/ds_zero3_offload.json"):
+        results[0]["row"]["flags"] = flags
+        results[0]["summary"]["peak_host_gb"] = [1.25, 2.5]
+        store.write("x", results[0])
+        head, _, *lines = table.table("x").splitlines()
+        assert head.endswith("host_mem(G) |") == bool(flags)
+        assert all(line.endswith("| 3.8 |") == bool(flags) for line in lines)
+        (tmp_path / "x.jsonl").unlink()
 
 
 @pytest.mark.slow

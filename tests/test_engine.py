@@ -2,15 +2,17 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, ZERO, smaller_model, torchrun
 
 from llm_demo.errors import UserError
 from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.source import load_config
 from llm_demo.optim import make_adamw
+from llm_demo.parallel import deepspeed_base
 from pp import ds_engine
 from pp.stages import costs, describe_split, layer_specs, split
 
@@ -73,19 +75,35 @@ def test_bounds_and_their_description():
 def test_an_old_deepspeed_is_refused():
     for version in ("0.17.1", "0.19.2"):
         with pytest.raises(UserError, match=f"DeepSpeed {version}.*gradients wrongly"):
-            ds_engine.check_version(version)
-    ds_engine.check_version("0.19.3")
-    ds_engine.check_version("0.20.0")
+            deepspeed_base.check_version(version)
+    deepspeed_base.check_version("0.19.3")
+    deepspeed_base.check_version("0.20.0")
 
 
 def test_a_patch_point_that_is_gone_is_an_error():
     with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
-        ds_engine.need({}, "_exec_magic")
+        deepspeed_base.need({}, "_exec_magic")
+
+
+def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
+    """It keeps what torch.distributed has when it begins; the timer wraps that later."""
+    deepspeed, dist = deepspeed_base.deepspeed, torch.distributed
+    backend = SimpleNamespace(
+        all_gather_function=dist.all_gather_into_tensor,
+        reduce_scatter_function=dist.reduce_scatter_tensor,
+    )
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
+    monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
+    deepspeed_base.join(torch.device("cpu"))
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        monkeypatch.setattr(dist, name, lambda *args, name=name: (name, *args))
+    assert backend.all_gather_function(1) == ("all_gather_into_tensor", 1)
+    assert backend.reduce_scatter_function(2) == ("reduce_scatter_tensor", 2)
 
 
 def test_zero_takes_both_kinds_of_adamw():
     """Else DeepSpeed stops, wherever AdamW is compiled: on GPUs."""
-    known = ds_engine.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
+    known = deepspeed_base.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
     for compiled in (False, True):
         params = [torch.nn.Parameter(torch.ones(2, 2))]
         assert type(make_adamw(params, 1e-3, 0.1, compiled)) in known
@@ -93,7 +111,7 @@ def test_zero_takes_both_kinds_of_adamw():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_engine_config(dtype, monkeypatch):
-    monkeypatch.setattr(ds_engine.get_accelerator(), "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(deepspeed_base.get_accelerator(), "is_fp16_supported", lambda: True)
     switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
     config = ds_engine.engine_config(switches, dtype, 3, 5, 0.7)
     assert config["zero_optimization"]["stage"] == 1
@@ -108,65 +126,92 @@ def test_engine_config(dtype, monkeypatch):
 
 
 def test_fp16_where_deepspeed_has_none(monkeypatch):
-    monkeypatch.setattr(ds_engine.get_accelerator(), "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(deepspeed_base.get_accelerator(), "is_fp16_supported", lambda: False)
     with pytest.raises(UserError, match="--dtype fp16"):
         ds_engine.engine_config({}, torch.float16, 1, 1, 1.0)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", ["fsdp", "host", "pp"])
-def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtype, tmp_path):
+WAYS = {
+    "fsdp": {"fsdp": [], "host": ["--optimizer_on_host"]},
+    "pp": {"pp": []},
+    "zero": ZERO,
+}
+
+
+@pytest.mark.parametrize(
+    "kind, dtypes",
+    [
+        ("fsdp", ("fp32", "bf16")), ("pp", ("fp32", "bf16")), ("zero", ("bf16",)),
+        pytest.param("zero", ("fp32",), marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, tmp_path):
     """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("wants 2 GPUs")
-    case = {
-        "poison": {"rank": 1, "step": 1},
-        "out": str(tmp_path / "out"),
-        "argv": [
-            "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
+    model, ways = smaller_model(tmp_path / "model"), WAYS[kind]
+    cases = {}
+    for way, dtype in itertools.product(ways, dtypes):
+        cases[f"{way}-{dtype}"] = [
+            "--model_name_or_path", str(model), "--seq_len", "64",
             "--micro_batch_size", "2", "--max_steps", "3", "--dtype", dtype, "--eval_json", "none",
-            "--sample_tokens", "0", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "0",
-        ],
-    }  # fmt: skip
-    if kind == "host":
-        kind = "fsdp"
-        case["argv"].append("--optimizer_on_host")
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
-    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
-    assert "step 2: the gradient norm is not finite, so all ranks skip it" in done.stdout
-    lines = [json.loads(line) for line in open(tmp_path / "run/metrics.jsonl")]
-    lines = [line for line in lines if "train/loss" in line]
-    assert [line["train/skipped"] for line in lines] == [False, True, False]
-    assert lines[1]["train/grad_norm"] is None
-    for rank in range(2):
-        before, after, last = torch.load(tmp_path / f"out.{rank}.pt")["after_step"]
-        assert all(torch.equal(before[name], after[name]) for name in before)
-        assert any(not torch.equal(after[name], last[name]) for name in before)
-
-
-def test_a_checkpoint_before_the_first_good_step(tmp_path):
-    """Step 1 is skipped, and saved; going on from it takes the same step 2."""
-    argv = [
-        "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
-        "--micro_batch_size", "2", "--max_steps", "2", "--save_every", "1", "--eval_json", "none",
-        "--sample_tokens", "0", "--warmup_steps", "0", "--dtype", "fp32", "--output_dir",
-    ]  # fmt: skip
-    first = str(tmp_path / "run/checkpoints/step_00000001")
-    cases = [
-        {"poison": {"rank": 1, "step": 0}, "argv": [*argv, str(tmp_path / "run")]},
-        {"quiet": True, "argv": [*argv, str(tmp_path / "again"), "--resume", first]},
+            "--sample_tokens", "0", "--output_dir", str(tmp_path / f"{way}-{dtype}"),
+            "--warmup_steps", "0", *ways[way],
+        ]  # fmt: skip
+    poison = {"rank": 1, "step": 1}
+    listed = [
+        {"poison": poison, "out": str(tmp_path / f"{name}.out"), "argv": argv}
+        for name, argv in cases.items()
     ]
-    cases[0]["out"] = str(tmp_path / "out")
+    (tmp_path / "cases.json").write_text(json.dumps(listed))
+    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
+    said = "step 2: the gradient norm is not finite, so all ranks skip it"
+    assert done.stdout.count(said) == len(cases)
+    for name in cases:
+        lines = [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+        lines = [line for line in lines if "train/loss" in line]
+        assert [line["train/skipped"] for line in lines] == [False, True, False], name
+        assert lines[1]["train/grad_norm"] is None
+        for rank in range(2):
+            before, after, last = torch.load(tmp_path / f"{name}.out.{rank}.pt")["after_step"]
+            assert all(torch.equal(before[p], after[p]) for p in before), name
+            assert any(not torch.equal(after[p], last[p]) for p in before), name
+
+
+@pytest.mark.parametrize("kind, ways", [("pp", ("pp",)), ("zero", ("zero2", "zero3"))])
+def test_a_checkpoint_before_the_first_good_step(kind, ways, tmp_path):
+    """Step 1 is skipped, and saved; going on from it takes the same step 2."""
+    model, cases = smaller_model(tmp_path / "model"), []
+    for way in ways:
+        argv = [
+            "--model_name_or_path", str(model), "--seq_len", "64", "--micro_batch_size", "2",
+            "--max_steps", "2", "--save_every", "1", "--eval_json", "none", "--sample_tokens", "0",
+            "--warmup_steps", "0", "--dtype", "fp32", *WAYS[kind][way], "--output_dir",
+        ]  # fmt: skip
+        run, again = tmp_path / way / "run", tmp_path / way / "again"
+        first = str(run / "checkpoints/step_00000001")
+        cases += [
+            {
+                "poison": {"rank": 1, "step": 0},
+                "out": str(tmp_path / f"{way}.out"),
+                "argv": [*argv, str(run)],
+            },
+            {"quiet": True, "argv": [*argv, str(again), "--resume", first]},
+        ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
-    done = torchrun(2, ROOT / "tests/parity_worker.py", "pp", tmp_path / "cases.json")
-    assert "step 1: the gradient norm is not finite" in done.stdout
+    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
+    assert done.stdout.count("step 1: the gradient norm is not finite") == len(ways)
+    for way in ways:
+        assert_same_second_step(tmp_path / way)
+
+
+def assert_same_second_step(folder):
     runs = [
-        [json.loads(line) for line in open(tmp_path / n / "metrics.jsonl")]
-        for n in ("run", "again")
+        [json.loads(line) for line in open(folder / n / "metrics.jsonl")] for n in ("run", "again")
     ]
     a, b = ([r for r in run if r["step"] == 2 and "train/loss" in r] for run in runs)
     assert a[0]["train/grad_norm"] == b[0]["train/grad_norm"]
-    facts = json.loads((tmp_path / "run/checkpoints/step_00000002/trainer.json").read_text())
+    facts = json.loads((folder / "run/checkpoints/step_00000002/trainer.json").read_text())
     assert facts["adam_steps"] == 1
 
 

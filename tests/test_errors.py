@@ -15,7 +15,7 @@ from conftest import ROOT, run
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
 
-LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
+LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in ("fsdp", "pp", "zero")}
 GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
 
 
@@ -33,6 +33,16 @@ BAD_DATA = {
     "twice.tsv": "prompt\tprompt\na\tb\n",
     "broken.jinja": "{% for m in messages %}{{ m.role ",
     "hello.jinja": "hello",
+}
+BAD_ZERO = {
+    "no_stage.json": {},
+    "stage0.json": {"stage": 0},
+    "overlap.json": {"stage": 2, "overlap_comm": True},
+    "quantized.json": {"stage": 3, "zero_quantized_gradients": True},
+    "nvme.json": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+    "ratio.json": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    "size.json": {"stage": 2, "reduce_bucket_size": "half"},
+    "params2.json": {"stage": 2, "offload_param": {"device": "cpu"}},
 }
 WINDOW = {
     "model_type": "mistral", "sliding_window": 8, "vocab_size": 4096, "hidden_size": 32,
@@ -54,6 +64,8 @@ def folder(tmp_path_factory):
     (folder / "tokens.jsonl").write_text('{"input_ids": [1, 2, 999999]}')
     (folder / "alias.json").write_text('{"bfloat16": {"enabled": true}}')
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
+    for name, switches in BAD_ZERO.items():
+        (folder / name).write_text(json.dumps({"zero_optimization": switches}))
     for name, text in BAD_DATA.items():
         (folder / name).write_text(text)
     (folder / "window").mkdir()
@@ -94,6 +106,7 @@ LAUNCHED = [
     ("fsdp", ["--no_fsdp"], ["--no_fsdp needs one process, not 2"]),
     ("pp", ["--partition", "3,4"], ["--partition 3,4", "a sum of 6"]),
     ("pp", ["--stages", "3"], ["2 processes", "3 --stages"]),
+    ("zero", ["--deepspeed_config", "stage0.json"], ["stage0.json: ZeRO stage 0 is refused"]),
 ]
 
 
@@ -136,7 +149,8 @@ BOTH = [
     (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be created in"),
     (["--seed", "-1"], "--seed -1: must not be negative"),
 ]
-CASES = [("fsdp", *case) for case in BOTH] + [("pp", *case) for case in BOTH[::7]]
+CASES = [("fsdp", *case) for case in BOTH]
+CASES += [(kind, *case) for kind in ("pp", "zero") for case in BOTH[::7]]
 CASES += [
     ("pp", ["--partition", "even"], "--partition even: must be balanced"),
     ("pp", ["--deepspeed_config", "number.json"], "train_batch_size is set by --micro_batch_size"),
@@ -144,6 +158,17 @@ CASES += [
     ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
     ("pp", ["--stages", "0"], "--stages"),
+    ("zero", ["--deepspeed_config", "no_stage.json"], "ZeRO stage 0 is refused: 1, 2 and 3"),
+    ("zero", ["--deepspeed_config", "overlap.json"], "overlap_comm is refused"),
+    ("zero", ["--deepspeed_config", "quantized.json"], "zero_quantized_gradients is not among"),
+    ("zero", ["--deepspeed_config", "nvme.json"], 'offload_optimizer must be .*"device": "cpu"'),
+    ("zero", ["--deepspeed_config", "ratio.json"], "offload_optimizer.ratio is not one of"),
+    ("zero", ["--deepspeed_config", "size.json"], "zero_optimization.reduce_bucket_size: Input "),
+    ("zero", ["--deepspeed_config", "params2.json"], "offload_param needs ZeRO stage 3, not 2"),
+    ("zero", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
+    ("zero", ["--deepspeed_config", "number.json"], "train_batch_size is set by"),
+    ("zero", ["--deepspeed_config", "absent.json"], "absent.json"),
+    ("zero", ["--optimizer_on_host"], "use --deepspeed_config zero/ds_zero2_offload.json"),
     ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev needs --stages of at least 2"),
     (
         "fsdp",
@@ -208,6 +233,8 @@ def test_bad_input_of_one_process(
     record_property("bad inputs", 1)
     if kind == "pp":
         import pp.pp_train as script
+    elif kind == "zero":
+        import zero.train_zero as script
     else:
         import fsdp.train_fsdp as script
     defaults = ["--train_json", "good.jsonl", "--output_dir", "new", "--max_steps", "1"]

@@ -1,19 +1,23 @@
 """The memory expected, against the peaks measured on GPUs that are kept under bench/results."""
 
+import functools
 import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, ZERO, run
 
 from bench.presets import name_of
 from fsdp import estimate as fsdp
 from llm_demo.device import DTYPES
 from llm_demo.model import memory
+from llm_demo.model.costs import param_count
+from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.source import load_config
 from pp import estimate as pipeline
+from zero import estimate as zero
 
 FILES = sorted(ROOT.glob("bench/results/*/*.jsonl"))
 MEASURED = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
@@ -33,6 +37,9 @@ def expected(row, config):
     )
     if row["engine"] == "fsdp":
         return fsdp.of_fsdp(args, config, compute, train, args.replicas, args.fsdp)
+    if row["engine"] == "zero":
+        switches = json.loads((ROOT / args.deepspeed_config).read_text())["zero_optimization"]
+        return zero.of_zero(args, config, compute, train, args.replicas, switches)
     counts = [int(c) for c in args.partition.split(",")]
     held = pipeline.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
     return pipeline.of_pipeline(args, config, compute, train, args.replicas, held)
@@ -61,6 +68,36 @@ def test_within_a_tenth_of_what_was_measured(result, monkeypatch):
         assert sum(parts.values()) == pytest.approx(peak, rel=0.1)
 
 
+def test_zero_shards_more_with_each_stage():
+    """8B on two processes."""
+    row = {"engine": "zero", "model": "models/qwen3-8b", "data": "full"}
+    config = load_config(ROOT / row["model"], 1024)
+    n = param_count(skeleton(config, "sdpa")) / 2**30
+    kept, host = {}, {}
+    for name, (_, file) in ZERO.items():
+        settings = {
+            "seq_len": 1024, "micro_batch_size": 4, "use_activation_checkpointing": True,
+            "dtype": "bf16", "attn_impl": "sdpa", "compile": True, "activation_memory_budget": 1.0,
+            "blocks_per_unit": 0, "replicas": 2, "deepspeed_config": file,
+        }  # fmt: skip
+        first, second = expected(row, settings)
+        assert first == second
+        kept[name] = first
+        switches = json.loads(open(file).read())["zero_optimization"]
+        host[name] = zero.of_host(config, SimpleNamespace(dtype=torch.bfloat16), switches)
+    approx = functools.partial(pytest.approx, rel=1e-3)  # norms are not counted
+    whole = {name: sum(parts.values()) for name, parts in kept.items()}
+    assert whole["zero1"] > whole["zero2"] > whole["zero3"] > whole["zero3_offload"]
+    assert whole["zero2"] > whole["zero2_offload"] > whole["zero3_offload"]
+    for name, parts in kept.items():
+        offload = "offload" in name
+        assert parts["optimizer"] == approx(0 if offload else 4 * n)  # 8 bytes of each half
+        if "zero3" not in name:  # all weights in bf16, half of the masters
+            assert parts["weights"] == approx(2 * n if offload else 4 * n)
+    assert [host[name] / n for name in ("zero1", "zero2", "zero3")] == [0, 0, 0]
+    assert host["zero3_offload"] / n == approx(18) == host["zero2_offload"] / n
+
+
 def test_there_are_measured_peaks():
     assert len(MEASURED) >= 8
 
@@ -81,7 +118,6 @@ def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
     """Counted on the meta device, against a forward of the same block in memory."""
     from llm_demo.data.batch import position_ids
     from llm_demo.model.attention import make_documents
-    from llm_demo.model.decoder import Blocks, skeleton
     from llm_demo.model.weights import materialise
 
     config, cpu = load_config(ROOT / "models/qwen3-tiny", 128), torch.device("cpu")

@@ -20,10 +20,11 @@ from llm_demo.errors import UserError
 from llm_demo.launch.settings import FIRST_RUN
 from llm_demo.model import attention
 from pp.flags import PipeArgs
+from zero.flags import ZeroArgs
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
-SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
-LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs}
+LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 # Variables that people's scripts set.
 PUBLIC = """
     MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
@@ -35,6 +36,7 @@ PUBLIC = """
 OWN = {
     "fsdp": ["RESHARD_AFTER_FORWARD"],
     "pp": ["STAGES", "SCHEDULE", "PARTITION", "DEEPSPEED_CONFIG", "CHECK_TIED_EVERY"],
+    "zero": ["DEEPSPEED_CONFIG"],
 }
 
 
@@ -79,7 +81,7 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
 
     lines = (ROOT / "docs/flags.md").read_text().splitlines()
     table = [cells(line) for line in lines if line.startswith("| `--")]
-    documented = {row[0].split(",")[0]: row[1:4] for row in table}
+    documented = {(row[0].split(",")[0], *row[1:4]) for row in table}
     assert len(documented) == len(table)
 
     def written(value):
@@ -88,7 +90,7 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         return f"`{text.removeprefix(f'{ROOT}/')}`"
 
-    expected = {}
+    expected = set()
     blocks = {kind: block(kind) for kind in LAUNCHERS}
     for kind in LAUNCHERS:
         for field in fields(kind):
@@ -101,7 +103,7 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
             else:
                 launcher = next(iter(values.values()), "")
             variable = "–" if name == "LOCAL_RANK" else f"`{name}`"
-            expected[f"`--{field.name}`"] = [default, launcher, variable]
+            expected.add((f"`--{field.name}`", default, launcher, variable))
     assert documented == expected
     known = {field.name.upper() for kind in SCRIPTS for field in fields(kind)} | {"MODEL"}
     assert all(10 < len(settings) < 20 and settings.keys() <= known for settings in blocks.values())
@@ -158,6 +160,8 @@ EARLY = [
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
     ("pp", "--optimizer_on_host",
      "--optimizer_on_host: DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"),
+    ("zero", "--optimizer_on_host",
+     "--optimizer_on_host: use --deepspeed_config zero/ds_zero2_offload.json, or FSDP"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
@@ -198,7 +202,7 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
         if field.type in (bool, bool | None):
             entry += f", --no_{field.name}"
         assert f"{entry} {field.metadata['help']}" in text
-    accumulated = {"fsdp": 2, "pp": 4}[kind]
+    accumulated = {"fsdp": 2, "pp": 4, "zero": 2}[kind]
     for remark in (
         "[default: 1; here: 4]", f"[default: 1; here: {accumulated}]", "[here: 0.002]",
         "[default: data/sft_en.jsonl; here: data/first_run.jsonl]", "[default: 1234; here: 7]",

@@ -14,6 +14,7 @@ from llm_demo.check import __main__ as check
 from llm_demo.data import records
 from llm_demo.model import attention
 from pp.pp_train import PipeArgs
+from zero.train_zero import ZeroArgs
 
 README = (ROOT / "README.md").read_text()
 DOCS = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
@@ -28,8 +29,8 @@ PAGES = [
 ]
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
-SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs}
-LAUNCHERS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs}
+LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 OF_RUNS = [file.read_text() for file in sorted((ROOT / "llm_demo/run").glob("*.py"))]
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
@@ -103,7 +104,7 @@ def test_the_settings_are_those_of_the_launchers_with_their_defaults():
         values = {kind: default(kind, name) for kind in LAUNCHERS if name in blocks[kind]}
         first, *others = dict.fromkeys(values.values())
         text = f"{first} (pp: {others[0]})" if others else first
-        expected[name] = None if len(values) == 2 else next(iter(values)), text
+        expected[name] = None if len(values) == len(LAUNCHERS) else next(iter(values)), text
     assert documented == expected
     for kind, settings in blocks.items():  # any other one is named after its flag, as promised
         assert {flag_of(name) for name in settings} <= fields(kind).keys()
@@ -135,7 +136,7 @@ def test_every_variable_named_is_read_somewhere():
 def test_every_path_named_exists():
     text = re.sub(r"\]\(\S+?\)", "]", TEXT)  # links have a test of their own
     words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", text)}
-    folders = ("fsdp/", "pp/", "llm_demo/", "data/", "models/", "tests/", "bench/", ".ci/")
+    folders = ("fsdp/", "pp/", "zero/", "llm_demo/", "data/", "models/", "tests/", "bench/", ".ci/")
     paths = {w for w in words if re.search(r"\w\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
     paths |= {w for w in words if w.startswith(folders) and not re.match(r"data/\w+$", w)}
     assert len(paths) > 40
@@ -146,7 +147,7 @@ def test_every_path_named_exists():
 
 def test_every_folder_is_described_in_the_readme():
     packages = {
-        p.parent for top in ("fsdp", "pp", "llm_demo", "bench") for p in (ROOT / top).rglob("*.py")
+        p.parent for top in (*SCRIPTS, "llm_demo", "bench") for p in (ROOT / top).rglob("*.py")
     }
     expected = {f"{p.relative_to(ROOT)}/" for p in packages} | {
         "data/",
@@ -160,7 +161,7 @@ def test_every_folder_is_described_in_the_readme():
 
 def test_every_module_is_named_once():
     named = re.findall(r"^(\w+/\S+)  +\w", section(DOCS["design"], "Modules"), re.M)
-    files = [p for top in ("fsdp", "pp", "llm_demo") for p in (ROOT / top).rglob("*.[psj]*")]
+    files = [p for top in (*SCRIPTS, "llm_demo") for p in (ROOT / top).rglob("*.[psj]*")]
     ours = {str(p.relative_to(ROOT)) for p in files if p.suffix in (".py", ".sh", ".json")}
     ours = {p for p in ours if not p.endswith("__init__.py")}
     assert set(named) == ours, set(named) ^ ours
@@ -218,7 +219,7 @@ def test_the_readmes_first_table_is_of_the_benchmarks():
 
 
 def test_the_messages_of_the_troubleshooting_tables_are_printed_by_something():
-    sources = [p for top in ("fsdp", "pp", "llm_demo") for p in (ROOT / top).rglob("*.py")]
+    sources = [p for top in (*SCRIPTS, "llm_demo") for p in (ROOT / top).rglob("*.py")]
     text = "".join(p.read_text() for p in (*sources, ROOT / "setup.sh"))
     text = re.sub(r'" *\n\s*f?"', "", text)
     for rows in (table(README, "Trouble"), table(DOCS["running"], "Troubleshooting")):

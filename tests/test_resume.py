@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, smaller_model, torchrun
+from conftest import ROOT, ZERO, smaller_model, torchrun
 
 from bench.checkpoints import tensors
 
@@ -91,14 +91,58 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
         "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
     })  # fmt: skip
+    offload, zero3 = ZERO["zero2_offload"], ZERO["zero3"]
+    runs("zero", 2, {
+        "zero1": [*fp32, *fsdp, *ZERO["zero1"]],
+        "zero1-again": resumed("zero1", *fp32, *fsdp, *ZERO["zero1"]),
+        "zerob": [*bf16, *fsdp, *offload], "zerob-again": resumed("zerob", *bf16, *fsdp, *offload),
+        "zero": [*fp32, *fsdp, *zero3], "zero-again": resumed("zero", *fp32, *fsdp, *zero3),
+        "zero-from-fsdp": resumed("fsdp", *fp32, *fsdp, *zero3),
+    })  # fmt: skip
     runs("fsdp", 1, {
         "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
         "fsdp-from-pp": resumed("pp", *fp32, *pp),
+        "fsdp-from-zero": resumed("zero", *fp32, *pp),
     })  # fmt: skip
     runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb"):
+    same = ("fsdp", "fsdp16", "fsdpb", "host", "hostb", "pp", "pp16", "ppb")
+    for name in (*same, "zero", "zero1", "zerob"):
         assert_same(runs.folder, name, f"{name}-again")
-    others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host")]
-    for name in (*others, "fsdp-from-host", "fsdp-from-pp", "1-stage-from-pp"):
+    others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host", "zero")]
+    others += [f"fsdp-from-{way}" for way in ("host", "pp", "zero")]
+    for name in (*others, "1-stage-from-pp"):
+        assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_zero_goes_on_to_the_bit_and_from_and_to_other_scripts(runs):
+    fp32, fp16, bf16 = (
+        ["--dtype", name, "--micro_batch_size", "2", "--grad_accum_steps", "3"]
+        for name in ("fp32", "fp16", "bf16")
+    )
+    whole = ["--dtype", "fp32", "--micro_batch_size", "2", "--grad_accum_steps", "6"]
+    three = ["--dtype", "fp32", "--micro_batch_size", "1", "--grad_accum_steps", "4"]
+    runs("fsdp", 2, {"base": fp32})
+    cases = {"zero3-fp16": [*fp16, *ZERO["zero3"]]}
+    for name, config in ZERO.items():
+        cases |= {name: [*fp32, *config], f"{name}-bf16": [*bf16, *config]}
+    again = {f"{name}-again": resumed(name, *flags) for name, flags in cases.items()}
+    from_fsdp = {
+        f"{name}-from-base": resumed("base", *fp32, *ZERO[name])
+        for name in ("zero1", "zero3", "zero2_offload")
+    }
+    runs("zero", 2, {**cases, **again, **from_fsdp})
+    on_three = {  # processes, which do not divide the parameters' sizes
+        "three-from-zero2": resumed("zero2", *three, *ZERO["zero3"]),
+        "three_offload-from-zero3": resumed("zero3", *three, *ZERO["zero2_offload"]),
+    }
+    runs("zero", 3, on_three)
+    to_pp = {"pp-from-zero3_offload": resumed("zero3_offload", *whole)}
+    runs("pp", 2, to_pp)
+    to_fsdp = {"fsdp-from-zero1": resumed("zero1", *whole)}
+    runs("fsdp", 1, to_fsdp)
+    for name in cases:
+        assert_same(runs.folder, name, f"{name}-again")
+    for name in (*from_fsdp, *on_three, *to_pp, *to_fsdp):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)

@@ -84,6 +84,15 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
     return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
 
 
+def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
+    """The decoder's blocks in units, each compiled and sharded as one."""
+    units, i = [], 0
+    for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
+        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing))
+        i += size
+    return units
+
+
 class Tail(nn.Module):
     """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from llm_demo.args import Args, parse_steps
-from llm_demo.device import World, peak_memory_gb, peak_tflops, this_device
+from llm_demo.device import World, peak_host_gb, peak_memory_gb, peak_tflops, this_device
 from llm_demo.errors import UserError
 from llm_demo.run.comm import CommTimer, Gather
 from llm_demo.run.folder import last_checkpoint
@@ -129,14 +130,16 @@ class Clock:
         )
         self.restart()
 
-    def stop(self) -> tuple[float, dict | None]:
-        """(seconds since `begin`, the profiler's figures or None)."""
+    def stop(self) -> tuple[float, dict | None, list[float]]:
+        """(seconds since `begin`, the profiler's figures or None, each rank's peak host memory)."""
         self.comm.remove()
+        host = [None] * self.world.size
+        dist.all_gather_object(host, round(peak_host_gb(), 3))
         profile = self.profile
         if profile:
             timer = timed_while_profiled(self.history, self.profiler.first, self.profiler.last)
             profile = {**profile, "timer": timer}
-        return time.perf_counter() - self.started, profile
+        return time.perf_counter() - self.started, profile, host
 
     def _profile_from(self, step: int) -> None:
         """Start or stop the profiler before `step`, then restart the clock."""

@@ -38,9 +38,11 @@ class History:
         }
 
 
-def summarise(history: History, settings: dict, seconds: float, peak_tflops, profile) -> dict:
+def summarise(
+    history: History, settings: dict, seconds: float, peak_tflops, profile, host: list[float]
+) -> dict:
     """The contents of summary.json. settings: resolved flags. profile: the profiler's figures or
-    None."""
+    None. host: each rank's peak host memory."""
     records = history.records
     # A resumed run may have had a different number of processes: only the last number counts.
     ranks = len(records[-1]["perf/comm_ms"])
@@ -85,6 +87,7 @@ def summarise(history: History, settings: dict, seconds: float, peak_tflops, pro
         "median_toks_per_s": median("perf/toks_per_s"),
         "median_slots_per_s": median("perf/slots_per_s"),
         "peak_mem_gb": records[-1]["perf/peak_mem_gb"],
+        "peak_host_gb": host,
         "row": dict(zip(COLUMNS, row, strict=True)),
     }
 

@@ -1,0 +1,134 @@
+"""DeepSpeed's ZeRO engine, made exact: its switches, its configuration, the sharded model.
+
+Tested with DeepSpeed 0.19.8."""
+
+import functools
+import warnings
+
+import torch
+
+from llm_demo.errors import UserError
+from llm_demo.model.decoder import Blocks, DecoderLoss, Tail
+from llm_demo.model.weights import Weights, materialise
+from llm_demo.parallel import deepspeed_base
+from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows, quiet
+
+# isort: split
+import deepspeed  # now that its version is checked
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.utils import set_z3_leaf_modules
+
+# Switches allowed in --deepspeed_config.
+SWITCHES = {"zero_optimization", "comms_logger", "steps_per_print", "memory_breakdown"}
+ZERO = {
+    "stage", "reduce_bucket_size", "allgather_bucket_size", "contiguous_gradients", "overlap_comm",
+    "offload_optimizer", "offload_param", "sub_group_size", "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance",
+}  # fmt: skip
+OFFLOAD = {"device", "pin_memory"}
+
+
+def read_switches(path: str) -> dict:
+    """The user's engine switches. Raises UserError for those that train wrongly."""
+    switches = deepspeed_base.read_switches(path, SWITCHES, ZERO)
+    zero = switches.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (1, 2, 3):
+        raise UserError(
+            f"{path}: ZeRO stage {stage!r} is refused: 1, 2 and 3 are exact; stage 0 has no "
+            "gradient norm and trains on non-finite gradients"
+        )
+    if zero.get("overlap_comm"):
+        raise UserError(
+            f"{path}: overlap_comm is refused: DeepSpeed reuses buffers that are still being sent, "
+            "which gives wrong or NaN gradients"
+        )
+    for what, least in (("offload_optimizer", 2), ("offload_param", 3)):
+        if what not in zero:
+            continue
+        offload = zero[what]
+        if not isinstance(offload, dict) or offload.get("device") != "cpu":
+            raise UserError(f'{path}: {what} must be an object with "device": "cpu"')
+        for key in offload.keys() - OFFLOAD:
+            raise UserError(f"{path}: {what}.{key} is not one of {', '.join(sorted(OFFLOAD))}")
+        if stage < least:
+            raise UserError(f"{path}: {what} needs ZeRO stage {least}, not {stage}")
+    return switches
+
+
+def describe(switches: dict) -> str:
+    """A few words for the log and config.json."""
+    zero = switches["zero_optimization"]
+    names = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
+    host = [name for key, name in names.items() if key in zero]
+    return f"DeepSpeed ZeRO-{zero['stage']}" + (f", {' and '.join(host)} on the host" * bool(host))
+
+
+def engine_config(
+    switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float, compiled: bool
+) -> dict:
+    """The engine's configuration: the switches plus what the flags own."""
+    config = deepspeed_base.engine_config(switches, dtype, micro, accum, clip)
+    zero = {**config["zero_optimization"], "overlap_comm": False}  # stage 3 overlaps by default
+    if zero["stage"] == 3 and compiled:
+        zero["memory_efficient_linear"] = False  # a Python function, which breaks compiled graphs
+    # offload with torch's fused AdamW: as fast as DeepSpeed's, and it needs no compiler
+    config |= {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    config["timers"] = {"throughput": {"enabled": False}}  # it waits for the device in every step
+    return config
+
+
+def build(
+    lm, weights: Weights | None, seed: int, device: torch.device, dtype: torch.dtype, config: dict
+) -> None:
+    """Give a skeleton its weights in the compute dtype: all of them on every rank, or with stage 3
+    this rank's shards, one block at a time, so that no rank holds the model."""
+    tied = lm.config.tie_word_embeddings
+    for p in lm.parameters():  # on the meta device
+        p.data = p.data.to(dtype)
+    lm.model.rotary_emb.to(device)
+    blocks = [f"model.layers.{i}" for i in range(len(lm.model.layers))]
+    for name in ("model.embed_tokens", *blocks, "model.norm", *(() if tied else ("lm_head",))):
+        module = materialise(lm, name, weights, seed, device)
+        if config["zero_optimization"]["stage"] == 3:
+            with quiet():
+                deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=dtype)
+    if tied:  # allocated anew
+        lm.lm_head.weight = lm.model.embed_tokens.weight
+
+
+def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: dict):
+    """deepspeed.initialize for a model whose forward is the loss."""
+    if config["zero_optimization"]["stage"] == 3:
+        # A unit's weights are gathered at once, before its forward. The tail needs it: it uses the
+        # head's weight without calling the head.
+        set_z3_leaf_modules(model, [Blocks, Tail])
+    # older versions round the rotary frequencies to the compute dtype
+    rotary, model.rotary = model.rotary, None
+    with quiet():  # it prints memory use throughout setup
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    model.rotary = rotary
+    outlast_overflows(engine)
+    if isinstance(engine.optimizer, BF16_Optimizer):  # stage 1 in bf16
+        engine.optimizer.step = functools.partial(bf16_step, engine.optimizer)
+    zero = config["zero_optimization"]
+    if zero["stage"] == 2 and "offload_optimizer" in zero:
+        _forget_skipped(engine.optimizer)
+    # PyTorch 2.13 renamed a collective that stage 3 calls thousands of times
+    warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
+    return engine
+
+
+def _forget_skipped(optimizer) -> None:
+    """Drop the gradients of a skipped step. With the optimizer on the host, DeepSpeed 0.19.8's
+    ZeRO-2 keeps them in bf16 and fp16 and adds the next step's: one overflow would skip all steps
+    after it. Where DeepSpeed drops them itself, nothing is left to drop."""
+    reset = optimizer.reset_cpu_buffers
+    need(vars(optimizer), "averaged_gradients")
+
+    def reset_all():  # at the end of each step, also of a skipped one
+        reset()
+        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
+
+    optimizer.reset_cpu_buffers = reset_all
