@@ -80,12 +80,13 @@ def batches(config, ask, stages: int, flags: dict) -> Iterator[Choice]:
     replicas, defaults = ask.cards // stages, flags_of(PipeArgs if stages > 1 else FsdpArgs)
     rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
     train = SimpleNamespace(seq_len=ask.seq_len, single=True, doc_start=np.array([0, ask.seq_len]))
-    for micro in range(1, min(rows, LARGEST) + 1):
-        batch = {"micro_batch_size": micro, "grad_accum_steps": math.ceil(rows / micro)}
+    smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}
+    for accum, micro in smallest.items():
+        batch = {"micro_batch_size": micro, "grad_accum_steps": accum}
         args, host = dataclasses.replace(defaults, **batch, **flags), 0.0
         speed = ask.seq_len, replicas, ask.tflops, ask.bandwidth
         if stages > 1:
-            if args.schedule == "dualpipev" and args.grad_accum_steps < max(4, 2 * stages):
+            if args.schedule == "dualpipev" and accum < max(4, 2 * stages):
                 continue
             way, parts = PIPE, of_stages(args, config, train, replicas)
             seconds = step_time.of_pipeline(args, config, *speed)
@@ -96,7 +97,7 @@ def batches(config, ask, stages: int, flags: dict) -> Iterator[Choice]:
             seconds = step_time.of_fsdp(args, config, *speed)
             if args.optimizer_on_host:
                 way, host = HOST, estimate.of_host(config)
-        tokens = micro * args.grad_accum_steps * replicas * ask.seq_len
+        tokens = micro * accum * replicas * ask.seq_len
         fullest = max(parts, key=lambda parts: sum(parts.values()))
         yield Choice(way, {**batch, **flags}, seconds, tokens, fullest, host)
 
