@@ -61,14 +61,14 @@ class Choice(NamedTuple):
         return ", ".join(words)
 
 
-def choices(config, ask) -> Iterator[Choice]:
+def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting worth a look, whether it fits or not."""
     for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
         for reshard, host in itertools.product((False, True), repeat=2):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
             if ask.cards > 1 or host or not reshard:
                 yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
-        if ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
+        if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
             for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
                 if stages * 2 <= config.num_hidden_layers:
                     flags = {**saved, "stages": stages, "schedule": kind}
@@ -114,8 +114,15 @@ def of_stages(args, config, train, replicas: int) -> list[dict[str, float]]:
     pieces = args.stages * (1 + (args.schedule == "dualpipev"))
     how = args.partition, train.seq_len, args.use_activation_checkpointing
     counts = stages.split(config, pieces, *how)
-    held = estimate.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
+    held = pieces_held(args.schedule, args.stages, tuple(counts), args.grad_accum_steps)
     return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
+
+
+@functools.cache
+def pieces_held(*of_pipeline):
+    from pp import estimate
+
+    return estimate.pieces_held(*of_pipeline)
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -152,7 +159,7 @@ def line(choice: Choice, ask) -> str:
 
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
-    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb >= 0.05)
+    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
     host = f"{first.host:.1f} GB for masters and moments" if first.host else "no optimizer there"
     unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
     lines = [
@@ -191,7 +198,7 @@ def nothing(found: list[Choice], config, ask) -> str:
     helps = [" with ".join(needs)]
     for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
         more = argparse.Namespace(**{**vars(ask), "cards": cards})
-        if best(list(choices(config, more)), more)[1]:
+        if best(list(choices(config, more, pipeline=False)), more)[1]:
             helps.append(f"{cards} such cards")
             break
     return f"nothing fits; nearest: {choice}: {said}; what would help: {' or '.join(helps)}"
