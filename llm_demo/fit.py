@@ -108,21 +108,14 @@ def flags_of(group: type):
 
 
 def of_stages(args, config, train, replicas: int) -> list[dict[str, float]]:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
     from pp import estimate, stages  # after the flags: importing DeepSpeed takes seconds
 
     pieces = args.stages * (1 + (args.schedule == "dualpipev"))
     how = args.partition, train.seq_len, args.use_activation_checkpointing
     counts = stages.split(config, pieces, *how)
-    held = pieces_held(args.schedule, args.stages, tuple(counts), args.grad_accum_steps)
+    steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
+    held = estimate.pieces_held(args.schedule, args.stages, counts, steady)
     return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
-
-
-@functools.cache
-def pieces_held(*of_pipeline):
-    from pp import estimate
-
-    return estimate.pieces_held(*of_pipeline)
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -243,6 +236,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
     try:
         main()
     except UserError as e:

@@ -15,6 +15,7 @@ from llm_demo import fit
 from llm_demo.launch.settings import check_flags, read_launcher
 from llm_demo.model import memory, step_time
 from llm_demo.model.source import find_model, load_config
+from pp import estimate
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
 
@@ -143,6 +144,15 @@ def test_a_host_that_is_too_small(capsys):
 def test_no_device_is_looked_at(monkeypatch):
     monkeypatch.setattr(memory, "this_device", lambda: pytest.fail("looks at a device"))
     assert chosen(SMALL, 2, 24)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_a_pipeline_holds_no_more_with_more_accumulation(kind, stages):
+    """fit looks at 4 x stages micro-batches at most."""
+    counts = [3] * stages * (1 + (kind == "dualpipev"))
+    held = [estimate.pieces_held(kind, stages, counts, k * stages) for k in (4, 5, 16)]
+    assert held[0] == held[1] == held[2]
 
 
 def test_only_the_configuration_of_a_hub_model_is_downloaded(tmp_path, monkeypatch):
