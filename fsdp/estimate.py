@@ -2,6 +2,7 @@
 
 import torch
 
+from fsdp.host_adamw import SLICE, SLOTS
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe
@@ -41,13 +42,13 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
     activations, loss = at_the_loss(args, config, compute, train, tokens * n, head=True)
     gathered = (ends + 2 * unit if args.reshard_after_forward else total) * size
     if args.optimizer_on_host and sharded:
-        tied = config.tie_word_embeddings
-        at_loss = gathered - (args.reshard_after_forward and not tied) * embedding * size
-        early = total / ranks * size + at_loss
-        late = total / ranks * size + unit * size
-        # the sums, and the embedding's gradient, sent and received
+        # without the embedding if resharded, with a buffer for its transfers and the head's
+        freed = args.reshard_after_forward and not config.tie_word_embeddings
+        early = total / ranks * size + gathered + (1 - freed) * embedding * size
+        late = total / ranks * size + (embedding + unit) * size
+        # the sums, and the embedding's gradient, also as sent
         kept = total / ranks * 4
-        grads = kept + 3 * embedding * size
+        grads = kept + 2 * embedding * size
     elif args.optimizer_on_host:
         early = late = total * size
         kept, grads = total * 4, total * (4 + size)
@@ -70,7 +71,8 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
             grads = (total + max(unit, ends)) * size
         else:
             grads = total * 4 + 2 * ends * size
-    rest = {"optimizer": 0 if args.optimizer_on_host else total / ranks * 8}
+    passing = 3 * SLOTS * SLICE * 4  # masters and moments on their way
+    rest = {"optimizer": passing if args.optimizer_on_host else total / ranks * 8}
     moments = (
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},

@@ -172,18 +172,23 @@ def test_rows_are_short(tokenizer):
     assert 50 < mean < 150
 
 
-@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-0.6b", "qwen3-8b"])
+PUBLISHED = {
+    "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", *PUBLISHED])
 def test_model_sizes(name):
     text = (ROOT / "models" / "README.md").read_text("utf-8")
     stated = int(re.search(rf"`{re.escape(name)}/` \| ([\d,]+)", text)[1].replace(",", ""))
-    real = {"qwen3-0.6b": 596_049_920, "qwen3-8b": 8_190_735_360}
     config = AutoConfig.from_pretrained(ROOT / "models" / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     model.tie_weights()  # transformers 5.0 leaves that out on the meta device
     count = sum(p.numel() for p in model.parameters())
-    assert count == stated == real.get(name, count)
-    assert config.tie_word_embeddings is (name != "qwen3-8b")
+    assert count == stated == PUBLISHED.get(name, count)
+    assert config.tie_word_embeddings is (name not in ("qwen3-8b", "qwen3-14b", "qwen3-32b"))
     assert config.rope_parameters["rope_theta"] == 1e6
     if name == "qwen3-tiny":
         assert 2e6 < count < 5e6 and config.vocab_size == 4096

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT, run
 
+from llm_demo import fit
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
 
@@ -261,6 +263,36 @@ def test_bad_input_of_one_process(
     assert not (folder / "new").exists()
     assert (folder / "earlier run/metrics.jsonl").read_text() == "precious"
     assert (folder / "good.jsonl").read_text() == GOOD * 40
+
+
+OF_FIT = {"--cards": "2", "--memory": "32", "--tokens_a_step": "65536"}
+FIT = [
+    ("gpt2", {}, "gpt2 is not one of qwen3"),
+    ("./absent", {}, "no model at ./absent"),
+    ("nobody/nothing", {}, "no model at nobody/nothing"),
+    ("window", {"--cards": "0"}, "--cards: 0: must be a whole number, 1 or more"),
+    ("window", {"--cards": "two"}, "--cards: two: must be a whole number"),
+    ("window", {"--memory": "0"}, "--memory: 0: must be a number above 0"),
+    ("window", {"--memory": "32GB"}, "--memory: 32GB: must be a number above 0"),
+    ("window", {"--host_memory": "nan"}, "--host_memory: nan: must be a number above 0"),
+    ("window", {"--bandwidth": "inf"}, "--bandwidth: inf: must be a number above 0"),
+    ("window", {"--tokens_a_step": "1e5"}, "--tokens_a_step: 1e5: must be a whole number"),
+    ("window", {"--seq_len": "4096"}, "--seq_len 4096: window has positions up to 2048"),
+    ("window", {"--seq_len": "4"}, "--seq_len: 4: must be a whole number, 8 or more"),
+    ("window", {"--ckpt": "1"}, "unrecognized arguments: --ckpt 1"),
+    ("window", {"--memory": None}, "the following arguments are required: --memory"),
+]
+
+
+@pytest.mark.parametrize("model, flags, message", FIT)
+def test_bad_input_of_fit(model, flags, message, folder, monkeypatch, record_property):
+    record_property("bad inputs", 1)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    pairs = [pair for pair in {**OF_FIT, **flags}.items() if pair[1]]
+    with pytest.raises(UserError, match=re.escape(message)) as raised:
+        fit.main([model, *(word for pair in pairs for word in pair)])
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)

@@ -84,8 +84,8 @@ def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
 
 def _keys_kept(config, compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: none by a fused kernel."""
-    device = this_device()
-    plain = device.vendor == "amd" and why_not("varlen", device, compute.dtype, single=False)
+    device = this_device() if compute.attn_impl == "bucketed" else None
+    plain = device and device.vendor == "amd" and why_not("varlen", device, compute.dtype, False)
     if compute.attn_impl == "math":
         return train.seq_len
     if compute.attn_impl == "bucketed_math" or compute.attn_impl == "bucketed" and plain:

@@ -15,17 +15,25 @@ from llm_demo.model.rotary import LongRope, rope_type
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 
 
-def find_model(name: str) -> Path:
-    """The local folder of a model: the path itself, or a hub id downloaded to the hub's cache."""
+def find_model(name: str, config_in: str | None = None) -> Path:
+    """The local folder of a model: the path itself, or a hub id downloaded to the hub's cache.
+
+    config_in: a folder for config.json, if that is all one needs. In the cache it would look like a
+    model without weights."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        if config_in:
+            if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+                return Path(cached).parent
+            only = {"allow_patterns": ["config.json"], "local_dir": config_in}
+            return Path(snapshot_download(name, **only))
         files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
         return Path(snapshot_download(name, allow_patterns=files))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:

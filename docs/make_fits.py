@@ -1,0 +1,117 @@
+"""Write the tables of what fits, in docs/fits.md and the README: python docs/make_fits.py
+
+Memory is the search of llm_demo/fit.py, tokens per second are the rows under bench/results.
+tests/test_fit.py fails when the tables are stale."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from llm_demo import fit  # noqa: E402
+from llm_demo.model.source import load_config  # noqa: E402
+
+MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
+CARDS = ((1, 24), (2, 24), (2, 32), (1, 80), (2, 141))
+TOKENS = 65_536
+PRESETS = ("teff", "speed", "memory")  # of bench/results/h200-x2, over NVLink
+DEVICE, HOST = "on the device", "host optimizer"
+MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
+
+
+def cells() -> dict[tuple, fit.Choice | None]:
+    """(model, cards, way) -> the fastest choice that fits, None if nothing does."""
+    found = {}
+    for model in MODELS:
+        config = load_config(folder(model), 1024)
+        for cards, memory in CARDS:
+            words = f"{folder(model)} --cards {cards} --memory {memory} --tokens_a_step {TOKENS}"
+            ask = fit.make_parser().parse_args(words.split())
+            every = list(fit.choices(config, ask))
+            for way in (DEVICE, HOST):
+                choice, fits = fit.best(
+                    [c for c in every if (c.way == fit.HOST) == (way == HOST)], ask
+                )
+                found[model, (cards, memory), way] = choice if fits else None
+    return found
+
+
+def folder(model: str) -> Path:
+    return ROOT / f"models/qwen3-{model.lower()}"
+
+
+def cell(choice: fit.Choice | None) -> str:
+    """Micro-batch size and flags in a few words."""
+    if not choice:
+        return "–"
+    flags = {k: v for k, v in choice.flags.items() if k != "grad_accum_steps"}
+    words = str(choice._replace(flags=flags)).removeprefix("micro ").removesuffix(", host")
+    return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
+
+
+def measured(model: str, way: str) -> str:
+    """The most tokens per second that were measured in bf16 on two cards, and how."""
+    fastest = 0, "–"
+    for preset in PRESETS:
+        file = ROOT / f"bench/results/h200-x2/{preset}.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else ():
+            result = json.loads(line)
+            row = result["row"]
+            ours = row["engine"] != "torchtitan" and result["status"] == "ok"
+            if not ours or row["model"] != f"models/qwen3-{model.lower()}" or row["data"] != "full":
+                continue
+            host = result["config"].get("optimizer_on_host", False)
+            capped = result["config"].get("device_memory_gb", 0)
+            if row["dtype"] == "bf16" and host == (way == HOST) and not capped and not row["env"]:
+                speed = round(result["summary"]["median_slots_per_s"])
+                how = [f"{row['engine']} {row['micro']}", f"GA {row['ga']}"] + ["ckpt"] * row[
+                    "ckpt"
+                ]
+                how += [row["flags"].replace("--optimizer_on_host", "").strip()] * bool(
+                    row["flags"]
+                )
+                fastest = max(fastest, (speed, f"{speed:,} ({', '.join(filter(None, how))})"))
+    return fastest[1]
+
+
+def table(found: dict) -> str:
+    heads = [f"{n} x {gb} GB" for n, gb in CARDS]
+    text = f"| model | way | {' | '.join(heads)} | measured on 2 x 141 GB, tokens/s |\n"
+    text += "|---" * (len(CARDS) + 3) + "|\n"
+    for model in MODELS:
+        for way in (DEVICE, HOST):
+            row = [cell(found[model, cards, way]) for cards in CARDS]
+            text += f"| {model} | {way} | {' | '.join(row)} | {measured(model, way)} |\n"
+    return text
+
+
+def short(found: dict) -> str:
+    """The largest model that fits on each set of cards."""
+    text = f"| | {' | '.join(f'{n} x {gb} GB' for n, gb in CARDS)} |\n" + "|---" * 6 + "|\n"
+    for way, name in ((DEVICE, DEVICE), (HOST, "`--optimizer_on_host`")):
+        row = []
+        for cards in CARDS:
+            fitting = [model for model in MODELS if found[model, cards, way]]
+            row.append(
+                f"{fitting[-1]} ({cell(found[fitting[-1], cards, way])})" if fitting else "–"
+            )
+        text += f"| {name} | {' | '.join(row)} |\n"
+    return text
+
+
+def pages() -> dict[Path, str]:
+    """Each page as it should be."""
+    found = cells()
+    made = {ROOT / "docs/fits.md": table(found), ROOT / "README.md": short(found)}
+    return {
+        page: MARKED.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
+        for page, new in made.items()
+    }
+
+
+if __name__ == "__main__":
+    for page, text in pages().items():
+        page.write_text(text)

@@ -1,0 +1,243 @@
+"""Which flags fit on your cards, and which of them should be fastest. Needs no GPU.
+
+    python -m llm_demo.fit models/qwen3-8b --cards 2 --memory 32 --tokens_a_step 100000
+
+Memory is what --estimate prints for bf16, compiled blocks, fused attention and full rows, in GB
+(2**30 bytes); 5 % of each card stay free. What fits is ranked by a rough time of a step
+(llm_demo/model/step_time.py): a ranking, not a promise."""
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fsdp import estimate
+from fsdp.flags import FsdpArgs
+from llm_demo.args import PlainParser, parse_args, whole
+from llm_demo.errors import UserError
+from llm_demo.files import ROOT
+from llm_demo.model import step_time
+from llm_demo.model.source import find_model, load_config
+from pp.flags import PipeArgs
+
+FREE = 0.05  # of a card's memory, for what the estimate does not count
+LARGEST = 64  # micro-batch size
+COMPUTE = SimpleNamespace(dtype=torch.bfloat16, compile=True, attn_impl="varlen")
+DEVICE, CKPT, HOST, PIPE = WAYS = "on the device", "checkpointing", "host optimizer", "pipeline"
+SHORT = {
+    "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
+    "activation_memory_budget": "budget", "reshard_after_forward": "reshard",
+    "optimizer_on_host": "host", "stages": "stages", "schedule": "",
+}  # fmt: skip
+
+
+class Choice(NamedTuple):
+    way: str  # of WAYS
+    flags: dict
+    seconds: float  # of a step: see above
+    tokens: int  # of a step
+    parts: dict[str, float]  # memory of the fullest card
+    host: float  # memory of the host, for all ranks
+
+    @property
+    def memory(self) -> float:
+        return sum(self.parts.values())
+
+    def __str__(self):
+        words = [f"{SHORT[k]} {'' if v is True else v}".strip() for k, v in self.flags.items()]
+        return ", ".join(words)
+
+
+def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
+    """Every setting worth a look, whether it fits or not."""
+    for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
+        for reshard, host in itertools.product((False, True), repeat=2):
+            on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
+            if ask.cards > 1 or not reshard:
+                yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
+        if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
+            for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
+                if stages * 2 <= config.num_hidden_layers:
+                    flags = {**saved, "stages": stages, "schedule": kind}
+                    yield from batches(config, ask, stages, flags)
+
+
+def batches(config, ask, stages: int, flags: dict) -> Iterator[Choice]:
+    """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
+    replicas, defaults = ask.cards // stages, flags_of(PipeArgs if stages > 1 else FsdpArgs)
+    rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
+    train = SimpleNamespace(seq_len=ask.seq_len, single=True, doc_start=np.array([0, ask.seq_len]))
+    smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}
+    for accum, micro in smallest.items():
+        batch = {"micro_batch_size": micro, "grad_accum_steps": accum}
+        args, host = dataclasses.replace(defaults, **batch, **flags), 0.0
+        speed = ask.seq_len, replicas, ask.tflops, ask.bandwidth
+        if stages > 1:
+            if args.schedule == "dualpipev" and accum < max(4, 2 * stages):
+                continue
+            way, parts = PIPE, of_stages(args, config, train, replicas)
+            seconds = step_time.of_pipeline(args, config, *speed)
+        else:
+            parts = estimate.of_fsdp(args, config, COMPUTE, train, replicas, replicas > 1)
+            way = CKPT if args.use_activation_checkpointing else DEVICE
+            seconds = step_time.of_fsdp(args, config, *speed)
+            if args.optimizer_on_host:
+                way, host = HOST, estimate.of_host(config)
+        tokens = micro * accum * replicas * ask.seq_len
+        fullest = max(parts, key=lambda parts: sum(parts.values()))
+        yield Choice(way, {**batch, **flags}, seconds, tokens, fullest, host)
+
+
+@functools.cache
+def flags_of(group: type):
+    return parse_args("", group, argv=[])
+
+
+def of_stages(args, config, train, replicas: int) -> list[dict[str, float]]:
+    from pp import estimate, stages  # after the flags: importing DeepSpeed takes seconds
+
+    pieces = args.stages * (1 + (args.schedule == "dualpipev"))
+    how = args.partition, train.seq_len, args.use_activation_checkpointing
+    counts = stages.split(config, pieces, *how)
+    steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
+    held = estimate.pieces_held(args.schedule, args.stages, counts, steady)
+    return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
+
+
+def lacking(choice: Choice, ask) -> float:
+    """What is missing, as shares of the memory of a card and of the host; 0 if the choice fits."""
+    card = max(0, choice.memory / usable(ask) - 1)
+    return card + (max(0, choice.host / ask.host_memory - 1) if ask.host_memory else 0)
+
+
+def usable(ask) -> float:
+    return ask.memory * (1 - FREE)
+
+
+def best(found: list[Choice], ask) -> tuple[Choice, bool]:
+    """The fastest that fits, or else what comes nearest; whether it fits."""
+    fitting = [choice for choice in found if not lacking(choice, ask)]
+    if not fitting:
+        return min(found, key=lambda choice: (lacking(choice, ask), choice.seconds)), False
+    return min(fitting, key=lambda c: (c.seconds, len(c.flags), c.memory)), True
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def line(choice: Choice, ask) -> str:
+    """The command to paste."""
+    launcher = ROOT / ("pp/launch_pp.sh" if choice.way == PIPE else "fsdp/launch_fsdp.sh")
+    if launcher.is_relative_to(Path.cwd()):
+        launcher = launcher.relative_to(Path.cwd())
+    flags = {"model_name_or_path": ask.model, "seq_len": ask.seq_len, **choice.flags}
+    flags |= {"device_memory_gb": f"{ask.memory:g}"} if ask.limit else {}
+    words = [f"--{k}" if v is True else f"--{k} {shlex.quote(str(v))}" for k, v in flags.items()]
+    return f"NPROC_PER_NODE={ask.cards} bash {shlex.quote(str(launcher))} {' '.join(words)}"
+
+
+def report(found: list[Choice], ask) -> str:
+    first, _ = best(found, ask)
+    parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
+    host = f"{first.host:.1f} GB for masters and moments" if first.host else "no optimizer there"
+    unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
+    lines = [
+        line(first, ask),
+        "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
+        f"tokens a step: {first.tokens // ask.seq_len} rows x {ask.seq_len:,} = {first.tokens:,}",
+        f"memory: {first.memory:.1f} of {ask.memory:g} GB a card: {parts}",
+        f"host memory: {host}{unknown}",
+        "considered, the best of each way by a rough time of a step:",
+    ]
+    for way in WAYS:
+        if found_here := [choice for choice in found if choice.way == way]:
+            choice, fits = best(found_here, ask)
+            slower = f"{choice.seconds / first.seconds:.2f} x the time"
+            why = "chosen" if choice is first else slower if fits else shortage(choice, ask)
+            lines.append(f"  {way:15} {choice.memory:6.1f} GB  {why:28} {choice}")
+    return "\n".join(lines)
+
+
+def shortage(choice: Choice, ask) -> str:
+    over = choice.memory - usable(ask)
+    return f"{over:.1f} GB too much" if over > 0 else f"needs {choice.host:.1f} GB of the host's"
+
+
+def nothing(found: list[Choice], config, ask) -> str:
+    """What comes nearest, and what would help."""
+    choice, _ = best(found, ask)
+    said = f"{choice.memory:.1f} GB a card, of which {usable(ask):.1f} may be used"
+    said += f", and {choice.host:.1f} GB of host memory" * (choice.host > 0)
+    needs = []
+    if choice.memory > usable(ask):
+        needs.append(f"cards of {math.ceil(choice.memory / (1 - FREE))} GB")
+    if ask.host_memory and choice.host > ask.host_memory:
+        said += f", of {ask.host_memory:g}"
+        needs.append(f"{math.ceil(choice.host)} GB of host memory")
+    helps = [" with ".join(needs)]
+    for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
+        more = argparse.Namespace(**{**vars(ask), "cards": cards})
+        if best(list(choices(config, more, pipeline=False)), more)[1]:
+            helps.append(f"{cards} such cards")
+            break
+    return f"nothing fits; nearest: {choice}: {said}; what would help: {' or '.join(helps)}"
+
+
+def above_0(text: str) -> float:
+    """A type for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be a number above 0")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    style = argparse.RawDescriptionHelpFormatter
+    parser = PlainParser(prog="llm_demo.fit", description=__doc__, formatter_class=style)
+    add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
+    add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
+    add("--cards", type=whole(1), required=True, help="GPUs, of one node")
+    number("--memory", required=True, help="GB (2**30 bytes) of each card")
+    add("--tokens_a_step", type=whole(1), required=True, help="least tokens of an optimizer step")
+    add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
+    number("--host_memory", help="GB of the host's memory for the run; default: as much as needed")
+    number("--tflops", default=550, help="bf16 TFLOP/s that a card sustains; default: 550, an H200")
+    number("--bandwidth", default=200, help="GB/s between cards; default: 200, NVLink")
+    add("--limit", action="store_true", help="add --device_memory_gb to the line")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    ask = make_parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_config(find_model(ask.model, config_in=folder), ask.seq_len)
+    found = list(choices(config, ask))
+    if not best(found, ask)[1]:
+        print(f"error: {nothing(found, config, ask)}", file=sys.stderr)
+        sys.exit(1)
+    print(report(found, ask))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
+    try:
+        main()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,62 @@
+"""A rough time of an optimizer step, to rank settings that nobody has measured. No promise.
+
+    micro-batches x (LAUNCH + (tokens of one + OVERHEAD) x FLOPs of a token / FLOP/s)
+    + exposed part of communication + exposed part of the host's update
+
+FLOPs are those of the MFU; checkpointing adds 0.7 of the blocks' forward, a memory budget b adds
+(1 - b) / 10 of it. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32
+gradients once (optimizer on the host: in bf16, every micro-batch). Of a transfer, at least a third
+is exposed, and what lasts longer than the compute beside it. A pipeline idles for stages - 1
+micro-batches of a stage, DualPipeV half as long, and waits for all it sends.
+
+The constants fit the rows of docs/benchmarks.md (two H200, three links; tests/test_fit.py), except
+those of the host's update: not measured yet, an estimate."""
+
+from llm_demo.model.costs import block_costs, flops_of_slot, head_cost
+
+LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
+OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
+PCIE = 25e9  # bytes per second between a card and the host, in each direction
+
+
+def micro_batch(args, config, seq_len: int, tflops: float) -> float:
+    """Seconds that one card would take for a micro-batch through the whole model."""
+    blocks = sum(block.flops for block in block_costs(config, seq_len))
+    again = 0.7 if args.use_activation_checkpointing else (1 - args.activation_memory_budget) / 10
+    flops = flops_of_slot(config, seq_len) + again * blocks / 3
+    tokens = args.micro_batch_size * seq_len + OVERHEAD
+    return max(LEAST, LAUNCH + tokens * flops / (tflops * 1e12))
+
+
+def exposed(seconds: float, beside: float) -> float:
+    """Of a transfer that lasts so long, beside compute that lasts so long."""
+    return max(seconds / 3, seconds - beside)
+
+
+def parameters_of(config) -> int:
+    ends = head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
+    return ends + sum(block.parameters for block in block_costs(config, 0))
+
+
+def of_fsdp(args, config, seq_len: int, cards: int, tflops: float, bandwidth: float) -> float:
+    """bandwidth: GB/s (10**9 bytes) that a card receives from the others."""
+    micro, accum = micro_batch(args, config, seq_len, tflops), args.grad_accum_steps
+    reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
+    each = 2 * (2 * accum if reshard else 1) + (2 * accum if on_host else 4)
+    sent = parameters_of(config) * each * (1 - 1 / cards) / (bandwidth * 1e9)
+    step = accum * micro + exposed(sent, micro * (accum if reshard or on_host else 1))
+    if on_host:  # masters and moments to the card, and back at the same time
+        step += exposed(parameters_of(config) * 12 / cards / PCIE, micro)
+    return step
+
+
+def of_pipeline(args, config, seq_len: int, replicas: int, tflops: float, bandwidth: float):
+    micro, accum = micro_batch(args, config, seq_len, tflops), args.grad_accum_steps
+    stages, v = args.stages, args.schedule == "dualpipev"
+    tokens = accum * args.micro_batch_size * seq_len
+    sent = 4 * config.hidden_size * tokens * (1 + v)  # hidden states and their gradients in bf16
+    if config.tie_word_embeddings and not v:
+        sent += 4 * head_cost(config).parameters
+    shared = 6 * parameters_of(config) / stages * (1 - 1 / replicas)
+    step = (accum + (stages - 1) / (1 + v)) * micro / stages + sent / (bandwidth * 1e9)
+    return step + exposed(shared / (bandwidth * 1e9), micro / stages)

@@ -1,0 +1,215 @@
+"""llm_demo.fit: what it prints runs, fits and is the fastest by its formula, which is near what was
+measured; the tables made from it are up to date."""
+
+import json
+import re
+import runpy
+import shlex
+import sys
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, run
+
+from llm_demo import fit
+from llm_demo.launch.settings import check_flags, read_launcher
+from llm_demo.model import memory, step_time
+from llm_demo.model.source import find_model, load_config
+from pp import estimate
+
+SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
+
+
+def asked(model, cards, gb, tokens=65_536, more=""):
+    words = f"{ROOT / model} --cards {cards} --memory {gb} --tokens_a_step {tokens} {more}"
+    return fit.make_parser().parse_args(shlex.split(words))
+
+
+def search(ask):
+    return list(fit.choices(load_config(ask.model, ask.seq_len), ask))
+
+
+def chosen(*args):
+    ask = asked(*args)
+    return fit.best(search(ask), ask)[0]
+
+
+def best_of(way):
+    """(the launcher's words, the choice) of the best of a way on two cards of 16 GB."""
+    ask = asked(SMALL, 2, 16, more="--seq_len 128")
+    choice, fits = fit.best([c for c in search(ask) if c.way == way], ask)
+    variable, *command = shlex.split(fit.line(choice, ask))
+    assert variable == "NPROC_PER_NODE=2" and fits
+    return command, choice
+
+
+def test_the_line_runs_and_takes_as_much(tmp_path):
+    command, choice = best_of(fit.HOST)
+    (tmp_path / "one.jsonl").write_text('{"prompt": "Why?", "completion": "So."}\n')
+    # what makes a CPU take what a GPU takes by itself
+    command += "--estimate --dtype bf16 --compile --attn_impl sdpa --no_pack_sequences".split()
+    command += ["--train_json", tmp_path / "one.jsonl", "--output_dir", tmp_path / "run"]
+    command += ["--tokenizer_name_or_path", ROOT / "models/qwen3-tiny"]
+    done = run(command, PYTHON=sys.executable, NPROC_PER_NODE="2")
+    assert done.returncode == 0, done.stderr
+    totals = re.search(r"^ +total +(.*)", done.stdout, re.M)[1].split()
+    assert max(map(float, totals)) == round(choice.memory, 1)
+    assert f"= {choice.tokens:,} token slots a step" in done.stdout
+    assert f"host memory: {choice.host:.1f} GB" in done.stdout
+
+
+@pytest.mark.parametrize("way", fit.WAYS)
+def test_the_script_accepts_the_flags(way):
+    ask = asked(SMALL, 4, 16)
+    lines = {fit.line(choice, ask) for choice in search(ask) if choice.way == way}
+    assert len(lines) > 10
+    for line in lines:
+        _, _, launcher, *flags = shlex.split(line)
+        check_flags([str(read_launcher(ROOT / launcher)[0]), *flags])
+        assert ("pp/launch" in launcher) == (way == fit.PIPE) == ("--stages" in flags)
+
+
+@pytest.mark.parametrize(
+    "cards, tokens, seq_len", [(1, 1, 8), (2, 100_000, 1024), (8, 65_536, 512)]
+)
+def test_tokens_of_a_step_are_at_least_those_asked_for(cards, tokens, seq_len):
+    found = search(asked(SMALL, cards, 24, tokens, f"--seq_len {seq_len}"))
+    assert {choice.way for choice in found} >= {*fit.WAYS[:3]}
+    for choice in found:
+        micro, accum = (choice.flags[k] for k in ("micro_batch_size", "grad_accum_steps"))
+        one = cards // choice.flags.get("stages", 1) * seq_len
+        assert choice.tokens == micro * accum * one >= tokens
+        assert min(micro * (accum - 1), (micro - 1) * accum) * one < tokens
+
+
+def test_nothing_that_saves_memory_is_used_if_all_fits():
+    assert chosen(SMALL, 2, 141).flags == {"micro_batch_size": 32, "grad_accum_steps": 1}
+    assert chosen(LARGE, 2, 141).way == fit.DEVICE
+    assert chosen(LARGE, 2, 32).way == fit.HOST
+    assert chosen(SMALL, 2, 141, 65_536, "--bandwidth 1").way == fit.PIPE
+
+
+@pytest.mark.parametrize("model, host", [(SMALL, ""), (LARGE, ""), (LARGE, "--host_memory 80")])
+def test_more_memory_is_never_slower(model, host):
+    asks = [asked(model, 2, gb, 100_000, host) for gb in (4, 8, 16, 24, 32, 48, 80, 96, 141, 192)]
+    found = search(asks[0])
+    best = [fit.best(found, ask) for ask in asks]
+    seconds = [choice.seconds for choice, fits in best if fits]
+    assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) > 2
+    for ask, (choice, fits) in zip(asks, best, strict=True):
+        assert not fits or choice.memory <= 0.95 * ask.memory
+        assert not fits or not host or choice.host <= 80
+
+
+def test_what_is_printed(capsys):
+    fit.main([str(ROOT / LARGE), *"--cards 2 --memory 32 --tokens_a_step 100000 --limit".split()])
+    line, _, tokens, parts, host, _, *ways = capsys.readouterr().out.splitlines()
+    assert line.startswith("NPROC_PER_NODE=2 bash ") and line.endswith(" --device_memory_gb 32")
+    assert " --optimizer_on_host " in line and int(tokens.split()[-1].replace(",", "")) >= 100_000
+    total, *each = map(float, re.findall(r"\d+\.\d", parts))
+    assert sum(each) == pytest.approx(total, abs=0.2) and "weights" in parts
+    assert host.startswith("host memory: 91.5 GB")
+    assert [way.split("  ")[1] for way in ways] == list(fit.WAYS)
+    assert [("chosen" in way, "GB too much" in way) for way in ways] == [
+        (False, True), (False, True), (True, False), (False, True),
+    ]  # fmt: skip
+
+
+def test_nothing_fits(capsys):
+    with pytest.raises(SystemExit) as end:
+        fit.main([str(ROOT / LARGE), *"--cards 2 --memory 12 --tokens_a_step 65536".split()])
+    out, err = capsys.readouterr()
+    assert end.value.code == 1 and out == ""
+    number = r"(\d+\.\d)"
+    said = re.fullmatch(
+        rf"error: nothing fits; nearest: micro 1, .*, ckpt, reshard, host: {number} GB a card, of "
+        rf"which 11.4 may be used, and 91.5 GB of host memory; what would help: cards of (\d+) GB "
+        r"or (\d+) such cards\n", err,
+    )  # fmt: skip
+    needed, cards, more = map(float, said.groups())
+    assert 12 < needed < 0.95 * cards < needed + 2
+    for ask in (asked(LARGE, 2, cards), asked(LARGE, int(more), 12)):
+        assert fit.best(search(ask), ask)[1]
+
+
+def test_a_host_that_is_too_small(capsys):
+    flags = "--cards 2 --memory 32 --tokens_a_step 65536 --host_memory 64"
+    with pytest.raises(SystemExit):
+        fit.main([str(ROOT / LARGE), *flags.split()])
+    assert "and 91.5 GB of host memory, of 64; what would help: 92 GB of host" in (
+        capsys.readouterr().err
+    )
+
+
+def test_no_device_is_looked_at(monkeypatch):
+    monkeypatch.setattr(memory, "this_device", lambda: pytest.fail("looks at a device"))
+    assert chosen(SMALL, 2, 24)
+
+
+@pytest.mark.parametrize("kind", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_a_pipeline_holds_no_more_with_more_accumulation(kind, stages):
+    """fit looks at 4 x stages micro-batches at most."""
+    counts = [3] * stages * (1 + (kind == "dualpipev"))
+    held = [estimate.pieces_held(kind, stages, counts, k * stages) for k in (4, 5, 16)]
+    assert held[0] == held[1] == held[2]
+
+
+def test_only_the_configuration_of_a_hub_model_is_downloaded(tmp_path, monkeypatch):
+    asked_for = []
+
+    def download(name, allow_patterns, local_dir):
+        asked_for.append((name, allow_patterns))
+        (tmp_path / "config.json").write_text((ROOT / SMALL / "config.json").read_text())
+        return local_dir
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_model("some/model", config_in=str(tmp_path)) == tmp_path
+    assert asked_for == [("some/model", ["config.json"])]
+
+
+# ---------------------------------------------------------------- the formula
+
+LINKS = {"no_p2p": 23, "slow_link": 5}  # GB/s; the others: NVLink
+FILES = ("h200-x2/teff", "h200-x2/speed", "h200-x2/seed", "h200-x2/no_p2p", "h200-x2/slow_link")
+
+
+def formula(name):
+    """[(tokens of a step, seconds by the formula, seconds measured)] of a file's rows."""
+    pairs = []
+    for line in (ROOT / f"bench/results/{name}.jsonl").read_text().splitlines():
+        result = json.loads(line)
+        row, config = result["row"], result["config"]
+        small = row["micro"] < (2 if "8b" in row["model"] else 4)  # waits for its host
+        if row["engine"] == "torchtitan" or small or row["data"] != "full":
+            continue
+        if config["dtype"] != "bf16" or not config["compile"] or row["env"] and name not in FILES:
+            continue
+        args = SimpleNamespace(**{"optimizer_on_host": False, **config})
+        speed = row["seq_len"], config["replicas"], 550, LINKS.get(name.split("/")[1], 200)
+        of = step_time.of_fsdp if row["engine"] == "fsdp" else step_time.of_pipeline
+        seconds = of(args, load_config(ROOT / row["model"], row["seq_len"]), *speed)
+        measured = result["summary"]["median_step_ms"] / 1000
+        pairs.append((config["global_batch"] * row["seq_len"], row["model"], seconds, measured))
+    return pairs
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_rough_time_is_near_what_was_measured(name):
+    pairs = formula(name)
+    assert len(pairs) > 5
+    for _, _, seconds, measured in pairs:
+        assert seconds == pytest.approx(measured, rel=0.2)
+    for one in pairs:  # what differs by a tenth is in the right order
+        for other in pairs:
+            if one[:2] == other[:2] and one[3] < 0.9 * other[3]:
+                assert one[2] < other[2]
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def test_the_tables_are_up_to_date():
+    for page, text in runpy.run_path(str(ROOT / "docs/make_fits.py"))["pages"]().items():
+        assert page.read_text() == text, "python docs/make_fits.py"
+        assert "| 8B |" in text or page.name == "README.md"
