@@ -2,7 +2,7 @@
 
 import torch
 
-from fsdp.host_adamw import SLICE, SLOTS
+from fsdp.units import SLICE, SLOTS
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe

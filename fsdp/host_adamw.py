@@ -17,14 +17,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from fsdp.units import Unit, local_part
+from fsdp.units import SLICE, SLOTS, Unit, local_part
 from llm_demo.device import World, cores_near, pin
 from llm_demo.errors import UserError
 from llm_demo.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
 from llm_demo.process import usable_cores
-
-SLICE = 1 << 22  # elements that are copied and updated at a time
-SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
 
 
 class Part(NamedTuple):

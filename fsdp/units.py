@@ -11,6 +11,10 @@ from torch.distributed.tensor import DTensor
 from llm_demo.errors import UserError
 from llm_demo.model.compiling import add_into, compiled, compiled_add, sum_into
 
+# For the optimizer on the host (host_adamw.py):
+SLICE = 1 << 22  # elements that are copied and updated at a time
+SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
+
 
 def local_part(p: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter: all of it unless it is sharded."""
