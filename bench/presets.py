@@ -7,7 +7,8 @@ DEFAULTS = {
     "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
-DUALPIPEV = "--schedule dualpipev"
+DUALPIPEV, RESHARD = "--schedule dualpipev", "--reshard_after_forward"
+ON_HOST = f"{RESHARD} --optimizer_on_host --device_memory_gb"
 # The first version of this project: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
 
@@ -30,13 +31,13 @@ def _pairs(sweep, *schedules, **more):
 
 
 _8B = [
-    {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
+    {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12, "flags": RESHARD},
     {"engine": "torchtitan", "micro": 4, "model": LARGE, "steps": 20},
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8},
     {"engine": "pp", "micro": 2, "ga": 8, "model": LARGE, "steps": 8, "flags": DUALPIPEV},
     {"engine": "fsdp", "micro": 4, "model": LARGE, "steps": 12},
     # as many tokens per step as the pipeline
-    {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": "--reshard_after_forward"},
+    {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": RESHARD},
 ]
 # (engine, flags, steps): fewer steps where the optimizer is on the host
 _ZERO = [
@@ -84,6 +85,17 @@ PRESETS = {
         {"engine": engine, "gpus": 1, **row, **more}
         for row in ({"micro": 8}, {"micro": 16}, {"micro": 8, "ckpt": True}, _GA_8)
         for engine, more in (("fsdp", {}), ("fsdp", {"flags": "--fsdp"}), ("torchtitan", {}))
+    ],
+    # the optimizer on the host beside the same settings on the device, and 8B beside its peer
+    "memory": [
+        *({"engine": "fsdp", "micro": 2, "ga": ga, "ckpt": True, "gpus": 2, "model": LARGE,
+           "flags": flags, "steps": steps}
+          for ga, steps in ((16, 6), (32, 4)) for flags in (RESHARD, f"{ON_HOST} 30")),
+        {"engine": "fsdp", "micro": 4, "ga": 8, "ckpt": True, "gpus": 2, "steps": 4,
+         "model": "models/qwen3-14b", "flags": f"{ON_HOST} 56"},
+        *({**_GA_8, "engine": "fsdp", "gpus": 1, "ckpt": ckpt, "flags": flags}
+          for ckpt in (False, True) for flags in ("", "--optimizer_on_host")),
+        *_8B[:2],
     ],
     # DeepSpeed's ZeRO beside FSDP, with and without the optimizer on the host
     "zero": [
