@@ -123,14 +123,21 @@ def train(folder, kind, processes, cases):
 
 
 @pytest.fixture(scope="module")
-def trained(work):
-    """(script, processes) -> what `train` found for all cases that want these, in one launch."""
+def trained(work, request):
+    """(script, processes) -> what `train` found for all cases that want these, in one launch: of
+    the engines that are tested in this session."""
+    tests = [item for item in request.session.items if item.module is request.module]
+    parameters = [item.callspec.params if hasattr(item, "callspec") else {} for item in tests]
+    tested = {params.get("engine") for params in parameters}
+    tested = ENGINES if None in tested else tested  # a test of several
 
     @functools.cache
     def once(kind, processes, quick):
         folder = work[0] / "quick" if quick else work[0]
         folder.mkdir(exist_ok=True)
-        return train(folder, kind, processes, cases_of(work[0], folder, kind, processes, quick))
+        cases = cases_of(work[0], folder, kind, processes, quick)
+        cases = {name: flags for name, flags in cases.items() if name.split("-")[0] in tested}
+        return train(folder, kind, processes, cases)
 
     return lambda kind, processes, quick=False: once(kind, processes, quick)
 
