@@ -68,7 +68,9 @@ def reduce_traffic(
             unit.set_custom_reduce_scatter(SumInFp32(*how))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))
-        elif unit in sums and not isinstance(unit, Blocks):
+        elif (
+            unit in sums and not isinstance(unit, Blocks) and hasattr(unit, "set_custom_all_gather")
+        ):
             unit.set_custom_all_gather(GatherIntoScratch(scratch))
     return [f"not {what}: {why}" for what, why in missing.items()]
 
@@ -152,9 +154,9 @@ class SumInFp32:
             else:
                 self.sent = torch.empty(*size, dtype=self.dtype, device=device)
             return self.sent
-        sent, self.sent = self.sent, None
-        if self.unit:  # a stand-in, which the unit's hook drops
-            return sent[: math.prod(size)]
+        self.sent = None
+        if self.unit:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
+            return self.scratch.memory[: math.prod(size)]
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:

@@ -49,8 +49,10 @@ class HostAdamW(torch.optim.AdamW):
     def __init__(self, units: list[Unit], lr: float, weight_decay: float):
         self.units, self.masters, moments = units, {}, {}
         # by unit: master, exp_avg and exp_avg_sq, each laid out as the sum of gradients
-        self.states = [torch.zeros(3, unit.sum.numel()) for unit in units]
-        if units[0].sum.is_cuda and not all(pin(states, self) for states in self.states):
+        sizes = [unit.sum.numel() for unit in units]
+        memory = torch.zeros(3, sum(sizes))
+        self.states = memory.split(sizes, dim=1)
+        if units[0].sum.is_cuda and not pin(memory, self):
             raise UserError(
                 "--optimizer_on_host: host memory can't be pinned: free memory, or raise the limit "
                 "of locked memory (ulimit -l)"
@@ -110,9 +112,10 @@ class HostAdamW(torch.optim.AdamW):
             return
         for state in self.state.values():
             state["step"] += 1
-        taken = torch.tensor(float(adam_steps(self)) - 1, device=self.slots[0].device)
         self.up.wait_stream(self.down)  # of the last step
         self.update.wait_stream(self.device.current_stream())
+        with self.device.stream(self.update):  # allocated there, so not reused while it is read
+            taken = torch.full((), adam_steps(self) - 1.0, device=self.slots[0].device)
         free = [None] * SLOTS
         for i, cut in enumerate(self.slices):
             slot, host = self.slots[i % SLOTS], self.states[cut.unit][:, cut.span]

@@ -21,7 +21,7 @@ from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
-from llm_demo.dist import run, start
+from llm_demo.dist import once_per_node, run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import prepare, train
 from llm_demo.model.attention import make_documents
@@ -90,9 +90,9 @@ def main() -> None:
                 p.data = p.data.to(compute.dtype)
         tied = config.tie_word_embeddings
         if sharded:
-            shard(model, tied, compute.dtype, args.reshard_after_forward, mesh)
+            shard(model, tied, compute.dtype, args.reshard_after_forward, mesh, slim=on_host)
         if on_host:
-            log.say(prepare_host(model, world))
+            log.say(once_per_node(world, lambda: prepare_host(model, world)))
         allocate(model, world.device)
         if tied:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight
@@ -191,16 +191,19 @@ def main() -> None:
     train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)
 
 
-def shard(model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh) -> None:
+def shard(
+    model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh, slim: bool
+) -> None:
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
-    else two, so that transfers of the head's weight and gradient overlap with blocks' compute."""
+    else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
+    slim: if resharding, free the embedding after the forward too."""
     policy = MixedPrecisionPolicy()
     if dtype != torch.float32:
         # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for unit in model.units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    if reshard and not tied:  # the backward does not need the embedding's weight
+    if reshard and slim and not tied:  # the backward does not need the embedding's weight
         how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)
     for end in (model,) if tied else (model.tail, model):
@@ -235,7 +238,9 @@ def accumulate(model: DecoderLoss, reshard_after_forward: bool, last: bool, ever
     """Between micro-batches, keep gradients unreduced unless `every` one is reduced, and weights
     gathered if memory allows."""
     model.set_requires_gradient_sync(last or every)
-    model.set_is_last_backward(last)
+    # else FSDP2 expects the next backward to go through the units of all forwards since the last,
+    # and gathers the head again during the embedding's backward
+    model.set_is_last_backward(last or every)
     model.set_reshard_after_backward(last or reshard_after_forward)
 
 

@@ -91,9 +91,15 @@ def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:
 def _sharded_unit(module: FSDPModule, fsdp_params, compiles: bool) -> Unit:
     # FSDP2's reduced gradients: flat, each padded to the largest rank's number of rows
     params = [p.sharded_param for p in fsdp_params]
-    sizes = [-(-p.shape[0] // p.device_mesh.size()) * p[:1].numel() for p in params]
+    sizes = [-(-p.shape[0] // p.device_mesh.size()) * p.shape[1:].numel() for p in params]
     unit = Unit(module, params, sizes, compiles)
-    module.set_all_reduce_hook(lambda reduced: unit.add([reduced]))
+
+    def add(reduced):
+        unit.add([reduced])
+        if reduced.is_cuda:  # FSDP2 frees it, for use on the stream that it was allocated on
+            reduced.record_stream(torch.cuda.current_stream())
+
+    module.set_all_reduce_hook(add)
     for p in params:  # summed by now: FSDP2 would keep a copy until the next step
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return unit

@@ -268,7 +268,7 @@ class Checkpoints:
         if short:
             self.in_background = False
             self.log.say("checkpoints: too little host memory for copies, so training waits")
-        elif self.world.device.type == "cuda":
+        elif any(t.is_cuda for t in local.values()):
 
             def reserve():
                 torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
