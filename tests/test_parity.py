@@ -155,6 +155,8 @@ def cases_of(models, folder, kind, processes, quick):
                     continue
                 if quick and QUICK.get(engine) != (model, checkpointing):
                     continue
+                if engine.startswith("host") and (model, checkpointing) not in HALF:
+                    continue
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(models, model, folder / name, micro, accum, *more)
@@ -215,6 +217,8 @@ QUICK = {
     "zero1": ("tied", "true"), "zero2": ("untied", "false"), "zero3": ("tied", "false"),
     "zero2_offload": ("tied", "true"), "zero3_offload": ("llama", "true"),
 }  # fmt: skip
+# the optimizer on the host, which knows nothing of checkpointing
+HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 QUICK_BF16 = ("zero1", "zero2_offload", "zero3")
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
@@ -230,7 +234,7 @@ LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v")
 
 
 def marks_of(engine):
-    slow = engine.startswith("zero")
+    slow = engine.startswith("zero") or engine == "host_four"
     return [pytest.mark.gpu] * ("compiled" in engine) + [pytest.mark.slow] * slow
 
 
@@ -243,7 +247,8 @@ def test_equals_plain_loop(engine, work, trained):
         pytest.skip(f"{processes} processes, {GPUS} GPUs")
     cases = {n: f for n, f in trained(kind, processes).items() if n.startswith(f"{engine}-")}
     cases = {n: f for n, f in cases.items() if n.split("-")[1] in MODELS}
-    assert len(cases) == 2 * len(MODELS) - len(SKIPPED) * ("--compile" in flags)
+    half = len(HALF) if engine.startswith("host") else 0
+    assert len(cases) == 2 * len(MODELS) - len(SKIPPED) * ("--compile" in flags) - half
     for name, (losses, ranks) in cases.items():
         assert_equal(losses, ranks, work[1][name.split("-")[1]])
 
