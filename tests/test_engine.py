@@ -178,7 +178,10 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, t
             assert any(not torch.equal(after[p], last[p]) for p in before), name
 
 
-@pytest.mark.parametrize("kind, ways", [("pp", ("pp",)), ("zero", ("zero2", "zero3"))])
+@pytest.mark.parametrize(
+    "kind, ways",
+    [("pp", ("pp",)), pytest.param("zero", ("zero2", "zero3"), marks=pytest.mark.slow)],
+)
 def test_a_checkpoint_before_the_first_good_step(kind, ways, tmp_path):
     """Step 1 is skipped, and saved; going on from it takes the same step 2."""
     model, cases = smaller_model(tmp_path / "model"), []
