@@ -67,13 +67,10 @@ def measured(model: str, way: str) -> str:
             capped = result["config"].get("device_memory_gb", 0)
             if row["dtype"] == "bf16" and host == (way == HOST) and not capped and not row["env"]:
                 speed = round(result["summary"]["median_slots_per_s"])
-                how = [f"{row['engine']} {row['micro']}", f"GA {row['ga']}"] + ["ckpt"] * row[
-                    "ckpt"
-                ]
-                how += [row["flags"].replace("--optimizer_on_host", "").strip()] * bool(
-                    row["flags"]
-                )
-                fastest = max(fastest, (speed, f"{speed:,} ({', '.join(filter(None, how))})"))
+                flags = row["flags"].replace("--optimizer_on_host", "").strip()
+                how = (f"{row['engine']} {row['micro']}", f"GA {row['ga']}", "ckpt" * row["ckpt"])
+                words = ", ".join(filter(None, (*how, flags)))
+                fastest = max(fastest, (speed, f"{speed:,} ({words})"))
     return fastest[1]
 
 

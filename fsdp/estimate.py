@@ -3,7 +3,7 @@
 import torch
 
 from fsdp.units import SLICE, SLOTS
-from llm_demo.model.costs import block_costs, head_cost
+from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe
 
@@ -21,21 +21,15 @@ def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
 
 def of_host(config) -> float:
     """GB (2**30 bytes) that --optimizer_on_host takes on all nodes: fp32 masters and moments."""
-    return 12 * sum(sizes_of(config)) / GB
-
-
-def sizes_of(config) -> tuple[int, int]:
-    """Parameters of all blocks, and of the embedding and the head, which may be one."""
-    blocks = sum(block.parameters for block in block_costs(config, 0))
-    return blocks, head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
+    return 12 * parameters_of(config) / GB
 
 
 def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
     """GB (2**30 bytes) by part, one entry per rank."""
     blocks = [block.parameters for block in block_costs(config, 0)]
     embedding, n = head_cost(config).parameters, len(blocks)
-    ends = sizes_of(config)[1]
-    total, size = sum(blocks) + ends, torch.finfo(compute.dtype).bits // 8
+    total, size = parameters_of(config), torch.finfo(compute.dtype).bits // 8
+    ends = total - sum(blocks)  # embedding and head, which may be one
     unit = unit_sizes(config, n, args.blocks_per_unit)[0] * max(blocks)
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1

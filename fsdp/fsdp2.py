@@ -68,10 +68,11 @@ def reduce_traffic(
             unit.set_custom_reduce_scatter(SumInFp32(*how))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))
-        elif (
-            unit in sums and not isinstance(unit, Blocks) and hasattr(unit, "set_custom_all_gather")
-        ):
-            unit.set_custom_all_gather(GatherIntoScratch(scratch))
+        elif unit in sums and not isinstance(unit, Blocks):
+            if hasattr(unit, "set_custom_all_gather"):
+                unit.set_custom_all_gather(GatherIntoScratch(scratch))
+            else:
+                missing["gathering into shared memory"] = "FSDP2 takes no other all-gather"
     return [f"not {what}: {why}" for what, why in missing.items()]
 
 

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from fsdp.units import SLICE, SLOTS, Unit, local_part
+from fsdp.units import SLICE, SLOTS, Unit
 from llm_demo.device import World, cores_near, pin
 from llm_demo.errors import UserError
 from llm_demo.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
+from llm_demo.parallel.mesh import local_part
 from llm_demo.process import usable_cores
 
 

@@ -98,12 +98,8 @@ def main() -> None:
             lm.lm_head.weight = lm.model.embed_tokens.weight
         host = None
         if on_host:
-            modules = list(model.units) if tied else [*model.units, model.tail]
-            compiles = compute.compile
-            summed = (
-                sharded_units(model, compiles) if sharded else plain_units(model, modules, compiles)
-            )
-            host = HostAdamW(summed, horizon.lr, args.weight_decay)
+            make = sharded_units if sharded else plain_units
+            host = HostAdamW(make(model, compute.compile), horizon.lr, args.weight_decay)
         if sharded and compute.dtype != torch.float32:
             group = mesh.get_group()
             engines = choose_engines(args.copy_engines, world, group, units, log)
@@ -137,7 +133,7 @@ def main() -> None:
     else:  # after an evaluation the model's own parameters are the gathered weights
         views = functools.partial(adam_views, list(zip(model_params, params, strict=True)))
     holders = mesh
-    if on_host and world.device.type != "cpu":
+    if on_host and sharded and world.device.type != "cpu":
         holders = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
     state = functools.partial(training_state, views, optimizer, holders)
     if checkpoints.path:

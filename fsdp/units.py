@@ -6,19 +6,15 @@ Every micro-batch's gradients are reduced and added at once, so no rank holds un
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from llm_demo.errors import UserError
 from llm_demo.model.compiling import add_into, compiled, compiled_add, sum_into
+from llm_demo.model.decoder import DecoderLoss
+from llm_demo.parallel.mesh import local_part
 
 # For the optimizer on the host (host_adamw.py):
 SLICE = 1 << 22  # elements that are copied and updated at a time
 SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
-
-
-def local_part(p: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter: all of it unless it is sharded."""
-    return p.detach().to_local() if isinstance(p, DTensor) else p.detach()
 
 
 class Unit:
@@ -61,13 +57,15 @@ class Unit:
             p.grad = None
 
 
-def plain_units(model: nn.Module, modules: list[nn.Module], compiles: bool) -> list[Unit]:
-    """The units of a model that is not sharded: the parameters of each of `modules`, and before
-    them all others."""
-    inside = {p for module in modules for p in module.parameters()}
-    others = [p for p in model.parameters() if p not in inside]
-    kinds = [(model, others), *((module, list(module.parameters())) for module in modules)]
-    return [Unit(module, ps, [p.numel() for p in ps], compiles) for module, ps in kinds]
+def plain_units(model: DecoderLoss, compiles: bool) -> list[Unit]:
+    """The units of a model that is not sharded, in the order of the forward. A tied head is part of
+    the embedding's."""
+    units, taken = [], set()
+    for module in (model.embed_tokens, *model.units, model.tail):
+        params = [p for p in module.parameters() if p not in taken]
+        taken.update(params)
+        units.append(Unit(module, params, [p.numel() for p in params], compiles))
+    return units
 
 
 def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:

@@ -124,8 +124,8 @@ def train(folder, kind, processes, cases):
 
 @pytest.fixture(scope="module")
 def trained(work, request):
-    """(script, processes) -> what `train` found for all cases that want these, in one launch: of
-    the engines that are tested in this session."""
+    """(script, processes) -> what `train` found for all cases that want these, in one launch, but
+    only of engines whose tests were selected."""
     tests = [item for item in request.session.items if item.module is request.module]
     parameters = [item.callspec.params if hasattr(item, "callspec") else {} for item in tests]
     tested = {params.get("engine") for params in parameters}

@@ -2,7 +2,7 @@
 
 import torch
 
-from llm_demo.model.costs import block_costs, head_cost
+from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe
 
@@ -17,12 +17,6 @@ def table(args, config, compute, train, ranks: int, settings: dict) -> str:
     return text
 
 
-def count(config) -> int:
-    """Parameters of the model."""
-    ends = head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
-    return sum(block.parameters for block in block_costs(config, 0)) + ends
-
-
 def of_host(config, compute, zero: dict) -> float:
     """GB (2**30 bytes) that offload takes on all nodes: masters, moments and gradients in fp32,
     and with offload_param the weights in the compute dtype."""
@@ -30,14 +24,14 @@ def of_host(config, compute, zero: dict) -> float:
     each = 16 * ("offload_optimizer" in zero) + size * ("offload_param" in zero)
     if "offload_optimizer" in zero and zero["stage"] == 2:
         each += size  # the weights on their way to the device
-    return each * count(config) / GB
+    return each * parameters_of(config) / GB
 
 
 def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[str, float]]:
     """GB (2**30 bytes) by part, one entry per rank."""
     stage, on_host = zero["stage"], "offload_optimizer" in zero
     blocks = [block.parameters for block in block_costs(config, 0)]
-    embedding, total = head_cost(config).parameters, count(config)
+    embedding, total = head_cost(config).parameters, parameters_of(config)
     size = torch.finfo(compute.dtype).bits // 8
     unit = unit_sizes(config, len(blocks), args.blocks_per_unit)[0] * max(blocks)
     tokens = args.micro_batch_size * train.seq_len

@@ -36,6 +36,12 @@ def flops_of_slot(config, seq_len: int) -> float:
     return sum(block.flops for block in block_costs(config, seq_len)) + head_cost(config).flops
 
 
+def parameters_of(config) -> int:
+    """Matrix parameters of the whole model; a tied embedding and head count once."""
+    ends = head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
+    return sum(block.parameters for block in block_costs(config, 0)) + ends
+
+
 def head_size(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 

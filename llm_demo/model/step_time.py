@@ -12,7 +12,7 @@ micro-batches of a stage, DualPipeV half as long, and waits for all it sends.
 The constants fit the rows of docs/benchmarks.md (two H200, three links; tests/test_fit.py), except
 those of the host's update: not measured yet, an estimate."""
 
-from llm_demo.model.costs import block_costs, flops_of_slot, head_cost
+from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, parameters_of
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
@@ -31,11 +31,6 @@ def micro_batch(args, config, seq_len: int, tflops: float) -> float:
 def exposed(seconds: float, beside: float) -> float:
     """Of a transfer that lasts so long, beside compute that lasts so long."""
     return max(seconds / 3, seconds - beside)
-
-
-def parameters_of(config) -> int:
-    ends = head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
-    return ends + sum(block.parameters for block in block_costs(config, 0))
 
 
 def of_fsdp(args, config, seq_len: int, cards: int, tflops: float, bandwidth: float) -> float:

@@ -22,6 +22,7 @@ from llm_demo.device import World, pin
 from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.files import PART
+from llm_demo.parallel.mesh import local_part
 from llm_demo.process import stop_signals
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import (
@@ -200,7 +201,7 @@ class Checkpoints:
         facts |= {"identity": self.identity, "settings": self.settings}
         name = f"step_{step:08d}"
         if wait or not self.in_background:
-            size = sum(_local(t).nbytes for t in tensors.values()) * self.world.size
+            size = sum(local_part(t).nbytes for t in tensors.values()) * self.world.size
             part = self.folder / f"{PART}{name}"
             with watched("saving", size, lambda: min(size, size_of(part))):
                 self._write(name, tensors, facts, started)
@@ -213,7 +214,7 @@ class Checkpoints:
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
-        local = {name: _local(t) for name, t in tensors.items()}
+        local = {name: local_part(t) for name, t in tensors.items()}
         names = [name for name, t in local.items() if t.numel()]  # a rank may hold none
         mine = None
         if names:
@@ -256,7 +257,7 @@ class Checkpoints:
     def _reserve(self, tensors: dict) -> None:
         """Allocate pinned memory for a GPU's copies in the background, which takes seconds. If the
         host is short of memory, checkpoints are written in the foreground instead."""
-        local = {name: _local(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
+        local = {name: local_part(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
         places, total = {}, 0
         for name, t in local.items():
             places[name] = slice(total, total + t.nbytes)
@@ -289,7 +290,7 @@ class Checkpoints:
             self.reserving.join()
         copies = {}
         for name, t in tensors.items():
-            local = _local(t)
+            local = local_part(t)
             if name not in self.staged:
                 self.staged[name] = torch.empty_like(local, device="cpu")
             copies[name] = self.staged[name].copy_(local, non_blocking=True)
@@ -360,7 +361,3 @@ def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
         elif a != b:
             lines.append(f"{prefix}{key} was {a}, is {b}")
     return lines
-
-
-def _local(t: torch.Tensor) -> torch.Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
