@@ -47,7 +47,7 @@ def reduce_traffic(
     missing, sums, scratch = {}, {}, None
     if units and world.size > 1:  # a single rank's gradients don't pass a reduce-scatter
         sums = {unit.module: unit for unit in units}
-        length = max(unit.sum.numel() for unit in units) * group.size()
+        length = max(unit.length for unit in units) * group.size()
         scratch = Scratch(length, dtype, world.device)
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason

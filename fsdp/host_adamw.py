@@ -50,10 +50,10 @@ class HostAdamW(torch.optim.AdamW):
     def __init__(self, units: list[Unit], lr: float, weight_decay: float):
         self.units, self.masters, moments = units, {}, {}
         # by unit: master, exp_avg and exp_avg_sq, each laid out as the sum of gradients
-        sizes = [unit.sum.numel() for unit in units]
+        sizes = [unit.length for unit in units]
         memory = torch.zeros(3, sum(sizes))
         self.states = memory.split(sizes, dim=1)
-        if units[0].sum.is_cuda and not pin(memory, self):
+        if units[0].locals[0].is_cuda and not pin(memory, self):
             raise UserError(
                 "--optimizer_on_host: host memory can't be pinned: free memory, or raise the limit "
                 "of locked memory (ulimit -l)"
@@ -67,7 +67,7 @@ class HostAdamW(torch.optim.AdamW):
         )
         for master, views in moments.items():
             self.state[master].update(step=torch.zeros(()), **views)
-        self.slices = self.stored = None
+        self.slices, self.stored = [], None
         self.ready = [None for _ in units]  # by unit: the event after its weights were updated
         for i, unit in enumerate(units):
             unit.module.register_forward_pre_hook(lambda *_, i=i: self.wait(i), prepend=True)
@@ -105,8 +105,6 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:
-        if not self.slices:
-            self._prepare()
         for unit in self.units:
             unit.fresh = True
         if self.found_inf:
@@ -135,21 +133,24 @@ class HostAdamW(torch.optim.AdamW):
                     there.copy_(here[: len(there)], non_blocking=True)
                 free[i % SLOTS] = self.stored = self._event()
 
-    def _prepare(self) -> None:
-        """Cut units into slices, and allocate what these pass through."""
+    def allocate(self) -> None:
+        """Allocate the sums of gradients and what states pass through: once the model is loaded,
+        which takes memory too."""
+        for unit in self.units:
+            unit.allocate()
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         self.slices = [
             cut for i, unit in enumerate(self.units) for cut in self._slices(i, unit, group_of)
         ]
         device = self.units[0].sum.device
-        length = min(SLICE, max(unit.sum.numel() for unit in self.units))
+        length = min(SLICE, max(unit.length for unit in self.units))
         self.slots = [torch.empty(3, length, device=device) for _ in range(SLOTS)]
         self.device = torch.get_device_module(device)
         self.up, self.update, self.down = (self.device.Stream() for _ in range(3))
 
     def _slices(self, i: int, unit: Unit, group_of: dict) -> Iterator[Slice]:
-        for first in range(0, unit.sum.numel(), SLICE):
-            last, parts = min(first + SLICE, unit.sum.numel()), []
+        for first in range(0, unit.length, SLICE):
+            last, parts = min(first + SLICE, unit.length), []
             for at, p, local in zip(unit.starts, unit.params, unit.locals, strict=True):
                 begin, end = max(first, at), min(last, at + local.numel())
                 if begin < end:

@@ -108,6 +108,8 @@ def main() -> None:
             for missing in reduce_traffic(model, world, group, *how, host.units if host else ()):
                 log.say(f"fsdp: {missing}")
         load(lm, weights, args.seed, host and host.keep)
+        if host:
+            host.allocate()
 
     # what is optimized: masters on the host, shards, flat fp32 masters of a unit, or the parameters
     flat = not (sharded or on_host) and compute.dtype != torch.float32

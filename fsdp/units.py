@@ -18,7 +18,7 @@ SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
 
 
 class Unit:
-    """Parameters and the sum of their gradients.
+    """Parameters and the sum of their gradients, once `allocate` was called.
 
     module: its forward is the first to use them. sizes: elements of the sum that each parameter
     takes, at least its own. compiles: torch.compile works here."""
@@ -28,10 +28,14 @@ class Unit:
     ):
         self.module, self.params, self.compiles = module, params, compiles
         self.locals = [local_part(p) for p in params]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.sum = torch.zeros(sum(sizes), device=self.locals[0].device)
-        self.grads = self.views(self.sum)
+        self.starts, self.length = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
+        self.sum = self.grads = None
         self.fresh = True  # the next micro-batch is the first of a step
+
+    def allocate(self) -> None:
+        """Allocate the sum."""
+        self.sum = torch.zeros(self.length, device=self.locals[0].device)
+        self.grads = self.views(self.sum)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' views of a flat tensor laid out as the sum."""
