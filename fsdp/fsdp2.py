@@ -4,6 +4,7 @@ as it is."""
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -206,20 +207,24 @@ def cast_in_copy() -> str | None:
     ):
         return "FSDP2's functions have changed"
     sharded = collectives.ShardedState.SHARDED
-    cast_to = None
+    cast_to, plain = None, weakref.WeakKeyDictionary()  # by a unit's first parameter
 
-    def plain(p, dtype) -> bool:
-        return (
+    def dtype_of(params):
+        """What to cast to; None if there is nothing to cast, or parameters differ."""
+        dtype = params[0].param_dtype
+        alike = all(
             p.param_dtype == dtype
             and not p.offload_to_cpu
-            and p.sharded_state == sharded
             and not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+            for p in params
         )
+        return dtype if alike else None
 
     def uncast(params):
         nonlocal cast_to
-        dtype = params[0].param_dtype  # None if there is nothing to cast
-        cast_to = dtype if dtype and all(plain(p, dtype) for p in params) else None
+        if params[0] not in plain:  # once per unit: hundreds of parameters take a millisecond
+            plain[params[0]] = dtype_of(params)
+        cast_to = plain[params[0]] if params[0].sharded_state == sharded else None
         return [[p._sharded_param_data] for p in params] if cast_to else inputs_of(params)
 
     def described(inputs):
