@@ -67,6 +67,7 @@ class HostAdamW(torch.optim.AdamW):
         )
         for master, views in moments.items():
             self.state[master].update(step=torch.zeros(()), **views)
+        self.params = list(self.masters.values())
         self.slices, self.stored = [], None
         self.ready = [None for _ in units]  # by unit: the event after its weights were updated
         for i, unit in enumerate(units):
@@ -82,8 +83,8 @@ class HostAdamW(torch.optim.AdamW):
         """This rank's part of each gradient of the step: fp32, on the device."""
         return [grad for unit in self.units for grad in unit.grads]
 
-    def take_grads(self) -> None:
-        """Add the gradients of a micro-batch: after each, unless FSDP2 hands them over."""
+    def take_grads(self, last: bool) -> None:
+        """Add the gradients of a micro-batch, unless FSDP2 has handed them over."""
         for unit in self.units:
             unit.take_grads()
 

@@ -16,7 +16,7 @@ from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
-from fsdp.shards import Shards, training_state
+from fsdp.shards import Halves, Shards, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -32,7 +32,7 @@ from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
     adam_steps,
-    adam_views,
+    can_halve,
     clipped_step,
     compiles_adamw,
     fill_adam_state,
@@ -79,13 +79,17 @@ def main() -> None:
     # model: sharded before it has weights, so that no process makes or reads more than its share
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
+    flat = not (sharded or on_host) and compute.dtype != torch.float32
+    compiled = compiles_adamw(compute.compile and not on_host, n_params, world.size, log.say, flat)
+    halves = sharded and compiled and can_halve(compute.dtype, fp32_grads=True)
+    in_dtype = on_host or halves  # parameters; else they are fp32 masters, which FSDP2 casts
     with loading(weights, world.size):
-        units = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
+        blocks = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
         if compute.compile:
-            for unit in units:
+            for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)
-        model = DecoderLoss(lm, units, compute.compile, slim=on_host)
-        if on_host:
+        model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
+        if in_dtype:
             for p in lm.parameters():  # on the meta device
                 p.data = p.data.to(compute.dtype)
         tied = config.tie_word_embeddings
@@ -96,54 +100,43 @@ def main() -> None:
         allocate(model, world.device)
         if tied:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight
-        host = None
-        if on_host:
-            make = sharded_units if sharded else plain_units
-            host = HostAdamW(make(model, compute.compile), horizon.lr, args.weight_decay)
+        units, optimized = [], None
+        if in_dtype:
+            units = (sharded_units if sharded else plain_units)(model, compute.compile)
+            how = horizon.lr, args.weight_decay
+            optimized = HostAdamW(units, *how) if on_host else Halves(units)
         if sharded and compute.dtype != torch.float32:
             group = mesh.get_group()
-            engines = choose_engines(args.copy_engines, world, group, units, log)
-            sums = accum > 1 and not on_host  # of unsharded gradients
-            how = (compute.dtype, sums, compute.compile, engines, clock.comm.call)
-            for missing in reduce_traffic(model, world, group, *how, host.units if host else ()):
+            engines = choose_engines(args.copy_engines, world, group, blocks, log)
+            unsharded_sums = accum > 1 and not on_host
+            how = (compute.dtype, unsharded_sums, compute.compile, engines, clock.comm.call)
+            for missing in reduce_traffic(model, world, group, *how, units):
                 log.say(f"fsdp: {missing}")
-        load(lm, weights, args.seed, host and host.keep)
-        if host:
-            host.allocate()
-
-    # what is optimized: masters on the host, shards, flat fp32 masters of a unit, or the parameters
-    flat = not (sharded or on_host) and compute.dtype != torch.float32
-    compiled = compiles_adamw(compute.compile and not on_host, n_params, world.size, log.say, flat)
-    model_params = params = list(model.parameters())
-    shards = masters = None
-    if on_host:
-        masters, params = host, host.masters.values()
-    elif sharded:
-        shards = Shards(model)
-        params = shards.local
-    elif flat:
-        masters = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
-        params = masters.params
+        load(lm, weights, args.seed, optimized and optimized.keep)
+        if on_host:
+            optimized.allocate()
+        elif flat:
+            optimized = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
+        elif not in_dtype:
+            optimized = Shards(model)
+    model_params = list(model.parameters())  # after an evaluation these are the gathered weights
+    here = sum(p.numel() for p in optimized.params)
     how = f"FSDP2 over {world.size} processes" if sharded else "one plain process"
-    log.say(f"{how}: {n_params:,} parameters, {sum(p.numel() for p in params):,} here")
-    optimizer = host or make_adamw(params, horizon.lr, args.weight_decay, compiled)
+    log.say(f"{how}: {n_params:,} parameters, {here:,} here")
+    optimizer = optimized
+    if not on_host:
+        optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
+        optimized.follow(optimizer)
     loss_scale = LossScale(compute.dtype, world.device)
-    if flat:
-        masters.follow(optimizer)
-    if masters:
-        views = masters.views
-    else:  # after an evaluation the model's own parameters are the gathered weights
-        views = functools.partial(adam_views, list(zip(model_params, params, strict=True)))
     holders = mesh
     if on_host and sharded and world.device.type != "cpu":
         holders = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    state = functools.partial(training_state, views, optimizer, holders)
+    state = functools.partial(training_state, optimized.views, optimizer, holders)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()
         checkpoints.load(tensors)
-        if masters:
-            masters.store({p: tensors[p.hf_name] for p in model_params})
+        optimized.store({p: tensors[p.hf_name] for p in model_params})
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
 
@@ -163,13 +156,10 @@ def main() -> None:
                 accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
-            if masters and not sharded:
-                masters.take_grads()
+            optimized.take_grads(last=i == accum - 1)
             total += loss.detach()
-        if shards:
-            shards.take_grads()
         set_lr(optimizer, lr)
-        grads = host.sums() if on_host else grads_of(optimizer)
+        grads = optimizer.sums() if on_host else grads_of(optimizer)
         parts = [(grads, mesh.get_group() if sharded else None)]
         return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 

@@ -1,7 +1,7 @@
 """The parameters of a model in units, each with the sum of a step's gradients: flat, in fp32, on
 the device. Under FSDP2 a unit is what is gathered and reduced together, and this rank's part of it.
 
-Every micro-batch's gradients are reduced and added at once, so no rank holds unsharded sums."""
+Parameters are in the compute dtype, and FSDP2 would round their reduced gradients to it."""
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
 
 
 class Unit:
-    """Parameters and the sum of their gradients, once `allocate` was called.
+    """Parameters and the sum of their gradients.
 
     module: its forward is the first to use them. sizes: elements of the sum that each parameter
     takes, at least its own. compiles: torch.compile works here."""
@@ -29,13 +29,18 @@ class Unit:
         self.module, self.params, self.compiles = module, params, compiles
         self.locals = [local_part(p) for p in params]
         self.starts, self.length = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
-        self.sum = self.grads = None
+        self.sum = self.grads = None  # until `allocate`, or the first gradients
         self.fresh = True  # the next micro-batch is the first of a step
 
     def allocate(self) -> None:
-        """Allocate the sum."""
-        self.sum = torch.zeros(self.length, device=self.locals[0].device)
+        """Allocate the sum, without values."""
+        self.sum = torch.empty(self.length, device=self.locals[0].device)
         self.grads = self.views(self.sum)
+
+    def release(self) -> list[torch.Tensor]:
+        """Hand over the sums of the step's gradients, one tensor per parameter."""
+        grads, self.sum, self.grads, self.fresh = self.grads, None, None, True
+        return grads
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' views of a flat tensor laid out as the sum."""
@@ -44,6 +49,8 @@ class Unit:
 
     def add(self, parts: list[torch.Tensor]) -> None:
         """Add a micro-batch's gradients. parts: from each rank, flat, as long as the sum."""
+        if self.sum is None:
+            self.allocate()
         function = sum_into if self.fresh else add_into
         (compiled(function) if self.compiles else function)(self.sum, parts)
         self.fresh = False
@@ -56,7 +63,8 @@ class Unit:
         pairs = zip(self.grads, self.params, strict=True)
         pairs = [(total, p) for total, p in pairs if p.grad is not None]
         add = compiled_add() if self.compiles else torch._foreach_add_
-        add([total for total, _ in pairs], [p.grad for _, p in pairs])
+        if pairs:
+            add([total for total, _ in pairs], [p.grad for _, p in pairs])
         for p in self.params:
             p.grad = None
 

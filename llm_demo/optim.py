@@ -125,6 +125,12 @@ def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=N
         old.copy_(torch.where(skip > 0, old, new))
 
 
+def can_halve(dtype: torch.dtype, fp32_grads: bool) -> bool:
+    """Whether weights of this dtype can be half of their masters for a compiled AdamW. fp32_grads:
+    their gradients are in fp32, which PyTorch 2.8 has no way to attach to bf16 weights."""
+    return dtype == torch.bfloat16 and (not fp32_grads or hasattr(torch.Tensor, "grad_dtype"))
+
+
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split an fp32 tensor into bf16 weights and int16 remainders; `join` is the inverse.
 

@@ -178,7 +178,7 @@ def test_masters_take_the_steps_of_adamw_in_fp32(micro_batches, dtype, compiled)
             model(torch.randn(7, 6, dtype=dtype, device=HERE)).sum().backward()
             for p, q in zip(model.parameters(), plain, strict=True):
                 q.grad += p.grad.float()
-            masters.take_grads()
+            masters.take_grads(True)
         assert all(p.grad is None for p in model.parameters())
         scale = LossScale(torch.bfloat16, HERE)
         norms = [clipped_step(each, 1.0, scale) for each in (optimizer, reference)]
@@ -196,7 +196,7 @@ def test_masters_sum_gradients_in_fp32(compiled):
     masters, _ = masters_of(model, torch.bfloat16, True, compiled)
     for x in (1.0, 1 / 512):
         model(torch.tensor([[x]], dtype=torch.bfloat16, device=HERE)).sum().backward()
-        masters.take_grads()
+        masters.take_grads(True)
     assert masters.params[0].grad.item() == 1 + 1 / 512
 
 
@@ -205,7 +205,7 @@ def test_a_skipped_step_changes_nothing(compiled):
     masters, optimizer = masters_of(model, torch.bfloat16, False, compiled)
     before = [group.fp32().clone() for group in masters.groups]
     model(torch.full((7, 6), torch.inf, dtype=torch.bfloat16, device=HERE)).sum().backward()
-    masters.take_grads()
+    masters.take_grads(True)
     assert not clipped_step(optimizer, 1.0, LossScale(torch.bfloat16, HERE)).isfinite()
     after = [group.fp32() for group in masters.groups]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from llm_demo.model.compiling import compiled_add
-from llm_demo.optim import LOW, MOMENTS, fill_adam_state, join, split
+from llm_demo.optim import LOW, MOMENTS, can_halve, fill_adam_state, join, split
 
 
 class Group:
@@ -61,9 +61,7 @@ class Masters:
         accumulates: bool,
         compiled: bool,
     ):
-        # torch 2.8 has no fp32 gradients of bf16 weights
-        can_be = not accumulates or hasattr(torch.Tensor, "grad_dtype")
-        self.halves = compiled and dtype == torch.bfloat16 and can_be
+        self.halves = compiled and can_halve(dtype, fp32_grads=accumulates)
         self.groups, taken = [], set()
         for unit in [*units, model]:
             params = [p for p in unit.parameters() if p not in taken]
@@ -80,9 +78,8 @@ class Masters:
         self.add = compiled_add() if compiled else torch._foreach_add_
 
     @torch.no_grad()
-    def take_grads(self) -> None:
-        """Add the gradients of a micro-batch to those of the masters: after each micro-batch.
-        `Shards.take_grads` moves instead."""
+    def take_grads(self, last: bool) -> None:
+        """Add the gradients of a micro-batch to those of the masters."""
         for group in self.groups:
             grads = [p.grad for p in group.params]
             if group.master.grad is None:
