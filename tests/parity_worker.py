@@ -173,8 +173,9 @@ def make_adamw(*args, make=optim.make_adamw):
 
 LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
+optim.CompiledAdamW.TINY = 1 << 8
 if not torch.cuda.is_available():
-    optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
+    optim.compiled_adamw = lambda: optim._adamw_of  # C++ takes 20 s to compile
 if KIND == "fsdp":
     import fsdp.host_adamw
     import fsdp.train_fsdp as script
