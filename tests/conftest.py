@@ -117,7 +117,10 @@ def pytest_xdist_auto_num_workers(config):
 
 
 # Files that take minutes go first, so that no worker has one left when the other is done.
-LONG = ("test_parity", "test_end_to_end", "test_resume", "test_setup", "test_ends", "test_fsdp2")
+LONG = (
+    "test_parity", "test_end_to_end", "test_resume", "test_setup", "test_ends", "test_fsdp2",
+    "test_first_run", "test_engine", "test_runs",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

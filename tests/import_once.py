@@ -27,8 +27,10 @@ import sys
 PACKAGES = (
     "torch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch._dynamo", "torch.profiler", "transformers", "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.llama.modeling_llama", "tokenizers", "accelerate", "deepspeed",
-    "deepspeed.pipe", "deepspeed.launcher.launch", "psutil", "safetensors.torch",
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers", "transformers.convert_slow_tokenizer",
+    "tokenizers", "accelerate", "deepspeed", "deepspeed.pipe", "deepspeed.launcher.launch",
+    "psutil", "safetensors.torch",
 )  # fmt: skip
 READ_BY_IMPORTS = (
     "PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "DS_", "LD_",

@@ -300,7 +300,7 @@ def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
     ]
     (folder / "gsm8k.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = (
-        "--train_json gsm8k.jsonl --input_key question --target_key answer --max_steps 16 "
+        "--train_json gsm8k.jsonl --input_key question --target_key answer --max_steps 12 "
         "--save_every 2 --output_dir gsm --resume auto --export fp32 --sample_tokens 0"
     ).split()
     env = {**os.environ, **SMALL, "GRAD_ACCUM_STEPS": "4", "PYTHON": python()}
@@ -311,21 +311,21 @@ def test_the_readmes_recipe_killed_twice(folder, kind="pp"):
                 ["bash", LAUNCHERS[kind], *flags], cwd=folder, env=env, stdout=out, stderr=out,
                 start_new_session=True,
             )  # fmt: skip
-        while f"step {after}/16" not in log.read_text():
+        while f"step {after}/12" not in log.read_text():
             assert process.poll() is None, log.read_text()[-2000:]
             time.sleep(0.05)
         time.sleep(rng.random())
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     said = launch(kind, folder, *flags).stdout
-    assert re.search(r"resume: .*step_\d+, after step (6|8|10)", said) and "step 5/16" not in said
-    assert [r["step"] for r in metrics(folder / "gsm") if "train/loss" in r] == [*range(1, 17)]
+    assert re.search(r"resume: .*step_\d+, after step (6|8|10)", said) and "step 5/12" not in said
+    assert [r["step"] for r in metrics(folder / "gsm") if "train/loss" in r] == [*range(1, 13)]
     shutil.rmtree(folder / "gsm/hf")  # as if killed after the last checkpoint
     (folder / "gsm/summary.json").unlink()
     assert "nothing left" in launch(kind, folder, *flags, "--dry_run").stdout
     assert not (folder / "gsm/hf").exists() and not (folder / "gsm/summary.json").exists()
     assert "nothing left to train" in launch(kind, folder, *flags).stdout
-    assert json.loads((folder / "gsm/summary.json").read_text())["steps"] == 16
+    assert json.loads((folder / "gsm/summary.json").read_text())["steps"] == 12
     command = [sys.executable, "-m", "llm_demo.evaluate", "--models", "gsm/hf", *flags[2:6]]
     done = run(
         [*command, "--data", "gsm8k.jsonl", "--rows", "5", "--max_new_tokens", "4",

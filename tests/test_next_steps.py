@@ -132,7 +132,8 @@ def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
     (here / "my data.heldout.jsonl").write_text("\n".join(rows[12:15]))
     flags = "--no_fsdp --max_steps 2 --seq_len 64 --sample_tokens 0 --output_dir run --train_json"
     script = ROOT / "fsdp/train_fsdp.py"
-    command = [sys.executable, "-c", SHOW_ALL, script, *flags.split(), "my data.jsonl"]
+    (tmp_path / "show_all.py").write_text(SHOW_ALL)
+    command = [sys.executable, tmp_path / "show_all.py", script, *flags.split(), "my data.jsonl"]
     done = run(command, cwd=here)
     assert done.returncode == 0, done.stderr
     for what in ("tokenising", "packing", "evaluating", "saving"):

@@ -139,30 +139,44 @@ def trained(work, request):
         cases = {name: flags for name, flags in cases.items() if name.split("-")[0] in tested}
         return train(folder, kind, processes, cases)
 
-    return lambda kind, processes, quick=False: once(kind, processes, quick)
+    return once
+
+
+def trains(engine, case, quick):
+    """Whether an engine trains (model, checkpointing) for the quick tests, or for the slow ones."""
+    if ENGINES[engine][0] == "zero":
+        return not quick or QUICK.get(engine) == case
+    if engine in HOST:
+        return case in HALF and quick == (engine != "host_four")
+    if engine in HALVES:
+        return quick == (case in HALVES[engine])
+    return quick and not ("compiled" in engine and case in SKIPPED)
+
+
+def trains_in(dtype, engine, quick):
+    """The same of a dtype."""
+    if engine in QUICK:
+        return not quick or engine in QUICK_BF16 and dtype == "bf16"
+    return engine in LOW_PRECISION and quick == ((engine, dtype) not in SLOW_LOW_PRECISION)
 
 
 def cases_of(models, folder, kind, processes, quick):
-    """Every case of the tables below for so many processes of a script: {name: argv}. quick: only
-    those of QUICK and QUICK_BF16. models: their folder; folder: of the runs."""
+    """Every case of the tables below for so many processes of a script: {name: argv}. quick: those
+    of the quick tests, else of the slow ones. models: their folder; folder: of the runs."""
     cases = {}
     for engine, (script, n, flags, splits) in ENGINES.items():
         if (script, n) != (kind, processes) or "--compile" in flags and not GPUS:
             continue
         for model, (micro, accum) in zip(MODELS, splits, strict=True):
             for checkpointing in ("true", "false"):
-                if "--compile" in flags and (model, checkpointing) in SKIPPED:
-                    continue
-                if quick and QUICK.get(engine) != (model, checkpointing):
-                    continue
-                if engine.startswith("host") and (model, checkpointing) not in HALF:
+                if not trains(engine, (model, checkpointing), quick):
                     continue
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(models, model, folder / name, micro, accum, *more)
-        if engine in (*LOW_PRECISION, *(QUICK_BF16 if quick else QUICK)):
-            accum = GLOBAL_BATCH // 2 // (1 if kind == "pp" else processes)
-            for dtype in ("bf16",) if quick else BOUNDS:
+        accum = GLOBAL_BATCH // 2 // (1 if kind == "pp" else processes)
+        for dtype in BOUNDS:
+            if trains_in(dtype, engine, quick):
                 name = f"{engine}-{dtype}"
                 more = [*flags, "--dtype", dtype]
                 cases[name] = argv(models, "tied", folder / name, 2, accum, *more)
@@ -217,8 +231,13 @@ QUICK = {
     "zero1": ("tied", "true"), "zero2": ("untied", "false"), "zero3": ("tied", "false"),
     "zero2_offload": ("tied", "true"), "zero3_offload": ("llama", "true"),
 }  # fmt: skip
-# the optimizer on the host, which knows nothing of checkpointing
+# "fsdp" and "pp" train each model with and without recomputed activations. Of the engines that are
+# the same scripts with another flag or size, half is quick; the optimizer on the host, which
+# knows nothing of checkpointing, has no other half.
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
+OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
+HALVES = {"plain": HALF, "fsdp_reshard": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF}
+HOST = ("host_one", "host", "host_four")
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
@@ -231,37 +250,48 @@ for name in ("fsdp", "pp", "pp_v"):
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
 LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v")
+SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
 
 
-def marks_of(engine):
-    slow = engine.startswith("zero") or engine == "host_four"
-    return [pytest.mark.gpu] * ("compiled" in engine) + [pytest.mark.slow] * slow
+def engines():
+    """(engine, quick) for each launch that the tests compare."""
+    for engine, (kind, *_) in ENGINES.items():
+        gpu = [pytest.mark.gpu] * ("compiled" in engine)
+        slow = kind == "zero" or engine == "host_four"
+        if not slow:
+            yield pytest.param(engine, True, marks=gpu, id=engine)
+        if slow or engine in HALVES:
+            yield pytest.param(engine, False, marks=pytest.mark.slow, id=f"{engine}-slow")
 
 
-@pytest.mark.parametrize("engine", [pytest.param(e, marks=marks_of(e)) for e in ENGINES])
-def test_equals_plain_loop(engine, work, trained):
+@pytest.mark.parametrize("engine, quick", engines())
+def test_equals_plain_loop(engine, quick, work, trained):
     kind, processes, flags, _ = ENGINES[engine]
     if not GPUS and "--compile" in flags:
         pytest.skip("needs a GPU")
     if GPUS and processes > GPUS:
         pytest.skip(f"{processes} processes, {GPUS} GPUs")
-    cases = {n: f for n, f in trained(kind, processes).items() if n.startswith(f"{engine}-")}
+    found = trained(kind, processes, quick)
+    cases = {n: f for n, f in found.items() if n.startswith(f"{engine}-")}
     cases = {n: f for n, f in cases.items() if n.split("-")[1] in MODELS}
-    half = len(HALF) if engine.startswith("host") else 0
-    assert len(cases) == 2 * len(MODELS) - len(SKIPPED) * ("--compile" in flags) - half
+    half = engine in HALVES or engine in HOST
+    assert len(cases) == (1 if half else 2) * len(MODELS) - len(SKIPPED) * ("--compile" in flags)
     for name, (losses, ranks) in cases.items():
         assert_equal(losses, ranks, work[1][name.split("-")[1]])
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-def test_low_precision_stays_close(dtype, work, trained):
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_low_precision_stays_close(dtype, quick, work, trained):
     """bf16 has 8 bits of mantissa, fp16 11; the masters are fp32."""
     loss_bound, norm_bound = BOUNDS[dtype]
     for engine in LOW_PRECISION:
+        if not trains_in(dtype, engine, quick):
+            continue
         kind, processes, _, _ = ENGINES[engine]
         if GPUS and processes > GPUS:
             continue
-        losses, ranks = trained(kind, processes)[f"{engine}-{dtype}"]
+        losses, ranks = trained(kind, processes, quick)[f"{engine}-{dtype}"]
         expected = work[1]["tied"]
         for step in range(STEPS):
             assert losses[step] == pytest.approx(expected["loss"][step], rel=loss_bound), engine
@@ -273,7 +303,7 @@ def test_low_precision_stays_close(dtype, work, trained):
 
 
 def test_zero_equals_plain_loop(work, trained):
-    found = trained("zero", 2, quick=True)
+    found = trained("zero", 2, True)
     for engine, (model, checkpointing) in QUICK.items():
         assert_equal(*found[f"{engine}-{model}-{checkpointing}"], work[1][model])
 
@@ -289,7 +319,7 @@ def test_zero_equals_plain_loop(work, trained):
 def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
     """The same masters, weights rounded alike, gradients summed in fp32: the first two steps are
     equal. Later a weight may round to the other side."""
-    theirs, (expected, _) = trained("fsdp", 2)[f"fsdp-{dtype}"]
+    theirs, (expected, _) = trained("fsdp", 2, True)[f"fsdp-{dtype}"]
     # FSDP's gradients, as AdamW receives them, are scaled. ZeRO's are scaled by twice as much until
     # they are averaged: the smallest in fp16 round otherwise.
     scale, bound = (2**16, 5e-3) if dtype == "fp16" else (1, TOLERANCE)

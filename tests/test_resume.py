@@ -9,7 +9,7 @@ from conftest import ROOT, ZERO, smaller_model, torchrun
 from bench.checkpoints import tensors
 
 KEPT = ("train/loss", "train/grad_norm", "train/lr", "data/tokens", "data/label_tokens")
-STEPS, AT = 4, 2  # the whole run, and where it is taken up again
+STEPS, AT = 3, 2  # the whole run, and where it is taken up again
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,7 @@ def machine(tmp_path, bare_python):
             env |= {"PATH": f"{self.bin}:{env['PATH']}", "PROBE_ROOT": str(self.root)}
             env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
             env |= {"PIP_CONFIG_FILE": os.devnull, "HOME": str(self.root)}
+            env["PIP_NO_COMPILE"] = "1"  # of setuptools, for each package that is built
             env |= {"PYTHON": str(bare_python), **extra}
             command = ["bash", str(self.repo / "setup.sh"), *args]
             return subprocess.run(
@@ -128,7 +129,7 @@ def install_rocm_torch(python):
 
 
 def run(python, code):
-    command = [python, "-c", code]
+    command = [python, "-I", "-c", code]
     result = subprocess.run(command, cwd="/", check=True, capture_output=True, text=True)
     return result.stdout.strip()
 
