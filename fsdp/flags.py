@@ -21,6 +21,20 @@ class FsdpArgs:
         "pass, instead of once per step: less memory, more communication.",
         saves_memory=True,
     )
+    replicas: str = flag(
+        "1",
+        "Copies of the model: each is sharded over processes / replicas, and gradients are summed "
+        "over copies. all: a copy per process, as in DDP. Processes of a copy have neighbouring "
+        "ranks, so with a copy per node only gradients pass between nodes.",
+    )
+    psgd_rank: int = flag(
+        0,
+        "Approximate: sum gradients over --replicas as products of matrices of this rank "
+        "(PowerSGD), for slow links. 32 is a good start. 0: exact sums.",
+    )
+    psgd_start: int | None = flag(
+        None, "Steps before PowerSGD starts, summed exactly. Default: --warmup_steps."
+    )
     optimizer_on_host: bool = flag(
         False,
         "Keep fp32 weights and AdamW's moments in host memory; they pass through the device once "
@@ -38,3 +52,13 @@ class FsdpArgs:
     def check(args) -> None:
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
+        if not (args.replicas == "all" or args.replicas.isdecimal() and int(args.replicas)):
+            raise UserError(f"--replicas {args.replicas[:80]}: a number from 1 on, or all")
+        if args.replicas != "1" and args.fsdp is False:
+            raise UserError("--replicas needs FSDP: drop --no_fsdp")
+        if args.psgd_rank and args.replicas == "1":
+            raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
+        if args.psgd_rank and args.dtype == "fp16":
+            raise UserError(
+                "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
+            )

@@ -33,6 +33,7 @@ def reduce_traffic(
     engines: bool,
     timed: Callable = lambda name, call, *args: call(*args),
     units: list[Unit] = (),
+    replicas: int = 1,
 ) -> list[str]:
     """Modify every unit of a sharded model before its first step; return what this PyTorch does not
     support; those parts of FSDP2 stay as they are.
@@ -44,9 +45,10 @@ def reduce_traffic(
         compiles: torch.compile works here.
         engines: blocks use copy engines.
         timed: timed(name, function, *args) calls a function of copy_engines; CommTimer.call.
-        units: those that sum gradients themselves."""
+        units: those that sum gradients themselves.
+        replicas: over which FSDP2 then sums the group's sums."""
     missing, sums, scratch = {}, {}, None
-    if units and world.size > 1:  # a single rank's gradients don't pass a reduce-scatter
+    if units and group.size() > 1:  # a single rank's gradients don't pass a reduce-scatter
         sums = {unit.module: unit for unit in units}
         length = max(unit.length for unit in units) * group.size()
         scratch = Scratch(length, dtype, world.device)
@@ -54,7 +56,7 @@ def reduce_traffic(
         missing["casting weights while they are copied"] = reason
     # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node
     # to node: less with more than two GPUs per node.
-    few = world.local_size <= 2 or world.local_size == world.size
+    few = world.local_size <= 2 or world.local_size % group.size() == 0
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
@@ -65,7 +67,8 @@ def reduce_traffic(
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
-            how = (dtype, group, compiles, by_engines, timed, sums.get(unit), scratch)
+            adds = sums.get(unit) if replicas == 1 else None
+            how = (dtype, group, compiles, by_engines, timed, adds, scratch)
             unit.set_custom_reduce_scatter(SumInFp32(*how))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))

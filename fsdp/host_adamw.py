@@ -67,7 +67,7 @@ class HostAdamW(torch.optim.AdamW):
         )
         for master, views in moments.items():
             self.state[master].update(step=torch.zeros(()), **views)
-        self.params = list(self.masters.values())
+        self.model_params, self.params = list(self.masters), list(self.masters.values())
         self.slices, self.stored = [], None
         self.ready = [None for _ in units]  # by unit: the event after its weights were updated
         for i, unit in enumerate(units):
@@ -79,8 +79,8 @@ class HostAdamW(torch.optim.AdamW):
         self.masters[p].copy_(values)
         local_part(p).copy_(values)
 
-    def sums(self) -> list[torch.Tensor]:
-        """This rank's part of each gradient of the step: fp32, on the device."""
+    def grads(self) -> list[torch.Tensor]:
+        """This rank's part of the gradients of `model_params`: fp32, on the device."""
         return [grad for unit in self.units for grad in unit.grads]
 
     def take_grads(self, last: bool) -> None:

@@ -1,7 +1,8 @@
 """This rank's part of each parameter, on the device: what is optimized and checkpointed.
 
 Shards, Halves, `Masters` in one process, and HostAdamW are used alike: `params` are optimized,
-`take_grads` follows each micro-batch, `views` are for checkpoints, `store` is after loading one."""
+`take_grads` follows each micro-batch, `grads` are those of the step, `views` are for checkpoints,
+`store` is after loading one."""
 
 from collections.abc import Iterator
 
@@ -30,6 +31,10 @@ class Shards:
             for whole, p in zip(self.model_params, self.params, strict=True):
                 p.grad, whole.grad = local_part(whole.grad), None
 
+    def grads(self) -> list[torch.Tensor]:
+        """This rank's part of the gradients of `model_params`, fp32."""
+        return [p.grad for p in self.params]
+
     def follow(self, optimizer: torch.optim.AdamW) -> None:
         """Nothing to do: the optimizer of `params` updates the model."""
 
@@ -49,7 +54,7 @@ class Halves:
 
     def __init__(self, units: list[Unit]):
         self.units, self.low = units, {}
-        self.params = []
+        self.model_params, self.params = [p for unit in units for p in unit.params], []
         for unit in units:
             for p, local in zip(unit.params, unit.locals, strict=True):
                 self.low[p] = torch.zeros_like(local, dtype=torch.int16)
@@ -72,6 +77,10 @@ class Halves:
             for p, grad in zip(self.params, grads, strict=True):
                 p.grad = grad
 
+    def grads(self) -> list[torch.Tensor]:
+        """As of Shards."""
+        return [p.grad for p in self.params]
+
     def follow(self, optimizer: torch.optim.AdamW) -> None:
         """Give the optimizer of `params` their other halves."""
         for p, low in zip(self.params, self.low.values(), strict=True):
@@ -90,9 +99,10 @@ class Halves:
             self.keep(p, local_part(values))
 
 
-def training_state(views, optimizer, mesh) -> dict[str, torch.Tensor]:
+def training_state(views, optimizer, mesh, low_rank) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
-    sharded like the parameters. views: as `optim.adam_views`. mesh: of the device they are on."""
+    sharded like the parameters, and what LowRank keeps. views: as `optim.adam_views`. mesh: of the
+    device they are on."""
     state = {}
     for p, *tensors in views(optimizer):
         for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):
@@ -100,4 +110,4 @@ def training_state(views, optimizer, mesh) -> dict[str, torch.Tensor]:
                 how = {"shape": p.shape, "stride": p.stride()}
                 t = DTensor.from_local(t, mesh, p.placements, **how)
             state[p.hf_name + key] = t
-    return state
+    return state | (low_rank.state() if low_rank else {})

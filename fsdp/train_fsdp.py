@@ -2,6 +2,7 @@
 
 bash fsdp/launch_fsdp.sh                                     all GPUs, or 2 processes on a CPU
 bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
+bash fsdp/launch_ddp.sh                                      a whole model on each: --replicas all
 python fsdp/train_fsdp.py                                    one process: the plain model
 """
 
@@ -36,13 +37,13 @@ from llm_demo.optim import (
     clipped_step,
     compiles_adamw,
     fill_adam_state,
-    grads_of,
     make_adamw,
     set_lr,
 )
 from llm_demo.parallel import copy_engines
+from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import DATA, make_mesh
+from llm_demo.parallel.mesh import REPLICA, SHARD, make_mesh
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
@@ -55,15 +56,26 @@ def main() -> None:
     world = start()
     if args.fsdp is False and world.size > 1:
         raise UserError(f"--no_fsdp needs one process, not {world.size}: set NPROC_PER_NODE=1")
-    mesh = make_mesh(world, **{DATA: world.size})
+    replicas = world.size if args.replicas == "all" else int(args.replicas)
+    if world.size % replicas:
+        raise UserError(f"--replicas {replicas}: {world.size} processes can't be divided by it")
+    n_shards = world.size // replicas
+    mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
+    group = grid[SHARD].get_group()
+    if replicas > 1 and args.psgd_rank:  # FSDP2 then does not sum over replicas
+        mesh = grid[SHARD]
     sharded, on_host = args.fsdp, args.optimizer_on_host
     if sharded is None:
         sharded = world.size > 1 or args.reshard_after_forward
 
     # decisions and data
     log = Log(args, world, "fsdp")
-    log.resolved(fsdp=sharded, parallelism="FSDP2" if sharded else "one process")
-    plan = make_plan(args, world, log, replicas=world.size)
+    how = "FSDP2" if sharded else "one process"
+    if replicas > 1:
+        how = f"FSDP2, {replicas} replicas of {n_shards} shard{'s'[: n_shards > 1]}"
+        how += f", PowerSGD rank {args.psgd_rank}" * bool(args.psgd_rank)
+    log.resolved(fsdp=sharded, parallelism=how)
+    plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -80,10 +92,10 @@ def main() -> None:
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
-    compiled = compiles_adamw(compute.compile and not on_host, n_params, world.size, log.say, flat)
+    compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
     halves = sharded and compiled and can_halve(compute.dtype, fp32_grads=True)
     in_dtype = on_host or halves  # parameters; else they are fp32 masters, which FSDP2 casts
-    with loading(weights, world.size):
+    with loading(weights, n_shards):
         blocks = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
         if compute.compile:
             for unit in blocks:
@@ -106,11 +118,11 @@ def main() -> None:
             how = horizon.lr, args.weight_decay
             optimized = HostAdamW(units, *how) if on_host else Halves(units)
         if sharded and compute.dtype != torch.float32:
-            group = mesh.get_group()
             engines = choose_engines(args.copy_engines, world, group, blocks, log)
             unsharded_sums = accum > 1 and not on_host
             how = (compute.dtype, unsharded_sums, compute.compile, engines, clock.comm.call)
-            for missing in reduce_traffic(model, world, group, *how, units):
+            sums_of = 1 if args.psgd_rank else replicas
+            for missing in reduce_traffic(model, world, group, *how, units, sums_of):
                 log.say(f"fsdp: {missing}")
         load(lm, weights, args.seed, optimized and optimized.keep)
         if on_host:
@@ -121,7 +133,7 @@ def main() -> None:
             optimized = Shards(model)
     model_params = list(model.parameters())  # after an evaluation these are the gathered weights
     here = sum(p.numel() for p in optimized.params)
-    how = f"FSDP2 over {world.size} processes" if sharded else "one plain process"
+    how = f"{how} over {world.size} processes" if sharded else "one plain process"
     log.say(f"{how}: {n_params:,} parameters, {here:,} here")
     optimizer = optimized
     if not on_host:
@@ -131,7 +143,13 @@ def main() -> None:
     holders = mesh
     if on_host and sharded and world.device.type != "cpu":
         holders = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-    state = functools.partial(training_state, optimized.views, optimizer, holders)
+    low_rank = None
+    if replicas > 1 and args.psgd_rank:
+        exact = args.warmup_steps if args.psgd_start is None else args.psgd_start
+        how = args.psgd_rank, exact, grid[REPLICA].get_group(), checkpoints.first_step
+        low_rank = LowRank(optimized.model_params, *how)
+        log.say(f"PowerSGD from step {exact + 1} on: {low_rank.describe()}")
+    state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()
@@ -159,8 +177,10 @@ def main() -> None:
             optimized.take_grads(last=i == accum - 1)
             total += loss.detach()
         set_lr(optimizer, lr)
-        grads = optimizer.sums() if on_host else grads_of(optimizer)
-        parts = [(grads, mesh.get_group() if sharded else None)]
+        grads = optimized.grads()
+        if low_rank:
+            low_rank.reduce(grads)
+        parts = [(grads, group if sharded else None)]
         return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 
     @torch.no_grad()

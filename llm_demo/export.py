@@ -26,7 +26,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full
 from llm_demo.model.generate import stop_tokens
 from llm_demo.model.source import load_tokenizer
-from llm_demo.optim import MOMENTS
+from llm_demo.optim import MOMENTS, PSGD
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, shapes_of
 
@@ -133,7 +133,7 @@ def generation_config(folder: Path, tokenizer) -> GenerationConfig:
 def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model. Raises UserError if the tensors differ from it or are not finite."""
-    ends = tuple(f".{name}" for name in MOMENTS)
+    ends = tuple(f".{name}" for name in MOMENTS + PSGD)
     shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):

@@ -58,7 +58,7 @@ class Compute(NamedTuple):
 class Horizon(NamedTuple):
     """The length of the run and the size of its steps."""
 
-    replicas: int  # data-parallel
+    data_parallel: int  # ranks, or groups of ranks, that each train on rows of their own
     global_batch: int  # rows of an optimizer step
     max_steps: int
     n_total: int | None  # rows of the whole run, if num_epochs sets its length
@@ -74,7 +74,7 @@ class Plan(NamedTuple):
     sample_tokens: int  # length of the sample answers at the end
 
 
-def make_plan(args: Args, world: World, log: Log, replicas: int) -> Plan:
+def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     """Decide what the flags leave open, and print it. Raises UserError on every rank."""
     say = log.say
     say(f"command: {command_line()}")
@@ -100,14 +100,15 @@ def make_plan(args: Args, world: World, log: Log, replicas: int) -> Plan:
     refuse_unknown_tokens(source.config, packs)
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
-    horizon = pick_horizon(args, replicas, train, bool(source.weights), earlier, say)
+    horizon = pick_horizon(args, data_parallel, train, bool(source.weights), earlier, say)
     rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
     example = describe_example(train, source.tokenizer, int(rows[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
     log.resolved(
         dtype=dtype_name, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
         attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
-        max_steps=horizon.max_steps, lr=horizon.lr, replicas=replicas,
+        max_steps=horizon.max_steps, lr=horizon.lr,
+        data_parallel=data_parallel,
     )  # fmt: skip
     identity = {
         **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
@@ -223,14 +224,15 @@ def pick_compute(
 
 
 def pick_horizon(
-    args: Args, replicas: int, train: Packs, trained: bool, earlier: dict, say: Callable
+    args: Args, data_parallel: int, train: Packs, trained: bool, earlier: dict, say: Callable
 ) -> Horizon:
     """Rows of a step, number of steps and learning rate. trained: the model has weights; earlier:
     from `resumed_settings`."""
-    global_batch = args.micro_batch_size * args.grad_accum_steps * replicas
+    global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
     say(
-        f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x {replicas} "
-        f"replicas = {global_batch} rows = {global_batch * train.seq_len:,} token slots a step"
+        f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x "
+        f"{data_parallel} in parallel = {global_batch} rows = "
+        f"{global_batch * train.seq_len:,} token slots a step"
     )
     n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
     max_steps = args.max_steps or math.ceil(n_total / global_batch)
@@ -253,7 +255,7 @@ def pick_horizon(
             f"{max_steps} steps: the learning rate only rises, to {peak:.2g} in the last step; "
             "give a shorter warm-up"
         )
-    return Horizon(replicas, global_batch, max_steps, n_total, lr)
+    return Horizon(data_parallel, global_batch, max_steps, n_total, lr)
 
 
 # ---------------------------------------------------------------- of a resumed run

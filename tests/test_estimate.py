@@ -36,13 +36,13 @@ def expected(row, config):
         seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths])
     )
     if row["engine"] == "fsdp":
-        return fsdp.of_fsdp(args, config, compute, train, args.replicas, args.fsdp)
+        return fsdp.of_fsdp(args, config, compute, train, args.data_parallel, args.fsdp)
     if row["engine"] == "zero":
         switches = json.loads((ROOT / args.deepspeed_config).read_text())["zero_optimization"]
-        return zero.of_zero(args, config, compute, train, args.replicas, switches)
+        return zero.of_zero(args, config, compute, train, args.data_parallel, switches)
     counts = [int(c) for c in args.partition.split(",")]
     held = pipeline.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
-    return pipeline.of_pipeline(args, config, compute, train, args.replicas, held)
+    return pipeline.of_pipeline(args, config, compute, train, args.data_parallel, held)
 
 
 def earlier_loss_bytes(args, config, compute, train):
@@ -78,7 +78,7 @@ def test_zero_shards_more_with_each_stage():
         settings = {
             "seq_len": 1024, "micro_batch_size": 4, "use_activation_checkpointing": True,
             "dtype": "bf16", "attn_impl": "sdpa", "compile": True, "activation_memory_budget": 1.0,
-            "blocks_per_unit": 0, "replicas": 2, "deepspeed_config": file,
+            "blocks_per_unit": 0, "data_parallel": 2, "deepspeed_config": file,
         }  # fmt: skip
         first, second = expected(row, settings)
         assert first == second

@@ -292,7 +292,7 @@ EVIL = "</td></title></style><script>document.title='x'</script><img src=x onerr
 def test_what_files_say_is_text(tmp_path):
     name = "<script>alert(1)<|script> & $x^{$ 'a' \"b\" ünï\udcff"
     config = {"model_name_or_path": EVIL, "train_json": EVIL, "dtype": EVIL, EVIL: EVIL,
-              "max_steps": EVIL, "log_every": EVIL, "stages": EVIL, "replicas": EVIL,
+              "max_steps": EVIL, "log_every": EVIL, "stages": EVIL, "data_parallel": EVIL,
               "micro_batch_size": {EVIL: [EVIL]}}  # fmt: skip
     env = {"device": EVIL, "revision": EVIL, "versions": {EVIL: EVIL}, "world_size": EVIL}
     steps = [record(s, **{EVIL: EVIL, "train/lr": EVIL}) for s in range(1, 5)]

@@ -43,7 +43,7 @@ def main() -> None:
     if switches["zero_optimization"]["stage"] == 3:
         args.comm_timer = False  # its gathers and reductions end later than the calls
     log.resolved(parallelism=how, comm_timer=args.comm_timer)
-    plan = make_plan(args, world, log, replicas=world.size)
+    plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
     numbers = compute.dtype, B, accum, args.max_grad_norm, compute.compile

@@ -91,6 +91,10 @@ class Masters:
             for p in group.params:
                 p.grad = None
 
+    def grads(self) -> list[torch.Tensor]:
+        """The gradients of the step, by `params`."""
+        return [p.grad for p in self.params]
+
     def follow(self, optimizer: torch.optim.AdamW) -> None:
         """Update the weights from the masters in each step of this optimizer of `params`."""
         if not self.halves:

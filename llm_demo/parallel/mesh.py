@@ -6,11 +6,15 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.device import World
 
-DATA = "data"  # ranks with shards of the parameters, each training on its own rows
+# dimensions of a mesh: ranks with the same parameters, and ranks with shards of one copy
+REPLICA, SHARD = "replica", "shard"
 
 
 def make_mesh(world: World, **sizes: int) -> DeviceMesh:
-    """A mesh of all ranks with named dimensions; the last one varies fastest over ranks."""
+    """A mesh of all ranks with named dimensions; the last one varies fastest over ranks. Dimensions
+    of size 1 are left out, except the last one."""
+    last = next(reversed(sizes))
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == last}
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 

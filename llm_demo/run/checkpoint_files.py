@@ -26,6 +26,7 @@ from llm_demo.device import World
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
 from llm_demo.files import PART, digest, disk_full, sync_folder, write_json, write_text
+from llm_demo.optim import PSGD
 from llm_demo.run.folder import published
 from llm_demo.run.metadata import Reader, read_metadata
 
@@ -211,13 +212,16 @@ def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
 
 def load(path: Path, tensors: dict, world: World, group=None) -> None:
     """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
-    sharded. Every rank calls. Raises UserError if names or shapes do not match the model."""
+    sharded. Every rank calls. Raises UserError if names or shapes do not match the model. What
+    PowerSGD keeps may be missing on either side, or differ in its rank."""
     saved = shapes_of(path)
     mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
     ranks = on_all_ranks(lambda: mine, world)
     wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
     for name in sorted({*wanted, *saved}):
-        if wanted.get(name) != saved.get(name):
+        if wanted.get(name) != saved.get(name) and name.endswith(PSGD):
+            tensors = {key: t for key, t in tensors.items() if key != name}
+        elif wanted.get(name) != saved.get(name):
             raise UserError(
                 f"{path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
                 f"there, {wanted.get(name, 'missing')} in this run"

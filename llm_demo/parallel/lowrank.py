@@ -1,0 +1,172 @@
+"""PowerSGD: sum gradients over replicas as products of two thin matrices. Approximate.
+
+Source: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (Vogels,
+Karimireddy and Jaggi 2019), with warm start and error feedback. It runs once per step, after
+accumulation, on fp32 gradients, and compresses every matrix, embedding and head included. If the
+model is sharded, a rank's rows of a matrix are a matrix of their own."""
+
+import zlib
+from collections import defaultdict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from llm_demo.optim import ERROR, FACTOR
+from llm_demo.parallel.mesh import local_part
+
+TOGETHER = 1 << 27  # elements of the matrices of one shape that are multiplied at a time
+BUCKET = 1 << 26  # elements summed over replicas at a time
+
+
+class Group:
+    """Matrices of one shape. error [k, n, m]: what earlier steps left out. factor [k, m, r]: the
+    last step's right factor."""
+
+    def __init__(self, members: list[int], shape: tuple, rank: int, names, how: dict):
+        (n, m), self.members = shape, members
+        self.error = torch.zeros(len(members), n, m, **how)
+        self.factor = torch.stack([_random(m, rank, names[i]) for i in members]).to(**how)
+
+
+class LowRank:
+    """Sums gradients over a group of replicas; their errors stay here.
+
+    Args:
+        params: with an `hf_name`; sharded or not.
+        rank: r. A matrix [n, m] is compressed where r (n + m) < n m.
+        start: steps that are not compressed.
+        group: the replicas that hold the same parameters.
+        done: steps before this run.
+        dtype: of the gradients."""
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        rank: int,
+        start: int,
+        group: dist.ProcessGroup,
+        done: int,
+        dtype: torch.dtype = torch.float32,
+    ):
+        self.params, self.start, self.group, self.steps = params, start, group, done
+        shapes, self.whole = defaultdict(list), []
+        for i, p in enumerate(params):
+            shards = p.device_mesh.size() if isinstance(p, DTensor) else 1
+            most = -(-p.shape[0] // shards)  # rows of a shard; the last ones may have fewer
+            m = p.shape[1:].numel() if p.ndim > 1 else 0
+            fits = rank * (most + m) < most * m
+            (shapes[len(local_part(p)), m] if fits else self.whole).append(i)
+        names = [p.hf_name for p in params]
+        how = {"device": local_part(params[0]).device, "dtype": dtype}
+        self.groups = []
+        for (n, m), members in shapes.items():
+            size = max(1, TOGETHER // max(1, n * m))
+            parts = [members[i : i + size] for i in range(0, len(members), size)]
+            self.groups += [Group(part, (n, m), rank, names, how) for part in parts]
+        # whether `error` is the sum of all replicas' errors, as in a checkpoint
+        self.summed = False
+
+    @torch.no_grad()
+    def reduce(self, grads: list[torch.Tensor]) -> None:
+        """Replace this replica's gradients, one per parameter, by the sum over replicas, the same
+        bits on each. If any is not finite, results are not either, and errors stay as they are."""
+        self.steps += 1
+        if self.steps <= self.start:
+            return self._sum(grads)
+        if self.summed:
+            for g in self.groups:
+                g.error /= self.group.size()
+            self.summed = False
+        mine = [[grads[i] for i in g.members] for g in self.groups]
+        for g, members in zip(self.groups, mine, strict=True):
+            for grad, error in zip(members, g.error, strict=True):
+                grad += error.view_as(grad)
+        lefts = [_stack(x) @ orthogonal(g.factor) for g, x in zip(self.groups, mine, strict=True)]
+        self._sum([*lefts, *(grads[i] for i in self.whole)])
+        finite = _all_finite(lefts)
+        lefts = [orthogonal(left) for left in lefts]
+        own = [_stack(x).mT @ left for x, left in zip(mine, lefts, strict=True)]
+        rights = [right.clone() for right in own]
+        self._sum(rights)
+        finite &= _all_finite(rights)
+        poison = torch.where(finite, 1.0, torch.nan).to(lefts[0].dtype) if lefts else 1
+        for g, members, left, part, right in zip(
+            self.groups, mine, lefts, own, rights, strict=True
+        ):
+            left_out = _stack(members).sub_(left @ part.mT)
+            g.error.copy_(torch.where(finite, left_out, g.error))
+            g.factor.copy_(torch.where(finite, right, g.factor))
+            for grad, result in zip(members, left @ right.mT, strict=True):
+                torch.mul(result.view_as(grad), poison, out=grad)
+
+    def _sum(self, tensors: list[torch.Tensor]) -> None:
+        """Sum tensors over the replicas, in place."""
+        bucket, size = [], 0
+        for i, t in enumerate(tensors):
+            bucket, size = [*bucket, t], size + t.numel()
+            if size >= BUCKET or i == len(tensors) - 1:
+                flat = torch.cat([t.reshape(-1) for t in bucket])
+                dist.all_reduce(flat, group=self.group)
+                parts = flat.split([t.numel() for t in bucket])
+                for t, part in zip(bucket, parts, strict=True):
+                    t.copy_(part.view(t.shape))
+                bucket, size = [], 0
+
+    def describe(self) -> str:
+        """What is sent, for the log."""
+        thin = sum(sum(g.error.shape[1:]) * g.factor.shape[2] * len(g.members) for g in self.groups)
+        whole = sum(local_part(self.params[i]).numel() for i in self.whole)
+        total = sum(local_part(p).numel() for p in self.params)
+        text = f"{(thin + whole) / total:.1%} of the gradients' bytes are sent"
+        small = [self.params[i].hf_name for i in self.whole if self.params[i].ndim > 1]
+        if small:
+            text += f"; {len(small)} matrices too small to compress, {small[0]} for one"
+        return text
+
+    @torch.no_grad()
+    def state(self) -> dict[str, torch.Tensor]:
+        """{name.ERROR: the sum of all replicas' errors, name.FACTOR: ...}, in place, sharded like
+        the parameters, for a checkpoint or to load one into. Collective."""
+        if not self.summed:
+            for g in self.groups:
+                dist.all_reduce(g.error, group=self.group)
+            self.summed = True
+        state = {}
+        for g in self.groups:
+            for i, error, factor in zip(g.members, g.error, g.factor, strict=True):
+                p = self.params[i]
+                error, name = error.view(local_part(p).shape), p.hf_name
+                if isinstance(p, DTensor):
+                    how = {"shape": p.shape, "stride": p.stride()}
+                    error = DTensor.from_local(error, p.device_mesh, p.placements, **how)
+                    # each shard has a factor of its own
+                    factor = DTensor.from_local(factor, p.device_mesh, [Shard(0)])
+                state |= {f"{name}.{ERROR}": error, f"{name}.{FACTOR}": factor}
+        return state
+
+
+def orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """Orthonormal columns with the span of x [k, n, r], by Cholesky decompositions in fp64: a QR
+    decomposition of hundreds of matrices takes a GPU longer. Directions in which x has next to
+    nothing become short instead, and a zero matrix stays one."""
+    x64 = x.double()
+    gram = x64.mT @ x64
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    diagonal += 1e-14 * diagonal.mean(-1, keepdim=True) + 1e-60
+    lower = torch.linalg.cholesky_ex(gram).L
+    return torch.linalg.solve_triangular(lower.mT, x64, upper=True, left=False).to(x.dtype)
+
+
+def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([t.flatten(1) for t in matrices])
+
+
+def _all_finite(tensors: list[torch.Tensor]):
+    return torch.stack([t.isfinite().all() for t in tensors]).all() if tensors else True
+
+
+def _random(m: int, rank: int, name: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(m, rank, generator=generator)

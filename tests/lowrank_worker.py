@@ -1,0 +1,67 @@
+"""Runs LowRank on made-up gradients in fp64, in processes started by torchrun, and saves what comes
+out: lowrank_worker.py CASES."""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.parallel.lowrank import LowRank
+
+SHAPES = {"a": (40, 30), "b": (40, 30), "wide": (24, 64), "bias": (30,), "small": (4, 5)}
+R = 3
+
+
+def gradient(name: str, step: int) -> torch.Tensor:
+    """The sum over replicas: it changes slowly, as gradients do."""
+    shape = SHAPES[name]
+    make = torch.Generator().manual_seed(sorted(SHAPES).index(name))
+    still = torch.randn(shape, generator=make, dtype=torch.float64)
+    make.manual_seed(100 * step + sorted(SHAPES).index(name))
+    return still + 0.3 * torch.randn(shape, generator=make, dtype=torch.float64)
+
+
+def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
+    """This rank's share, in parts that differ in size."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    total = gradient(name, step)
+    if name == "b" and case.get("zero"):
+        total = torch.zeros_like(total)
+    if name == "a" and case.get("thin"):
+        u, s, v = torch.linalg.svd(total, full_matrices=False)
+        total = u[:, :R] * s[:R] @ v[:R]
+    weight = (rank + 1) / sum(range(1, world + 1))
+    mine = total * weight
+    if step == case.get("bad") and rank == world - 1 and name == "a":
+        mine[0, 0] = torch.inf
+    return mine
+
+
+def run(case: dict) -> dict:
+    params = []
+    for name, shape in SHAPES.items():
+        params.append(torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        params[-1].hf_name = name
+    first = case.get("first", 0)
+    made = LowRank(params, R, case.get("start", 0), dist.group.WORLD, first, torch.float64)
+    if "load" in case:
+        state = made.state()
+        for name, t in torch.load(case["load"])["state"].items():
+            state[name].copy_(t)
+    sums = []
+    for step in range(first, case["steps"]):
+        if step == case.get("without"):
+            continue
+        grads = [shares(name, step, case) for name in SHAPES]
+        made.reduce(grads)
+        sums.append([t.clone() for t in grads])
+    state = {name: t.clone() for name, t in made.state().items()}
+    return {"sums": sums, "state": state, "says": made.describe()}
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    for case in json.load(open(sys.argv[1])):
+        torch.save(run(case), f"{case['out']}.{dist.get_rank()}")
+    dist.destroy_process_group()

@@ -1,0 +1,129 @@
+"""PowerSGD: the paper's numbers, whatever the number of replicas. In fp64, because power iteration
+amplifies the rounding of fp32."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, torchrun
+from lowrank_worker import SHAPES, R, gradient
+
+from llm_demo.parallel import lowrank
+
+STEPS = 12
+CASES = {
+    "plain": {"steps": STEPS},
+    "half": {"steps": STEPS // 2},
+    "late": {"steps": STEPS, "start": 4},
+    "thin": {"steps": 3, "thin": True},
+    "zero": {"steps": 3, "zero": True},
+    "bad": {"steps": 5, "bad": 2},
+    "without": {"steps": 5, "without": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """{(case, processes): what each rank got}."""
+    folder = tmp_path_factory.mktemp("lowrank")
+    found = {}
+    for processes in (2, 1, 3):
+        cases = [{**case, "out": str(folder / f"{k}{processes}")} for k, case in CASES.items()]
+        if processes != 3:  # from the checkpoint of two replicas
+            rest = {"first": STEPS // 2, "steps": STEPS, "load": str(folder / "half2.0")}
+            cases.append({**rest, "out": str(folder / f"resumed{processes}")})
+        (folder / "cases.json").write_text(json.dumps(cases))
+        torchrun(processes, ROOT / "tests/lowrank_worker.py", folder / "cases.json")
+        for case in cases:
+            name = case["out"].rsplit("/", 1)[1][:-1]
+            ranks = [torch.load(f"{case['out']}.{r}") for r in range(processes)]
+            found[name, processes] = ranks
+    return found
+
+
+def off(a, b):
+    """The largest relative difference of two lists of steps."""
+    return max(
+        float((x - y).norm() / (y.norm() + 1e-30))
+        for one, other in zip(a, b, strict=True)
+        for x, y in zip(one, other, strict=True)
+    )
+
+
+def textbook(steps):
+    """The paper's algorithm 1 and 2 for one matrix each, in one process, with QR."""
+    errors = {name: 0 for name in SHAPES}
+    factors = {n: lowrank._random(SHAPES[n][1], R, n).double() for n in ("a", "b", "wide")}
+    for step in range(steps):
+        sums = []
+        for name in SHAPES:
+            total = gradient(name, step)
+            if name in factors:
+                matrix = total + errors[name]
+                left = torch.linalg.qr(matrix @ factors[name])[0]
+                factors[name] = matrix.T @ left
+                total = left @ factors[name].T
+                errors[name] = matrix - total
+            sums.append(total)
+        yield sums
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_it_is_the_papers_algorithm(results, processes):
+    for rank in results["plain", processes]:
+        assert off(rank["sums"], list(textbook(STEPS))) < 1e-8
+
+
+def test_replicas_get_the_same_bits(results):
+    for name in CASES:
+        for processes in (2, 3):
+            first, *others = results[name, processes]
+            for other in others:
+                for a, b in zip(first["sums"], other["sums"], strict=True):
+                    pairs = zip(a, b, strict=True)
+                    assert all(x.nan_to_num().equal(y.nan_to_num()) for x, y in pairs)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_checkpoint_continues_with_any_number_of_replicas(results, processes):
+    resumed, whole = results["resumed", processes][0], results["plain", 2][0]
+    assert off(resumed["sums"], whole["sums"][STEPS // 2 :]) < 1e-8
+
+
+def test_exact_before_it_starts_and_for_gradients_of_its_rank(results):
+    late = results["late", 2][0]["sums"]
+    exact = [[gradient(name, step) for name in SHAPES] for step in range(STEPS)]
+    assert off(late[:4], exact[:4]) < 1e-14 and off(late[4:], exact[4:]) > 0.1
+    a = list(SHAPES).index("a")
+    thin = results["thin", 2][0]["sums"]
+    one = [[step[a]] for step in results["thin", 1][0]["sums"]]
+    assert off([[step[a]] for step in thin], one) < 1e-8
+    for step, (sums,) in enumerate(one):
+        u, s, v = torch.linalg.svd(gradient("a", step), full_matrices=False)
+        if step == 0:  # later steps add what the error holds: nothing
+            assert off([[sums]], [[u[:, :R] * s[:R] @ v[:R]]]) < 1e-8
+
+
+def test_a_zero_gradient_stays_zero(results):
+    b = list(SHAPES).index("b")
+    assert all((step[b] == 0).all() for step in results["zero", 2][0]["sums"])
+
+
+def test_an_infinite_gradient_spoils_its_step_only(results):
+    """On every replica; afterwards errors are those of the step before."""
+    steps = results["bad", 2][0]["sums"]
+    finite = [all(t.isfinite().all() for t in step) for step in steps]
+    assert finite == [True, True, False, True, True]
+    without = results["without", 2][0]["sums"]
+    assert off(steps[:2] + steps[3:], without) == 0
+
+
+def test_small_matrices_and_vectors_are_sent_whole(results):
+    for step, sums in enumerate(results["plain", 2][0]["sums"]):
+        for name in ("bias", "small"):
+            exact = gradient(name, step)
+            assert torch.allclose(sums[list(SHAPES).index(name)], exact, rtol=1e-14)
+    says = results["plain", 2][0]["says"]
+    thin, whole = 2 * R * (40 + 30) + R * (24 + 64), 30 + 20
+    share = (thin + whole) / (2 * 1200 + 24 * 64 + 50)
+    assert says.startswith(f"{share:.1%} of") and "1 matrices too small" in says
