@@ -37,15 +37,18 @@ is one line, `error: ...`, and exit code 2.
 
 
 def page() -> str:
-    launchers = {}  # name of the script's folder -> its settings
-    sections = [(group.__doc__, group) for group in SHARED]
+    launchers, scripts = {}, {}  # launcher's name -> its settings; training scripts, in order
     for launcher in sorted(ROOT.glob("*/launch_*.sh")):
         script, settings = read_launcher(launcher)
-        launchers[script.parent.name] = settings
+        launchers[launcher.stem.removeprefix("launch_")] = settings
+        scripts[script] = None
+    sections = [(group.__doc__, group) for group in SHARED]
+    for script in scripts:
         for group in groups_of(script):
             sections.append((f"{group.__doc__} (`{script.relative_to(ROOT)}`)", group))
+    files = [str(script.relative_to(ROOT).with_name("flags.py")) for script in scripts]
     text = TOP.format(
-        files=listed(["llm_demo/args.py", *(f"{folder}/flags.py" for folder in launchers)]),
+        files=listed(["llm_demo/args.py", *files]),
         settings=listed(dict.fromkeys(name for block in launchers.values() for name in block)),
         bundled=listed(BUNDLED.values()),
         first_run=listed(f"{name}={value}" for name, value in FIRST_RUN.items()),

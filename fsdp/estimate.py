@@ -3,29 +3,43 @@
 import torch
 
 from fsdp.units import SLICE, SLOTS
+from llm_demo.device import this_device
+from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe
 
 
-def table(args, config, compute, train, ranks: int, sharded: bool) -> str:
-    """What --estimate prints."""
+def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int) -> str:
+    """What --estimate prints. ranks: of one replica."""
     parts = of_fsdp(args, config, compute, train, ranks, sharded)
-    text = describe(parts, args.device_memory_gb)
+    text = describe(parts * replicas, args.device_memory_gb)
     if args.optimizer_on_host:
-        text += f"\nhost memory: {of_host(config):.1f} GB for the masters and moments of all ranks"
+        host = replicas * of_host(config)
+        text += f"\nhost memory: {host:.1f} GB for the masters and moments of all ranks"
         if args.save_every and args.save_async:
             text += ", as much again while checkpoints are written in the background"
     return text
 
 
+def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> None:
+    """Raise UserError if a copy of the model needs more memory than its GPUs have."""
+    capacity = args.device_memory_gb or this_device().memory_gb
+    need = max(sum(parts.values()) for parts in of_fsdp(args, config, compute, train, ranks, True))
+    if capacity and need > 1.1 * capacity:  # an estimate
+        raise UserError(
+            f"--replicas {args.replicas}: a rank needs about {need:.0f} GB with {ranks} of them to "
+            f"a copy, and a GPU has {capacity:.0f} GB: ask for fewer replicas than {replicas}"
+        )
+
+
 def of_host(config) -> float:
-    """GB (2**30 bytes) that --optimizer_on_host takes on all nodes: fp32 masters and moments."""
+    """GB (2**30 bytes) of a replica's fp32 masters and moments, for --optimizer_on_host."""
     return 12 * parameters_of(config) / GB
 
 
 def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
-    """GB (2**30 bytes) by part, one entry per rank."""
+    """GB (2**30 bytes) by part, one entry for each rank of a replica."""
     blocks = [block.parameters for block in block_costs(config, 0)]
     embedding, n = head_cost(config).parameters, len(blocks)
     total, size = parameters_of(config), torch.finfo(compute.dtype).bits // 8
@@ -66,7 +80,8 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
         else:
             grads = total * 4 + 2 * ends * size
     passing = 3 * SLOTS * SLICE * 4  # masters and moments on their way
-    rest = {"optimizer": passing if args.optimizer_on_host else total / ranks * 8}
+    errors = 4 * total / ranks if args.psgd_rank else 0
+    rest = {"optimizer": errors + (passing if args.optimizer_on_host else total / ranks * 8)}
     moments = (
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},

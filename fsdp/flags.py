@@ -12,40 +12,34 @@ class FsdpArgs:
 
     fsdp: bool | None = flag(
         None,
-        "Shard with FSDP2. Default: with several processes, or if a flag below needs it. A single "
-        "process otherwise trains the plain model: faster, less memory.",
+        "Shard with FSDP2. Default: if there are several processes, or a flag needs it.",
     )
     reshard_after_forward: bool = flag(
         False,
-        "Free each block's weights after use and gather them again in every forward and backward "
-        "pass, instead of once per step: less memory, more communication.",
+        "Gather each block's weights in every forward and backward pass instead of once per step: "
+        "less memory, more communication.",
         saves_memory=True,
     )
     replicas: str = flag(
         "1",
-        "Copies of the model: each is sharded over processes / replicas, and gradients are summed "
-        "over copies. all: a copy per process, as in DDP. Processes of a copy have neighbouring "
-        "ranks, so with a copy per node only gradients pass between nodes.",
+        "Copies of the model; all: one per process, as in DDP.",
     )
     psgd_rank: int = flag(
         0,
-        "Approximate: sum gradients over --replicas as products of matrices of this rank "
-        "(PowerSGD), for slow links. 32 is a good start. 0: exact sums.",
+        "Rank of approximate sums over --replicas (PowerSGD). 0: exact.",
     )
     psgd_start: int | None = flag(
-        None, "Steps before PowerSGD starts, summed exactly. Default: --warmup_steps."
+        None, "Steps summed exactly before PowerSGD starts. Default: --warmup_steps."
     )
     optimizer_on_host: bool = flag(
         False,
-        "Keep fp32 weights and AdamW's moments in host memory; they pass through the device once "
-        "per step.",
+        "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
     copy_engines: bool | None = flag(
         None,
-        "In bf16 and fp16, gather blocks with the GPUs' copy engines instead of NCCL kernels; "
-        "without accumulation, exchange their gradients that way too. Default: if blocks are large "
-        "and NVLink joins the GPUs of one node.",
+        "In 16 bits, gather blocks, and exchange gradients that aren't accumulated, by the GPUs' "
+        "copy engines, not by NCCL kernels. Default: for large blocks over NVLink.",
     )
 
     @staticmethod

@@ -2,7 +2,6 @@
 
 bash fsdp/launch_fsdp.sh                                     all GPUs, or 2 processes on a CPU
 bash fsdp/launch_fsdp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
-bash fsdp/launch_ddp.sh                                      a whole model on each: --replicas all
 python fsdp/train_fsdp.py                                    one process: the plain model
 """
 
@@ -58,7 +57,8 @@ def main() -> None:
         raise UserError(f"--no_fsdp needs one process, not {world.size}: set NPROC_PER_NODE=1")
     replicas = world.size if args.replicas == "all" else int(args.replicas)
     if world.size % replicas:
-        raise UserError(f"--replicas {replicas}: {world.size} processes can't be divided by it")
+        few = "1 process" if world.size == 1 else f"{world.size} processes"
+        raise UserError(f"--replicas {replicas}: {few} can't be divided by it")
     n_shards = world.size // replicas
     mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     group = grid[SHARD].get_group()
@@ -81,8 +81,10 @@ def main() -> None:
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
         raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
     if args.estimate:
-        log.say(estimate.table(args, config, compute, data.train, world.size, sharded))
+        log.say(estimate.table(args, config, compute, data.train, n_shards, sharded, replicas))
         return
+    if replicas > 1:
+        estimate.refuse_replicas(args, config, compute, data.train, n_shards, replicas)
     ready = prepare(args, world, plan, log)
     if not ready:
         return
@@ -194,6 +196,8 @@ def main() -> None:
         return total
 
     def facts():
+        if low_rank:  # a checkpoint is about to be written
+            low_rank.sum_errors()
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
     train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from llm_demo.errors import UserError
 from llm_demo.model.compiling import add_into, compiled, compiled_add, sum_into
 from llm_demo.model.decoder import DecoderLoss
-from llm_demo.parallel.mesh import local_part
+from llm_demo.parallel.mesh import local_part, shards_of
 
 # For the optimizer on the host (host_adamw.py):
 SLICE = 1 << 22  # elements that are copied and updated at a time
@@ -101,7 +101,7 @@ def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:
 def _sharded_unit(module: FSDPModule, fsdp_params, compiles: bool) -> Unit:
     # FSDP2's reduced gradients: flat, each padded to the largest rank's number of rows
     params = [p.sharded_param for p in fsdp_params]
-    sizes = [-(-p.shape[0] // p.device_mesh.size()) * p.shape[1:].numel() for p in params]
+    sizes = [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
     unit = Unit(module, params, sizes, compiles)
 
     def add(reduced):

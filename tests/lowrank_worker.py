@@ -56,6 +56,7 @@ def run(case: dict) -> dict:
         grads = [shares(name, step, case) for name in SHAPES]
         made.reduce(grads)
         sums.append([t.clone() for t in grads])
+    made.sum_errors()
     state = {name: t.clone() for name, t in made.state().items()}
     return {"sums": sums, "state": state, "says": made.describe()}
 

@@ -12,6 +12,7 @@ from conftest import ROOT, ZERO, run
 from bench.presets import name_of
 from fsdp import estimate as fsdp
 from llm_demo.device import DTYPES
+from llm_demo.errors import UserError
 from llm_demo.model import memory
 from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, skeleton
@@ -22,11 +23,13 @@ from zero import estimate as zero
 FILES = sorted(ROOT.glob("bench/results/*/*.jsonl"))
 MEASURED = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 
+# of rows measured before these existed; "replicas" then meant what is data_parallel now
+BEFORE = {"optimizer_on_host": False, "psgd_rank": 0}
 DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
 
 
 def expected(row, config):
-    args = SimpleNamespace(**{"optimizer_on_host": False, **config})
+    args = SimpleNamespace(**{**BEFORE, "data_parallel": config.get("replicas"), **config})
     lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
     config = load_config(ROOT / row["model"], args.seq_len)
     compute = SimpleNamespace(
@@ -165,6 +168,25 @@ def test_replicas_of_a_pipeline_share_masters_and_moments():
             # bytes: bf16 weights here and fp32 ones shared, two fp32 moments shared, fp32 sums here
             share = {"weights": 2 + 4 / replicas, "optimizer": 8 / replicas, "gradients": 4}
             assert found == pytest.approx(share)
+
+
+def test_copies_that_do_not_fit_are_refused_and_errors_of_psgd_counted():
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    train = SimpleNamespace(seq_len=1024, single=True)
+    compute = SimpleNamespace(dtype=torch.bfloat16, compile=True, attn_impl="sdpa")
+    args = SimpleNamespace(
+        micro_batch_size=1, grad_accum_steps=1, blocks_per_unit=0,
+        use_activation_checkpointing=True, activation_memory_budget=1.0,
+        reshard_after_forward=True, optimizer_on_host=False, psgd_rank=0,
+        device_memory_gb=80.0, replicas="all",
+    )  # fmt: skip
+    fsdp.refuse_replicas(args, config, compute, train, 2, 2)  # two GPUs to a copy
+    with pytest.raises(UserError, match=r"--replicas all: .* 1 of them .* fewer replicas than 4"):
+        fsdp.refuse_replicas(args, config, compute, train, 1, 4)
+    plain = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"]
+    args.psgd_rank = 32
+    errors = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"] - plain
+    assert errors == pytest.approx(4 * 8_190_735_360 / 2 / 2**30, rel=1e-3)
 
 
 def test_the_flag_prints_and_makes_nothing(tmp_path, kind="pp/launch_pp.sh"):

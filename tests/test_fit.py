@@ -186,7 +186,8 @@ def formula(name):
         if config["dtype"] != "bf16" or not config["compile"] or row["env"] and name not in FILES:
             continue
         args = SimpleNamespace(**{"optimizer_on_host": False, **config})
-        speed = row["seq_len"], config["replicas"], 550, LINKS.get(name.split("/")[1], 200)
+        ranks = config.get("data_parallel") or config["replicas"]  # in older rows
+        speed = row["seq_len"], ranks, 550, LINKS.get(name.split("/")[1], 200)
         of = step_time.of_fsdp if row["engine"] == "fsdp" else step_time.of_pipeline
         seconds = of(args, load_config(ROOT / row["model"], row["seq_len"]), *speed)
         measured = result["summary"]["median_step_ms"] / 1000

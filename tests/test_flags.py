@@ -25,6 +25,7 @@ from zero.flags import ZeroArgs
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs}
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
+ALL = {"ddp": "fsdp/launch_ddp.sh", **LAUNCHERS}  # it starts the same script as "fsdp"
 # Variables that people's scripts set.
 PUBLIC = """
     MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
@@ -63,7 +64,7 @@ def flags_in(output):
 
 def block(kind):
     """Setting -> default of a launcher's block of settings."""
-    text = (ROOT / LAUNCHERS[kind]).read_text()
+    text = (ROOT / ALL[kind]).read_text()
     return dict(re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M))
 
 
@@ -91,14 +92,14 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
         return f"`{text.removeprefix(f'{ROOT}/')}`"
 
     expected = set()
-    blocks = {kind: block(kind) for kind in LAUNCHERS}
+    blocks = {kind: block(kind) for kind in ALL}
     for kind in LAUNCHERS:
         for field in fields(kind):
             name = "MODEL" if field.name == "model_name_or_path" else field.name.upper()
             default = written(field.default)
             values = {k: written(b.get(name, "").removeprefix("$ROOT/")) for k, b in blocks.items()}
             values = {k: v for k, v in values.items() if v not in ("–", default)}
-            if len(set(values.values())) > 1:
+            if len(set(values.values())) > 1 or 0 < len(values) < len(blocks):
                 launcher = ", ".join(f"{value} ({k})" for k, value in values.items())
             else:
                 launcher = next(iter(values.values()), "")

@@ -123,7 +123,7 @@ def test_the_plain_path_is_expected_to_need_less(micro, accum):
     args = SimpleNamespace(
         micro_batch_size=micro, grad_accum_steps=accum, blocks_per_unit=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0,
-        reshard_after_forward=False, optimizer_on_host=False,
+        reshard_after_forward=False, optimizer_on_host=False, psgd_rank=0,
     )  # fmt: skip
     totals = []
     for sharded in (False, True):

@@ -146,8 +146,8 @@ def trains(engine, case, quick):
     """Whether an engine trains (model, checkpointing) for the quick tests, or for the slow ones."""
     if ENGINES[engine][0] == "zero":
         return not quick or QUICK.get(engine) == case
-    if engine in HOST:
-        return case in HALF and quick == (engine != "host_four")
+    if engine in ONE_HALF:
+        return case in HALF and quick == (engine not in ONLY_SLOW)
     if engine in HALVES:
         return quick == (case in HALVES[engine])
     return quick and not ("compiled" in engine and case in SKIPPED)
@@ -215,6 +215,8 @@ ENGINES = {
     "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (4, 1), (1, 4)]),
     "host_four": ("fsdp", 4, ["--optimizer_on_host", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
     "fsdp_reshard": ("fsdp", 2, RESHARD, [(2, 2), (1, 4), (2, 2)]),
+    "replicas": ("fsdp", 2, ["--replicas", "all"], [(1, 4), (4, 1), (2, 2)]),
+    "replicas_four": ("fsdp", 4, ["--replicas", "2", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
     "pp": ("pp", 2, [], [(2, 4), (1, 8), (4, 2)]),
     "pp_v": ("pp", 2, ["--schedule", "dualpipev"], [(2, 4), (1, 8), (2, 4)]),
     "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
@@ -236,8 +238,12 @@ QUICK = {
 # knows nothing of checkpointing, has no other half.
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
-HALVES = {"plain": HALF, "fsdp_reshard": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF}
-HOST = ("host_one", "host", "host_four")
+HALVES = {
+    "plain": HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF, "pp_v": OTHER_HALF,
+    "pp_dp": HALF,
+}  # fmt: skip
+ONLY_SLOW = ("host_four", "replicas_four")  # test_replicas.py has a quick one
+ONE_HALF = ("host_one", "host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
@@ -253,18 +259,18 @@ LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v")
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
 
 
-def engines():
+def launches():
     """(engine, quick) for each launch that the tests compare."""
     for engine, (kind, *_) in ENGINES.items():
         gpu = [pytest.mark.gpu] * ("compiled" in engine)
-        slow = kind == "zero" or engine == "host_four"
+        slow = kind == "zero" or engine in ONLY_SLOW
         if not slow:
             yield pytest.param(engine, True, marks=gpu, id=engine)
         if slow or engine in HALVES:
             yield pytest.param(engine, False, marks=pytest.mark.slow, id=f"{engine}-slow")
 
 
-@pytest.mark.parametrize("engine, quick", engines())
+@pytest.mark.parametrize("engine, quick", list(launches()))
 def test_equals_plain_loop(engine, quick, work, trained):
     kind, processes, flags, _ = ENGINES[engine]
     if not GPUS and "--compile" in flags:
@@ -274,7 +280,7 @@ def test_equals_plain_loop(engine, quick, work, trained):
     found = trained(kind, processes, quick)
     cases = {n: f for n, f in found.items() if n.startswith(f"{engine}-")}
     cases = {n: f for n, f in cases.items() if n.split("-")[1] in MODELS}
-    half = engine in HALVES or engine in HOST
+    half = engine in HALVES or engine in ONE_HALF
     assert len(cases) == (1 if half else 2) * len(MODELS) - len(SKIPPED) * ("--compile" in flags)
     for name, (losses, ranks) in cases.items():
         assert_equal(losses, ranks, work[1][name.split("-")[1]])

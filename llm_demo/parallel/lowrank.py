@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from llm_demo.optim import ERROR, FACTOR
-from llm_demo.parallel.mesh import local_part
+from llm_demo.parallel.mesh import local_part, shards_of
 
 TOGETHER = 1 << 27  # elements of the matrices of one shape that are multiplied at a time
 BUCKET = 1 << 26  # elements summed over replicas at a time
@@ -53,8 +53,7 @@ class LowRank:
         self.params, self.start, self.group, self.steps = params, start, group, done
         shapes, self.whole = defaultdict(list), []
         for i, p in enumerate(params):
-            shards = p.device_mesh.size() if isinstance(p, DTensor) else 1
-            most = -(-p.shape[0] // shards)  # rows of a shard; the last ones may have fewer
+            most = -(-p.shape[0] // shards_of(p))  # rows of a shard; the last ones may have fewer
             m = p.shape[1:].numel() if p.ndim > 1 else 0
             fits = rank * (most + m) < most * m
             (shapes[len(local_part(p)), m] if fits else self.whole).append(i)
@@ -65,8 +64,8 @@ class LowRank:
             size = max(1, TOGETHER // max(1, n * m))
             parts = [members[i : i + size] for i in range(0, len(members), size)]
             self.groups += [Group(part, (n, m), rank, names, how) for part in parts]
-        # whether `error` is the sum of all replicas' errors, as in a checkpoint
-        self.summed = False
+        # whether errors are sums over replicas, as in a checkpoint: zeros are
+        self.summed = True
 
     @torch.no_grad()
     def reduce(self, grads: list[torch.Tensor]) -> None:
@@ -126,13 +125,16 @@ class LowRank:
         return text
 
     @torch.no_grad()
-    def state(self) -> dict[str, torch.Tensor]:
-        """{name.ERROR: the sum of all replicas' errors, name.FACTOR: ...}, in place, sharded like
-        the parameters, for a checkpoint or to load one into. Collective."""
+    def sum_errors(self) -> None:
+        """Replace errors by their sum over replicas, for a checkpoint: once it is written, each
+        replica goes on with an equal share, as a resumed run does. Collective."""
         if not self.summed:
             for g in self.groups:
                 dist.all_reduce(g.error, group=self.group)
             self.summed = True
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """{name.ERROR: errors, name.FACTOR: ...}, in place and sharded like the parameters."""
         state = {}
         for g in self.groups:
             for i, error, factor in zip(g.members, g.error, g.factor, strict=True):

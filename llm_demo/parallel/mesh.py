@@ -21,3 +21,8 @@ def make_mesh(world: World, **sizes: int) -> DeviceMesh:
 def local_part(t: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without gradient: all of it unless it is sharded."""
     return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
+
+
+def shards_of(t: torch.Tensor) -> int:
+    """Into how many parts a tensor is sharded, in each replica."""
+    return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1

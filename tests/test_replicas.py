@@ -1,0 +1,138 @@
+"""Copies of a model, each sharded or whole: the numbers of FSDP; and compressed sums over them."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, run, smaller_model, torchrun
+
+from bench.checkpoints import tensors
+from llm_demo.export import model_of, write_weights
+
+STEPS, AT = 3, 2
+LAST = f"checkpoints/step_{STEPS:08d}"
+FEW_GPUS = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs 2 GPUs")
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Runs cases {name: flags} in one set of processes; -> the folder of all runs."""
+    folder = tmp_path_factory.mktemp("replicas")
+    model = smaller_model(folder / "model")
+
+    def train(processes, cases):
+        listed = []
+        for name, flags in cases.items():
+            argv = [
+                "--model_name_or_path", model, "--train_json", ROOT / "data/sft_en.jsonl",
+                "--eval_json", "none", "--seq_len", 32, "--sample_tokens", 0, "--lr", "1e-3",
+                "--max_steps", STEPS, "--warmup_steps", 1, "--weight_decay", 0.3, "--dtype", "fp32",
+                "--save_every", AT, "--attn_impl", "math", "--output_dir", folder / name,
+                *(f.format(folder=folder) for f in flags),
+            ]  # fmt: skip
+            listed.append({"argv": [str(a) for a in argv], "quiet": True})
+        (folder / "cases.json").write_text(json.dumps(listed))
+        torchrun(processes, ROOT / "tests/parity_worker.py", "fsdp", folder / "cases.json")
+        return folder
+
+    return train
+
+
+def numbers(run):
+    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
+    return [(r["train/loss"], r["train/grad_norm"]) for r in lines if "train/loss" in r]
+
+
+def equal(one, other):
+    a, b = tensors(one / LAST), tensors(other / LAST)
+    same = a.keys() == b.keys() and all(torch.equal(t, b[name]) for name, t in a.items())
+    return same and numbers(one)[-len(numbers(other)) :] == numbers(other)[-len(numbers(one)) :]
+
+
+SPLIT = ["--micro_batch_size", "2", "--grad_accum_steps", "2"]
+COPIES = ["--replicas", "all"]
+
+
+def resumed(name, *flags):
+    return [*flags, "--resume", f"{{folder}}/{name}/checkpoints/step_{AT:08d}"]
+
+
+@FEW_GPUS
+def test_two_copies_have_the_bits_of_two_shards(train):
+    """Sums over two ranks have one order. Resumed runs, with either way, have the same bits."""
+    bf16, host = ["--micro_batch_size", "4", "--dtype", "bf16"], "--optimizer_on_host"
+    folder = train(2, {
+        "shards": SPLIT, "copies": [*SPLIT, *COPIES],
+        "copies-from-shards": resumed("shards", *SPLIT, *COPIES),
+        "shards-from-copies": resumed("copies", *SPLIT),
+        "shards16": bf16, "copies16": [*bf16, *COPIES], "host16": [*bf16, *COPIES, host],
+    })  # fmt: skip
+    for name in ("copies", "copies-from-shards", "shards-from-copies"):
+        assert equal(folder / "shards", folder / name), name
+    for name in ("copies16", "host16"):
+        assert equal(folder / "shards16", folder / name), name
+    assert len(tensors(folder / "copies" / LAST)) == 3 * 46
+
+
+@pytest.mark.skipif(0 < torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+def test_two_copies_of_two_shards(train):
+    """The same rows as in the test above, in four processes."""
+    one = ["--micro_batch_size", "1", "--grad_accum_steps", "2"]
+    two = ["--replicas", "2"]
+    low = [*one, *two, "--psgd_rank", "2", "--psgd_start", "1"]
+    folder = train(4, {
+        "two": [*one, *two],
+        "low4": low, "low4-again": resumed("low4", *low),
+    })  # fmt: skip
+    for mine, true in zip(numbers(folder / "two"), numbers(folder / "shards"), strict=True):
+        assert mine == pytest.approx(true, rel=1e-5)
+    assert equal(folder / "low4", folder / "low4-again")
+    state = tensors(folder / "low4" / LAST)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert (
+        state[f"{name}.psgd_error"].shape == state[name].shape and state[f"{name}.psgd_error"].any()
+    )
+    assert state[f"{name}.psgd_factor"].shape == (2 * 64, 2)  # a factor for each of two shards
+
+
+@FEW_GPUS
+def test_compressed_runs_stop_and_go_on(train):
+    """To the bit; and with another rank, or none, from the same weights."""
+    low = [*SPLIT, *COPIES, "--psgd_rank", "4"]
+    folder = train(2, {
+        "exact": [*SPLIT, *COPIES], "low": low, "low-again": resumed("low", *low),
+        "later": [*low, "--psgd_start", "2"],
+        "exact-from-low": resumed("low", *SPLIT, *COPIES),
+        "low-from-exact": resumed("exact", *low),
+        "other-from-low": resumed("low", *SPLIT, *COPIES, "--psgd_rank", "3"),
+    })  # fmt: skip
+    assert equal(folder / "low", folder / "low-again")
+    exact, low, later = (numbers(folder / name) for name in ("exact", "low", "later"))
+    assert low[:1] == exact[:1] and low[1] != exact[1]  # one step of warm-up
+    assert later[:2] == exact[:2] and later[2] != exact[2]
+    assert low[1][0] == exact[1][0] and low[2][0] == pytest.approx(exact[2][0], rel=0.05)
+    for name, start in (
+        ("exact-from-low", low),
+        ("other-from-low", low),
+        ("low-from-exact", exact),
+    ):
+        assert numbers(folder / name)[0][0] == pytest.approx(start[AT][0], rel=1e-6), name
+
+    out = folder / "hf"
+    out.mkdir()
+    _, wanted = model_of(folder / "model")
+    assert write_weights(folder / "low" / LAST, out, wanted, torch.float32, "1GB") > 0
+
+
+def test_the_launcher_trains_copies(tmp_path):
+    flags = ["--max_steps", "3", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "1"]
+    done = run(["bash", ROOT / "fsdp/launch_ddp.sh", *flags], NPROC_PER_NODE="2", PSGD_RANK="8",
+               PYTHON=sys.executable)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "FSDP2, 2 replicas of 1 shard, PowerSGD rank 8" in done.stdout
+    share = float(re.search(r"PowerSGD from step 2 on: ([\d.]+)% of the grad", done.stdout)[1])
+    assert 3 < share < 10
+    config = json.loads((tmp_path / "run/config.json").read_text())
+    assert config["replicas"] == "all" and config["data_parallel"] == 2
