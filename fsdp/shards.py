@@ -1,8 +1,8 @@
 """This rank's part of each parameter, on the device: what is optimized and checkpointed.
 
-Shards, Halves, `Masters` in one process, and HostAdamW are used alike: `params` are optimized,
-`take_grads` follows each micro-batch, `grads` are those of the step, `views` are for checkpoints,
-`store` is after loading one."""
+Shards, `Masters` in one process, and HostAdamW are used alike: `params` are optimized, `take_grads`
+follows each micro-batch, `grads` are those of the step, `views` are for checkpoints, `store` is
+after loading one."""
 
 from collections.abc import Iterator
 
@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp.units import Unit
-from llm_demo.optim import LOW, MOMENTS, adam_views, fill_adam_state, join, split
+from llm_demo.optim import MOMENTS, adam_views
 from llm_demo.parallel.mesh import local_part
 
 
@@ -44,59 +43,6 @@ class Shards:
 
     def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
         """Nothing to do: `views` are in place."""
-
-
-class Halves:
-    """bf16 weights, each half of its fp32 master (`optim.split`), the other half beside it. FSDP2
-    then gathers without a cast. For a compiled AdamW.
-
-    Sums of gradients exist from a unit's backward to the end of the step."""
-
-    def __init__(self, units: list[Unit]):
-        self.units, self.low = units, {}
-        self.model_params, self.params = [p for unit in units for p in unit.params], []
-        for unit in units:
-            for p, local in zip(unit.params, unit.locals, strict=True):
-                self.low[p] = torch.zeros_like(local, dtype=torch.int16)
-                self.params.append(nn.Parameter(local))
-                self.params[-1].grad_dtype = torch.float32
-
-    @torch.no_grad()
-    def keep(self, p: nn.Parameter, values: torch.Tensor) -> None:
-        """Set this rank's part of a parameter and of its master."""
-        weights = local_part(p)
-        for old, new in zip(
-            (weights, self.low[p]), split(values.float().to(weights.device)), strict=True
-        ):
-            old.copy_(new)
-
-    def take_grads(self, last: bool) -> None:
-        """Move the sums of the step after its last micro-batch."""
-        if last:
-            grads = [grad for unit in self.units for grad in unit.release()]
-            for p, grad in zip(self.params, grads, strict=True):
-                p.grad = grad
-
-    def grads(self) -> list[torch.Tensor]:
-        """As of Shards."""
-        return [p.grad for p in self.params]
-
-    def follow(self, optimizer: torch.optim.AdamW) -> None:
-        """Give the optimizer of `params` their other halves."""
-        for p, low in zip(self.params, self.low.values(), strict=True):
-            optimizer.state[p][LOW] = low
-        fill_adam_state(optimizer, 0)
-
-    def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-        """As of Shards, but masters are new tensors: pass them back to `store`."""
-        for (p, low), local in zip(self.low.items(), self.params, strict=True):
-            state = optimizer.state[local]
-            yield p, join(local.detach(), low), *(state[name] for name in MOMENTS)
-
-    def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
-        """Set the masters, and with them the weights."""
-        for p, values in masters.items():
-            self.keep(p, local_part(values))
 
 
 def training_state(views, optimizer, mesh, low_rank) -> dict[str, torch.Tensor]:

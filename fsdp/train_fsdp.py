@@ -16,7 +16,7 @@ from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
-from fsdp.shards import Halves, Shards, training_state
+from fsdp.shards import Shards, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -32,7 +32,6 @@ from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
     adam_steps,
-    can_halve,
     clipped_step,
     compiles_adamw,
     fill_adam_state,
@@ -95,15 +94,13 @@ def main() -> None:
     n_params = param_count(lm)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
-    halves = sharded and compiled and can_halve(compute.dtype, fp32_grads=True)
-    in_dtype = on_host or halves  # parameters; else they are fp32 masters, which FSDP2 casts
     with loading(weights, n_shards):
         blocks = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
         if compute.compile:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)
         model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
-        if in_dtype:
+        if on_host:
             for p in lm.parameters():  # on the meta device
                 p.data = p.data.to(compute.dtype)
         tied = config.tie_word_embeddings
@@ -115,10 +112,9 @@ def main() -> None:
         if tied:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight
         units, optimized = [], None
-        if in_dtype:
+        if on_host:
             units = (sharded_units if sharded else plain_units)(model, compute.compile)
-            how = horizon.lr, args.weight_decay
-            optimized = HostAdamW(units, *how) if on_host else Halves(units)
+            optimized = HostAdamW(units, horizon.lr, args.weight_decay)
         if sharded and compute.dtype != torch.float32:
             engines = choose_engines(args.copy_engines, world, group, blocks, log)
             unsharded_sums = accum > 1 and not on_host
@@ -131,7 +127,7 @@ def main() -> None:
             optimized.allocate()
         elif flat:
             optimized = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
-        elif not in_dtype:
+        else:
             optimized = Shards(model)
     model_params = list(model.parameters())  # after an evaluation these are the gathered weights
     here = sum(p.numel() for p in optimized.params)

@@ -29,18 +29,13 @@ class Unit:
         self.module, self.params, self.compiles = module, params, compiles
         self.locals = [local_part(p) for p in params]
         self.starts, self.length = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
-        self.sum = self.grads = None  # until `allocate`, or the first gradients
+        self.sum = self.grads = None  # until `allocate`
         self.fresh = True  # the next micro-batch is the first of a step
 
     def allocate(self) -> None:
         """Allocate the sum, without values."""
         self.sum = torch.empty(self.length, device=self.locals[0].device)
         self.grads = self.views(self.sum)
-
-    def release(self) -> list[torch.Tensor]:
-        """Hand over the sums of the step's gradients, one tensor per parameter."""
-        grads, self.sum, self.grads, self.fresh = self.grads, None, None, True
-        return grads
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters' views of a flat tensor laid out as the sum."""
@@ -49,8 +44,6 @@ class Unit:
 
     def add(self, parts: list[torch.Tensor]) -> None:
         """Add a micro-batch's gradients. parts: from each rank, flat, as long as the sum."""
-        if self.sum is None:
-            self.allocate()
         function = sum_into if self.fresh else add_into
         (compiled(function) if self.compiles else function)(self.sum, parts)
         self.fresh = False

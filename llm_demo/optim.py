@@ -61,7 +61,6 @@ class CompiledAdamW(torch.optim.AdamW):
     # run the compiler tries a kernel on copies of its outputs, in pinned host memory if they would
     # raise the device's peak: 50 GB for an 8B model's stage.
     SLICE = 1 << 27
-    TINY = 1 << 16  # halves below this are concatenated: norms and biases
 
     @torch.no_grad()
     def step(self):
@@ -75,16 +74,10 @@ class CompiledAdamW(torch.optim.AdamW):
             one = torch.ones_like(lists[5][0])
             divisor, skip = getattr(self, "grad_scale", one), getattr(self, "found_inf", 1 - one)
             (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-            large, tiny, small, compiled_steps = [], [], [], []
-            for p, *others, step in zip(*(lists[i] for i in (0, 1, 2, 3, 5)), strict=True):
-                low = self.state[p].get(LOW)
-                if low is None and p.numel() < self.LARGE:
-                    small.append((p, *others, step))
-                    continue
-                compiled_steps.append(step)
-                # flat, so that shapes of equal size share their code
-                flat = [None if t is None else t.detach().view(-1) for t in (p, *others, low)]
-                (tiny if low is not None and p.numel() < self.TINY else large).append(flat)
+            large, small = [], []
+            for each in zip(*(lists[i] for i in (0, 1, 2, 3, 5)), strict=True):
+                compiles = each[0].numel() >= self.LARGE or LOW in self.state[each[0]]
+                (large if compiles else small).append(each)
             if small:
                 params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*small, strict=True))
                 adamw(
@@ -92,51 +85,27 @@ class CompiledAdamW(torch.optim.AdamW):
                     fused=True, grad_scale=divisor, found_inf=skip, amsgrad=False, maximize=False,
                     beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=group["eps"],
                 )  # fmt: skip
-            if compiled_steps:  # all equal: each has a gradient every time
-                torch._foreach_add_(compiled_steps, 1 - skip)
+            if large:
+                steps = [step for *_, step in large]  # all equal: each has a gradient every time
+                torch._foreach_add_(steps, 1 - skip)
                 # Scalars as tensors made on the device: no recompilation and no wait.
-                taken = compiled_steps[0].double()
+                taken = steps[0].double()
                 size = (lr / (1 - beta1**taken)).float()
                 root = (1 - beta2**taken).sqrt().float()
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
-            for batch in self._batches(large):
-                compiled_adamw()(batch, *numbers)
-            if tiny:
-                columns = [list(column) for column in zip(*tiny, strict=True)]
-                flat = [torch.cat(column) for column in columns]
-                compiled_adamw()([flat], *numbers)
-                sizes = [p.numel() for p in columns[0]]
-                for i in (0, 2, 3, 4):  # all but the gradients
-                    torch._foreach_copy_(columns[i], flat[i].split(sizes))
-
-    def _batches(self, tensors: list[list]) -> Iterator[list[list]]:
-        """Slices of [p, gradient, exp_avg, exp_avg_sq, low or None], in lists for one call each: a
-        call takes longer to launch than most kernels to run. A list ends before its first size
-        comes again, so that all blocks share their code."""
-        batch = []
-        for each in tensors:
-            pieces = [(None,) if t is None else t.split(self.SLICE) for t in each]
-            pieces[4] *= len(pieces[0]) // len(pieces[4])
-            for piece in zip(*pieces, strict=True):
-                n = piece[0].numel()
-                total = sum(one[0].numel() for one in batch)
-                if batch and (total + n > self.SLICE or n == batch[0][0].numel()):
-                    yield batch
-                    batch = []
-                batch.append(list(piece))
-        if batch:
-            yield batch
+            for *tensors, _ in large:
+                # flat, so that shapes of equal size share their code
+                slices = [t.detach().view(-1).split(self.SLICE) for t in tensors]
+                low = self.state[tensors[0]].get(LOW)
+                low = [None] * len(slices[0]) if low is None else low.view(-1).split(self.SLICE)
+                for *parts, other_half in zip(*slices, low, strict=True):
+                    compiled_adamw()(*parts, *numbers, other_half)
 
 
 @functools.cache
 def compiled_adamw():
-    """The compiled _adamw_of, one pass over the memory."""
-    return torch.compile(_adamw_of, dynamic=False)
-
-
-def _adamw_of(tensors, *numbers):
-    for p, g, m, v, low in tensors:
-        _adamw(p, g, m, v, *numbers, low)
+    """The compiled _adamw, one pass over the memory."""
+    return torch.compile(_adamw, dynamic=False)
 
 
 def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=None):

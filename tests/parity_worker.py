@@ -181,17 +181,16 @@ def make_adamw(*args, make=optim.make_adamw):
     return make(*args, compiled or "--use_activation_checkpointing true" in " ".join(sys.argv))
 
 
-LARGE = 1 << 15  # so that tiny models have some
+optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
-optim.CompiledAdamW.TINY = 1 << 8
 if not torch.cuda.is_available():
-    optim.compiled_adamw = lambda: optim._adamw_of  # C++ takes 20 s to compile
+    optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
 if KIND == "fsdp":
     import fsdp.host_adamw
     import fsdp.train_fsdp as script
 
     fsdp.host_adamw.SLICE = 3 << 10  # smaller than the largest parameters
-    reduce_traffic, compiles_adamw = script.reduce_traffic, script.compiles_adamw
+    reduce_traffic = script.reduce_traffic
 else:
     from deepspeed.accelerator import get_accelerator
 
@@ -209,11 +208,8 @@ global_norm = optim.global_norm
 for case in json.load(open(CASES)):
     record.update(steps=[], after_step=[], case=case)
     optim.global_norm = global_norm
-    optim.CompiledAdamW.LARGE = case.get("least", LARGE)
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
         script.reduce_traffic = (lambda *args: []) if case.get("as_it_is") else reduce_traffic
-        # "large": AdamW is compiled, as for a model of more than 1e9 parameters per process
-        script.compiles_adamw = (lambda *args: True) if case.get("large") else compiles_adamw
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
 dist.barrier()
