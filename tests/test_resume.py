@@ -66,28 +66,27 @@ def resumed(name, *flags):
     return [*flags, "--resume", f"{{folder}}/{name}/checkpoints/step_{AT:08d}"]
 
 
+FP16, BF16 = (["--dtype", name, "--micro_batch_size", "2"] for name in ("fp16", "bf16"))
+
+
 def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     """12 rows a step of 28: step 2 ends in mid-epoch, step 3 in the next one."""
     fp32 = ["--dtype", "fp32", "--use_activation_checkpointing", "--micro_batch_size", "2"]
-    fp16, bf16 = (["--dtype", name, "--micro_batch_size", "2"] for name in ("fp16", "bf16"))
     pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
     host = "--optimizer_on_host"
     heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
     runs("fsdp", 2, {
         "fsdp": [*fp32, *fsdp, *heldout],
         "fsdp-again": resumed("fsdp", *fp32, *fsdp, "--no_save_async"),
-        "fsdp16": [*fp16, *fsdp], "fsdp16-again": resumed("fsdp16", *fp16, *fsdp),
-        "fsdpb": [*bf16, *fsdp], "fsdpb-again": resumed("fsdpb", *bf16, *fsdp),
+        "fsdp16": [*FP16, *fsdp], "fsdp16-again": resumed("fsdp16", *FP16, *fsdp),
         "host": [*fp32, *fsdp, host],
-        "hostb": [*bf16, *fsdp, host], "hostb-again": resumed("hostb", *bf16, *fsdp, host),
         "host-from-fsdp": resumed("fsdp", *fp32, *fsdp, host),
         "fsdp-from-host": resumed("host", *fp32, *fsdp),
     })  # fmt: skip
     one = ["--dtype", "fp32", "--micro_batch_size", "1"]
     runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
         "pp": [*fp32, *fsdp], "pp-again": resumed("pp", *fp32, *fsdp, "--no_save_async"),
-        "pp16": [*fp16, *fsdp], "pp16-again": resumed("pp16", *fp16, *fsdp),
-        "ppb": [*bf16, *fsdp], "ppb-again": resumed("ppb", *bf16, *fsdp),
+        "ppb": [*BF16, *fsdp], "ppb-again": resumed("ppb", *BF16, *fsdp),
         "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
         "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
     })  # fmt: skip
@@ -101,14 +100,29 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "fsdp-from-pp": resumed("pp", *fp32, *pp),
         "fsdp-from-zero": resumed("zero", *fp32, *pp),
     })  # fmt: skip
-    runs("fsdp", 4, {"fsdp4-from-fsdp": resumed("fsdp", *one, *fsdp)})
+    two = ["--replicas", "2"]  # of two shards
+    runs("fsdp", 4, {"replicas-from-fsdp": resumed("fsdp", *one, *fsdp, *two)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "fsdpb", "hostb", "pp", "pp16", "ppb", "zero"):
+    for name in ("fsdp", "fsdp16", "pp", "ppb", "zero"):
         assert_same(runs.folder, name, f"{name}-again")
-    others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "fsdp4", "host", "zero")]
+    others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "replicas", "host", "zero")]
     others += [f"fsdp-from-{way}" for way in ("host", "pp", "zero")]
     for name in (*others, "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_goes_on_to_the_bit_in_the_other_16_bits(runs):
+    three, host = ["--grad_accum_steps", "3"], "--optimizer_on_host"
+    cases = {
+        "fsdpb": [*BF16, *three], "hostb": [*BF16, *three, host], "host16": [*FP16, *three, host],
+    }  # fmt: skip
+    again = {f"{name}-again": resumed(name, *flags) for name, flags in cases.items()}
+    runs("fsdp", 2, {**cases, **again})
+    pp16 = [*FP16, *three]
+    runs("pp", 4, {"pp16": pp16, "pp16-again": resumed("pp16", *pp16)})
+    for name in (*cases, "pp16"):
+        assert_same(runs.folder, name, f"{name}-again")
 
 
 @pytest.mark.slow
