@@ -8,6 +8,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe
+from llm_demo.parallel.lowrank import TOGETHER
 
 
 def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int) -> str:
@@ -28,8 +29,8 @@ def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> 
     need = max(sum(parts.values()) for parts in of_fsdp(args, config, compute, train, ranks, True))
     if capacity and need > 1.1 * capacity:  # an estimate
         raise UserError(
-            f"--replicas {args.replicas}: a rank needs about {need:.0f} GB with {ranks} of them to "
-            f"a copy, and a GPU has {capacity:.0f} GB: ask for fewer replicas than {replicas}"
+            f"--replicas {args.replicas}: with each copy on {ranks} GPU{'s'[: ranks > 1]}, a rank "
+            f"needs about {need:.0f} of {capacity:.0f} GB: ask for fewer replicas than {replicas}"
         )
 
 
@@ -80,7 +81,9 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
         else:
             grads = total * 4 + 2 * ends * size
     passing = 3 * SLOTS * SLICE * 4  # masters and moments on their way
-    errors = 4 * total / ranks if args.psgd_rank else 0
+    # PowerSGD's errors, and two sets of matrices that are multiplied together
+    errors = 4 * total / ranks + 8 * min(total / ranks, max(TOGETHER, embedding / ranks))
+    errors = errors if args.psgd_rank else 0
     rest = {"optimizer": errors + (passing if args.optimizer_on_host else total / ranks * 8)}
     moments = (
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},

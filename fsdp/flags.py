@@ -22,11 +22,11 @@ class FsdpArgs:
     )
     replicas: str = flag(
         "1",
-        "Copies of the model; all: one per process, as in DDP.",
+        "Number of model copies; all: one per process, as in DDP.",
     )
     psgd_rank: int = flag(
         0,
-        "Rank of approximate sums over --replicas (PowerSGD). 0: exact.",
+        "Rank of compressed sums over --replicas (PowerSGD). 0: exact.",
     )
     psgd_start: int | None = flag(
         None, "Steps summed exactly before PowerSGD starts. Default: --warmup_steps."
@@ -38,8 +38,8 @@ class FsdpArgs:
     )
     copy_engines: bool | None = flag(
         None,
-        "In 16 bits, gather blocks, and exchange gradients that aren't accumulated, by the GPUs' "
-        "copy engines, not by NCCL kernels. Default: for large blocks over NVLink.",
+        "In 16 bits, use copy engines, not NCCL kernels, to gather blocks and to exchange "
+        "gradients that aren't accumulated. Default: for large blocks over NVLink.",
     )
 
     @staticmethod
@@ -47,11 +47,16 @@ class FsdpArgs:
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
         if not (args.replicas == "all" or args.replicas.isdecimal() and int(args.replicas)):
-            raise UserError(f"--replicas {args.replicas[:80]}: a number from 1 on, or all")
+            raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
         if args.replicas != "1" and args.fsdp is False:
             raise UserError("--replicas needs FSDP: drop --no_fsdp")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
+        if args.psgd_rank and args.optimizer_on_host:
+            raise UserError(
+                "--psgd_rank keeps its errors on the device: drop --optimizer_on_host, or use "
+                "exact sums"
+            )
         if args.psgd_rank and args.dtype == "fp16":
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from llm_demo.optim import MOMENTS, adam_views
-from llm_demo.parallel.mesh import local_part
+from llm_demo.parallel.mesh import local_part, on_grid
 
 
 class Shards:
@@ -47,13 +47,12 @@ class Shards:
 
 def training_state(views, optimizer, mesh, low_rank) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
-    sharded like the parameters, and what LowRank keeps. views: as `optim.adam_views`. mesh: of the
-    device they are on."""
+    sharded like the parameters, and what LowRank keeps. views: as `optim.adam_views`. mesh: of all
+    ranks, on the device of these tensors."""
     state = {}
     for p, *tensors in views(optimizer):
         for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):
             if isinstance(p, DTensor):
-                how = {"shape": p.shape, "stride": p.stride()}
-                t = DTensor.from_local(t, mesh, p.placements, **how)
+                t = on_grid(t, p, mesh)
             state[p.hf_name + key] = t
     return state | (low_rank.state() if low_rank else {})

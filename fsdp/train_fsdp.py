@@ -56,8 +56,7 @@ def main() -> None:
         raise UserError(f"--no_fsdp needs one process, not {world.size}: set NPROC_PER_NODE=1")
     replicas = world.size if args.replicas == "all" else int(args.replicas)
     if world.size % replicas:
-        few = "1 process" if world.size == 1 else f"{world.size} processes"
-        raise UserError(f"--replicas {replicas}: {few} can't be divided by it")
+        raise UserError(f"--replicas {replicas} does not divide {world.size}, the processes")
     n_shards = world.size // replicas
     mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     group = grid[SHARD].get_group()
@@ -69,14 +68,16 @@ def main() -> None:
 
     # decisions and data
     log = Log(args, world, "fsdp")
-    how = "FSDP2" if sharded else "one process"
+    way = "FSDP2" if sharded else "one process"
     if replicas > 1:
-        how = f"FSDP2, {replicas} replicas of {n_shards} shard{'s'[: n_shards > 1]}"
-        how += f", PowerSGD rank {args.psgd_rank}" * bool(args.psgd_rank)
-    log.resolved(fsdp=sharded, parallelism=how)
+        way = f"FSDP2, {replicas} replicas of {n_shards} shard{'s'[: n_shards > 1]}"
+        way += f", PowerSGD rank {args.psgd_rank}" * bool(args.psgd_rank)
+    log.resolved(fsdp=sharded, parallelism=way)
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
+    if args.psgd_rank and compute.dtype == torch.float16:
+        raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
         raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
     if args.estimate:
@@ -129,30 +130,33 @@ def main() -> None:
             optimized = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
         else:
             optimized = Shards(model)
-    model_params = list(model.parameters())  # after an evaluation these are the gathered weights
     here = sum(p.numel() for p in optimized.params)
-    how = f"{how} over {world.size} processes" if sharded else "one plain process"
-    log.say(f"{how}: {n_params:,} parameters, {here:,} here")
+    way = f"{way} over {world.size} processes" if sharded else "one plain process"
+    log.say(f"{way}: {n_params:,} parameters, {here:,} here")
     optimizer = optimized
     if not on_host:
         optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
         optimized.follow(optimizer)
     loss_scale = LossScale(compute.dtype, world.device)
-    holders = mesh
+    holders = grid
     if on_host and sharded and world.device.type != "cpu":
-        holders = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+        holders = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
     low_rank = None
     if replicas > 1 and args.psgd_rank:
         exact = args.warmup_steps if args.psgd_start is None else args.psgd_start
-        how = args.psgd_rank, exact, grid[REPLICA].get_group(), checkpoints.first_step
+        how = args.psgd_rank, exact, grid, checkpoints.first_step
         low_rank = LowRank(optimized.model_params, *how)
         log.say(f"PowerSGD from step {exact + 1} on: {low_rank.describe()}")
+        if exact >= horizon.max_steps:
+            log.say(f"warning: the run ends at step {horizon.max_steps}, before PowerSGD starts")
+    elif args.psgd_rank:
+        log.say("warning: --psgd_rank has no effect with one copy of the model")
     state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()
         checkpoints.load(tensors)
-        optimized.store({p: tensors[p.hf_name] for p in model_params})
+        optimized.store({p: tensors[p.hf_name] for p in optimized.model_params})
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
 

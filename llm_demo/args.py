@@ -122,10 +122,8 @@ class DataArgs:
 class TrainArgs:
     """Training"""
 
-    micro_batch_size: int = flag(
-        1, "Rows per replica in one forward and backward pass.", at_least=1
-    )
-    grad_accum_steps: int = flag(1, "Micro-batches per replica in one optimizer step.", at_least=1)
+    micro_batch_size: int = flag(1, "Rows per data-parallel rank in one pass.", at_least=1)
+    grad_accum_steps: int = flag(1, "Micro-batches per optimizer step.", at_least=1)
     max_steps: int = flag(0, "Optimizer steps. 0: as many as --num_epochs takes.")
     num_epochs: float = flag(
         1.0, "Passes over the training data, if --max_steps is 0.", at_most=1e9
@@ -176,7 +174,7 @@ class RunArgs:
     )
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
-    eval_batch_size: int = flag(0, "Rows per replica when evaluating. 0: --micro_batch_size.")
+    eval_batch_size: int = flag(0, "Rows per rank in evaluation. 0: --micro_batch_size.")
     sample_tokens: int = flag(32, "Tokens per sample answer at the end of the run. 0: no samples.")
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
     comm_timer: bool = flag(True, "Measure communication time in every step. Off: log it as 0.")

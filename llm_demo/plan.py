@@ -231,7 +231,7 @@ def pick_horizon(
     global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
     say(
         f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x "
-        f"{data_parallel} in parallel = {global_batch} rows = "
+        f"{data_parallel} data-parallel = {global_batch} rows = "
         f"{global_batch * train.seq_len:,} token slots a step"
     )
     n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))

@@ -6,8 +6,10 @@ import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from llm_demo.parallel.lowrank import LowRank
+from llm_demo.parallel.mesh import REPLICA, SHARD
 
 SHAPES = {"a": (40, 30), "b": (40, 30), "wide": (24, 64), "bias": (30,), "small": (4, 5)}
 R = 3
@@ -33,8 +35,8 @@ def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
         total = u[:, :R] * s[:R] @ v[:R]
     weight = (rank + 1) / sum(range(1, world + 1))
     mine = total * weight
-    if step == case.get("bad") and rank == world - 1 and name == "a":
-        mine[0, 0] = torch.inf
+    if step == case.get("bad") and rank == world - 1 and name == case["where"]:
+        mine.view(-1)[0] = torch.inf
     return mine
 
 
@@ -44,7 +46,7 @@ def run(case: dict) -> dict:
         params.append(torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
         params[-1].hf_name = name
     first = case.get("first", 0)
-    made = LowRank(params, R, case.get("start", 0), dist.group.WORLD, first, torch.float64)
+    made = LowRank(params, R, case.get("start", 0), GRID, first, torch.float64)
     if "load" in case:
         state = made.state()
         for name, t in torch.load(case["load"])["state"].items():
@@ -63,6 +65,7 @@ def run(case: dict) -> dict:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
+    GRID = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=(REPLICA, SHARD))
     for case in json.load(open(sys.argv[1])):
         torch.save(run(case), f"{case['out']}.{dist.get_rank()}")
     dist.destroy_process_group()

@@ -181,12 +181,13 @@ def test_copies_that_do_not_fit_are_refused_and_errors_of_psgd_counted():
         device_memory_gb=80.0, replicas="all",
     )  # fmt: skip
     fsdp.refuse_replicas(args, config, compute, train, 2, 2)  # two GPUs to a copy
-    with pytest.raises(UserError, match=r"--replicas all: .* 1 of them .* fewer replicas than 4"):
+    with pytest.raises(UserError, match=r"all: with each copy on 1 GPU, .* fewer replicas than 4"):
         fsdp.refuse_replicas(args, config, compute, train, 1, 4)
     plain = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"]
     args.psgd_rank = 32
     errors = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"] - plain
-    assert errors == pytest.approx(4 * 8_190_735_360 / 2 / 2**30, rel=1e-3)
+    halves = 8_190_735_360 / 2, 151_936 * 4096 / 2  # all, and the largest matrix
+    assert errors == pytest.approx((4 * halves[0] + 8 * halves[1]) / 2**30, rel=1e-3)
 
 
 def test_the_flag_prints_and_makes_nothing(tmp_path, kind="pp/launch_pp.sh"):

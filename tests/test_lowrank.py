@@ -17,7 +17,8 @@ CASES = {
     "late": {"steps": STEPS, "start": 4},
     "thin": {"steps": 3, "thin": True},
     "zero": {"steps": 3, "zero": True},
-    "bad": {"steps": 5, "bad": 2},
+    "bad": {"steps": 5, "bad": 2, "where": "a"},
+    "bad_bias": {"steps": 5, "bad": 2, "where": "bias"},
     "without": {"steps": 5, "without": 2},
 }
 
@@ -109,9 +110,11 @@ def test_a_zero_gradient_stays_zero(results):
     assert all((step[b] == 0).all() for step in results["zero", 2][0]["sums"])
 
 
-def test_an_infinite_gradient_spoils_its_step_only(results):
-    """On every replica; afterwards errors are those of the step before."""
-    steps = results["bad", 2][0]["sums"]
+@pytest.mark.parametrize("bad", ["bad", "bad_bias"])
+def test_an_infinite_gradient_spoils_its_step_only(results, bad):
+    """In a matrix or in what is not compressed, on one replica: on all. Afterwards errors are those
+    of the step before."""
+    steps = results[bad, 2][0]["sums"]
     finite = [all(t.isfinite().all() for t in step) for step in steps]
     assert finite == [True, True, False, True, True]
     without = results["without", 2][0]["sums"]
@@ -126,4 +129,4 @@ def test_small_matrices_and_vectors_are_sent_whole(results):
     says = results["plain", 2][0]["says"]
     thin, whole = 2 * R * (40 + 30) + R * (24 + 64), 30 + 20
     share = (thin + whole) / (2 * 1200 + 24 * 64 + 50)
-    assert says.startswith(f"{share:.1%} of") and "1 matrices too small" in says
+    assert says.startswith(f"{share:.1%} of") and "too small to compress: small" in says

@@ -129,10 +129,11 @@ def test_compressed_runs_stop_and_go_on(train):
 
 def test_the_launcher_trains_copies(tmp_path):
     flags = ["--max_steps", "3", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "1"]
+    flags += ["--dtype", "bf16"]
     done = run(["bash", ROOT / "fsdp/launch_ddp.sh", *flags], NPROC_PER_NODE="2", PSGD_RANK="8",
                PYTHON=sys.executable)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "FSDP2, 2 replicas of 1 shard, PowerSGD rank 8" in done.stdout
+    assert "FSDP2, 2 replicas of 1 shard, PowerSGD rank 8 over 2 processes: 3," in done.stdout
     share = float(re.search(r"PowerSGD from step 2 on: ([\d.]+)% of the grad", done.stdout)[1])
     assert 3 < share < 10
     config = json.loads((tmp_path / "run/config.json").read_text())

@@ -74,13 +74,15 @@ def _lacks(world: World, group=None) -> str | None:
     device = this_device(world.device.index or 0)
     if device.vendor != "nvidia":
         return "tested on NVIDIA GPUs only"
-    if world.size == 1:
-        return "one GPU has no peer to copy from"
-    if world.local_size < world.size or torch.cuda.device_count() < world.size:
-        return f"the {world.size} ranks are not all on one node"
+    ranks = dist.get_process_group_ranks(group) if group else range(world.size)
+    if len(ranks) == 1:
+        return "a model that is not sharded has nothing to gather"
+    nodes = {rank // world.local_size for rank in ranks}
+    if len(nodes) > 1 or torch.cuda.device_count() < world.local_size:
+        return f"the {len(ranks)} ranks are not all on one node"
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set, which forbids copies between GPUs"
-    others = [i for i in range(world.size) if i != world.local_rank]
+    others = {rank % world.local_size for rank in ranks} - {world.local_rank}
     if not all(torch.cuda.can_device_access_peer(world.local_rank, i) for i in others):
         return "the GPUs can't reach each other's memory"
     if not hasattr(symmetric, "get_mem_pool"):

@@ -11,10 +11,11 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llm_demo.optim import ERROR, FACTOR
-from llm_demo.parallel.mesh import local_part, shards_of
+from llm_demo.parallel.mesh import REPLICA, local_part, on_grid, shards_of
 
 TOGETHER = 1 << 27  # elements of the matrices of one shape that are multiplied at a time
 BUCKET = 1 << 26  # elements summed over replicas at a time
@@ -31,13 +32,13 @@ class Group:
 
 
 class LowRank:
-    """Sums gradients over a group of replicas; their errors stay here.
+    """Sums gradients over replicas; what is left out stays here.
 
     Args:
         params: with an `hf_name`; sharded or not.
         rank: r. A matrix [n, m] is compressed where r (n + m) < n m.
         start: steps that are not compressed.
-        group: the replicas that hold the same parameters.
+        grid: of all ranks, with a dimension of replicas.
         done: steps before this run.
         dtype: of the gradients."""
 
@@ -46,11 +47,12 @@ class LowRank:
         params: list[nn.Parameter],
         rank: int,
         start: int,
-        group: dist.ProcessGroup,
+        grid: DeviceMesh,
         done: int,
         dtype: torch.dtype = torch.float32,
     ):
-        self.params, self.start, self.group, self.steps = params, start, group, done
+        self.params, self.start, self.grid, self.steps = params, start, grid, done
+        self.group = grid[REPLICA].get_group()
         shapes, self.whole = defaultdict(list), []
         for i, p in enumerate(params):
             most = -(-p.shape[0] // shards_of(p))  # rows of a shard; the last ones may have fewer
@@ -73,45 +75,53 @@ class LowRank:
         bits on each. If any is not finite, results are not either, and errors stay as they are."""
         self.steps += 1
         if self.steps <= self.start:
-            return self._sum(grads)
+            torch._foreach_copy_(grads, self._sum(grads))
+            return
         if self.summed:
             for g in self.groups:
                 g.error /= self.group.size()
             self.summed = False
+        # on any rank, also in what is not compressed: then all ranks skip the step
+        bad = torch.stack([~grad.isfinite().all() for grad in grads]).sum()
+        dist.all_reduce(bad)
         mine = [[grads[i] for i in g.members] for g in self.groups]
         for g, members in zip(self.groups, mine, strict=True):
-            for grad, error in zip(members, g.error, strict=True):
-                grad += error.view_as(grad)
+            errors = [e.view_as(grad) for e, grad in zip(g.error, members, strict=True)]
+            torch._foreach_add_(members, errors)
         lefts = [_stack(x) @ orthogonal(g.factor) for g, x in zip(self.groups, mine, strict=True)]
-        self._sum([*lefts, *(grads[i] for i in self.whole)])
-        finite = _all_finite(lefts)
+        whole = [grads[i] for i in self.whole]
+        lefts, whole_sums = _split(self._sum([*lefts, *whole]), len(lefts))
+        for grad, result in zip(whole, whole_sums, strict=True):
+            grad.copy_(result)
+        finite = _all_finite(lefts) & (bad == 0)
         lefts = [orthogonal(left) for left in lefts]
         own = [_stack(x).mT @ left for x, left in zip(mine, lefts, strict=True)]
-        rights = [right.clone() for right in own]
-        self._sum(rights)
-        finite &= _all_finite(rights)
-        poison = torch.where(finite, 1.0, torch.nan).to(lefts[0].dtype) if lefts else 1
-        for g, members, left, part, right in zip(
-            self.groups, mine, lefts, own, rights, strict=True
-        ):
-            left_out = _stack(members).sub_(left @ part.mT)
-            g.error.copy_(torch.where(finite, left_out, g.error))
-            g.factor.copy_(torch.where(finite, right, g.factor))
-            for grad, result in zip(members, left @ right.mT, strict=True):
-                torch.mul(result.view_as(grad), poison, out=grad)
+        rights = self._sum(own)
+        finite = _all_finite(rights) & finite
+        poison = torch.where(finite, 1.0, torch.nan).to(grads[0].dtype)
+        results = zip(self.groups, mine, lefts, own, rights, strict=True)
+        for g, members, left, part, right in results:
+            left_out = torch.baddbmm(_stack(members), left, part.mT, alpha=-1)
+            torch.where(finite, left_out, g.error, out=g.error)
+            del left_out
+            torch.where(finite, right, g.factor, out=g.factor)
+            sums = (left * poison) @ right.mT
+            torch._foreach_copy_(
+                members, [t.view_as(m) for t, m in zip(sums, members, strict=True)]
+            )
 
-    def _sum(self, tensors: list[torch.Tensor]) -> None:
-        """Sum tensors over the replicas, in place."""
-        bucket, size = [], 0
+    def _sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums of these tensors over the replicas."""
+        sums, bucket, size = [], [], 0
         for i, t in enumerate(tensors):
             bucket, size = [*bucket, t], size + t.numel()
             if size >= BUCKET or i == len(tensors) - 1:
                 flat = torch.cat([t.reshape(-1) for t in bucket])
                 dist.all_reduce(flat, group=self.group)
                 parts = flat.split([t.numel() for t in bucket])
-                for t, part in zip(bucket, parts, strict=True):
-                    t.copy_(part.view(t.shape))
+                sums += [part.view(t.shape) for t, part in zip(bucket, parts, strict=True)]
                 bucket, size = [], 0
+        return sums
 
     def describe(self) -> str:
         """What is sent, for the log."""
@@ -121,7 +131,8 @@ class LowRank:
         text = f"{(thin + whole) / total:.1%} of the gradients' bytes are sent"
         small = [self.params[i].hf_name for i in self.whole if self.params[i].ndim > 1]
         if small:
-            text += f"; {len(small)} matrices too small to compress, {small[0]} for one"
+            text += f"; too small to compress: {small[0]}"
+            text += f" and {len(small) - 1} more" if len(small) > 1 else ""
         return text
 
     @torch.no_grad()
@@ -141,10 +152,9 @@ class LowRank:
                 p = self.params[i]
                 error, name = error.view(local_part(p).shape), p.hf_name
                 if isinstance(p, DTensor):
-                    how = {"shape": p.shape, "stride": p.stride()}
-                    error = DTensor.from_local(error, p.device_mesh, p.placements, **how)
+                    error = on_grid(error, p, self.grid)
                     # each shard has a factor of its own
-                    factor = DTensor.from_local(factor, p.device_mesh, [Shard(0)])
+                    factor = DTensor.from_local(factor, self.grid, [Replicate(), Shard(0)])
                 state |= {f"{name}.{ERROR}": error, f"{name}.{FACTOR}": factor}
         return state
 
@@ -156,13 +166,19 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
     x64 = x.double()
     gram = x64.mT @ x64
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    diagonal += 1e-14 * diagonal.mean(-1, keepdim=True) + 1e-60
-    lower = torch.linalg.cholesky_ex(gram).L
-    return torch.linalg.solve_triangular(lower.mT, x64, upper=True, left=False).to(x.dtype)
+    diagonal += 1e-13 * diagonal.sum(-1, keepdim=True) + 1e-60
+    lower, failed = torch.linalg.cholesky_ex(gram)
+    found = torch.linalg.solve_triangular(lower.mT, x64, upper=True, left=False)
+    # nothing of a matrix that can't be decomposed: it is all left out, for the next step
+    return torch.where(failed.view(-1, 1, 1) == 0, found, 0).to(x.dtype)
 
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([t.flatten(1) for t in matrices])
+
+
+def _split(items: list, n: int) -> tuple[list, list]:
+    return items[:n], items[n:]
 
 
 def _all_finite(tensors: list[torch.Tensor]):

@@ -69,6 +69,7 @@ class Masters:
             for kind in ([p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]):
                 if kind:
                     self.groups.append(Group(kind, dtype, self.halves))
+        self.model_params = list(model.parameters())
         self.params = [group.master for group in self.groups]
         # Gradients of a single micro-batch stay in bf16: the same values in half the memory.
         self.grad_dtype = torch.float32 if accumulates or not self.halves else dtype

@@ -2,7 +2,7 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from llm_demo.device import World
 
@@ -26,3 +26,11 @@ def local_part(t: torch.Tensor) -> torch.Tensor:
 def shards_of(t: torch.Tensor) -> int:
     """Into how many parts a tensor is sharded, in each replica."""
     return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1
+
+
+def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
+    """A tensor sharded like another, described on the grid of all ranks: so every rank names the
+    same mesh, even if `like` is on that of its replica. local: this rank's part."""
+    replicated = [Replicate()] * (grid.ndim - len(like.placements))
+    how = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(local, grid, [*replicated, *like.placements], **how)

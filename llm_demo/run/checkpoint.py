@@ -201,7 +201,9 @@ class Checkpoints:
         facts |= {"identity": self.identity, "settings": self.settings}
         name = f"step_{step:08d}"
         if wait or not self.in_background:
-            size = sum(local_part(t).nbytes for t in tensors.values()) * self.world.size
+            # a sharded tensor is written once, even if several ranks have the same part
+            size = sum(t.nbytes * (not isinstance(t, DTensor) and self.world.size or 1)
+                       for t in tensors.values())  # fmt: skip
             part = self.folder / f"{PART}{name}"
             with watched("saving", size, lambda: min(size, size_of(part))):
                 self._write(name, tensors, facts, started)
