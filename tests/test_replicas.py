@@ -121,6 +121,9 @@ def test_compressed_runs_stop_and_go_on(train):
     ):
         assert numbers(folder / name)[0][0] == pytest.approx(start[AT][0], rel=1e-6), name
 
+    log = (folder / "other-from-low/train.log").read_text()
+    assert "resume: psgd_factor of " in log and "resume: psgd_error" not in log
+    assert "resume: psgd_error of " in (folder / "exact-from-low/train.log").read_text()
     out = folder / "hf"
     out.mkdir()
     _, wanted = model_of(folder / "model")

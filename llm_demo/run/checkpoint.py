@@ -129,7 +129,7 @@ class Checkpoints:
     def load(self, tensors: dict) -> None:
         """Fill tensors from the checkpoint that --resume found, and restore the counters."""
         started = time.perf_counter()
-        load(self.path, tensors, self.world, self.group)
+        load(self.path, tensors, self.world, self.group, self.log.say)
         load_rng(self.path, self.world)
         self.clock.history.resume(self.facts)
         seconds = self.seconds + time.perf_counter() - started

@@ -210,7 +210,7 @@ def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
     return {name: tuple(t.size) for name, t in tensors.items() if name.startswith("rng.") == rng}
 
 
-def load(path: Path, tensors: dict, world: World, group=None) -> None:
+def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None:
     """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
     sharded. Every rank calls. Raises UserError if names or shapes do not match the model. What
     PowerSGD keeps may be missing on either side, or differ in its rank."""
@@ -218,14 +218,19 @@ def load(path: Path, tensors: dict, world: World, group=None) -> None:
     mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
     ranks = on_all_ranks(lambda: mine, world)
     wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
+    unused = set()
     for name in sorted({*wanted, *saved}):
         if wanted.get(name) != saved.get(name) and name.endswith(PSGD):
-            tensors = {key: t for key, t in tensors.items() if key != name}
+            unused.add(name)
         elif wanted.get(name) != saved.get(name):
             raise UserError(
                 f"{path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
                 f"there, {wanted.get(name, 'missing')} in this run"
             )
+    for kind in PSGD:
+        if some := [name for name in unused & saved.keys() if name.endswith(kind)]:
+            say(f"resume: {kind} of {len(some)} matrices in the checkpoint is not used")
+    tensors = {name: t for name, t in tensors.items() if name not in unused}
     _load(path, tensors, process_group=group)
 
 
