@@ -29,8 +29,8 @@ def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> 
     need = max(sum(parts.values()) for parts in of_fsdp(args, config, compute, train, ranks, True))
     if capacity and need > 1.1 * capacity:  # an estimate
         raise UserError(
-            f"--replicas {args.replicas}: with each copy on {ranks} GPU{'s'[: ranks > 1]}, a rank "
-            f"needs about {need:.0f} of {capacity:.0f} GB: ask for fewer replicas than {replicas}"
+            f"--replicas {args.replicas}: a copy on {ranks} GPU(s) needs about "
+            f"{need:.0f} of {capacity:.0f} GB on each: ask for fewer replicas than {replicas}"
         )
 
 

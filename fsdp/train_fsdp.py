@@ -60,7 +60,8 @@ def main() -> None:
     n_shards = world.size // replicas
     mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     group = grid[SHARD].get_group()
-    if replicas > 1 and args.psgd_rank:  # FSDP2 then does not sum over replicas
+    compresses = replicas > 1 and args.psgd_rank > 0
+    if compresses:  # FSDP2 then does not sum over replicas
         mesh = grid[SHARD]
     sharded, on_host = args.fsdp, args.optimizer_on_host
     if sharded is None:
@@ -70,8 +71,9 @@ def main() -> None:
     log = Log(args, world, "fsdp")
     way = "FSDP2" if sharded else "one process"
     if replicas > 1:
-        way = f"FSDP2, {replicas} replicas of {n_shards} shard{'s'[: n_shards > 1]}"
-        way += f", PowerSGD rank {args.psgd_rank}" * bool(args.psgd_rank)
+        way = f"FSDP2 with {replicas} replicas"
+    if compresses:
+        way += f", PowerSGD of rank {args.psgd_rank}"
     log.resolved(fsdp=sharded, parallelism=way)
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
@@ -120,8 +122,8 @@ def main() -> None:
             engines = choose_engines(args.copy_engines, world, group, blocks, log)
             unsharded_sums = accum > 1 and not on_host
             how = (compute.dtype, unsharded_sums, compute.compile, engines, clock.comm.call)
-            sums_of = 1 if args.psgd_rank else replicas
-            for missing in reduce_traffic(model, world, group, *how, units, sums_of):
+            summed = 1 if compresses else replicas
+            for missing in reduce_traffic(model, world, group, *how, units, summed):
                 log.say(f"fsdp: {missing}")
         load(lm, weights, args.seed, optimized and optimized.keep)
         if on_host:
@@ -142,7 +144,7 @@ def main() -> None:
     if on_host and sharded and world.device.type != "cpu":
         holders = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
     low_rank = None
-    if replicas > 1 and args.psgd_rank:
+    if compresses:
         exact = args.warmup_steps if args.psgd_start is None else args.psgd_start
         how = args.psgd_rank, exact, grid, checkpoints.first_step
         low_rank = LowRank(optimized.model_params, *how)

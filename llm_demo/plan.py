@@ -107,8 +107,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     log.resolved(
         dtype=dtype_name, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
         attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
-        max_steps=horizon.max_steps, lr=horizon.lr,
-        data_parallel=data_parallel,
+        max_steps=horizon.max_steps, lr=horizon.lr, data_parallel=data_parallel,
     )  # fmt: skip
     identity = {
         **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,

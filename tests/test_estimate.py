@@ -181,7 +181,7 @@ def test_copies_that_do_not_fit_are_refused_and_errors_of_psgd_counted():
         device_memory_gb=80.0, replicas="all",
     )  # fmt: skip
     fsdp.refuse_replicas(args, config, compute, train, 2, 2)  # two GPUs to a copy
-    with pytest.raises(UserError, match=r"all: with each copy on 1 GPU, .* fewer replicas than 4"):
+    with pytest.raises(UserError, match=r"copy on 1 GPU\(s\) needs .* fewer replicas than 4"):
         fsdp.refuse_replicas(args, config, compute, train, 1, 4)
     plain = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"]
     args.psgd_rank = 32

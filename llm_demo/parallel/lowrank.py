@@ -90,8 +90,9 @@ class LowRank:
             torch._foreach_add_(members, errors)
         lefts = [_stack(x) @ orthogonal(g.factor) for g, x in zip(self.groups, mine, strict=True)]
         whole = [grads[i] for i in self.whole]
-        lefts, whole_sums = _split(self._sum([*lefts, *whole]), len(lefts))
-        for grad, result in zip(whole, whole_sums, strict=True):
+        lefts_and_whole = self._sum([*lefts, *whole])
+        lefts = lefts_and_whole[: len(lefts)]
+        for grad, result in zip(whole, lefts_and_whole[len(lefts) :], strict=True):
             grad.copy_(result)
         finite = _all_finite(lefts) & (bad == 0)
         lefts = [orthogonal(left) for left in lefts]
@@ -175,10 +176,6 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([t.flatten(1) for t in matrices])
-
-
-def _split(items: list, n: int) -> tuple[list, list]:
-    return items[:n], items[n:]
 
 
 def _all_finite(tensors: list[torch.Tensor]):

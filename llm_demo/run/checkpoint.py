@@ -202,8 +202,9 @@ class Checkpoints:
         name = f"step_{step:08d}"
         if wait or not self.in_background:
             # a sharded tensor is written once, even if several ranks have the same part
-            size = sum(t.nbytes * (not isinstance(t, DTensor) and self.world.size or 1)
-                       for t in tensors.values())  # fmt: skip
+            writers = {name: 1 if isinstance(t, DTensor) else self.world.size
+                       for name, t in tensors.items()}  # fmt: skip
+            size = sum(t.nbytes * writers[name] for name, t in tensors.items())
             part = self.folder / f"{PART}{name}"
             with watched("saving", size, lambda: min(size, size_of(part))):
                 self._write(name, tensors, facts, started)
