@@ -25,7 +25,7 @@ from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT, write_text
 
-LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero")}
+LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 ENGINES = [*LAUNCHERS, "torchtitan"]
 
 

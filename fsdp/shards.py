@@ -34,6 +34,14 @@ class Shards:
         """This rank's part of the gradients of `model_params`, fp32."""
         return [p.grad for p in self.params]
 
+    def grad_of(self, p: nn.Parameter) -> torch.Tensor:
+        """This rank's part of a parameter's gradient, in place."""
+        return next(
+            mine.grad
+            for whole, mine in zip(self.model_params, self.params, strict=True)
+            if whole is p
+        )
+
     def follow(self, optimizer: torch.optim.AdamW) -> None:
         """Nothing to do: the optimizer of `params` updates the model."""
 

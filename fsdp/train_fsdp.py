@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
+from fsdp.sharding import accumulate, precision, sum_over_ranks
 from fsdp.shards import Shards, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
@@ -211,10 +212,7 @@ def shard(
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
     slim: if resharding, free the embedding after the forward too."""
-    policy = MixedPrecisionPolicy()
-    if dtype != torch.float32:
-        # fp32 shards are the masters; gradients are summed over ranks and micro-batches in fp32
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = precision(dtype)
     for unit in model.units:
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if reshard and slim and not tied:  # the backward does not need the embedding's weight
@@ -222,14 +220,7 @@ def shard(
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)
     for end in (model,) if tied else (model.tail, model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    # The loss is already divided by the step's token count, so gradients are summed over ranks. By
-    # default FSDP2 averages or sums, depending on backend and version.
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):  # each unit: the settings do not reach nested units
-            unit.set_gradient_divide_factor(1.0)
-            if hasattr(unit, "set_force_sum_reduction_for_comms"):
-                # gloo lacks the operation used otherwise
-                unit.set_force_sum_reduction_for_comms(True)
+    sum_over_ranks(model)
 
 
 def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: Log) -> bool:
@@ -246,16 +237,6 @@ def load(lm, weights, seed: int, store: Callable | None) -> None:
     fill(lm, "model", weights, seed, store)
     if not lm.config.tie_word_embeddings:
         fill(lm, "lm_head", weights, seed, store)
-
-
-def accumulate(model: DecoderLoss, reshard_after_forward: bool, last: bool, every: bool) -> None:
-    """Between micro-batches, keep gradients unreduced unless `every` one is reduced, and weights
-    gathered if memory allows."""
-    model.set_requires_gradient_sync(last or every)
-    # else FSDP2 expects the next backward to go through the units of all forwards since the last,
-    # and gathers the head again during the embedding's backward
-    model.set_is_last_backward(last or every)
-    model.set_reshard_after_backward(last or reshard_after_forward)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from llm_demo.args import PlainParser, parse_args, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
+from llm_demo.model.cut import split
 from llm_demo.model.source import find_model, load_config
 from pp.flags import PipeArgs
 
@@ -107,11 +108,11 @@ def flags_of(group: type):
 
 
 def of_stages(args, config, train, replicas: int) -> list[dict[str, float]]:
-    from pp import estimate, stages  # after the flags: importing DeepSpeed takes seconds
+    from pp import estimate  # after the flags: importing DeepSpeed takes seconds
 
     pieces = args.stages * (1 + (args.schedule == "dualpipev"))
     how = args.partition, train.seq_len, args.use_activation_checkpointing
-    counts = stages.split(config, pieces, *how)
+    counts = split(config, pieces, *how)
     steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
     held = estimate.pieces_held(args.schedule, args.stages, counts, steady)
     return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)

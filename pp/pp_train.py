@@ -18,6 +18,7 @@ from llm_demo.dist import run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import prepare, train
 from llm_demo.model.costs import param_count
+from llm_demo.model.cut import describe_split, split
 from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.weights import loading, materialise
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
@@ -48,10 +49,10 @@ def main() -> None:
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing
-    counts = stages.split(config, pieces, args.partition, S, checkpointing)
+    counts = split(config, pieces, args.partition, S, checkpointing)
     parallelism = f"pipeline of {args.stages} stage{'s' * (args.stages > 1)}"
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    log.say(f"pipeline: {stages.describe_split(counts, config, S, checkpointing)}")
+    log.say(f"pipeline: {describe_split(counts, config, S, checkpointing)}")
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, replicas, counts))
         return

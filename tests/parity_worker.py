@@ -162,7 +162,7 @@ def train(*args, train):
     case = record["case"]
     if case.get("quiet"):
         return train(*args)
-    step, params = {"fsdp": watch_fsdp, "pp": watch_pp, "zero": watch_zero}[KIND](step, state)
+    step, params = {"pp": watch_pp, "zero": watch_zero}.get(KIND, watch_fsdp)(step, state)
 
     def watched(*args):
         loss, norm = step(*args)
@@ -191,6 +191,8 @@ if KIND == "fsdp":
 
     fsdp.host_adamw.SLICE = 3 << 10  # smaller than the largest parameters
     reduce_traffic = script.reduce_traffic
+elif KIND == "fsdp_pp":
+    import fsdp_pp.train_fsdp_pp as script
 else:
     from deepspeed.accelerator import get_accelerator
 

@@ -9,12 +9,13 @@ import torch
 from conftest import ROOT, ZERO, smaller_model, torchrun
 
 from llm_demo.errors import UserError
+from llm_demo.model.cut import costs, describe_split, split
 from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.source import load_config
 from llm_demo.optim import make_adamw
 from llm_demo.parallel import deepspeed_base
 from pp import ds_engine
-from pp.stages import costs, describe_split, layer_specs, split
+from pp.stages import layer_specs
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
 TINY = load_config(ROOT / "models/qwen3-tiny", 1024)

@@ -174,7 +174,7 @@ def cases_of(models, folder, kind, processes, quick):
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(models, model, folder / name, micro, accum, *more)
-        accum = GLOBAL_BATCH // 2 // (1 if kind == "pp" else processes)
+        accum = GLOBAL_BATCH // 2 // {"pp": 1, "fsdp_pp": processes // 2}.get(kind, processes)
         for dtype in BOUNDS:
             if trains_in(dtype, engine, quick):
                 name = f"{engine}-{dtype}"
@@ -208,6 +208,7 @@ def assert_equal(losses, ranks, expected):
 # (script, processes, further flags, (micro, accumulation) for each model): different splits of the
 # same 8 rows, so that each row of the table tests the loss's independence of them too
 RESHARD = ["--reshard_after_forward"]
+INTERLEAVED = ["--schedule", "interleaved"]
 ENGINES = {
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (1, 8), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (2, 2), (4, 1)]),
@@ -220,6 +221,12 @@ ENGINES = {
     "pp": ("pp", 2, [], [(2, 4), (1, 8), (4, 2)]),
     "pp_v": ("pp", 2, ["--schedule", "dualpipev"], [(2, 4), (1, 8), (2, 4)]),
     "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
+    "fpp": ("fsdp_pp", 2, [], [(2, 4), (1, 8), (4, 2)]),
+    "fpp_twice": ("fsdp_pp", 2, INTERLEAVED, [(2, 4), (1, 8), (4, 2)]),
+    "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
+    "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (1, 4)]),
+    "fpp_reshard": ("fsdp_pp", 4, [*INTERLEAVED, *RESHARD], [(1, 4), (2, 2), (1, 4)]),
+    "fpp_long": ("fsdp_pp", 4, ["--stages", "4"], [(2, 4), (1, 8), (4, 2)]),
     "zero1": ("zero", 2, ZERO["zero1"], [(2, 2), (1, 4), (4, 1)]),
     "zero2": ("zero", 2, ZERO["zero2"], [(1, 4), (4, 1), (2, 2)]),
     "zero3": ("zero", 2, ZERO["zero3"], [(2, 2), (1, 4), (1, 4)]),
@@ -255,7 +262,7 @@ for name in ("fsdp", "pp", "pp_v"):
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v")
+LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four")
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
 
 

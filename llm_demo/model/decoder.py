@@ -111,23 +111,32 @@ class Tail(nn.Module):
 
 
 class DecoderLoss(nn.Module):
-    """The whole decoder, with its blocks in units and the loss inside its forward. slim: as in
+    """The whole decoder, with its blocks in units and the loss inside its forward; or a piece of
+    it, with the embedding if it is the first and the loss if it is the last. slim: as in
     cross_entropy_sum."""
 
     def __init__(
-        self, lm: PreTrainedModel, units: list[Blocks], compiled: bool = False, slim: bool = False
+        self,
+        lm: PreTrainedModel,
+        units: list[Blocks],
+        compiled: bool = False,
+        slim: bool = False,
+        first: bool = True,
+        last: bool = True,
     ):
         super().__init__()
-        self.embed_tokens, self.units = lm.model.embed_tokens, nn.ModuleList(units)
-        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim)
+        self.embed_tokens = lm.model.embed_tokens if first else None
+        self.units = nn.ModuleList(units)
+        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim) if last else None
         self.rotary = lm.model.rotary_emb
 
-    def forward(self, input_ids, position_ids, documents, index, targets=None, answers=None):
+    def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the
-        result of loss.score; without targets, the most likely next tokens. input_ids, position_ids:
-        int64 [B, S]."""
-        hidden = self.embed_tokens(input_ids)
+        result of loss.score; without targets, the most likely next tokens. inputs: token ids, int64
+        [B, S] as position_ids. A piece takes and returns hidden states [B, S, d] instead where it
+        lacks the embedding or the loss."""
+        hidden = self.embed_tokens(inputs) if self.embed_tokens else inputs
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:
             hidden = unit(hidden, rotary, position_ids, documents)
-        return self.tail(hidden, index, targets, answers)
+        return self.tail(hidden, index, targets, answers) if self.tail else hidden

@@ -80,9 +80,12 @@ class Masters:
 
     @torch.no_grad()
     def take_grads(self, last: bool) -> None:
-        """Add the gradients of a micro-batch to those of the masters."""
+        """Add the gradients of a micro-batch to those of the masters. Units without any, which had
+        no part in this backward, stay as they are."""
         for group in self.groups:
             grads = [p.grad for p in group.params]
+            if grads[0] is None:
+                continue
             if group.master.grad is None:
                 flat = torch.cat([grad.flatten() for grad in grads]).to(self.grad_dtype)
                 group.master.grad = flat.view(group.master.shape)
@@ -95,6 +98,12 @@ class Masters:
     def grads(self) -> list[torch.Tensor]:
         """The gradients of the step, by `params`."""
         return [p.grad for p in self.params]
+
+    def grad_of(self, p: nn.Parameter) -> torch.Tensor:
+        """The gradient of a parameter, in place."""
+        group = next(group for group in self.groups if any(p is one for one in group.params))
+        parts = group.parts(group.master.grad)
+        return next(part for one, part in zip(group.params, parts, strict=True) if one is p)
 
     def follow(self, optimizer: torch.optim.AdamW) -> None:
         """Update the weights from the masters in each step of this optimizer of `params`."""

@@ -6,8 +6,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from llm_demo.device import World
 
-# dimensions of a mesh: ranks with the same parameters, and ranks with shards of one copy
-REPLICA, SHARD = "replica", "shard"
+# dimensions of a mesh: stages of a pipeline, ranks with the same parameters, and ranks with shards
+# of one copy
+STAGE, REPLICA, SHARD = "stage", "replica", "shard"
 
 
 def make_mesh(world: World, **sizes: int) -> DeviceMesh:

@@ -1,0 +1,34 @@
+"""How FSDP2 is told to keep the numbers exact."""
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+
+def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Compute in `dtype`. fp32 shards are the masters; gradients are summed over ranks and
+    micro-batches in fp32."""
+    if dtype == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def sum_over_ranks(model: nn.Module) -> None:
+    """Sum gradients over ranks, because the loss is already divided by the step's token count. By
+    default FSDP2 averages or sums, depending on backend and version."""
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):  # each unit: the settings do not reach nested units
+            unit.set_gradient_divide_factor(1.0)
+            if hasattr(unit, "set_force_sum_reduction_for_comms"):
+                # gloo lacks the operation used otherwise
+                unit.set_force_sum_reduction_for_comms(True)
+
+
+def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every: bool) -> None:
+    """Between micro-batches, keep gradients unreduced unless `every` one is reduced, and weights
+    gathered if memory allows."""
+    model.set_requires_gradient_sync(last or every)
+    # else FSDP2 expects the next backward to go through the units of all forwards since the last,
+    # and gathers the head again during the embedding's backward
+    model.set_is_last_backward(last or every)
+    model.set_reshard_after_backward(last or reshard_after_forward)

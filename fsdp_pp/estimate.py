@@ -1,0 +1,44 @@
+"""Estimates the peak memory of the ranks of each pipeline stage."""
+
+import torch
+
+from fsdp_pp import orders
+from llm_demo.model.costs import block_costs, head_cost
+from llm_demo.model.decoder import unit_sizes
+from llm_demo.model.memory import GB, at_the_loss, describe
+
+
+def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
+    """What --estimate prints. ranks: of a stage. counts: blocks of each piece of the model."""
+    stages = of_stages(args, config, compute, train, ranks, counts)
+    return describe([parts for parts in stages for _ in range(ranks)], args.device_memory_gb)
+
+
+def of_stages(
+    args, config, compute, train, ranks: int, counts: list[int]
+) -> list[dict[str, float]]:
+    """GB (2**30 bytes) by part, one entry per stage."""
+    block, embedding = block_costs(config, 0)[0].parameters, head_cost(config).parameters
+    size = torch.finfo(compute.dtype).bits // 8
+    accum, found = args.grad_accum_steps, []
+    tokens = args.micro_batch_size * train.seq_len
+    for stage in range(args.stages):
+        held = orders.held(orders.order(args.schedule, args.stages, stage, accum))
+        head = len(counts) - 1 in held
+        ends = (0 in held) + head  # a tied head is a copy
+        blocks = sum(counts[piece] for piece in held)
+        flight = sum(counts[piece] * micro for piece, micro in held.items())
+        total = blocks * block + ends * embedding
+        activations, loss = at_the_loss(args, config, compute, train, tokens * flight, head)
+        parts = {"optimizer": total / ranks * 8, "activations": activations, "loss": loss}
+        if ranks > 1:
+            unit = max(unit_sizes(config, max(counts), args.blocks_per_unit)) * block
+            gathered = ends * embedding + 2 * unit if args.reshard_after_forward else total
+            parts["weights"] = total / ranks * 4 + gathered * size
+            parts["gradients"] = total * 4
+        else:
+            halves = compute.dtype == torch.bfloat16 and compute.compile  # parallel/masters.py
+            parts["weights"] = total * (4 if halves or size == 4 else 4 + size)
+            parts["gradients"] = total * 4 + max(counts) * block * size
+        found.append({k: v / GB for k, v in parts.items()})
+    return found

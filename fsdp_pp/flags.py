@@ -1,0 +1,73 @@
+"""Flags of train_fsdp_pp.py beyond those in llm_demo/args.py. Imports nothing heavy."""
+
+import dataclasses
+import re
+from typing import ClassVar, Literal
+
+from llm_demo.args import flag
+from llm_demo.errors import UserError
+
+TWICE = ("interleaved", "torch_interleaved", "zbv", "dualpipev")  # two pieces per stage
+
+
+@dataclasses.dataclass
+class FsdpPipeArgs:
+    """FSDP inside a pipeline"""
+
+    stages: int = flag(
+        2, "Pipeline stages. If there are more processes, each stage is sharded.", at_least=1
+    )
+    partition: str = flag(
+        "balanced",
+        "How to split the blocks into stages: balanced (by FLOPs, including the head), uniform, "
+        "parameters, or the blocks of each piece, such as 18,10.",
+    )
+    schedule: Literal[
+        "1f1b", "gpipe", "interleaved", "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"
+    ] = flag(
+        "1f1b",
+        "Order of the work. Two pieces per stage: interleaved, zbv, dualpipev. PyTorch's own "
+        "runner: torch_1f1b, torch_interleaved, zbv, dualpipev.",
+    )
+    reshard_after_forward: bool = flag(
+        False,
+        "Gather each block's weights in every forward and backward pass instead of once per step: "
+        "less memory, more communication.",
+        saves_memory=True,
+    )
+
+    REFUSED: ClassVar = {"optimizer_on_host": "it works with FSDP only: fsdp/launch_fsdp.sh"}
+
+    @staticmethod
+    def check(args) -> None:
+        named = ("balanced", "uniform", "parameters")
+        if args.partition not in named and not re.fullmatch(r"\d+(,\d+)*", args.partition):
+            raise UserError(
+                f"--partition {args.partition}: must be balanced, uniform, parameters or counts "
+                "such as 18,10"
+            )
+        accum = args.grad_accum_steps
+        if args.schedule.endswith("interleaved") and accum % args.stages:
+            raise UserError(
+                f"--schedule {args.schedule} needs --grad_accum_steps that is a multiple of "
+                f"--stages {args.stages}, not {accum}"
+            )
+        if args.schedule in TWICE and args.stages < 2:
+            raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
+        if args.schedule in ("zbv", "dualpipev"):
+            split = f"--schedule {args.schedule} splits each backward in two"
+            if args.reshard_after_forward:
+                raise UserError(
+                    f"{split}: with --reshard_after_forward its gradients would be wrong"
+                )
+            if args.compile:
+                raise UserError(f"{split}, which compiled blocks can't do: drop --compile")
+            if args.use_activation_checkpointing:
+                raise UserError(
+                    f"{split}, which activation checkpointing can't do: drop it, or use 1f1b"
+                )
+            if accum < 2 * args.stages:
+                raise UserError(
+                    f"--schedule {args.schedule} needs --grad_accum_steps of at least 2 x stages: "
+                    f"{2 * args.stages}"
+                )

@@ -1,0 +1,51 @@
+"""The order in which each stage of a pipeline works on the pieces of the model that it holds.
+
+A stage's work is a list of (FORWARD or BACKWARD, piece, micro-batch): some forwards, then a
+forward and a backward in turn, then the rest of the backwards. Each piece sees the micro-batches in
+order, so both sides of a transfer know what comes next.
+
+1f1b: Narayanan et al. 2019, "PipeDream". interleaved: Narayanan et al. 2021, "Efficient Large-Scale
+Language Model Training on GPU Clusters Using Megatron-LM"."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def stages_of(schedule: str, stages: int) -> list[int]:
+    """The stage of each piece of the model. interleaved: around twice."""
+    return list(range(stages)) * (2 if schedule == "interleaved" else 1)
+
+
+def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:
+    """A stage's work in a step. interleaved needs micro_batches to be a multiple of stages."""
+    mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
+    # as many micro-batches as there are stages go through one piece, then through the next
+    both = [(k // stages, p, k) for p in mine for k in range(micro_batches)]
+    forwards = [(FORWARD, p, k) for _, p, k in sorted(both)]
+    backwards = [(BACKWARD, p, k) for _, p, k in sorted(both, key=lambda x: (x[0], -x[1], x[2]))]
+    before = {
+        "gpipe": micro_batches,
+        "1f1b": stages - 1 - stage,
+        "interleaved": 2 * (stages - 1 - stage) + stages,
+    }[schedule]
+    before = min(before, len(forwards))
+    pairs = zip(forwards[before:], backwards, strict=False)
+    rest = backwards[len(forwards) - before :]
+    return [*forwards[:before], *(work for pair in pairs for work in pair), *rest]
+
+
+def forwards_only(schedule: str, stages: int, stage: int, micro_batches: int) -> Iterator[tuple]:
+    """A stage's work when it only evaluates."""
+    mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
+    return ((FORWARD, p, k) for k in range(micro_batches) for p in mine)
+
+
+def held(work: list[tuple]) -> dict[int, int]:
+    """{piece: micro-batches whose activations it has} when a stage holds most of them."""
+    now, most = Counter(), Counter()
+    for kind, piece, _ in work:
+        now[piece] += 1 if kind == FORWARD else -1
+        most = now.copy() if now.total() > most.total() else most
+    return dict(most)

@@ -1,0 +1,244 @@
+"""Fine-tune a Hugging Face decoder in a pipeline whose stages are sharded with FSDP2.
+
+bash fsdp_pp/launch_fsdp_pp.sh                               all GPUs, or 2 processes on a CPU
+bash fsdp_pp/launch_fsdp_pp.sh --model_name_or_path Qwen/Qwen3-0.6B --train_json my.jsonl
+NPROC_PER_NODE=4 bash fsdp_pp/launch_fsdp_pp.sh              2 stages, each sharded over 2 ranks
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.fsdp2 import reduce_traffic
+from fsdp.sharding import accumulate
+from fsdp.shards import Shards, training_state
+from fsdp_pp import estimate, orders, runner
+from fsdp_pp.flags import FsdpPipeArgs
+from fsdp_pp.pieces import Pieces
+from fsdp_pp.transfers import Links
+from llm_demo.args import less_memory, parse_args
+from llm_demo.data.batch import answers_of, label_positions, to_device
+from llm_demo.data.steps import heldout_rows, micro_batches
+from llm_demo.dist import run, start
+from llm_demo.errors import UserError
+from llm_demo.loop import prepare, train
+from llm_demo.model.attention import make_documents
+from llm_demo.model.costs import param_count
+from llm_demo.model.cut import describe_split, split
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.weights import loading
+from llm_demo.optim import (
+    LossScale,
+    adam_steps,
+    clipped_step,
+    compiles_adamw,
+    fill_adam_state,
+    make_adamw,
+    set_lr,
+)
+from llm_demo.parallel.masters import Masters
+from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh
+from llm_demo.plan import make_plan
+from llm_demo.progress import progress
+from llm_demo.run.log import Log
+
+parse = functools.partial(parse_args, __doc__, FsdpPipeArgs)
+
+
+def main() -> None:
+    args = parse()
+    world = start()
+    if world.size % args.stages:
+        raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
+    n_shards = world.size // args.stages
+    stage, shard = divmod(world.rank, n_shards)
+    where = orders.stages_of(args.schedule, args.stages)
+    last = len(where) - 1
+
+    # decisions and data
+    log = Log(args, world, "fsdp_pp")
+    plan = make_plan(args, world, log, data_parallel=n_shards)
+    (_, config, weights, _), data, compute, horizon = plan[:4]
+    B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
+    checkpointing = args.use_activation_checkpointing
+    counts = split(config, last + 1, args.partition, S, checkpointing)
+    way = f"{args.schedule} pipeline of {args.stages} stages"
+    way += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
+    log.resolved(partition=",".join(map(str, counts)), parallelism=way)
+    log.say(f"pipeline: {describe_split(counts, config, S, checkpointing)}")
+    if args.estimate:
+        log.say(estimate.table(args, config, compute, data.train, n_shards, counts))
+        return
+    ready = prepare(args, world, plan, log)
+    if not ready:
+        return
+    clock, checkpoints = ready
+
+    # model: each stage makes only its own pieces
+    grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
+    ranks = torch.arange(world.size).view(args.stages, n_shards)
+    links = Links(where, ranks, world.rank, world.device)
+    lm = skeleton(config, compute.attn_impl, weights)
+    n_params = param_count(lm)
+    low = compute.dtype != torch.float32
+    flat = low and n_shards == 1
+    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
+    with loading(weights, world.size):
+        pieces = Pieces(lm, args, compute, counts, where, stage)
+        if n_shards > 1:
+            pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
+            if low:
+                how = compute.dtype, accum > 1, compute.compile, False
+                for missing in reduce_traffic(pieces, world, grid[SHARD].get_group(), *how):
+                    log.say(f"fsdp: {missing}")
+        pieces.load(weights, args.seed, world.device)
+        if flat:
+            units = [unit for piece in pieces.values() for unit in piece.units]
+            units += pieces.values()  # embedding and head
+            optimized = Masters(pieces, units, compute.dtype, accum > 1, compiled)
+        else:
+            optimized = Shards(pieces)
+    here = sum(p.numel() for p in optimized.params)
+    log.say(f"{way}: {n_params:,} parameters, {here:,} here")
+    optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
+    optimized.follow(optimizer)
+    loss_scale = LossScale(compute.dtype, world.device)
+    embedding, head = pieces.tied()
+    ends = tied_group(ranks, shard) if config.tie_word_embeddings else None
+    if world.device.type != "cpu":  # made by all ranks together, for saves in the background
+        on_cpu = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
+        checkpoints.meshes[grid[SHARD]] = on_cpu[SHARD]
+
+    def views(optimizer, copies=False):
+        """Without the head if it is a copy of the embedding, which another stage has."""
+        for view in optimized.views(optimizer):
+            if copies or view[0] is not head:
+                yield view
+
+    state = functools.partial(training_state, views, optimizer, grid[SHARD], None)
+    if checkpoints.path:
+        fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
+        tensors = training_state(
+            functools.partial(views, copies=True), optimizer, grid[SHARD], None
+        )
+        checkpoints.load(tensors)
+        optimized.store({p: tensors[p.hf_name] for p in optimized.model_params})
+        del tensors
+        loss_scale.load(checkpoints.facts["loss_scale"])
+
+    def forward(piece, batch, x, labels=()):
+        """A piece's output. x: hidden states, None for the first piece. labels: what follows
+        `documents` in DecoderLoss.forward."""
+        shape = tuple(batch.input_ids.shape)
+        documents = make_documents(batch.cu_seqlens, shape, compute.attn_impl, world.device)
+        ids, positions = to_device(world.device, batch.input_ids, batch.position_ids)
+        labels = to_device(world.device, *labels) if piece == last else [None]
+        return pieces[str(piece)](ids if x is None else x, positions, documents, *labels)
+
+    def batches_of(packs, rows, micro=B):
+        return micro_batches(packs, rows, shard, n_shards, micro, data.max_docs)
+
+    def hidden(micro=B):
+        return (micro, S, config.hidden_size), compute.dtype
+
+    def step(rows, n_labels, lr):
+        total = torch.zeros((), device=world.device)
+        batches = Lookahead(clock.data(batches_of(data.train, rows)))
+
+        def forward_train(piece, k, x):
+            batch = batches[k]
+            y = forward(piece, batch, x, label_positions(batch.labels))
+            if piece == last:
+                y = y / n_labels
+                total.add_(y.detach())
+            return y
+
+        def backward(piece, k, y, grad):
+            if n_shards > 1:
+                args_ = args.reshard_after_forward, k == accum - 1
+                accumulate(pieces[str(piece)], *args_, every=False)
+            (y * loss_scale.scale if grad is None else y).backward(grad)
+            if flat:
+                optimized.take_grads(last=k == accum - 1)
+
+        work = orders.order(args.schedule, args.stages, stage, accum)
+        runner.run(work, last, links, hidden(), forward_train, backward)
+        if not flat:
+            optimized.take_grads(last=True)
+        set_lr(optimizer, lr)
+        grads = optimized.grads()
+        for copy in (embedding, head):
+            if copy is not None:
+                dist.all_reduce(optimized.grad_of(copy), group=ends)
+        if head is not None:  # counts once in the norm
+            copied = optimized.grad_of(head).data_ptr()
+            grads = [grad for grad in grads if not (grad.numel() and grad.data_ptr() == copied)]
+        parts = [(grads, dist.group.WORLD)]
+        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+
+    @torch.no_grad()
+    def evaluate(micro):
+        rows = heldout_rows(data.heldout, n_shards, micro)
+        count = rows.size // n_shards // micro
+        total = torch.zeros(2, device=world.device)
+        batches = progress(batches_of(data.heldout, rows, micro), "evaluating", count, "batches")
+        batches = Lookahead(batches)
+
+        def score(piece, k, x):
+            batch = batches[k]
+            index, targets = label_positions(batch.labels)
+            y = forward(piece, batch, x, (index, targets, answers_of(index, batch.cu_seqlens)))
+            if piece == last:
+                total.add_(y)
+            return y
+
+        work = orders.forwards_only(args.schedule, args.stages, stage, count)
+        runner.run(work, last, links, hidden(micro), score)
+        return total
+
+    @torch.no_grad()
+    def ask(batch, index):
+        tokens = torch.zeros_like(index, device=world.device)
+
+        def answer(piece, k, x):
+            y = forward(piece, batch, x, (index,))
+            if piece == last:
+                tokens.copy_(y)
+            return y
+
+        work = orders.forwards_only(args.schedule, args.stages, stage, 1)
+        runner.run(work, last, links, hidden(len(batch.input_ids)), answer)
+        # every pipeline has the same answer
+        dist.broadcast(tokens, src=ranks[where[last], 0].item())
+        return tokens
+
+    def facts():
+        return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
+
+    train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
+
+
+class Lookahead:
+    """Items of an iterator by number, read when one is first asked for; kept until the end."""
+
+    def __init__(self, items):
+        self.items, self.read = iter(items), []
+
+    def __getitem__(self, k: int):
+        while len(self.read) <= k:
+            self.read.append(next(self.items))
+        return self.read[k]
+
+
+def tied_group(ranks: torch.Tensor, shard: int) -> dist.ProcessGroup:
+    """The ranks that have the same shard of the embedding and of its copy, the head. ranks:
+    [stages, shards]. Every rank calls."""
+    pairs = zip(ranks[0].tolist(), ranks[-1].tolist(), strict=True)
+    groups = [dist.new_group(sorted({*pair})) for pair in pairs]
+    return groups[shard]
+
+
+if __name__ == "__main__":
+    run(main, parse, less_memory)

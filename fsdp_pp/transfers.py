@@ -1,0 +1,91 @@
+"""Sends hidden states, and their gradients, between the pieces of the model."""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+from fsdp_pp.orders import BACKWARD, FORWARD
+
+
+class Link:
+    """Transfers from one rank to another, always in the same order.
+
+    A process group and a stream of its own: a transfer that waits for its other side holds up no
+    other, and computing goes on meanwhile."""
+
+    def __init__(self, source: int, target: int, group: dist.ProcessGroup, device: torch.device):
+        self.source, self.target, self.group, self.device = source, target, group, device
+        self.cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.under_way = deque()
+
+    def send(self, t: torch.Tensor) -> None:
+        t = t.contiguous()
+        if not self.cuda:  # dist.send would wait until the other side receives
+            self.under_way.append((dist.isend(t, self.target, self.group), t))
+            return
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            dist.send(t, self.target, self.group)
+        t.record_stream(self.stream)
+
+    def expect(self, shape: tuple, dtype: torch.dtype) -> None:
+        """Start to receive the next tensor."""
+        if not self.cuda:
+            self.under_way.append(torch.empty(shape, dtype=dtype))
+            return
+        with torch.cuda.stream(self.stream):
+            t = torch.empty(shape, dtype=dtype, device=self.device)
+            dist.recv(t, self.source, self.group)
+            self.under_way.append((t, self.stream.record_event()))
+
+    def take(self) -> torch.Tensor:
+        """The oldest tensor that is expected, once it is there."""
+        if not self.cuda:
+            t = self.under_way.popleft()
+            dist.recv(t, self.source, self.group)
+            return t
+        t, there = self.under_way.popleft()
+        torch.cuda.current_stream().wait_event(there)
+        t.record_stream(torch.cuda.current_stream())
+        return t
+
+    def finish(self) -> None:
+        """Wait for what was sent, on a CPU."""
+        while self.under_way:
+            self.under_way.popleft()[0].wait()
+
+
+class Links:
+    """A rank's links to the pieces before and after its own.
+
+    Every rank makes the groups of all pipelines: a group is made by all ranks together.
+
+    Args:
+        stages: the stage of each piece.
+        grid: ranks, [stages, shards].
+        rank: this rank."""
+
+    def __init__(self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device):
+        self.to, self.sent, self.received = {}, {}, {}
+        for piece, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
+            for shard in range(grid.shape[1]) if here != there else ():
+                a, b = grid[here, shard].item(), grid[there, shard].item()
+                ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
+                for kind, into, source, target in ways:
+                    group = dist.new_group([source, target])
+                    link = Link(source, target, group, device)
+                    if rank == source:
+                        self.sent[kind, into] = link
+                    if rank == target:
+                        self.received[kind, into] = link
+
+    def needs(self, kind: str, piece: int) -> bool:
+        """Whether this work needs something from another rank."""
+        return (kind, piece) in self.received
+
+    def finish(self) -> None:
+        """Wait for what was sent, on a CPU."""
+        for link in self.sent.values():
+            link.finish()
