@@ -64,10 +64,11 @@ def measured(model: str, way: str) -> str:
             if not ours or row["model"] != f"models/qwen3-{model.lower()}" or row["data"] != "full":
                 continue
             host = result["config"].get("optimizer_on_host", False)
-            capped = result["config"].get("device_memory_gb", 0)
-            if row["dtype"] == "bf16" and host == (way == HOST) and not capped and not row["env"]:
+            if row["dtype"] == "bf16" and host == (way == HOST) and not row["env"]:
                 speed = round(result["summary"]["median_slots_per_s"])
-                flags = row["flags"].replace("--optimizer_on_host", "").strip()
+                flags = row["flags"].replace("--optimizer_on_host", "").replace("--", "")
+                flags = flags.replace("reshard_after_forward", "reshard")
+                flags = re.sub(r" +device_memory_gb (\d+)", r", in \1 GB a card", flags).strip()
                 how = (f"{row['engine']} {row['micro']}", f"GA {row['ga']}", "ckpt" * row["ckpt"])
                 words = ", ".join(filter(None, (*how, flags)))
                 fastest = max(fastest, (speed, f"{speed:,} ({words})"))

@@ -96,7 +96,7 @@ def batches(config, ask, stages: int, flags: dict) -> Iterator[Choice]:
             way = CKPT if args.use_activation_checkpointing else DEVICE
             seconds = step_time.of_fsdp(args, config, *speed)
             if args.optimizer_on_host:
-                way, host = HOST, estimate.of_host(config)
+                way, host = HOST, estimate.of_host(config, replicas)
         tokens = micro * accum * replicas * ask.seq_len
         fullest = max(parts, key=lambda parts: sum(parts.values()))
         yield Choice(way, {**batch, **flags}, seconds, tokens, fullest, host)

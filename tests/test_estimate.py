@@ -71,6 +71,16 @@ def test_within_a_tenth_of_what_was_measured(result, monkeypatch):
         assert sum(parts.values()) == pytest.approx(peak, rel=0.1)
 
 
+ON_HOST = [result for result in MEASURED if result.get("config", {}).get("optimizer_on_host")]
+
+
+@pytest.mark.parametrize("result", ON_HOST, ids=lambda result: name_of(result["row"]))
+def test_host_memory_within_a_tenth(result):
+    config = load_config(ROOT / result["row"]["model"], result["row"]["seq_len"])
+    measured = result["summary"]["peak_host_gb"]
+    assert fsdp.of_host(config, len(measured)) == pytest.approx(sum(measured), rel=0.1)
+
+
 def test_zero_shards_more_with_each_stage():
     """8B on two processes."""
     row = {"engine": "zero", "model": "models/qwen3-8b", "data": "full"}

@@ -9,14 +9,14 @@ gradients once (optimizer on the host: in bf16, every micro-batch). Of a transfe
 is exposed, and what lasts longer than the compute beside it. A pipeline idles for stages - 1
 micro-batches of a stage, DualPipeV half as long, and waits for all it sends.
 
-The constants fit the rows of docs/benchmarks.md (two H200, three links; tests/test_fit.py), except
-those of the host's update: not measured yet, an estimate."""
+The constants fit the rows of docs/benchmarks.md and docs/speed.md (H200, three links;
+tests/test_fit.py)."""
 
 from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, parameters_of
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
-PCIE = 25e9  # bytes per second between a card and the host, in each direction
+PCIE = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
 
 
 def micro_batch(args, config, seq_len: int, tflops: float) -> float:
