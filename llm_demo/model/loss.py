@@ -24,13 +24,13 @@ def cross_entropy_sum(
 
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
     dtype. index, targets: int64 [n] from label_positions. Softmax and sums are in fp32. compiled:
-    use torch.compile, two passes over a chunk's logits instead of six. slim: halve the chunks if
-    there are several."""
+    use torch.compile, two passes over a chunk's logits instead of six. slim: chunks of a
+    quarter of the size if there are several."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_loss_of_logits, _scaled)
     if compiled:
         functions = (_compiled(_fused_loss_of_logits), _compiled(_fused_scaled))
-    chunks = _chunks(len(rows), CHUNK_ROWS // 2 if slim and len(rows) > CHUNK_ROWS else CHUNK_ROWS)
+    chunks = _chunks(len(rows), CHUNK_ROWS // 4 if slim and len(rows) > CHUNK_ROWS else CHUNK_ROWS)
     return _ChunkedCrossEntropy.apply(
         rows, weight, targets, chunks, torch.is_grad_enabled(), *functions
     )

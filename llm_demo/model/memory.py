@@ -111,7 +111,7 @@ def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
     tokens = args.micro_batch_size * train.seq_len
     slim = getattr(args, "optimizer_on_host", False) and tokens > CHUNK_ROWS
-    rows = min(CHUNK_ROWS // 2 if slim else CHUNK_ROWS, tokens)
+    rows = min(CHUNK_ROWS // 4 if slim else CHUNK_ROWS, tokens)
     weight = config.vocab_size * config.hidden_size
     size = torch.finfo(compute.dtype).bits // 8
     logits = rows * config.vocab_size * size
