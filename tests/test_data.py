@@ -181,7 +181,7 @@ def test_the_rows_are_pinned():
 
 @pytest.fixture(scope="module")
 def packs(tmp_path_factory):
-    """78 rows with longest documents of 4 to 16 tokens."""
+    """84 rows with longest documents of 4 to 16 tokens."""
     random = np.random.default_rng(0).permutation(TEXTS).tolist()
     path = tmp_path_factory.mktemp("rows") / "x.jsonl"
     return load(write(path, random), seq_len=24)
