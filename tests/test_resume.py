@@ -18,6 +18,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     (folder / "data.jsonl").write_text("\n".join(lines[:40]))  # 28 rows: an epoch ends on the way
+    texts = [{"text": "why " * (2 + 7 * i % 27)} for i in range(60)]
+    (folder / "ragged.jsonl").write_text("\n".join(map(json.dumps, texts)))
     model = smaller_model(folder / "model")
 
     def train(kind, processes, cases):
@@ -75,6 +77,7 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
     host = "--optimizer_on_host"
     order = ["--length_warmup", "3", "--no_shuffle"]  # taken up again before the last sorted step
+    order += ["--train_json", "{folder}/ragged.jsonl"]
     heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
     runs("fsdp", 2, {
         "fsdp": [*fp32, *fsdp, *heldout],
@@ -113,7 +116,6 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "replicas", "host", "zero")]
     others += [f"fsdp-from-{way}" for way in ("host", "pp", "zero")]
     others += [f"{way}-from-ordered" for way in ("pp", "zero")]
-    assert steps_of(runs.folder / "ordered")[3] != steps_of(runs.folder / "fsdp")[3]
     for name in (*others, "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 
