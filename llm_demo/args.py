@@ -96,7 +96,7 @@ class DataArgs:
     eval_json: str = flag(
         "auto",
         "Held-out data; a hub dataset with its split, such as openai/gsm8k:test. auto: "
-        "X.heldout.jsonl beside X.jsonl, if it exists. none: no evaluation.",
+        "X.heldout.jsonl beside X.jsonl, if any. none: no evaluation.",
     )
     data_format: Literal[
         "auto", "tokens", "messages", "conversations", "prompt", "alpaca", "input", "text"
@@ -108,11 +108,9 @@ class DataArgs:
         "Length of a row in tokens. 0: 99 % of the documents fit, rounded up to a multiple of "
         "128, at most 4096 and the model's limit.",
     )
-    pack_sequences: bool = flag(
-        True, "Pack whole documents into rows. Off: one document per row, padded."
-    )
+    pack_sequences: bool = flag(True, "Pack whole documents into rows. Off: one per row, padded.")
     overlong: Literal["truncate", "split", "drop"] = flag(
-        "truncate", "What to do with a document longer than a row."
+        "truncate", "For documents longer than a row."
     )
     train_on_prompt: bool = flag(False, "Train on every token, not only on the assistant's.")
     learn_turns: Literal["all", "last"] = flag("all", "Assistant turns to train on.")
@@ -130,7 +128,7 @@ class TrainArgs:
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate. Default: 2e-5 for trained weights, 1e-3 for random.",
+        "Peak learning rate. Default: 2e-5, or 1e-3 for random weights.",
         positive=True,
     )
     weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
@@ -149,6 +147,8 @@ class TrainArgs:
         "Compute dtype; weights and optimizer states are always fp32. auto: fp32 on a CPU, bf16 "
         "on a GPU that has it, else fp16. Short forms: --bf16, --fp16.",
     )
+    shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
+    length_warmup: int = flag(0, "Sort the rows of so many first steps by longest document. 0: no.")
     seed: int = flag(1234, "Seed of row order and random weights.", at_most=2**63 - 1)
 
 
@@ -168,7 +168,7 @@ class RunArgs:
         "auto: resume from the newest complete checkpoint in --output_dir, or start if there is "
         "none. A folder: resume from that checkpoint or run.",
     )
-    resume_anyway: bool = flag(False, "Resume even if data, seed or rows per step have changed.")
+    resume_anyway: bool = flag(False, "Resume even if the data or the rows of a step have changed.")
     export: Literal["none", "bf16", "fp16", "fp32"] = flag(
         "none", "Export a Hugging Face model in this dtype to hf/ in the run's folder at the end."
     )

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.args import Args
-from llm_demo.data.steps import Packs, collate, step_rows, token_counts
+from llm_demo.data.steps import Packs, collate, token_counts
 from llm_demo.device import World
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
@@ -86,7 +86,7 @@ def train(
         evaluation(0)
     for n in range(checkpoints.first_step, horizon.max_steps):
         # rows and label count of the whole step over all ranks, known without communication
-        rows = step_rows(len(data.train), args.seed, n, horizon.global_batch, horizon.n_total)
+        rows = plan.rows_of(n)
         n_tokens, n_labels = token_counts(data.train, rows)
         lr = lr_at(n, horizon.lr, args.warmup_steps, horizon.max_steps, args.lr_scheduler)
         loss, norm = step(rows, n_labels, lr)
@@ -108,9 +108,8 @@ def train(
 
 def try_forward(args: Args, plan: Plan, ask: Callable) -> None:
     """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
-    train, horizon = plan.data.train, plan.horizon
-    rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
-    batch = collate(train, rows[: args.micro_batch_size], plan.data.max_docs)
+    rows = plan.rows_of(0)[: args.micro_batch_size]
+    batch = collate(plan.data.train, rows, plan.data.max_docs)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
 

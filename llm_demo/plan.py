@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from llm_demo.args import Args, command_line
 from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
 from llm_demo.data.sources import hub_parts
-from llm_demo.data.steps import Packs, step_rows
+from llm_demo.data.steps import Packs, order_rows
 from llm_demo.device import DTYPES, Device, World, limit_memory, pick_dtype, this_device
 from llm_demo.dist import from_rank0, once_per_node
 from llm_demo.errors import UserError
@@ -70,6 +71,7 @@ class Plan(NamedTuple):
     data: Data
     compute: Compute
     horizon: Horizon
+    rows_of: Callable[[int], np.ndarray]  # step, from 0 -> its rows
     identity: dict  # name -> what the rows of a step depend on
     sample_tokens: int  # length of the sample answers at the end
 
@@ -101,8 +103,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
     horizon = pick_horizon(args, data_parallel, train, bool(source.weights), earlier, say)
-    rows = step_rows(len(train), args.seed, 0, horizon.global_batch, horizon.n_total)
-    example = describe_example(train, source.tokenizer, int(rows[0]))
+    rows_of = pick_order(args, horizon, train, say)
+    example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
     log.resolved(
         dtype=dtype_name, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
@@ -111,8 +113,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     )  # fmt: skip
     identity = {
         **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
+        "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
-    return Plan(source, data, compute, horizon, identity, sample_tokens)
+    return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
 
 
 def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
@@ -255,6 +258,26 @@ def pick_horizon(
             "give a shorter warm-up"
         )
     return Horizon(data_parallel, global_batch, max_steps, n_total, lr)
+
+
+def pick_order(args: Args, horizon: Horizon, train: Packs, say: Callable) -> Callable:
+    """The rows of each step. Raises UserError for a --length_warmup with steps that this run lacks
+    or fills up with padding: the sorted rows would be others once the run is extended."""
+    first, full = args.length_warmup, horizon.max_steps
+    if horizon.n_total:
+        full = min(full, horizon.n_total // horizon.global_batch)
+    if first > full:
+        raise UserError(
+            f"--length_warmup {first} is longer than the run's {full} steps of "
+            f"{horizon.global_batch} rows: give at most {full}"
+        )
+    if not args.shuffle:
+        packed = "" if train.single else " by the first document of each (they are packed)"
+        say(f"rows: in file order{packed}, the same in every epoch (--no_shuffle)")
+    if first:
+        say(f"rows: those of the first {first} steps in order of their longest document")
+    shape = horizon.global_batch, horizon.n_total
+    return order_rows(train, args.seed, *shape, args.shuffle, first)
 
 
 # ---------------------------------------------------------------- of a resumed run

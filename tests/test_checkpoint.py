@@ -152,6 +152,19 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
     assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
 
 
+def test_an_earlier_version_shuffled_the_rows_and_did_not_sort_them(tmp_path):
+    save(make(tmp_path), 1)
+    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
+    default = {"seed": 1, "shuffle": True, "length_warmup": 0}
+    assert checkpoints_of(Voice(tmp_path), default, flags).first_step == 1
+    for change, message in (
+        ({"shuffle": False}, "shuffle was True, is False; to"),
+        ({"length_warmup": 4}, "length_warmup was 0, is 4; to"),
+    ):
+        with pytest.raises(UserError, match=f"different rows: {message} continue anyway"):
+            checkpoints_of(Voice(tmp_path), default | change, flags)
+
+
 def test_another_model_is_refused(tmp_path):
     save(make(tmp_path), 1)
     checkpoints = make(tmp_path)

@@ -1,5 +1,6 @@
 """Packing, cache, the rows of a step, batches, on documents that can be told apart."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,7 +14,7 @@ from tiny_tokenizer import CHATML, golden, make_tokenizer
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
-from llm_demo.data.steps import collate, step_rows
+from llm_demo.data.steps import collate, order_rows, step_rows
 from llm_demo.errors import UserError
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -176,6 +177,57 @@ def test_the_stream_ends_in_empty_rows():
 def test_the_rows_are_pinned():
     # Resuming a run with a newer version must go on with the same rows.
     assert step_rows(6, 0, 0, 12).tolist() == [3, 2, 5, 4, 0, 1, 1, 4, 3, 0, 2, 5]
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory):
+    """84 rows with longest documents of 4 to 16 tokens."""
+    random = np.random.default_rng(0).permutation(TEXTS).tolist()
+    path = tmp_path_factory.mktemp("rows") / "x.jsonl"
+    return load(write(path, random), seq_len=24)
+
+
+def stream_of(rows_of, steps):
+    return np.concatenate([rows_of(step) for step in range(steps)])
+
+
+def test_longest_document_and_file_order_of_rows(packs):
+    docs = [packs.row_docs[a:b] for a, b in itertools.pairwise(packs.row_start)]
+    lengths = np.diff(packs.doc_start)
+    assert packs.longest_of_rows().tolist() == [max(lengths[d]) for d in docs]
+    assert packs.file_order().tolist() == sorted(range(len(packs)), key=lambda i: min(docs[i]))
+    assert any(len(d) > 1 for d in docs) and packs.file_order()[0] != 0
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("steps, batch", [(4, 8), (7, 24), (2, 200)])  # up to five epochs
+def test_length_warmup_reorders_the_same_rows(packs, steps, batch, shuffle):
+    plain = order_rows(packs, 3, batch, None, shuffle)
+    rows_of = order_rows(packs, 3, batch, steps * batch, shuffle, steps)
+    longest, before = packs.longest_of_rows().tolist(), stream_of(plain, steps).tolist()
+    # sorted() is stable: equal rows stay in the order that they had
+    assert stream_of(rows_of, steps).tolist() == sorted(before, key=longest.__getitem__) != before
+    assert len(set(longest)) > 5 and rows_of(0).shape == (batch,) and rows_of(0).dtype == np.int64
+    rows_of = order_rows(packs, 3, batch, (steps + 2) * batch - 3, shuffle, steps)
+    for step in (steps, steps + 1, 0, steps):  # in any order, as after a resume
+        rows = sorted(before, key=longest.__getitem__)[:batch] if step == 0 else plain(step)
+        padded = [-1] * (3 * (step == steps + 1))
+        assert rows_of(step).tolist() == [*rows[: batch - len(padded)], *padded]
+    for step in range(steps):  # another length of the run: the same rows
+        longer = order_rows(packs, 3, batch, None, shuffle, steps)
+        assert rows_of(step).tolist() == longer(step).tolist()
+
+
+def test_without_shuffling_every_epoch_is_in_file_order(tmp_path, packs):
+    alone = load(write(tmp_path / "x.jsonl"), pack=False)
+    rows_of = order_rows(alone, 1, 150, 450, shuffle=False)
+    expected = [i % len(TEXTS) for i in range(450)] + [-1] * 150
+    assert stream_of(rows_of, 4).tolist() == expected
+    rows = stream_of(order_rows(packs, 1, 4, shuffle=False), 2 * len(packs) // 4)
+    epochs = rows.reshape(2, -1)
+    assert (epochs[0] == epochs[1]).all() and sorted(epochs[0]) == list(range(len(packs)))
+    first = [packs.row_docs[packs.row_start[i]] for i in epochs[0]]
+    assert first == sorted(first)
 
 
 def test_collate(tmp_path):

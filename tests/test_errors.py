@@ -193,6 +193,12 @@ CASES += [
         ["--psgd_rank", "4", "--replicas", "all", "--dtype", "fp16"],
         "--psgd_rank does not work in fp16",
     ),
+    ("fsdp", ["--length_warmup", "-1"], "--length_warmup -1: must not be negative"),
+    (
+        "zero",
+        ["--length_warmup", "2"],
+        "--length_warmup 2 is longer than the run's 1 steps of 1 rows: give at most 1",
+    ),
     ("fsdp", ["--replicas", "3"], "--replicas 3 does not divide 1, the processes"),
     ("pp", ["--optimizer_on_host"], "DeepSpeed's pipeline has no exact optimizer on the host"),
     ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1.0: must not be negative"),

@@ -18,6 +18,8 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     (folder / "data.jsonl").write_text("\n".join(lines[:40]))  # 28 rows: an epoch ends on the way
+    texts = [{"text": "why " * (2 + 7 * i % 27)} for i in range(60)]
+    (folder / "ragged.jsonl").write_text("\n".join(map(json.dumps, texts)))
     model = smaller_model(folder / "model")
 
     def train(kind, processes, cases):
@@ -74,6 +76,8 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     fp32 = ["--dtype", "fp32", "--use_activation_checkpointing", "--micro_batch_size", "2"]
     pp, fsdp = ["--grad_accum_steps", "6"], ["--grad_accum_steps", "3"]
     host = "--optimizer_on_host"
+    order = ["--length_warmup", "3", "--no_shuffle"]  # taken up again before the last sorted step
+    order += ["--train_json", "{folder}/ragged.jsonl"]
     heldout = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
     runs("fsdp", 2, {
         "fsdp": [*fp32, *fsdp, *heldout],
@@ -82,6 +86,8 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "host": [*fp32, *fsdp, host],
         "host-from-fsdp": resumed("fsdp", *fp32, *fsdp, host),
         "fsdp-from-host": resumed("host", *fp32, *fsdp),
+        "ordered": [*fp32, *fsdp, *order],
+        "ordered-again": resumed("ordered", *fp32, *fsdp, *order),
     })  # fmt: skip
     one = ["--dtype", "fp32", "--micro_batch_size", "1"]
     runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
@@ -89,11 +95,13 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "ppb": [*BF16, *fsdp], "ppb-again": resumed("ppb", *BF16, *fsdp),
         "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
         "v-from-fsdp": resumed("fsdp", *one, *pp, "--schedule", "dualpipev"),
+        "pp-from-ordered": resumed("ordered", *fp32, *fsdp, *order),
     })  # fmt: skip
     zero3 = ZERO["zero3"]
     runs("zero", 2, {
         "zero": [*fp32, *fsdp, *zero3], "zero-again": resumed("zero", *fp32, *fsdp, *zero3),
         "zero-from-fsdp": resumed("fsdp", *fp32, *fsdp, *zero3),
+        "zero-from-ordered": resumed("ordered", *fp32, *fsdp, *zero3, *order),
     })  # fmt: skip
     runs("fsdp", 1, {
         "plain-from-fsdp": resumed("fsdp", *fp32, *pp, "--no_fsdp"),
@@ -103,10 +111,11 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     two = ["--replicas", "2"]  # of two shards
     runs("fsdp", 4, {"replicas-from-fsdp": resumed("fsdp", *one, *fsdp, *two)})
     runs("pp", 1, {"1-stage-from-pp": resumed("pp", *fp32, *pp, "--stages", "1")})
-    for name in ("fsdp", "fsdp16", "pp", "ppb", "zero"):
+    for name in ("fsdp", "fsdp16", "ordered", "pp", "ppb", "zero"):
         assert_same(runs.folder, name, f"{name}-again")
     others = [f"{way}-from-fsdp" for way in ("4-stages", "v", "plain", "replicas", "host", "zero")]
     others += [f"fsdp-from-{way}" for way in ("host", "pp", "zero")]
+    others += [f"{way}-from-ordered" for way in ("pp", "zero")]
     for name in (*others, "1-stage-from-pp"):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 

@@ -574,6 +574,67 @@ def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
     alone(*flags, "--seq_len", "0", "--dry_run")  # the default is no longer than the window
 
 
+def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatch):
+    import fsdp.train_fsdp as script
+
+    seen, train = [], script.train
+
+    def watch(*args):
+        *before, step, evaluate, ask, state, facts = args
+        seen.clear()
+
+        def watched(rows, *more):
+            seen.append(rows.tolist())
+            return step(rows, *more)
+
+        train(*before, watched, evaluate, ask, state, facts)
+
+    monkeypatch.setattr(script, "train", watch)
+    words = [1 + 7 * i % 11 for i in range(26)]  # of each row, as each has one document
+    write(tmp_path / "x.jsonl", *[{"text": "word " * n} for n in words])
+    MistralConfig(**SIZES).save_pretrained(tmp_path / "model")
+    flags = [
+        "--model_name_or_path",
+        "model",
+        "--tokenizer_name_or_path",
+        ROOT / "models/qwen3-tiny",
+    ]
+    flags += ["--train_json", "x.jsonl", "--no_pack_sequences", "--seq_len", "32", "--overwrite"]
+    flags += ["--grad_accum_steps", "6"]
+
+    def rows_of(*more):
+        alone(*flags, *more)
+        return seen[:]
+
+    five, early = ["--max_steps", "5", "--no_save"], ["--length_warmup", "4"]
+    in_file = [i % 26 for i in range(30)]
+    assert rows_of(*five, "--no_shuffle") == np.reshape(in_file, (5, 6)).tolist()
+    plain = rows_of(*five)
+    expected = sorted(sum(plain[:4], []), key=lambda row: words[row])
+    whole = ["--output_dir", "whole", *early, "--save_every", "2", "--keep_last", "0"]
+    rows = rows_of(*whole)  # one epoch: 26 rows, then padding
+    assert sum(rows[:4], []) == expected and rows[4] == [*plain[4][:2], -1, -1, -1, -1]
+    resume = [
+        "--no_overwrite",
+        "--output_dir",
+        "again",
+        "--resume",
+        "whole/checkpoints/step_00000002",
+    ]
+    assert rows_of(*early, *resume) == rows[2:]
+    again, before = (list(filter(None, losses(tmp_path / run))) for run in ("again", "whole"))
+    assert len(again) == 3 and again == before[2:]
+    assert rows_of(*early, *resume, "--output_dir", "more", "--num_epochs", "2")[:2] == rows[2:4]
+    for more, message in (
+        (["--length_warmup", "3", *resume], "different rows: length_warmup was 4, is 3; to cont"),
+        (["--no_shuffle", *early, *resume], "different rows: shuffle was True, is False; to cont"),
+        (["--length_warmup", "5"], "5 is longer than the run's 4 steps of 6 rows: give at most 4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            rows_of(*more, "--output_dir", "refused")
+    assert not (tmp_path / "refused").exists()
+
+
 def test_which_windows_are_used(tmp_path):
     qwen = dict(sliding_window=16, max_window_layers=1, **SIZES)
     for config, window in (

@@ -1,7 +1,7 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
 file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
-memory-mapped from a cache folder -> step_rows: the rows of step k -> collate: tensors"""
+memory-mapped from a cache folder -> order_rows: the rows of step k -> collate: tensors"""
 
 import glob
 import hashlib

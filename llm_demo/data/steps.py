@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ class Packs:
     tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
     is_label: np.ndarray  # bool [all tokens]
     doc_start: np.ndarray  # int64 [documents + 1], into tokens
-    row_docs: np.ndarray  # int64 [documents], document numbers, row after row
+    row_docs: np.ndarray  # int64 [documents], document numbers, row after row, rising in each
     row_start: np.ndarray  # int64 [rows + 1], into row_docs
 
     def __len__(self) -> int:
@@ -73,23 +73,61 @@ class Packs:
         """Whether every row holds at most one document."""
         return int(np.diff(self.row_start).max(initial=0)) <= 1
 
+    def longest_of_rows(self) -> np.ndarray:
+        """Tokens of the longest document of each row, ignoring padding tails, int64 [rows]."""
+        return np.maximum.reduceat(np.diff(self.doc_start)[self.row_docs], self.row_start[:-1])
+
+    def file_order(self) -> np.ndarray:
+        """All rows in the order of the first document of each, int64 [rows]."""
+        return np.argsort(self.row_docs[self.row_start[:-1]])
+
+
+def order_rows(
+    packs: Packs,
+    seed: int,
+    global_batch: int,
+    n_total: int | None = None,
+    shuffle: bool = True,
+    length_warmup: int = 0,
+) -> Callable[[int], np.ndarray]:
+    """The rows of a run: step_rows as a function of the step alone.
+
+    shuffle False: Packs.file_order in every epoch. length_warmup: the rows of so many steps, from
+    the first, are the same but come in order of their longest document, equal ones in the order
+    that they would have had. These steps must end before n_total, so that a run of another length
+    has the same."""
+    order = None if shuffle else packs.file_order()
+    of_steps = functools.partial(step_rows, len(packs), seed, n_total=n_total, order=order)
+    if not length_warmup:
+        return functools.partial(of_steps, global_batch=global_batch)
+    rows = of_steps(0, length_warmup * global_batch)
+    longest = packs.longest_of_rows()[rows]
+    early = rows[np.argsort(longest, kind="stable")].reshape(length_warmup, global_batch)
+    return lambda step: early[step] if step < length_warmup else of_steps(step, global_batch)
+
 
 def step_rows(
-    n_rows: int, seed: int, step: int, global_batch: int, n_total: int | None = None
+    n_rows: int,
+    seed: int,
+    step: int,
+    global_batch: int,
+    n_total: int | None = None,
+    order: np.ndarray | None = None,
 ) -> np.ndarray:
     """Rows of optimizer step `step` (from 0), int64 [global_batch], the same on every rank.
 
-    The stream is one seeded permutation of all rows per epoch, concatenated. Step k takes the
-    global_batch positions from k * global_batch. Ranks and micro-batches slice the result, so the
-    split never changes a step, and resuming needs only the step number. From stream position
-    n_total on, rows are -1: see Packs.row."""
-    at = step * global_batch + np.arange(global_batch)
-    rows = np.empty(global_batch, np.int64)
-    for epoch in range(at[0] // n_rows, at[-1] // n_rows + 1):
-        in_epoch = at // n_rows == epoch
-        rows[in_epoch] = _permutation(n_rows, seed, epoch)[at[in_epoch] % n_rows]
+    The stream is one seeded permutation of all rows per epoch, or `order`, concatenated. Step k
+    takes the global_batch positions from k * global_batch. Ranks and micro-batches slice the
+    result, so the split never changes a step, and resuming needs only the step number. From stream
+    position n_total on, rows are -1: see Packs.row."""
+    begin, end = step * global_batch, (step + 1) * global_batch
+    parts = []
+    for epoch in range(begin // n_rows, (end - 1) // n_rows + 1):
+        rows = _permutation(n_rows, seed, epoch) if order is None else order
+        parts.append(rows[max(0, begin - epoch * n_rows) : end - epoch * n_rows])
+    rows = np.concatenate(parts)
     if n_total is not None:
-        rows[at >= n_total] = -1
+        rows[max(0, n_total - begin) :] = -1
     return rows
 
 

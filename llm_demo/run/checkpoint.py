@@ -46,6 +46,9 @@ SETTINGS = (
     "eval_json",
 )  # fmt: skip
 
+# what the identity of an earlier version lacks, as it was then
+EARLIER = {"shuffle": True, "length_warmup": 0}
+
 # entries that trainer.json must have to resume from it
 NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
@@ -90,7 +93,9 @@ class Checkpoints:
 
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
-        if changes := differences(self.facts.get("identity", {}), self.identity):
+        before = {name: value for name, value in EARLIER.items() if name in self.identity}
+        before |= self.facts.get("identity", {})
+        if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             if not self.args.resume_anyway:
                 raise UserError(f"{text}; to continue anyway, add --resume_anyway")
