@@ -7,7 +7,8 @@ from typing import ClassVar, Literal
 from llm_demo.args import flag
 from llm_demo.errors import UserError
 
-TWICE = ("interleaved", "torch_interleaved", "zbv", "dualpipev")  # two pieces per stage
+SPLIT = ("zbv", "dualpipev")  # a backward in two parts
+TWICE = ("interleaved", "torch_interleaved", *SPLIT)  # two pieces per stage
 
 
 @dataclasses.dataclass
@@ -54,18 +55,12 @@ class FsdpPipeArgs:
             )
         if args.schedule in TWICE and args.stages < 2:
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
-        if args.schedule in ("zbv", "dualpipev"):
+        if args.schedule in SPLIT:
             split = f"--schedule {args.schedule} splits each backward in two"
             if args.reshard_after_forward:
-                raise UserError(
-                    f"{split}: with --reshard_after_forward its gradients would be wrong"
-                )
+                raise UserError(f"{split}: --reshard_after_forward would give wrong gradients")
             if args.compile:
                 raise UserError(f"{split}, which compiled blocks can't do: drop --compile")
-            if args.use_activation_checkpointing:
-                raise UserError(
-                    f"{split}, which activation checkpointing can't do: drop it, or use 1f1b"
-                )
             if accum < 2 * args.stages:
                 raise UserError(
                     f"--schedule {args.schedule} needs --grad_accum_steps of at least 2 x stages: "

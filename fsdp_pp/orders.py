@@ -14,8 +14,11 @@ FORWARD, BACKWARD = "forward", "backward"
 
 
 def stages_of(schedule: str, stages: int) -> list[int]:
-    """The stage of each piece of the model. interleaved: around twice."""
-    return list(range(stages)) * (2 if schedule == "interleaved" else 1)
+    """The stage of each piece of the model. Twice around, or out and back (PyTorch's V)."""
+    once = list(range(stages))
+    if schedule in ("zbv", "dualpipev"):
+        return once + once[::-1]
+    return once * (2 if schedule.endswith("interleaved") else 1)
 
 
 def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:

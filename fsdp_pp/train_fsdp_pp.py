@@ -15,8 +15,10 @@ from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import accumulate
 from fsdp.shards import Shards, training_state
 from fsdp_pp import estimate, orders, runner
-from fsdp_pp.flags import FsdpPipeArgs
+from fsdp_pp.flags import SPLIT, FsdpPipeArgs
 from fsdp_pp.pieces import Pieces
+from fsdp_pp.tied import TiedEnds, tied_group
+from fsdp_pp.torch_schedules import SCHEDULES, TorchSchedule
 from fsdp_pp.transfers import Links
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -49,6 +51,8 @@ parse = functools.partial(parse_args, __doc__, FsdpPipeArgs)
 
 def main() -> None:
     args = parse()
+    if args.schedule in SPLIT and args.compile is None:
+        args.compile = False
     world = start()
     if world.size % args.stages:
         raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
@@ -82,12 +86,14 @@ def main() -> None:
     links = Links(where, ranks, world.rank, world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    low = compute.dtype != torch.float32
-    flat = low and n_shards == 1
+    low, by_torch = compute.dtype != torch.float32, args.schedule in SCHEDULES
+    sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
+    flat = low and not sharded
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
+    tied = config.tie_word_embeddings
     with loading(weights, world.size):
         pieces = Pieces(lm, args, compute, counts, where, stage)
-        if n_shards > 1:
+        if sharded:
             pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
             if low:
                 how = compute.dtype, accum > 1, compute.compile, False
@@ -105,111 +111,100 @@ def main() -> None:
     optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
     optimized.follow(optimizer)
     loss_scale = LossScale(compute.dtype, world.device)
-    embedding, head = pieces.tied()
-    ends = tied_group(ranks, shard) if config.tie_word_embeddings else None
+    ends = where[0], where[last]
+    group = tied_group(*(ranks[s].tolist() for s in ends), shard) if tied else None
+    copies = TiedEnds(pieces.tied(), optimized, group)
     if world.device.type != "cpu":  # made by all ranks together, for saves in the background
         on_cpu = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
         checkpoints.meshes[grid[SHARD]] = on_cpu[SHARD]
-
-    def views(optimizer, copies=False):
-        """Without the head if it is a copy of the embedding, which another stage has."""
-        for view in optimized.views(optimizer):
-            if copies or view[0] is not head:
-                yield view
-
-    state = functools.partial(training_state, views, optimizer, grid[SHARD], None)
+    state = functools.partial(training_state, copies.saved, optimizer, grid[SHARD], None)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
-        tensors = training_state(
-            functools.partial(views, copies=True), optimizer, grid[SHARD], None
-        )
+        tensors = training_state(copies.loaded, optimizer, grid[SHARD], None)
         checkpoints.load(tensors)
         optimized.store({p: tensors[p.hf_name] for p in optimized.model_params})
+        copies.copy(optimizer)
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
+    if by_torch:
+        like = {"dtype": compute.dtype, "device": "meta", "requires_grad": True}
+        hidden = torch.empty(B, S, config.hidden_size, **like)
+        ids = torch.empty(B, S, dtype=torch.int64, device="meta")
+        how = accum, world.device, grid[STAGE].get_group(), hidden, ids
+        schedule = TorchSchedule(args.schedule, pieces, last + 1, *how)
+    work = [] if by_torch else orders.order(args.schedule, args.stages, stage, accum)
 
-    def forward(piece, batch, x, labels=()):
-        """A piece's output. x: hidden states, None for the first piece. labels: what follows
-        `documents` in DecoderLoss.forward."""
+    def inputs_of(batch, *labels):
+        """(token ids, the other arguments of DecoderLoss.forward), of which labels are the last."""
         shape = tuple(batch.input_ids.shape)
         documents = make_documents(batch.cu_seqlens, shape, compute.attn_impl, world.device)
-        ids, positions = to_device(world.device, batch.input_ids, batch.position_ids)
-        labels = to_device(world.device, *labels) if piece == last else [None]
-        return pieces[str(piece)](ids if x is None else x, positions, documents, *labels)
+        moved = to_device(world.device, batch.input_ids, batch.position_ids, *labels)
+        names = "position_ids", "index", "targets", "answers"
+        return moved[0], {"documents": documents, **dict(zip(names, moved[1:], strict=False))}
 
     def batches_of(packs, rows, micro=B):
         return micro_batches(packs, rows, shard, n_shards, micro, data.max_docs)
 
-    def hidden(micro=B):
-        return (micro, S, config.hidden_size), compute.dtype
+    def run_pipeline(work, inputs, micro, take, backward=None):
+        """Do this stage's work. take: of the last piece's outputs."""
+
+        def forward(piece, k, x):
+            ids, more = inputs[k]
+            y = pieces[str(piece)](ids if x is None else x, **more)
+            return take(y) if piece == last else y
+
+        hidden = (micro, S, config.hidden_size), compute.dtype
+        runner.run(work, last, links, hidden, forward, backward)
 
     def step(rows, n_labels, lr):
         total = torch.zeros((), device=world.device)
-        batches = Lookahead(clock.data(batches_of(data.train, rows)))
+        batches = clock.data(batches_of(data.train, rows))
+        inputs = Lookahead(inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
 
-        def forward_train(piece, k, x):
-            batch = batches[k]
-            y = forward(piece, batch, x, label_positions(batch.labels))
-            if piece == last:
-                y = y / n_labels
-                total.add_(y.detach())
-            return y
+        def take(loss):
+            total.add_(loss.detach() / n_labels)
+            return loss * (loss_scale.scale / n_labels)
 
         def backward(piece, k, y, grad):
-            if n_shards > 1:
-                args_ = args.reshard_after_forward, k == accum - 1
-                accumulate(pieces[str(piece)], *args_, every=False)
-            (y * loss_scale.scale if grad is None else y).backward(grad)
+            if sharded:
+                how = args.reshard_after_forward, k == accum - 1
+                accumulate(pieces[str(piece)], *how, every=False)
+            y.backward(grad)
             if flat:
                 optimized.take_grads(last=k == accum - 1)
 
-        work = orders.order(args.schedule, args.stages, stage, accum)
-        runner.run(work, last, links, hidden(), forward_train, backward)
+        if by_torch:
+            schedule.run([inputs[k] for k in range(accum)], take)
+        else:
+            run_pipeline(work, inputs, B, take, backward)
         if not flat:
             optimized.take_grads(last=True)
+        copies.sum_gradients()
         set_lr(optimizer, lr)
-        grads = optimized.grads()
-        for copy in (embedding, head):
-            if copy is not None:
-                dist.all_reduce(optimized.grad_of(copy), group=ends)
-        if head is not None:  # counts once in the norm
-            copied = optimized.grad_of(head).data_ptr()
-            grads = [grad for grad in grads if not (grad.numel() and grad.data_ptr() == copied)]
-        parts = [(grads, dist.group.WORLD)]
+        parts = [(copies.counted_once(optimized.grads()), dist.group.WORLD)]
         return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 
     @torch.no_grad()
     def evaluate(micro):
         rows = heldout_rows(data.heldout, n_shards, micro)
         count = rows.size // n_shards // micro
+        batches = batches_of(data.heldout, rows, micro)
         total = torch.zeros(2, device=world.device)
-        batches = progress(batches_of(data.heldout, rows, micro), "evaluating", count, "batches")
-        batches = Lookahead(batches)
 
-        def score(piece, k, x):
-            batch = batches[k]
-            index, targets = label_positions(batch.labels)
-            y = forward(piece, batch, x, (index, targets, answers_of(index, batch.cu_seqlens)))
-            if piece == last:
-                total.add_(y)
-            return y
+        def inputs():
+            for batch in progress(batches, "evaluating", count, "batches"):
+                index, targets = label_positions(batch.labels)
+                yield inputs_of(batch, index, targets, answers_of(index, batch.cu_seqlens))
 
-        work = orders.forwards_only(args.schedule, args.stages, stage, count)
-        runner.run(work, last, links, hidden(micro), score)
+        forwards = orders.forwards_only(args.schedule, args.stages, stage, count)
+        run_pipeline(forwards, Lookahead(inputs()), micro, total.add_)
         return total
 
     @torch.no_grad()
     def ask(batch, index):
         tokens = torch.zeros_like(index, device=world.device)
-
-        def answer(piece, k, x):
-            y = forward(piece, batch, x, (index,))
-            if piece == last:
-                tokens.copy_(y)
-            return y
-
-        work = orders.forwards_only(args.schedule, args.stages, stage, 1)
-        runner.run(work, last, links, hidden(len(batch.input_ids)), answer)
+        forwards = orders.forwards_only(args.schedule, args.stages, stage, 1)
+        run_pipeline(forwards, [inputs_of(batch, index)], len(batch.input_ids), tokens.copy_)
         # every pipeline has the same answer
         dist.broadcast(tokens, src=ranks[where[last], 0].item())
         return tokens
@@ -221,7 +216,7 @@ def main() -> None:
 
 
 class Lookahead:
-    """Items of an iterator by number, read when one is first asked for; kept until the end."""
+    """Items of an iterator by number, each read when it is first asked for."""
 
     def __init__(self, items):
         self.items, self.read = iter(items), []
@@ -230,14 +225,6 @@ class Lookahead:
         while len(self.read) <= k:
             self.read.append(next(self.items))
         return self.read[k]
-
-
-def tied_group(ranks: torch.Tensor, shard: int) -> dist.ProcessGroup:
-    """The ranks that have the same shard of the embedding and of its copy, the head. ranks:
-    [stages, shards]. Every rank calls."""
-    pairs = zip(ranks[0].tolist(), ranks[-1].tolist(), strict=True)
-    groups = [dist.new_group(sorted({*pair})) for pair in pairs]
-    return groups[shard]
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def assert_equal(losses, ranks, expected):
 # (script, processes, further flags, (micro, accumulation) for each model): different splits of the
 # same 8 rows, so that each row of the table tests the loss's independence of them too
 RESHARD = ["--reshard_after_forward"]
-INTERLEAVED = ["--schedule", "interleaved"]
+INTERLEAVED, TORCH_INTERLEAVED = (["--schedule", f"{by}interleaved"] for by in ("", "torch_"))
 ENGINES = {
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (1, 8), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (2, 2), (4, 1)]),
@@ -226,6 +226,10 @@ ENGINES = {
     "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
     "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (1, 4)]),
     "fpp_reshard": ("fsdp_pp", 4, [*INTERLEAVED, *RESHARD], [(1, 4), (2, 2), (1, 4)]),
+    "fpp_zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8), (2, 4)]),
+    "fpp_torch": ("fsdp_pp", 4, ["--schedule", "torch_1f1b"], [(1, 4), (2, 2), (1, 4)]),
+    "fpp_dualpipev": ("fsdp_pp", 2, ["--schedule", "dualpipev"], [(1, 8), (2, 4), (1, 8)]),
+    "fpp_torch_twice": ("fsdp_pp", 2, TORCH_INTERLEAVED, [(2, 4), (1, 8), (2, 4)]),
     "fpp_long": ("fsdp_pp", 4, ["--stages", "4"], [(2, 4), (1, 8), (4, 2)]),
     "zero1": ("zero", 2, ZERO["zero1"], [(2, 2), (1, 4), (4, 1)]),
     "zero2": ("zero", 2, ZERO["zero2"], [(1, 4), (4, 1), (2, 2)]),
@@ -247,9 +251,11 @@ HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
     "plain": HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF, "pp_v": OTHER_HALF,
-    "pp_dp": HALF,
+    "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
 }  # fmt: skip
 ONLY_SLOW = ("host_four", "replicas_four")  # test_replicas.py has a quick one
+ONLY_SLOW += ("fpp_twice", "fpp_gpipe", "fpp_reshard", "fpp_zbv", "fpp_dualpipev")
+ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
 ONE_HALF = ("host_one", "host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
@@ -262,7 +268,7 @@ for name in ("fsdp", "pp", "pp_v"):
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = ("fpp", "fpp_four")
+LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four")
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
 
 

@@ -120,6 +120,28 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 
 
+def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
+    fp32 = ["--dtype", "fp32", "--micro_batch_size", "2"]
+    three, six = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"]
+    twice = ["--schedule", "interleaved"]
+    heldout = ["--eval_json", "{folder}/data.jsonl", "--eval_every", "2"]
+    runs("fsdp_pp", 4, {
+        "grid": [*fp32, *three, *heldout],
+        "grid-again": resumed("grid", *fp32, *three, "--no_save_async"),
+        "grid16": [*BF16, *three], "grid16-again": resumed("grid16", *BF16, *three),
+        "long-from-grid": resumed("grid", *fp32, *six, "--stages", "4"),
+    })  # fmt: skip
+    runs("fsdp_pp", 2, {
+        "one16": [*BF16, *six], "one16-again": resumed("one16", *BF16, *six),
+        "twice-from-grid": resumed("grid", *fp32, *six, *twice),
+    })  # fmt: skip
+    runs("fsdp", 2, {"shards-from-grid": resumed("grid", *fp32, *three)})
+    for name in ("grid", "grid16", "one16"):
+        assert_same(runs.folder, name, f"{name}-again")
+    for name in ("long", "twice", "shards"):
+        assert_same(runs.folder, "grid", f"{name}-from-grid", tolerance=1e-5)
+
+
 @pytest.mark.slow
 def test_goes_on_to_the_bit_in_the_other_16_bits(runs):
     three, host = ["--grad_accum_steps", "3"], "--optimizer_on_host"

@@ -1,0 +1,73 @@
+"""PyTorch's own runner of schedules (torch.distributed.pipelining) over the same pieces.
+
+It reduces FSDP2's gradients after the last backward, not during it. zbv and dualpipev split each
+backward: the gradients of the weights fill the time in which a stage would wait. Below PyTorch 2.14
+a private method is needed for micro-batches that are not one tensor to be cut."""
+
+import inspect
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+SCHEDULES = {
+    "torch_1f1b": "Schedule1F1B",
+    "torch_interleaved": "ScheduleInterleaved1F1B",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipev": "ScheduleDualPipeV",
+}
+
+
+class TorchSchedule:
+    """A schedule with the pieces of this stage.
+
+    Args:
+        name: of SCHEDULES.
+        pieces: {number: the module}, those of this stage.
+        count: pieces of the whole model.
+        hidden: a micro-batch's hidden states, on the meta device.
+        ids: its token ids, on the meta device."""
+
+    def __init__(
+        self,
+        name: str,
+        pieces: dict[str, nn.Module],
+        count: int,
+        micro_batches: int,
+        device: torch.device,
+        group,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+    ):
+        loss = torch.empty((), device="meta", requires_grad=True)
+        self.stages, self.count = [], count
+        for number, module in pieces.items():
+            at = int(number)
+            # given, so that no extra forward finds them out
+            shapes = {
+                "input_args": (hidden if at else ids,),
+                "output_args": (hidden if at < count - 1 else loss,),
+            }
+            self.stages.append(PipelineStage(module, at, count, device, group=group, **shapes))
+        kind = getattr(schedules, SCHEDULES[name])
+        several = issubclass(kind, schedules.PipelineScheduleMulti)
+        what = self.stages if several else self.stages[0]
+        how = {"loss_fn": lambda loss, take: take(loss), "scale_grads": False}
+        self.schedule = kind(what, micro_batches, **how)
+
+    def run(self, inputs: list[tuple], take: Callable) -> None:
+        """Forwards and backwards of a step. inputs: (ids, the other arguments of the forward) of
+        each micro-batch. take: what to derive of the last piece's output."""
+        numbers, losses = [stage.stage_index for stage in self.stages], []
+        first, last = 0 in numbers, self.count - 1 in numbers
+        args = [(ids,) if first else () for ids, _ in inputs]
+        kwargs = [more for _, more in inputs]
+        targets = [take] * len(inputs) if last else None
+        self.schedule._has_backward = True
+        for stage in self.stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        step = self.schedule._step_microbatches
+        more = [False] if "return_outputs" in inspect.signature(step).parameters else []
+        step(args, kwargs, targets, losses if last else None, *more)
