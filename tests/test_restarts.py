@@ -15,12 +15,12 @@ from test_resume import steps_of
 
 from bench.checkpoints import tensors
 
-# Runs a training script. In the first attempt one rank kills itself, a while after a step is logged.
+# Runs a training script. In the first attempt one rank kills itself, soon after a step is logged.
 KILLED = """
 import os, pathlib, runpy, signal, sys, threading, time
-metrics, rank, step, wait = sys.argv[1:5]
+metrics, rank, step, wait = pathlib.Path(sys.argv[1]), *sys.argv[2:5]
 def kill():
-    while not os.path.exists(metrics) or f'"step": {step},' not in pathlib.Path(metrics).read_text():
+    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
         time.sleep(0.01)
     time.sleep(float(wait))
     os.kill(os.getpid(), signal.SIGKILL)
