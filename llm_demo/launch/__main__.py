@@ -60,11 +60,11 @@ class Node:
     wait: int  # seconds to wait for the other nodes
     restarts: int
 
-    def meet_others(self) -> None:
+    def meet_others(self, script: str) -> None:
         """Wait for the other nodes, just before the ranks start."""
         if self.nodes > 1:
-            seconds = nodes.time_left(self.wait)
-            nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds)
+            seconds, facts = nodes.time_left(self.wait), nodes.facts_of(Path(script))
+            nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds, facts)
 
 
 def free_port(port: int) -> int | None:
@@ -265,7 +265,7 @@ def torchrun(node: Node, command: list[str]) -> int:
         "max_restarts": node.restarts,
     }
     args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
-    node.meet_others()
+    node.meet_others(command[0])
     try:
         # Not its main(), which prints a 40-line traceback below the failing rank's own line.
         run.run(args)
@@ -314,7 +314,7 @@ def deepspeed(node: Node, command: list[str]) -> int:
     ]
     if stop_signals()[2:]:  # DeepSpeed doesn't handle SIGHUP
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    node.meet_others()
+    node.meet_others(command[0])
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())  # DeepSpeed's handlers don't say which signal arrived
