@@ -1,8 +1,9 @@
 """Let the nodes find each other before any of them starts its processes.
 
-Node 0 listens at MASTER_PORT. Every node, including node 0, connects to MASTER_ADDR and identifies
-itself, its versions and its code. Once all have joined, node 0 tells them to continue. If some are
-missing or two disagree, all end with the same line. The port is then free again, for torch.distributed."""
+Node 0 listens at MASTER_PORT. Every node, including node 0, connects to MASTER_ADDR and sends its
+number, its versions and a digest of its code. Once all have joined, node 0 tells them to continue.
+If some are missing or two disagree, all end with the same line. The port is then free again, for
+torch.distributed."""
 
 import hashlib
 import json
