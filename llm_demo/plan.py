@@ -95,6 +95,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     say(f"dtype: {dtype_name} ({why}); weights and optimizer states in fp32")
 
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
+    flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
     same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
@@ -146,16 +147,20 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     return Source(folder, config, weights, tokenizer)
 
 
+def heldout_file(args: Args) -> str:
+    """The held-out file, or "none"."""
+    if args.eval_json == "auto":
+        return heldout_beside(args.train_json) or "none"
+    return args.eval_json
+
+
 def load_data(
     args: Args, world: World, tokenizer, say: Callable, limit=LONGEST_DEFAULT, seq_len=0
 ) -> tuple[Packs, Packs | None, str]:
     """(training rows, held-out rows or None, the held-out file or "none"), built once per node.
 
     seq_len 0: derived from the lengths of the training documents, at most `limit`."""
-    eval_json = args.eval_json
-    if eval_json == "auto":
-        eval_json = heldout_beside(args.train_json) or "none"
-    same_on_all_nodes(world, {"held-out data": "none" if eval_json == "none" else "given"})
+    eval_json = heldout_file(args)
     both = f"{args.train_json},{eval_json}"
     for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
         if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
