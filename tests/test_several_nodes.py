@@ -54,6 +54,8 @@ def on_loopback(count):
 @contextlib.contextmanager
 def in_namespaces(count):
     """(prefix of the command, environment) of each node: a namespace, linked by a bridge."""
+    if not shutil.which("ip"):
+        pytest.skip("no iproute2 here")
     names = [f"node{i}-{os.getpid()}" for i in range(count)]
     bridge = f"br{os.getpid()}"
 
@@ -92,7 +94,6 @@ def wait_for_step(step, folder, nodes):
 slow = pytest.mark.slow
 
 
-@pytest.mark.skipif(not shutil.which("ip"), reason="needs iproute2")
 @pytest.mark.parametrize(
     "name, count, network",
     [
