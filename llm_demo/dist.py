@@ -81,6 +81,21 @@ def from_rank0(world: World, make: Callable):
     return box[0]
 
 
+def same_on_all_nodes(world: World, facts: dict) -> None:
+    """Raise UserError on every rank if one of the facts differs between nodes."""
+    everyone = [None] * world.size
+    if world.size > world.local_size:
+        dist.all_gather_object(everyone, facts)
+    first = everyone[0] or {}
+    for rank, others in enumerate(everyone):
+        for name in first if others != first else ():
+            if others.get(name) != first[name]:
+                raise UserError(
+                    f"{name} is {first[name]} on rank 0, but {others.get(name)} on rank {rank}: "
+                    "start all nodes with the same flags, data and model"
+                )
+
+
 def _let_others_speak() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # don't save first
     time.sleep(3)

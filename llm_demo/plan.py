@@ -4,6 +4,7 @@ Every script makes the same decisions from the same flags, and prints each with 
 
 import contextlib
 import functools
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_besid
 from llm_demo.data.sources import hub_parts
 from llm_demo.data.steps import Packs, order_rows
 from llm_demo.device import DTYPES, Device, World, limit_memory, pick_dtype, this_device
-from llm_demo.dist import from_rank0, once_per_node
+from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.errors import UserError
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
@@ -33,6 +34,12 @@ from llm_demo.model.source import (
 )
 from llm_demo.model.weights import Weights, open_weights
 from llm_demo.run.log import Log
+
+# Flags that may differ between nodes: what is read there is compared instead.
+PATHS = {
+    "model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json", "eval_json",
+    "output_dir",
+}  # fmt: skip
 
 
 class Source(NamedTuple):
@@ -89,6 +96,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     say(f"device: {world.size} x {device}")
     say(f"dtype: {dtype_name} ({why}); weights and optimizer states in fp32")
 
+    flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
+    flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
+    same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
     source = find_source(args, world, seq_len, say)
@@ -97,6 +107,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     )
     train, heldout, eval_json = load_data(args, world, source.tokenizer, say, limit, seq_len)
     packs = [p for p in (train, heldout) if p]
+    held = {f"held-out {k}": v for k, v in heldout.stats["identity"].items()} if heldout else {}
+    config = {"model configuration": fingerprint(source.config)}
+    same_on_all_nodes(world, train.stats["identity"] | held | config)
     data = Data(train, heldout, max(2, *(p.max_docs for p in packs)))
     sample_tokens = fit_window(source.config, args.sample_tokens, packs, say)
     refuse_unknown_tokens(source.config, packs)
@@ -137,15 +150,20 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     return Source(folder, config, weights, tokenizer)
 
 
+def heldout_file(args: Args) -> str:
+    """The held-out file, or "none"."""
+    if args.eval_json == "auto":
+        return heldout_beside(args.train_json) or "none"
+    return args.eval_json
+
+
 def load_data(
     args: Args, world: World, tokenizer, say: Callable, limit=LONGEST_DEFAULT, seq_len=0
 ) -> tuple[Packs, Packs | None, str]:
     """(training rows, held-out rows or None, the held-out file or "none"), built once per node.
 
     seq_len 0: derived from the lengths of the training documents, at most `limit`."""
-    eval_json = args.eval_json
-    if eval_json == "auto":
-        eval_json = heldout_beside(args.train_json) or "none"
+    eval_json = heldout_file(args)
     both = f"{args.train_json},{eval_json}"
     for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
         if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
@@ -223,6 +241,12 @@ def pick_compute(
     if args.activation_memory_budget < 1 and not compiled:
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
     return Compute(dtype, attn_impl, compiled)
+
+
+def fingerprint(config) -> str:
+    """A digest of the model's configuration, wherever it was read from."""
+    values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def pick_horizon(

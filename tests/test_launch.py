@@ -275,6 +275,36 @@ def test_nodes_without_a_shared_folder_are_told_before_step_1(kind, script, tmp_
     assert "step 1/2" not in outputs[0] and not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "difference, words",
+    [
+        ("--lr 1e-4", "--lr is 0.001 on rank 0, but 0.0001 on rank 1: "),
+        ("--train_json other.jsonl", "content of data file 1 is "),
+        pytest.param(
+            "--eval_json none", "held-out data is given on rank 0, but none on rank 1: ",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--eval_json other.jsonl", "held-out content of data file 1 is ",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)  # fmt: skip
+def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    row = '{"prompt": "Why?", "completion": "So."}\n'
+    for name, times in (("data.jsonl", 9), ("held.jsonl", 3), ("other.jsonl", 4)):
+        (tmp_path / name).write_text(row * times)
+    data = f"--train_json {tmp_path}/data.jsonl --eval_json {tmp_path}/held.jsonl"
+    flags = f"--seq_len 32 --max_steps 2 --lr 1e-3 --output_dir {tmp_path}/run {data}"
+    command = ["torchrun", str(ROOT / "fsdp/train_fsdp.py"), *flags.split()]
+    other = difference.replace("other", f"{tmp_path}/other").split()
+    codes, outputs = two_nodes([command, [*command, *other]])
+    assert codes == [2, 2], outputs
+    assert f"error: {words}" in outputs[0] and "step 1/2" not in outputs[0]
+    assert not (tmp_path / "run").exists()
+
+
 def two_nodes(commands) -> tuple[list[int], list[str]]:
     """Exit codes and output of two launchers, one process each, that form one world."""
     with socket.socket() as s:

@@ -22,13 +22,13 @@ def port():
         return s.getsockname()[1]
 
 
-def meet_all(port, *who, seconds=20.0):
-    """What each node's meet() raised, or None, with node 0 last to start."""
+def meet_all(port, *who, seconds=20.0, facts=()):
+    """What each node's meet() raised, or None, with node 0 last to start. facts: of each node."""
     outcomes = [None] * len(who)
 
     def meet(i, rank, count):
         try:
-            nodes.meet(rank, count, "localhost", port, seconds)
+            nodes.meet(rank, count, "localhost", port, seconds, facts[i] if facts else None)
         except UserError as e:
             outcomes[i] = str(e)
 
@@ -84,7 +84,7 @@ def test_a_node_that_left_is_missing(port):
 def join_and_leave(port):
     for _ in range(50):
         with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as s:
-            nodes._send(s, node=1, nodes=3)
+            nodes._send(s, node=1, nodes=3, facts={})
             return nodes._receive(s)
         time.sleep(0.05)
 
@@ -102,6 +102,24 @@ def test_nodes_that_disagree_are_told_at_once(port, who, words, record_property)
     found = meet_all(port, *who)
     assert time.monotonic() - started < 10
     assert len(set(found)) == 1 and words in found[0]
+
+
+def test_other_versions_or_other_code_are_named_on_all_nodes(port, tmp_path, record_property):
+    record_property("bad inputs", 3)
+    (tmp_path / "train.py").write_text("a = 1")
+    ours = nodes.facts_of(tmp_path / "train.py")
+    assert ours.keys() == {"Python", "torch", "transformers", "deepspeed", "code"}
+    assert ours == nodes.facts_of(tmp_path / "train.py") and ours["torch"].startswith("2.")
+    assert meet_all(port, (0, 2), (1, 2), facts=[ours, dict(ours)]) == [None] * 2
+    (tmp_path / "train.py").write_text("a = 2")
+    for name, other in {
+        **{"Python": "3.9", "torch": "2.0.1"}, "code": nodes.facts_of(tmp_path / "train.py")["code"]
+    }.items():  # fmt: skip
+        started = time.monotonic()
+        found = meet_all(port, (0, 2), (1, 2), facts=[ours, ours | {name: other}])
+        words = f"{name} {ours[name]} on node 0, but {name} {other} on node 1"
+        assert len(set(found)) == 1 and found[0].startswith(words) and "\n" not in found[0]
+        assert time.monotonic() - started < 10
 
 
 def test_a_name_without_an_address_and_a_port_without_a_listener(port, capsys, record_property):

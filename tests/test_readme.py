@@ -41,8 +41,11 @@ A_USERS_OWN = {
     "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
     "gsm8k/train.jsonl", "gsm8k/test.jsonl",
 }  # fmt: skip
-NOT_OURS = {"NCCL", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # first words of names
-FOREIGN_FLAGS = {"--shm-size", "--ipc"}  # docker's
+NOT_OURS = {"NCCL", "GLOO", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # first words of names
+FOREIGN_FLAGS = {
+    "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
+    "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
+}  # fmt: skip
 
 
 def section(text, heading):
@@ -128,6 +131,7 @@ def test_every_variable_named_is_read_somewhere():
     sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/dist.py"]
     sources = [*map(ROOT.joinpath, [*sources, "llm_demo/data/packs.py"])]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
+    sources.append(ROOT / "cluster/skypilot.yaml")
     read = set(re.findall(r"\w+", "".join(source.read_text() for source in sources)))
     assert len(named) > 30
     assert named <= read, named - read
@@ -136,7 +140,18 @@ def test_every_variable_named_is_read_somewhere():
 def test_every_path_named_exists():
     text = re.sub(r"\]\(\S+?\)", "]", TEXT)  # links have a test of their own
     words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", text)}
-    folders = ("fsdp/", "pp/", "zero/", "llm_demo/", "data/", "models/", "tests/", "bench/", ".ci/")
+    folders = (
+        "fsdp/",
+        "pp/",
+        "zero/",
+        "llm_demo/",
+        "data/",
+        "models/",
+        "tests/",
+        "bench/",
+        ".ci/",
+        "cluster/",
+    )
     paths = {w for w in words if re.search(r"\w\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
     paths |= {w for w in words if w.startswith(folders) and not re.match(r"data/\w+$", w)}
     assert len(paths) > 40
@@ -154,6 +169,7 @@ def test_every_folder_is_described_in_the_readme():
         "models/",
         "runs/",
         "docs/",
+        "cluster/",
     }
     described = set(re.findall(r"`([\w./]+/)`", section(README, "Folders")))
     assert described == expected | {"tests/", ".ci/"}

@@ -7,6 +7,8 @@ JOIN_SECONDS     how long nodes wait for one another at the start (default: 50)
 DIST_TIMEOUT_MINUTES   how long a rank waits for the others in one operation (default: 30)
 STOP_MINUTES     how long ranks may take to save after SIGTERM, SIGHUP or Ctrl-C (default: 10);
                  a second signal, at least 2 s later, ends them at once
+RESTARTS         how often a run on one node is restarted after a failure, such as a killed rank
+                 (default: 0). Needs --resume auto. Neither bad input nor a stopped run is restarted
 LOGLEVEL=INFO    show the log of the underlying launcher (silent by default)
 
 The exit code is that of the process that failed first, 128 + n if signal n killed it, or 75 if a
@@ -43,6 +45,9 @@ from llm_demo.process import (
 
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining processes after one has failed
 
+# Exit codes of a rank after which a run is not restarted: bad input, stopped by a signal.
+FINAL = {2, STOPPED, *(128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))}
+
 
 @dataclass(frozen=True)
 class Node:
@@ -53,12 +58,13 @@ class Node:
     master_addr: str
     master_port: int
     wait: int  # seconds to wait for the other nodes
+    restarts: int
 
-    def meet_others(self) -> None:
+    def meet_others(self, script: str) -> None:
         """Wait for the other nodes, just before the ranks start."""
         if self.nodes > 1:
-            seconds = nodes.time_left(self.wait)
-            nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds)
+            seconds, facts = nodes.time_left(self.wait), nodes.facts_of(Path(script))
+            nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds, facts)
 
 
 def free_port(port: int) -> int | None:
@@ -75,6 +81,7 @@ def this_node() -> Node:
     number("STOP_MINUTES", 10)
     number("NPROC_PER_NODE", 2, at_least=1)
     minutes("DIST_TIMEOUT_MINUTES", 30)
+    restarts = number("RESTARTS", 0, at_most=1000)
     wait = number("JOIN_SECONDS", 50, at_least=1, at_most=86_400)
     count = number("NNODES", 1, at_least=1)
     if count == 1:
@@ -84,6 +91,11 @@ def this_node() -> Node:
     else:
         rank, addr = number("NODE_RANK", 0), os.environ["MASTER_ADDR"]
         port = number("MASTER_PORT", 29500, at_least=1)
+    if restarts and count > 1:
+        raise UserError(
+            f"RESTARTS={restarts}: only on one node; on NNODES={count} the scheduler restarts all "
+            "of them, see docs/clusters.md"
+        )
     if rank >= count:
         raise UserError(f"NODE_RANK={rank}: must be below NNODES={count}")
     if port > 65535:
@@ -100,7 +112,7 @@ def this_node() -> Node:
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
-    return Node(gpus, processes, count, rank, addr, port, wait)
+    return Node(gpus, processes, count, rank, addr, port, wait, restarts)
 
 
 def set_defaults(node: Node) -> None:
@@ -126,15 +138,21 @@ def signals_ignored():
             signal.signal(n, handler)
 
 
+class NotRestarted(Exception):
+    """The ranks failed in a way that a restart can't cure."""
+
+
 class Ranks:
     """The training processes of this node.
 
     `start` takes the place of subprocess.Popen in the one module of torch or DeepSpeed that starts
     ranks, because neither has options for what it adds."""
 
-    def __init__(self, visible: str | None = None):
-        """visible: CUDA_VISIBLE_DEVICES of the ranks; None: as the launcher sets it."""
+    def __init__(self, visible: str | None = None, restarts: int = 0):
+        """visible: CUDA_VISIBLE_DEVICES of the ranks; None: as the launcher sets it.
+        restarts: how often torchrun starts them again."""
         self.visible = visible
+        self.restarts, self.restarted, self.store = restarts, 0, {}
         self.nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self.started = {}
         self.failed = {}  # rank -> exit code, of those that failed before the others were stopped
@@ -143,10 +161,12 @@ class Ranks:
     def start(self, *args, env: dict, **options) -> subprocess.Popen:
         """Start a rank that ends with this process, and that the terminal's signals don't reach:
         they go to the launcher only, which asks the ranks to stop."""
+        if self.stopping:
+            self.restart()
         if self.nohup:  # torchrun has just installed its SIGHUP handler
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         parent = os.getpid()
-        env = {**env, PARENT: str(parent)}
+        env = {**env, PARENT: str(parent), **self.store}
         if self.visible is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible
         if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
@@ -154,6 +174,19 @@ class Ranks:
         options["start_new_session"] = True
         process = self.started[int(env["RANK"])] = subprocess.Popen(*args, env=env, **options)
         return process
+
+    def restart(self):
+        """Say why torchrun is about to start all ranks again. Raises NotRestarted."""
+        if FINAL & {*self.failed.values()}:
+            raise NotRestarted
+        report(self.failed)
+        self.restarted += 1
+        print(f"restart {self.restarted} of {self.restarts}", file=sys.stderr, flush=True)
+        # torchrun's own store still holds what the killed ranks wrote: rank 0 starts a new one.
+        self.store = {
+            "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port(0)),
+        }  # fmt: skip
+        self.started, self.failed, self.stopping = {}, {}, False
 
     def stop(self):
         """Send SIGTERM to all processes started here, and SIGKILL to those left after GRACE.
@@ -214,7 +247,7 @@ def torchrun(node: Node, command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    ranks = Ranks()
+    ranks = Ranks(restarts=node.restarts)
     replace(subprocess_handler, Popen=ranks.start)
     close = PContext.close
 
@@ -229,13 +262,14 @@ def torchrun(node: Node, command: list[str]) -> int:
         "nproc_per_node": node.processes,
         "master_addr": node.master_addr,
         "master_port": node.master_port,
+        "max_restarts": node.restarts,
     }
     args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
-    node.meet_others()
+    node.meet_others(command[0])
     try:
         # Not its main(), which prints a 40-line traceback below the failing rank's own line.
         run.run(args)
-    except ChildFailedError:
+    except (ChildFailedError, NotRestarted):
         return report(ranks.failed)
     except SignalException as e:
         return ranks.code(e.sigval)
@@ -280,7 +314,7 @@ def deepspeed(node: Node, command: list[str]) -> int:
     ]
     if stop_signals()[2:]:  # DeepSpeed doesn't handle SIGHUP
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    node.meet_others()
+    node.meet_others(command[0])
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())  # DeepSpeed's handlers don't say which signal arrived
@@ -318,11 +352,17 @@ def main() -> int:
     try:
         if not Path(command[0]).is_file():
             raise UserError(f"no script {command[0]}")
-        check_flags(command)
+        flags = check_flags(command)
+        if number("RESTARTS", 0) and flags and flags.resume != "auto":
+            raise UserError(
+                "RESTARTS needs --resume auto and --output_dir (RESUME=auto OUTPUT_DIR=...): a "
+                "restarted run resumes from its newest checkpoint"
+            )
         node = this_node()
         set_defaults(node)
         os.environ["LLM_DEMO_LAUNCHER"] = sys.argv[1]  # for the run's cmd.sh
-        return launchers[sys.argv[1]](node, command)
+        # DeepSpeed's launcher can't restart ranks; its scripts start under torchrun as well.
+        return launchers["torchrun" if node.restarts else sys.argv[1]](node, command)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -1,9 +1,11 @@
 """Let the nodes find each other before any of them starts its processes.
 
-Node 0 listens at MASTER_PORT. Every node, including node 0, connects to MASTER_ADDR and identifies
-itself. Once all have joined, node 0 tells them to continue. If some are missing or two disagree,
-all end with the same line. The port is then free again, for torch.distributed."""
+Node 0 listens at MASTER_PORT. Every node, including node 0, connects to MASTER_ADDR and sends its
+number, its versions and a digest of its code. Once all have joined, node 0 tells them to continue.
+If some are missing or two disagree, all end with the same line. The port is then free again, for
+torch.distributed."""
 
+import hashlib
 import json
 import queue
 import selectors
@@ -11,8 +13,11 @@ import socket
 import sys
 import threading
 import time
+from importlib import metadata
+from pathlib import Path
 
 from llm_demo.errors import UserError
+from llm_demo.files import ROOT
 
 STARTED = time.monotonic()
 NOTICE = 3  # seconds before a node prints that it is waiting
@@ -28,21 +33,38 @@ def resolve(addr: str, port: int, seconds: float) -> None:
     _wait_for(lambda: socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM), addr, port, seconds)
 
 
-def meet(rank: int, nodes: int, addr: str, port: int, seconds: float) -> None:
+def facts_of(script: Path) -> dict[str, str]:
+    """What must be alike on all nodes: versions, and a digest of the code."""
+    found = {"Python": ".".join(map(str, sys.version_info[:2]))}
+    for package in ("torch", "transformers", "deepspeed"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "missing"
+    code = hashlib.sha256()
+    for file in [*sorted((ROOT / "llm_demo").rglob("*.py")), *sorted(script.parent.glob("*.py"))]:
+        code.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
+    return found | {"code": code.hexdigest()[:12]}
+
+
+def meet(
+    rank: int, nodes: int, addr: str, port: int, seconds: float, facts: dict | None = None
+) -> None:
     """Wait until all nodes have joined. Raises UserError on every node if they don't within
-    `seconds`, or disagree."""
+    `seconds`, or disagree. facts: from `facts_of`."""
+    facts = facts or {}
 
     def join():
         connection = socket.create_connection((addr, port), 5)
         try:
-            _send(connection, node=rank, nodes=nodes)
+            _send(connection, node=rank, nodes=nodes, facts=facts)
             connection.settimeout(_receive(connection)["wait"] + 10)
         except (OSError, ValueError, KeyError):
             connection.close()
             raise OSError("another program answers there") from None
         return connection
 
-    node0 = Node0(nodes, port, seconds) if rank == 0 else None
+    node0 = Node0(nodes, port, seconds, facts) if rank == 0 else None
     with _wait_for(join, addr, port, seconds) as connection:
         try:
             problem = _receive(connection)["problem"]
@@ -90,8 +112,8 @@ def _wait_for(attempt, addr: str, port: int, seconds: float):
 class Node0:
     """Node 0's side of meet(): a thread that ends once all nodes have an answer."""
 
-    def __init__(self, nodes: int, port: int, seconds: float):
-        self.nodes, self.port, self.seconds = nodes, port, seconds
+    def __init__(self, nodes: int, port: int, seconds: float, facts: dict):
+        self.nodes, self.port, self.seconds, self.facts = nodes, port, seconds, facts
         self.joined = {}  # node -> its connection
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
@@ -143,6 +165,7 @@ class Node0:
         try:
             message = _receive(connection)
             node, nodes = int(message["node"]), int(message["nodes"])
+            facts = dict(message["facts"])
             _send(connection, wait=self.seconds)
         except (OSError, ValueError, KeyError, TypeError):  # not a node: a port scan, say
             connection.close()
@@ -154,6 +177,12 @@ class Node0:
         selector.register(connection, selectors.EVENT_READ, (node,))
         if nodes != self.nodes:
             return f"NNODES={self.nodes} on node 0, but NNODES={nodes} on node {node}, {host}"
+        for name, ours in self.facts.items():
+            if facts.get(name) != ours:
+                return (
+                    f"{name} {ours} on node 0, but {name} {facts.get(name)} on node {node}, "
+                    f"{host}: give all nodes the same versions and the same code"
+                )
         return None
 
 

@@ -30,13 +30,14 @@ def groups_of(script: Path) -> list[type]:
     return [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
 
 
-def check_flags(command: list[str]) -> None:
-    """Check a training script's flags, or print its help. command: the script and its flags.
-    Scripts without a flags.py beside them are not checked. Raises UserError."""
+def check_flags(command: list[str]):
+    """Check a training script's flags and return them, or print its help. command: the script and
+    its flags. Scripts without a flags.py beside them are not checked: None. Raises UserError."""
     script = Path(command[0])
     if (script.parent / "flags.py").is_file():
         description = ast.get_docstring(ast.parse(script.read_text())) or ""
-        parse_args(description, *groups_of(script), argv=command[1:])
+        return parse_args(description, *groups_of(script), argv=command[1:])
+    return None
 
 
 def names_of(script: Path) -> dict[str, str]:
