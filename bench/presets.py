@@ -7,7 +7,7 @@ DEFAULTS = {
     "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
-DUALPIPEV, RESHARD = "--schedule dualpipev", "--reshard_after_forward"
+DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
 ON_HOST = f"{RESHARD} --optimizer_on_host --device_memory_gb"
 # The first version of this project: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
@@ -46,6 +46,20 @@ _ZERO = [
     ("fsdp", "--optimizer_on_host", 5),
     ("zero", "--deepspeed_config zero/ds_zero3_offload.json", 5),
 ]
+
+
+def _ways(env="", steps=12):
+    """Every way to spread a run over two GPUs, at 16k, 33k and 65k tokens a step."""
+    ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
+    ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
+    ways += [("fsdp_pp", 2, f"--schedule {s}") for s in ("1f1b", "interleaved", "torch_1f1b")]
+    return [
+        {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
+        for n in (1, 2, 4) for engine, times, flags in ways
+        if n > 1 or flags != DUALPIPEV  # which needs 4 micro-batches
+    ]  # fmt: skip
+
+
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
 _NO_P2P = "NCCL_P2P_DISABLE=1"
 _SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
@@ -109,6 +123,10 @@ PRESETS = {
     + _pairs((4, 8, 16), "dualpipev", env=_NO_P2P, steps=10),
     "slow_link": _pairs((2,), env=_SOCKETS, steps=8)
     + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
+    # all ways in one run, for each link
+    "ways": _ways(),
+    "ways_no_p2p": _ways(_NO_P2P, 10),
+    "ways_sockets": _ways(_SOCKETS, 8),
     # the event timer beside the profiler, and steps without either
     "timer": [
         {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}

@@ -18,7 +18,12 @@ STEPS = 4
 
 @pytest.mark.parametrize(
     "processes, engines",
-    [(1, False), (2, False), (3, False), pytest.param(2, True, marks=pytest.mark.multi_gpu)],
+    [
+        (1, False),
+        (2, False),
+        pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.multi_gpu),
+    ],
 )
 def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     """To the bit with up to two ranks; three add up in another order."""

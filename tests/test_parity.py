@@ -244,13 +244,12 @@ QUICK = {
     "zero1": ("tied", "true"), "zero2": ("untied", "false"), "zero3": ("tied", "false"),
     "zero2_offload": ("tied", "true"), "zero3_offload": ("llama", "true"),
 }  # fmt: skip
-# "fsdp" and "pp" train each model with and without recomputed activations. Of the engines that are
-# the same scripts with another flag or size, half is quick; the optimizer on the host, which
-# knows nothing of checkpointing, has no other half.
+# An engine trains half of models x recomputed activations in the quick tests, the other half in the
+# slow ones; the optimizer on the host, which knows nothing of checkpointing, has no other half.
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
-    "plain": HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF, "pp_v": OTHER_HALF,
+    "plain": HALF, "fsdp": HALF, "pp": OTHER_HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF, "pp_v": OTHER_HALF,
     "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
 }  # fmt: skip
 ONLY_SLOW = ("host_four", "replicas_four")  # test_replicas.py has a quick one

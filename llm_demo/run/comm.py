@@ -132,7 +132,8 @@ class CommTimer:
             peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
             ends = (self.rank, peer) if name == "send" else (peer, self.rank)
         else:
-            ends = (name, group.group_name if group is not None else "")
+            ends = (name,)
+        ends += (group.group_name if group is not None else "",)  # each has an order of its own
         begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
         result = call(*args, **kwargs)
         # An idle stream passes the event long before the operation is launched, which is the last
