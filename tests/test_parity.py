@@ -249,8 +249,8 @@ QUICK = {
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
-    "plain": HALF, "fsdp": HALF, "pp": OTHER_HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF, "pp_v": OTHER_HALF,
-    "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
+    "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF,
+    "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
 }  # fmt: skip
 ONLY_SLOW = ("host_four", "replicas_four")  # test_replicas.py has a quick one
 ONLY_SLOW += ("fpp_twice", "fpp_gpipe", "fpp_reshard", "fpp_zbv", "fpp_dualpipev")
