@@ -3,6 +3,7 @@
 import torch
 
 from fsdp_pp import orders
+from fsdp_pp.flags import BY_TORCH, SPLIT
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, at_the_loss, describe
@@ -14,6 +15,16 @@ def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
     return describe([parts for parts in stages for _ in range(ranks)], args.device_memory_gb)
 
 
+def held_by(schedule: str, stages: int, stage: int, accum: int, run_ahead: int) -> dict[int, int]:
+    """As orders.held. PyTorch's schedules: as ours of the same shape, V's as if interleaved, but
+    with both ends on the first stage."""
+    if schedule in SPLIT:
+        most = min(2 * stages - 1, accum)
+        return {stage: most, 2 * stages - 1 - stage: most}
+    own = schedule.removeprefix("torch_")
+    return orders.held(orders.order(own, stages, stage, accum, run_ahead))
+
+
 def of_stages(
     args, config, compute, train, ranks: int, counts: list[int]
 ) -> list[dict[str, float]]:
@@ -23,7 +34,7 @@ def of_stages(
     accum, found = args.grad_accum_steps, []
     tokens = args.micro_batch_size * train.seq_len
     for stage in range(args.stages):
-        held = orders.held(orders.order(args.schedule, args.stages, stage, accum))
+        held = held_by(args.schedule, args.stages, stage, accum, args.run_ahead)
         head = len(counts) - 1 in held
         ends = (0 in held) + head  # a tied head is a copy
         blocks = sum(counts[piece] for piece in held)
@@ -31,7 +42,7 @@ def of_stages(
         total = blocks * block + ends * embedding
         activations, loss = at_the_loss(args, config, compute, train, tokens * flight, head)
         parts = {"optimizer": total / ranks * 8, "activations": activations, "loss": loss}
-        if ranks > 1:
+        if ranks > 1 or args.schedule in BY_TORCH:
             unit = max(unit_sizes(config, max(counts), args.blocks_per_unit)) * block
             gathered = ends * embedding + 2 * unit if args.reshard_after_forward else total
             parts["weights"] = total / ranks * 4 + gathered * size

@@ -8,6 +8,7 @@ from llm_demo.args import flag
 from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts
+BY_TORCH = ("torch_1f1b", "torch_interleaved", *SPLIT)
 TWICE = ("interleaved", "torch_interleaved", *SPLIT)  # two pieces per stage
 
 
@@ -29,6 +30,12 @@ class FsdpPipeArgs:
         "1f1b",
         "Order of the work. Two pieces per stage: interleaved, zbv, dualpipev. PyTorch's own "
         "runner: torch_1f1b, torch_interleaved, zbv, dualpipev.",
+    )
+    run_ahead: int = flag(
+        0,
+        "Micro-batches by which each stage runs further ahead of the next, to hide transfers over "
+        "slow links. It costs their activations. Not for PyTorch's runner.",
+        at_least=0,
     )
     reshard_after_forward: bool = flag(
         False,
@@ -53,6 +60,8 @@ class FsdpPipeArgs:
                 f"--schedule {args.schedule} needs --grad_accum_steps that is a multiple of "
                 f"--stages {args.stages}, not {accum}"
             )
+        if args.run_ahead and args.schedule in BY_TORCH:
+            raise UserError(f"--run_ahead does not work with --schedule {args.schedule}")
         if args.schedule in TWICE and args.stages < 2:
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
         if args.schedule in SPLIT:

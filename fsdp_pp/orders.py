@@ -21,8 +21,14 @@ def stages_of(schedule: str, stages: int) -> list[int]:
     return once * (2 if schedule.endswith("interleaved") else 1)
 
 
-def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:
-    """A stage's work in a step. interleaved needs micro_batches to be a multiple of stages."""
+def order(
+    schedule: str, stages: int, stage: int, micro_batches: int, run_ahead: int = 0
+) -> list[tuple]:
+    """A stage's work in a step. interleaved needs micro_batches to be a multiple of stages.
+
+    run_ahead: further forwards before the first backward, for each stage that follows. Without
+    them, a stage that ends a forward needs the gradient that it has just enabled: both transfers
+    are waited for."""
     mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
     # as many micro-batches as there are stages go through one piece, then through the next
     both = [(k // stages, p, k) for p in mine for k in range(micro_batches)]
@@ -33,7 +39,7 @@ def order(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tu
         "1f1b": stages - 1 - stage,
         "interleaved": 2 * (stages - 1 - stage) + stages,
     }[schedule]
-    before = min(before, len(forwards))
+    before = min(before + run_ahead * (stages - 1 - stage), len(forwards))
     pairs = zip(forwards[before:], backwards, strict=False)
     rest = backwards[len(forwards) - before :]
     return [*forwards[:before], *(work for pair in pairs for work in pair), *rest]

@@ -15,10 +15,10 @@ from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import accumulate
 from fsdp.shards import Shards, training_state
 from fsdp_pp import estimate, orders, runner
-from fsdp_pp.flags import SPLIT, FsdpPipeArgs
+from fsdp_pp.flags import BY_TORCH, SPLIT, FsdpPipeArgs
 from fsdp_pp.pieces import Pieces
 from fsdp_pp.tied import TiedEnds, tied_group
-from fsdp_pp.torch_schedules import SCHEDULES, TorchSchedule
+from fsdp_pp.torch_schedules import TorchSchedule
 from fsdp_pp.transfers import Links
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -86,7 +86,7 @@ def main() -> None:
     links = Links(where, ranks, world.rank, world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    low, by_torch = compute.dtype != torch.float32, args.schedule in SCHEDULES
+    low, by_torch = compute.dtype != torch.float32, args.schedule in BY_TORCH
     sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
     flat = low and not sharded
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
@@ -132,7 +132,9 @@ def main() -> None:
         ids = torch.empty(B, S, dtype=torch.int64, device="meta")
         how = accum, world.device, grid[STAGE].get_group(), hidden, ids
         schedule = TorchSchedule(args.schedule, pieces, last + 1, *how)
-    work = [] if by_torch else orders.order(args.schedule, args.stages, stage, accum)
+    work = []
+    if not by_torch:
+        work = orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
 
     def inputs_of(batch, *labels):
         """(token ids, the other arguments of DecoderLoss.forward), of which labels are the last."""

@@ -230,7 +230,7 @@ ENGINES = {
     "fpp_torch": ("fsdp_pp", 4, ["--schedule", "torch_1f1b"], [(1, 4), (2, 2), (1, 4)]),
     "fpp_dualpipev": ("fsdp_pp", 2, ["--schedule", "dualpipev"], [(1, 8), (2, 4), (1, 8)]),
     "fpp_torch_twice": ("fsdp_pp", 2, TORCH_INTERLEAVED, [(2, 4), (1, 8), (2, 4)]),
-    "fpp_long": ("fsdp_pp", 4, ["--stages", "4"], [(2, 4), (1, 8), (4, 2)]),
+    "fpp_long": ("fsdp_pp", 4, ["--stages", "4", "--run_ahead", "1"], [(2, 4), (1, 8), (4, 2)]),
     "zero1": ("zero", 2, ZERO["zero1"], [(2, 2), (1, 4), (4, 1)]),
     "zero2": ("zero", 2, ZERO["zero2"], [(1, 4), (4, 1), (2, 2)]),
     "zero3": ("zero", 2, ZERO["zero3"], [(2, 2), (1, 4), (1, 4)]),
