@@ -41,15 +41,26 @@ def of_stages(
         flight = sum(counts[piece] * micro for piece, micro in held.items())
         total = blocks * block + ends * embedding
         activations, loss = at_the_loss(args, config, compute, train, tokens * flight, head)
-        parts = {"optimizer": total / ranks * 8, "activations": activations, "loss": loss}
+        # outputs for the next stage, until their backward
+        activations += tokens * config.hidden_size * size * sum(held.values())
         if ranks > 1 or args.schedule in BY_TORCH:
             unit = max(unit_sizes(config, max(counts), args.blocks_per_unit)) * block
             gathered = ends * embedding + 2 * unit if args.reshard_after_forward else total
-            parts["weights"] = total / ranks * 4 + gathered * size
-            parts["gradients"] = total * 4
+            weights, kept = total / ranks * 4 + gathered * size, total * 4
+            # input and output of the reduction of embedding or head
+            late = kept + embedding * (1 + 1 / ranks) * 4 * bool(ends)
         else:
             halves = compute.dtype == torch.bfloat16 and compute.compile  # parallel/masters.py
-            parts["weights"] = total * (4 if halves or size == 4 else 4 + size)
-            parts["gradients"] = total * 4 + max(counts) * block * size
+            weights = total * (4 if halves or size == 4 else 4 + size)
+            kept = total * (4 if accum > 1 or size == 4 else size)
+            # a micro-batch's gradients exist until they are added
+            micro = max(counts[piece] for piece in held) * block + bool(ends) * embedding
+            late = kept + micro * size * (size < 4)
+        rest = {"weights": weights, "optimizer": total / ranks * 8}
+        moments = (
+            {**rest, "gradients": kept, "activations": activations, "loss": loss},
+            {**rest, "gradients": late, "activations": 0, "loss": 0},
+        )
+        parts = max(moments, key=lambda parts: sum(parts.values()))
         found.append({k: v / GB for k, v in parts.items()})
     return found

@@ -28,8 +28,9 @@ class FsdpPipeArgs:
         "1f1b", "gpipe", "interleaved", "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"
     ] = flag(
         "1f1b",
-        "Order of the work. Two pieces per stage: interleaved, zbv, dualpipev. PyTorch's own "
-        "runner: torch_1f1b, torch_interleaved, zbv, dualpipev.",
+        "Order of the work. gpipe: all forwards first, most memory. interleaved: two pieces per "
+        "stage, shorter waits, more transfers. The others run by PyTorch's pipeline package; zbv "
+        "and dualpipev do not compile blocks.",
     )
     run_ahead: int = flag(
         0,
@@ -62,7 +63,7 @@ class FsdpPipeArgs:
             )
         if args.run_ahead and args.schedule in BY_TORCH:
             raise UserError(f"--run_ahead does not work with --schedule {args.schedule}")
-        if args.schedule in TWICE and args.stages < 2:
+        if args.schedule in (*TWICE, *BY_TORCH) and args.stages < 2:
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
         if args.schedule in SPLIT:
             split = f"--schedule {args.schedule} splits each backward in two"
@@ -72,6 +73,6 @@ class FsdpPipeArgs:
                 raise UserError(f"{split}, which compiled blocks can't do: drop --compile")
             if accum < 2 * args.stages:
                 raise UserError(
-                    f"--schedule {args.schedule} needs --grad_accum_steps of at least 2 x stages: "
-                    f"{2 * args.stages}"
+                    f"--schedule {args.schedule} needs --grad_accum_steps of at least "
+                    f"{2 * args.stages} (2 x --stages), not {accum}"
                 )

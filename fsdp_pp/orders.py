@@ -8,7 +8,6 @@ order, so both sides of a transfer know what comes next.
 Language Model Training on GPU Clusters Using Megatron-LM"."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -30,9 +29,8 @@ def order(
     them, a stage that ends a forward needs the gradient that it has just enabled: both transfers
     are waited for."""
     mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
-    # as many micro-batches as there are stages go through one piece, then through the next
+    forwards = forwards_only(schedule, stages, stage, micro_batches)
     both = [(k // stages, p, k) for p in mine for k in range(micro_batches)]
-    forwards = [(FORWARD, p, k) for _, p, k in sorted(both)]
     backwards = [(BACKWARD, p, k) for _, p, k in sorted(both, key=lambda x: (x[0], -x[1], x[2]))]
     before = {
         "gpipe": micro_batches,
@@ -45,10 +43,12 @@ def order(
     return [*forwards[:before], *(work for pair in pairs for work in pair), *rest]
 
 
-def forwards_only(schedule: str, stages: int, stage: int, micro_batches: int) -> Iterator[tuple]:
+def forwards_only(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:
     """A stage's work when it only evaluates."""
     mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
-    return ((FORWARD, p, k) for k in range(micro_batches) for p in mine)
+    # as many micro-batches as there are stages go through one piece, then through the next
+    both = sorted((k // stages, p, k) for p in mine for k in range(micro_batches))
+    return [(FORWARD, p, k) for _, p, k in both]
 
 
 def held(work: list[tuple]) -> dict[int, int]:

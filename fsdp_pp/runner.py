@@ -32,7 +32,7 @@ def run(
 
     def expect(kind, piece):
         if links.needs(kind, piece):
-            links.received[kind, piece].expect(*hidden)
+            links.expect(kind, piece, *hidden)
 
     def take(kind, piece):
         if links.needs(kind, piece):
@@ -46,11 +46,10 @@ def run(
             passed.setdefault((kind, piece), deque()).append(t)
 
     work = list(work)
-    if work:
-        expect(*work[0][:2])
-    for (kind, piece, k), following in zip(work, [*work[1:], None], strict=True):
-        if following:  # so that it is received meanwhile
-            expect(*following[:2])
+    for i, (kind, piece, k) in enumerate(work):
+        if i == 0:
+            expect(kind, piece)
+        links.begin()
         if kind == FORWARD:
             x = take(FORWARD, piece) if piece else None
             if piece and backward:
@@ -64,4 +63,8 @@ def run(
         else:
             grad = take(BACKWARD, piece) if piece < last else None
             backward(piece, k, kept.pop((piece, k)), grad)
+        # Last, so that it waits for nothing that is still to be launched here; it is received while
+        # the device computes, since the host is ahead.
+        if i + 1 < len(work):
+            expect(*work[i + 1][:2])
     links.finish()

@@ -4,6 +4,8 @@ both ends of the model are on one stage, beside it. Both copies take the same st
 import torch
 import torch.distributed as dist
 
+from llm_demo.dist import timeout
+
 
 class TiedEnds:
     """Keeps the copies equal.
@@ -55,4 +57,5 @@ def tied_group(first: list[int], last: list[int], shard: int) -> dist.ProcessGro
     """The ranks that have the same shard of the embedding and of its copy. first, last: ranks of
     the stages with either, by shard. Every rank calls."""
     pairs = zip(first, last, strict=True)
-    return [dist.new_group(sorted({*pair})) for pair in pairs][shard]
+    groups = [dist.new_group(sorted({*pair}), timeout=timeout()) for pair in pairs]
+    return groups[shard]

@@ -11,12 +11,21 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from llm_demo.errors import UserError
+
 SCHEDULES = {
     "torch_1f1b": "Schedule1F1B",
     "torch_interleaved": "ScheduleInterleaved1F1B",
     "zbv": "ScheduleZBVZeroBubble",
     "dualpipev": "ScheduleDualPipeV",
 }
+
+
+def find(name: str) -> type:
+    """The schedule's class. Raises UserError if this PyTorch lacks it."""
+    if not hasattr(schedules, SCHEDULES[name]):
+        raise UserError(f"--schedule {name}: PyTorch {torch.__version__} has no {SCHEDULES[name]}")
+    return getattr(schedules, SCHEDULES[name])
 
 
 class TorchSchedule:
@@ -50,7 +59,7 @@ class TorchSchedule:
                 "output_args": (hidden if at < count - 1 else loss,),
             }
             self.stages.append(PipelineStage(module, at, count, device, group=group, **shapes))
-        kind = getattr(schedules, SCHEDULES[name])
+        kind = find(name)
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         what = self.stages if several else self.stages[0]
         how = {"loss_fn": lambda loss, take: take(loss), "scale_grads": False}
@@ -69,5 +78,6 @@ class TorchSchedule:
             stage.has_backward = True
             stage.clear_runtime_states()
         step = self.schedule._step_microbatches
-        more = [False] if "return_outputs" in inspect.signature(step).parameters else []
-        step(args, kwargs, targets, losses if last else None, *more)
+        known = inspect.signature(step).parameters
+        more = {"return_outputs": False} if "return_outputs" in known else {}
+        step(args, kwargs, targets, losses if last else None, **more)

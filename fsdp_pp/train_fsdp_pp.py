@@ -6,6 +6,7 @@ NPROC_PER_NODE=4 bash fsdp_pp/launch_fsdp_pp.sh              2 stages, each shar
 """
 
 import functools
+import os
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import accumulate
 from fsdp.shards import Shards, training_state
-from fsdp_pp import estimate, orders, runner
+from fsdp_pp import estimate, orders, runner, torch_schedules
 from fsdp_pp.flags import BY_TORCH, SPLIT, FsdpPipeArgs
 from fsdp_pp.pieces import Pieces
 from fsdp_pp.tied import TiedEnds, tied_group
-from fsdp_pp.torch_schedules import TorchSchedule
 from fsdp_pp.transfers import Links
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
@@ -51,11 +51,18 @@ parse = functools.partial(parse_args, __doc__, FsdpPipeArgs)
 
 def main() -> None:
     args = parse()
-    if args.schedule in SPLIT and args.compile is None:
-        args.compile = False
+    by_torch = args.schedule in BY_TORCH
+    if by_torch:
+        args.comm_timer = False  # its transfers are not told apart from what goes on beside them
+        torch_schedules.find(args.schedule)
+    # One queue for each stream: a receive that waits must not hold up another stream's work.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     world = start()
     if world.size % args.stages:
-        raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
+        raise UserError(
+            f"{world.size} processes can't form pipelines of {args.stages} --stages: set "
+            "NPROC_PER_NODE to a multiple, or other --stages"
+        )
     n_shards = world.size // args.stages
     stage, shard = divmod(world.rank, n_shards)
     where = orders.stages_of(args.schedule, args.stages)
@@ -63,6 +70,10 @@ def main() -> None:
 
     # decisions and data
     log = Log(args, world, "fsdp_pp")
+    if args.schedule in SPLIT and args.compile is None:
+        args.compile = False
+        log.say(f"compile: no, because --schedule {args.schedule} splits backwards")
+    log.resolved(compile=args.compile, comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, data_parallel=n_shards)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
@@ -71,7 +82,7 @@ def main() -> None:
     way = f"{args.schedule} pipeline of {args.stages} stages"
     way += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
     log.resolved(partition=",".join(map(str, counts)), parallelism=way)
-    log.say(f"pipeline: {describe_split(counts, config, S, checkpointing)}")
+    log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, n_shards, counts))
         return
@@ -86,7 +97,7 @@ def main() -> None:
     links = Links(where, ranks, world.rank, world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    low, by_torch = compute.dtype != torch.float32, args.schedule in BY_TORCH
+    low = compute.dtype != torch.float32
     sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
     flat = low and not sharded
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
@@ -102,7 +113,7 @@ def main() -> None:
         pieces.load(weights, args.seed, world.device)
         if flat:
             units = [unit for piece in pieces.values() for unit in piece.units]
-            units += pieces.values()  # embedding and head
+            units += [piece.tail for piece in pieces.values() if piece.tail]
             optimized = Masters(pieces, units, compute.dtype, accum > 1, compiled)
         else:
             optimized = Shards(pieces)
@@ -131,7 +142,7 @@ def main() -> None:
         hidden = torch.empty(B, S, config.hidden_size, **like)
         ids = torch.empty(B, S, dtype=torch.int64, device="meta")
         how = accum, world.device, grid[STAGE].get_group(), hidden, ids
-        schedule = TorchSchedule(args.schedule, pieces, last + 1, *how)
+        schedule = torch_schedules.TorchSchedule(args.schedule, pieces, last + 1, *how)
     work = []
     if not by_torch:
         work = orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
@@ -152,6 +163,8 @@ def main() -> None:
 
         def forward(piece, k, x):
             ids, more = inputs[k]
+            if str(piece) == [*pieces][-1]:
+                inputs[k] = None  # this stage needs it no more
             y = pieces[str(piece)](ids if x is None else x, **more)
             return take(y) if piece == last else y
 
@@ -217,16 +230,17 @@ def main() -> None:
     train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
 
 
-class Lookahead:
-    """Items of an iterator by number, each read when it is first asked for."""
+class Lookahead(dict):
+    """{number: item} of an iterator, each read when it is first asked for."""
 
     def __init__(self, items):
-        self.items, self.read = iter(items), []
+        super().__init__()
+        self.items = enumerate(items)
 
-    def __getitem__(self, k: int):
-        while len(self.read) <= k:
-            self.read.append(next(self.items))
-        return self.read[k]
+    def __missing__(self, k: int):
+        while k not in self:
+            self.update([next(self.items)])
+        return self[k]
 
 
 if __name__ == "__main__":

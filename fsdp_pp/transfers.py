@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_pp.orders import BACKWARD, FORWARD
+from llm_demo.dist import timeout
 
 
 class Link:
@@ -23,28 +24,31 @@ class Link:
     def send(self, t: torch.Tensor) -> None:
         t = t.contiguous()
         if not self.cuda:  # dist.send would wait until the other side receives
-            self.under_way.append((dist.isend(t, self.target, self.group), t))
+            self.under_way.append((dist.isend(t, self.target, group=self.group), t))
             return
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            dist.send(t, self.target, self.group)
+            dist.send(t, self.target, group=self.group)
         t.record_stream(self.stream)
 
-    def expect(self, shape: tuple, dtype: torch.dtype) -> None:
-        """Start to receive the next tensor."""
+    def expect(self, shape: tuple, dtype: torch.dtype, after: torch.cuda.Event | None) -> None:
+        """Receive the next tensor, from `after` on: NCCL's kernel takes up a part of the device
+        while it waits for the sender."""
         if not self.cuda:
             self.under_way.append(torch.empty(shape, dtype=dtype))
             return
+        if after:
+            self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             t = torch.empty(shape, dtype=dtype, device=self.device)
-            dist.recv(t, self.source, self.group)
+            dist.recv(t, self.source, group=self.group)
             self.under_way.append((t, self.stream.record_event()))
 
     def take(self) -> torch.Tensor:
         """The oldest tensor that is expected, once it is there."""
         if not self.cuda:
             t = self.under_way.popleft()
-            dist.recv(t, self.source, self.group)
+            dist.recv(t, self.source, group=self.group)
             return t
         t, there = self.under_way.popleft()
         torch.cuda.current_stream().wait_event(there)
@@ -60,7 +64,8 @@ class Link:
 class Links:
     """A rank's links to the pieces before and after its own.
 
-    Every rank makes the groups of all pipelines: a group is made by all ranks together.
+    Every rank makes the groups of all pipelines: a group is made by all ranks together. Each link
+    sends something once: the first transfer of a group makes the host wait for the other side.
 
     Args:
         stages: the stage of each piece.
@@ -68,18 +73,33 @@ class Links:
         rank: this rank."""
 
     def __init__(self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device):
-        self.to, self.sent, self.received = {}, {}, {}
+        self.cuda, self.begun = device.type == "cuda", None
+        self.sent, self.received = {}, {}
         for piece, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
             for shard in range(grid.shape[1]) if here != there else ():
                 a, b = grid[here, shard].item(), grid[there, shard].item()
                 ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
                 for kind, into, source, target in ways:
-                    group = dist.new_group([source, target])
+                    group = dist.new_group([source, target], timeout=timeout())
+                    if rank not in (source, target):
+                        continue
                     link = Link(source, target, group, device)
                     if rank == source:
                         self.sent[kind, into] = link
-                    if rank == target:
+                        link.send(torch.zeros(1, device=device))
+                    else:
                         self.received[kind, into] = link
+                        link.expect((1,), torch.float32, None)
+                        link.take()
+        self.finish()
+
+    def begin(self) -> None:
+        """A piece of work begins: what is expected from now on is received beside it."""
+        if self.cuda:
+            self.begun = torch.cuda.current_stream().record_event()
+
+    def expect(self, kind: str, piece: int, shape: tuple, dtype: torch.dtype) -> None:
+        self.received[kind, piece].expect(shape, dtype, self.begun)
 
     def needs(self, kind: str, piece: int) -> bool:
         """Whether this work needs something from another rank."""

@@ -40,7 +40,9 @@ def main() -> None:
     if args.stages < 1 or world.size % args.stages:
         raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
     switches = ds_engine.read_switches(args.deepspeed_config)
-    pieces = args.stages * (2 if args.schedule == "dualpipev" else 1)
+    where = list(range(args.stages))
+    where += where[::-1] if args.schedule == "dualpipev" else []
+    pieces = len(where)
 
     # decisions and data
     log = Log(args, world, "pp")
@@ -52,7 +54,7 @@ def main() -> None:
     counts = split(config, pieces, args.partition, S, checkpointing)
     parallelism = f"pipeline of {args.stages} stage{'s' * (args.stages > 1)}"
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    log.say(f"pipeline: {describe_split(counts, config, S, checkpointing)}")
+    log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, replicas, counts))
         return

@@ -47,7 +47,7 @@ def test_balanced_split_is_the_best_there_is(stages, checkpointing):
 
 def test_splits_that_do_not_fit():
     for stages, partition, message in (
-        (7, "balanced", "--stages 7: the model has 6 blocks only"),
+        (7, "balanced", "--stages: the model has 6 blocks, too few for 7 pieces"),
         (2, "3,4", "sum of 6, the model's"),
         (2, "6,0", "each at least 1"),
         (2, "2,2,2", "give 2 counts"),
@@ -68,7 +68,7 @@ def test_bounds_and_their_description():
         sizes = [unit_sizes(QWEN, count, unit) for count in counts]
         layers, found = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
         assert found == bounds and len(layers) == bounds[-1]
-    said = describe_split([14, 14], QWEN, 1024, False)
+    said = describe_split([14, 14], [0, 1], QWEN, 1024, False)
     assert "stage 0: 14 blocks 39% of the work" in said
     assert "stage 1: 14 blocks + head 61% of the work; the largest share is 1.22 x the mean" in said
 

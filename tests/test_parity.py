@@ -174,7 +174,9 @@ def cases_of(models, folder, kind, processes, quick):
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(models, model, folder / name, micro, accum, *more)
-        accum = GLOBAL_BATCH // 2 // {"pp": 1, "fsdp_pp": processes // 2}.get(kind, processes)
+        accum = (
+            GLOBAL_BATCH // 2 // {"pp": 1, "fsdp_pp": max(1, processes // 2)}.get(kind, processes)
+        )
         for dtype in BOUNDS:
             if trains_in(dtype, engine, quick):
                 name = f"{engine}-{dtype}"
@@ -222,6 +224,7 @@ ENGINES = {
     "pp_v": ("pp", 2, ["--schedule", "dualpipev"], [(2, 4), (1, 8), (2, 4)]),
     "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (1, 8), (4, 2)]),
+    "fpp_one": ("fsdp_pp", 1, ["--stages", "1"], [(2, 4), (1, 8), (4, 2)]),
     "fpp_twice": ("fsdp_pp", 2, INTERLEAVED, [(2, 4), (1, 8), (4, 2)]),
     "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
     "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (1, 4)]),
@@ -253,22 +256,23 @@ HALVES = {
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
 }  # fmt: skip
 ONLY_SLOW = ("host_four", "replicas_four")  # test_replicas.py has a quick one
-ONLY_SLOW += ("fpp_twice", "fpp_gpipe", "fpp_reshard", "fpp_zbv", "fpp_dualpipev")
+ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_gpipe", "fpp_reshard", "fpp_zbv", "fpp_dualpipev")
 ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
 ONE_HALF = ("host_one", "host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
 SKIPPED = {("untied", "true"), ("untied", "false"), ("llama", "true")}  # each case is compiled anew
-for name in ("fsdp", "pp", "pp_v"):
+for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice"):
     kind, processes, flags, splits = ENGINES[name]
     ENGINES[f"{name}_compiled"] = kind, processes, [*flags, *COMPILED], splits
 
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four")
+LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four", "fpp_one")
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
+SLOW_LOW_PRECISION |= {("fpp_one", "bf16"), ("fpp_one", "fp16")}
 
 
 def launches():

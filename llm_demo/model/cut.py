@@ -6,17 +6,18 @@ from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost
 
 
-def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool) -> list[int]:
-    """Blocks of each stage. partition: balanced (by FLOPs, including the head), uniform (by
-    number), parameters, or counts such as "18,10". Raises UserError if they don't fit the model."""
+def split(config, pieces: int, partition: str, seq_len: int, checkpointing: bool) -> list[int]:
+    """Blocks of each piece, of which a stage has one or two. partition: balanced (by FLOPs,
+    including the head), uniform (by number), parameters, or counts such as "18,10". Raises
+    UserError if they don't fit the model."""
     n = config.num_hidden_layers
-    if n < stages:
-        raise UserError(f"--stages {stages}: the model has {n} blocks only")
+    if n < pieces:
+        raise UserError(f"--stages: the model has {n} blocks, too few for {pieces} pieces")
     if partition == "uniform":
-        return [n // stages + (s < n % stages) for s in range(stages)]
+        return [n // pieces + (s < n % pieces) for s in range(pieces)]
     if partition in ("balanced", "parameters"):
         first, block, last = costs(config, seq_len, checkpointing, partition == "parameters")
-        return min(_candidates(n, stages), key=lambda c: stage_costs(c, first, block, last))
+        return min(_candidates(n, pieces), key=lambda c: stage_costs(c, first, block, last))
     try:
         counts = [int(x) for x in partition.split(",")]
     except ValueError:
@@ -24,9 +25,9 @@ def split(config, stages: int, partition: str, seq_len: int, checkpointing: bool
             f"--partition {partition}: must be balanced, uniform, parameters, or counts such as "
             '"18,10"'
         ) from None
-    if len(counts) != stages or sum(counts) != n or min(counts) < 1:
+    if len(counts) != pieces or sum(counts) != n or min(counts) < 1:
         raise UserError(
-            f"--partition {partition}: give {stages} counts, each at least 1, with a sum of {n}, "
+            f"--partition {partition}: give {pieces} counts, each at least 1, with a sum of {n}, "
             "the model's number of blocks"
         )
     return counts
@@ -50,12 +51,19 @@ def stage_costs(counts, first, block, last) -> list[float]:
     return sorted(each, reverse=True)
 
 
-def describe_split(counts: list[int], config, seq_len: int, checkpointing: bool) -> str:
-    first, block, last = costs(config, seq_len, checkpointing)
-    each = [c * block + last * (s == len(counts) - 1) for s, c in enumerate(counts)]
+def describe_split(
+    counts: list[int], where: list[int], config, seq_len: int, checkpointing: bool
+) -> str:
+    """The blocks and the share of the work of each stage. where: the stage of each piece."""
+    _, block, last = costs(config, seq_len, checkpointing)
+    each, blocks = [0.0] * (max(where) + 1), [[] for _ in range(max(where) + 1)]
+    for piece, (count, stage) in enumerate(zip(counts, where, strict=True)):
+        head = piece == len(counts) - 1
+        each[stage] += count * block + last * head
+        blocks[stage].append(f"{count} blocks{' + head' * head}")
     share = ", ".join(
-        f"stage {s}: {c} blocks{' + head' * (s == len(counts) - 1)} {x / sum(each):.0%} of the work"
-        for s, (c, x) in enumerate(zip(counts, each, strict=True))
+        f"stage {s}: {' and '.join(names)} {x / sum(each):.0%} of the work"
+        for s, (names, x) in enumerate(zip(blocks, each, strict=True))
     )
     return f"{share}; the largest share is {max(each) * len(each) / sum(each):.2f} x the mean"
 
