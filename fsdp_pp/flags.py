@@ -17,12 +17,12 @@ class FsdpPipeArgs:
     """FSDP inside a pipeline"""
 
     stages: int = flag(
-        2, "Pipeline stages. If there are more processes, each stage is sharded.", at_least=1
+        2, "Pipeline stages. With more processes, each stage is sharded.", at_least=1
     )
     partition: str = flag(
         "balanced",
-        "How to split the blocks into stages: balanced (by FLOPs, including the head), uniform, "
-        "parameters, or the blocks of each piece, such as 18,10.",
+        "Split of the blocks: balanced (by FLOPs, including the head), uniform, parameters, or "
+        "the blocks of each piece, such as 18,10.",
     )
     schedule: Literal[
         "1f1b", "gpipe", "interleaved", "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"
@@ -34,8 +34,8 @@ class FsdpPipeArgs:
     )
     run_ahead: int = flag(
         0,
-        "Micro-batches by which each stage runs further ahead of the next, to hide transfers over "
-        "slow links. It costs their activations. Not for PyTorch's runner.",
+        "Micro-batches by which a stage runs further ahead of the next: hides transfers over slow "
+        "links, takes memory. Not for PyTorch's runner.",
         at_least=0,
     )
     reshard_after_forward: bool = flag(

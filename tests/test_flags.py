@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT, no_ranks
 
 from fsdp.flags import FsdpArgs
+from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import args
 from llm_demo.data import records
 from llm_demo.errors import UserError
@@ -23,9 +24,10 @@ from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
-SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs}
+SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs, "fsdp_pp": FsdpPipeArgs}
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
-ALL = {"ddp": "fsdp/launch_ddp.sh", **LAUNCHERS}  # it starts the same script as "fsdp"
+# "ddp" starts the same script as "fsdp"
+ALL = {"ddp": "fsdp/launch_ddp.sh", **{kind: LAUNCHERS[kind] for kind in sorted(LAUNCHERS)}}
 # Variables that people's scripts set.
 PUBLIC = """
     MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
@@ -38,6 +40,7 @@ OWN = {
     "fsdp": ["RESHARD_AFTER_FORWARD"],
     "pp": ["STAGES", "SCHEDULE", "PARTITION", "DEEPSPEED_CONFIG", "CHECK_TIED_EVERY"],
     "zero": ["DEEPSPEED_CONFIG"],
+    "fsdp_pp": ["STAGES", "SCHEDULE", "PARTITION", "RUN_AHEAD", "RESHARD_AFTER_FORWARD"],
 }
 
 
@@ -80,9 +83,12 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
     def cells(line):
         return [cell.strip() for cell in line.strip("|").split("|")]
 
-    lines = (ROOT / "docs/flags.md").read_text().splitlines()
-    table = [cells(line) for line in lines if line.startswith("| `--")]
-    documented = {(row[0].split(",")[0], *row[1:4]) for row in table}
+    table = []  # (heading without the script, cells): some scripts have a flag of the same name
+    for section in (ROOT / "docs/flags.md").read_text().split("\n## ")[1:]:
+        heading, *lines = section.splitlines()
+        rows = [cells(line) for line in lines if line.startswith("| `--")]
+        table += [(heading.split(" (`")[0], row[0].split(",")[0], *row[1:4]) for row in rows]
+    documented = set(table)
     assert len(documented) == len(table)
 
     def written(value):
@@ -93,8 +99,8 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
 
     expected = set()
     blocks = {kind: block(kind) for kind in ALL}
-    for kind in LAUNCHERS:
-        for field in fields(kind):
+    for group in (*SHARED, *SCRIPTS.values()):
+        for field in dataclasses.fields(group):
             name = "MODEL" if field.name == "model_name_or_path" else field.name.upper()
             default = written(field.default)
             values = {k: written(b.get(name, "").removeprefix("$ROOT/")) for k, b in blocks.items()}
@@ -104,7 +110,7 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
             else:
                 launcher = next(iter(values.values()), "")
             variable = "–" if name == "LOCAL_RANK" else f"`{name}`"
-            expected.add((f"`--{field.name}`", default, launcher, variable))
+            expected.add((group.__doc__, f"`--{field.name}`", default, launcher, variable))
     assert documented == expected
     known = {field.name.upper() for kind in SCRIPTS for field in fields(kind)} | {"MODEL"}
     assert all(10 < len(settings) < 20 and settings.keys() <= known for settings in blocks.values())
@@ -167,6 +173,13 @@ EARLY = [
     ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
      "and --grad_accum_steps of at least 2 x stages: 8"),
+    ("fsdp_pp", "--optimizer_on_host",
+     "--optimizer_on_host: it works with FSDP only: fsdp/launch_fsdp.sh"),
+    ("fsdp_pp", "--schedule zbv --reshard_after_forward",
+     "--schedule zbv splits each backward in two: --reshard_after_forward would give wrong "
+     "gradients"),
+    ("fsdp_pp", "--run_ahead 1 --schedule torch_1f1b",
+     "--run_ahead does not work with --schedule torch_1f1b"),
 ]  # fmt: skip
 
 
@@ -203,7 +216,7 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
         if field.type in (bool, bool | None):
             entry += f", --no_{field.name}"
         assert f"{entry} {field.metadata['help']}" in text
-    accumulated = {"fsdp": 2, "pp": 4, "zero": 2}[kind]
+    accumulated = {"fsdp": 2, "pp": 4, "zero": 2, "fsdp_pp": 4}[kind]
     for remark in (
         "[default: 1; here: 4]", f"[default: 1; here: {accumulated}]", "[here: 0.002]",
         "[default: data/sft_en.jsonl; here: data/first_run.jsonl]", "[default: 1234; here: 7]",
@@ -252,6 +265,8 @@ def test_choices_are_those_that_the_code_knows():
 def test_out_of_memory_advice_includes_the_scripts_own_flags():
     of_fsdp = args.less_memory(args.parse_args("", FsdpArgs, argv=[]))
     of_pp = args.less_memory(args.parse_args("", PipeArgs, argv=[]))
+    of_both = args.less_memory(args.parse_args("", FsdpPipeArgs, argv=[]))
+    assert "--reshard_after_forward (now false): true" in of_both
     assert "--reshard_after_forward (now false): true" in of_fsdp
     assert "reshard" not in of_pp and "--use_activation_checkpointing (now false)" in of_pp
     on = args.parse_args("", FsdpArgs, argv=["--reshard_after_forward"])

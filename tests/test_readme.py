@@ -9,6 +9,7 @@ from conftest import ROOT
 
 from bench.run import make_parser
 from fsdp.train_fsdp import FsdpArgs
+from fsdp_pp.train_fsdp_pp import FsdpPipeArgs
 from llm_demo import args, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.data import records
@@ -29,7 +30,7 @@ PAGES = [
 ]
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
-SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs}
+SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs, "fsdp_pp": FsdpPipeArgs}
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 OF_RUNS = [file.read_text() for file in sorted((ROOT / "llm_demo/run").glob("*.py"))]
 FILES_OF_A_RUN = {
@@ -99,15 +100,16 @@ def test_the_settings_are_those_of_the_launchers_with_their_defaults():
     blocks = {kind: block(kind) for kind in LAUNCHERS}
     documented = {}
     for names, defaults, _ in table(README, "Settings"):
-        only = re.search(r"\((\w+)\)$", names)
+        only = re.search(r"\(([\w, ]+)\)$", names)
         documented[names.split("`")[1]] = only and only[1], defaults
     assert len(documented) > 12
     expected = {}
     for name in documented:
         values = {kind: default(kind, name) for kind in LAUNCHERS if name in blocks[kind]}
-        first, *others = dict.fromkeys(values.values())
-        text = f"{first} (pp: {others[0]})" if others else first
-        expected[name] = None if len(values) == len(LAUNCHERS) else next(iter(values)), text
+        first = next(iter(values.values()))
+        others = {kind: value for kind, value in values.items() if value != first}
+        text = f"{first} ({', '.join(others)}: {[*others.values()][0]})" if others else first
+        expected[name] = None if len(values) == len(LAUNCHERS) else ", ".join(values), text
     assert documented == expected
     for kind, settings in blocks.items():  # any other one is named after its flag, as promised
         assert {flag_of(name) for name in settings} <= fields(kind).keys()
@@ -144,6 +146,7 @@ def test_every_path_named_exists():
         "fsdp/",
         "pp/",
         "zero/",
+        "fsdp_pp/",
         "llm_demo/",
         "data/",
         "models/",
