@@ -37,7 +37,11 @@ def order(
         "1f1b": stages - 1 - stage,
         "interleaved": 2 * (stages - 1 - stage) + stages,
     }[schedule]
-    before = min(before + run_ahead * (stages - 1 - stage), len(forwards))
+    before += run_ahead * (stages - 1 - stage)
+    if schedule == "interleaved":
+        # what the last stage can send back before it needs a gradient of this stage
+        before = min(before, 3 * stages)
+    before = min(before, len(forwards))
     pairs = zip(forwards[before:], backwards, strict=False)
     rest = backwards[len(forwards) - before :]
     return [*forwards[:before], *(work for pair in pairs for work in pair), *rest]
