@@ -1,0 +1,205 @@
+"""FSDP2 inside a pipeline: the order of each stage's work, and its launcher end to end."""
+
+import itertools
+import json
+import re
+import sys
+from collections import deque
+
+import pytest
+import torch
+from conftest import ROOT, run
+
+from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of
+
+LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
+OURS = ("1f1b", "gpipe", "interleaved")
+GRID = [
+    (schedule, stages, micro_batches)
+    for schedule, stages, micro_batches in itertools.product(OURS, range(1, 7), range(1, 25))
+    if schedule != "interleaved" or stages > 1 and micro_batches % stages == 0
+]
+
+
+def simulate(works, where, forward=0.0, backward=0.0):
+    """Do the work of all stages; -> (how long it takes, how long each stage is busy).
+
+    A piece of work waits for what it receives, as runner.py does. What another stage sends comes in
+    the order in which it was sent: it must be of the micro-batch that is worked on."""
+    last, sent = len(where) - 1, {}  # (kind, piece): (micro-batch, time) of each that is under way
+    at, now, busy = [0] * len(works), [0.0] * len(works), [0.0] * len(works)
+    while any(i < len(work) for i, work in zip(at, works, strict=True)):
+        before = list(at)
+        for stage, work in enumerate(works):
+            while at[stage] < len(work):
+                kind, piece, k = work[at[stage]]
+                assert where[piece] == stage
+                start = now[stage]
+                if piece > 0 if kind == FORWARD else piece < last:
+                    if not sent.get((kind, piece)):
+                        break  # it waits
+                    sent_k, there = sent[kind, piece].popleft()
+                    assert sent_k == k
+                    start = max(start, there)
+                takes = forward if kind == FORWARD else backward
+                now[stage], busy[stage] = start + takes, busy[stage] + takes
+                into = piece + 1 if kind == FORWARD else piece - 1
+                sent.setdefault((kind, into), deque()).append((k, now[stage]))
+                at[stage] += 1
+        assert at != before, "a deadlock"
+    ends = (FORWARD, last + 1), (BACKWARD, -1)  # where nobody receives
+    assert not any(left for key, left in sent.items() if key not in ends)
+    return max(now), busy
+
+
+def works_of(schedule, stages, micro_batches, run_ahead=0):
+    return [order(schedule, stages, s, micro_batches, run_ahead) for s in range(stages)]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+def test_every_order_is_complete_and_ends(run_ahead):
+    for schedule, stages, micro_batches in GRID:
+        where = stages_of(schedule, stages)
+        works = works_of(schedule, stages, micro_batches, run_ahead)
+        for stage, work in enumerate(works):
+            mine = [piece for piece, at in enumerate(where) if at == stage]
+            assert len(mine) == (2 if schedule == "interleaved" else 1)
+            for kind, piece in itertools.product((FORWARD, BACKWARD), mine):
+                found = [k for *what, k in work if what == [kind, piece]]
+                assert found == list(range(micro_batches)), (schedule, stages, micro_batches, stage)
+            assert len(work) == 2 * len(mine) * micro_batches
+            done = set()
+            for kind, piece, k in work:
+                assert kind == FORWARD or (piece, k) in done
+                done.add((piece, k))
+        simulate(works, where)
+
+
+@pytest.mark.parametrize("schedule", [*OURS, "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"])
+def test_an_evaluation_ends_with_any_number_of_batches(schedule):
+    for stages, count in itertools.product(range(1, 7), range(12)):
+        where = stages_of(schedule, stages)
+        works = [forwards_only(schedule, stages, s, count) for s in range(stages)]
+        assert sorted(sum(works, [])) == sorted(
+            (FORWARD, piece, k) for piece in range(len(where)) for k in range(count)
+        )
+        simulate(works, where)
+
+
+def test_what_is_held():
+    """Micro-batches whose activations a stage has at once, counted from its order."""
+    for (schedule, stages, M), run_ahead in itertools.product(GRID, (0, 1)):
+        where = stages_of(schedule, stages)
+        for stage, work in enumerate(works_of(schedule, stages, M, run_ahead)):
+            later = stages - 1 - stage
+            expected = {
+                "1f1b": min(later + 1 + run_ahead * later, M),
+                "gpipe": M,
+                "interleaved": min(
+                    2 * later + stages + 1 + run_ahead * later, 3 * stages + 1, 2 * M
+                ),
+            }[schedule]
+            found = held(work)
+            assert sum(found.values()) == expected, (schedule, stages, M, stage)
+            assert {where[piece] for piece in found} == {stage}
+    assert [held(work) for work in works_of("1f1b", 3, 8)] == [{0: 3}, {1: 2}, {2: 1}]
+    # two of the first piece, two of the second, and then two more of the first before a backward
+    assert held(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
+
+
+def test_how_long_stages_wait():
+    """1f1b and gpipe wait for (stages - 1) micro-batches, interleaved half as long."""
+    waits = {}
+    for schedule in OURS:
+        share = 2 if schedule == "interleaved" else 1  # a piece is half of a stage
+        cost = 1 / share, 2 / share
+        ends, busy = simulate(works_of(schedule, 2, 8), stages_of(schedule, 2), *cost)
+        assert busy == [8 * 3] * 2
+        waits[schedule] = ends - 8 * 3
+    assert waits == {"1f1b": 3, "gpipe": 3, "interleaved": 1.5}
+
+
+# ---------------------------------------------------------------- the launcher
+
+SMALL = {
+    "MAX_STEPS": "4", "DTYPE": "fp32", "SAMPLE_TOKENS": "6", "LOG_EVERY": "1",
+    "PYTHON": sys.executable,
+}  # fmt: skip
+TWO = {"NPROC_PER_NODE": "2"}
+
+
+def launch(launcher, out, *flags, **env):
+    done = run(["bash", ROOT / launcher, "--output_dir", out, *flags], **{**SMALL, **env})
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def numbers(folder, *keys):
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    return [line[key] for key in keys for line in lines if key in line]
+
+
+def answers(said):
+    return re.findall(r"^(?:prompt|answer|expected) .*", said, re.M)
+
+
+LOSSES = "train/loss", "train/grad_norm", "eval/loss"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    """(what it says, its folder): the same 16 rows a step."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    env = {"NPROC_PER_NODE": "1", "GRAD_ACCUM_STEPS": "4"}
+    return launch("fsdp/launch_fsdp.sh", out, "--no_fsdp", **env), out
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs 2 GPUs")
+def test_the_launcher_trains_evaluates_and_answers(one_process, tmp_path):
+    out = tmp_path / "run"
+    said = launch(LAUNCHER, out, **TWO)
+    assert "pipeline: stage 0: 4 blocks" in said and "1f1b pipeline of 2 stages: 3," in said
+    expected, alone = one_process
+    assert len(numbers(out, *LOSSES)) == 4 + 4 + 2
+    assert numbers(out, *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
+    assert numbers(out, "eval/exact") == numbers(alone, "eval/exact")
+    assert len(answers(said)) == 3 * 3 and answers(said) == answers(expected)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 4 and len(summary["median_comm_ms"]) == 2
+    config = json.loads((out / "config.json").read_text())
+    assert config["parallelism"] == "1f1b pipeline of 2 stages"
+    assert (config["global_batch"], config["partition"]) == (16, "4,2")
+
+    before = {p.name: p.read_text() for p in out.iterdir() if p.is_file()}
+    said = launch(LAUNCHER, out, "--dry_run", "--overwrite", **TWO)
+    assert "dry run: everything is ready for step 1" in said and "step 1/4" not in said
+    assert {p.name: p.read_text() for p in out.iterdir() if p.is_file()} == before
+
+
+WAYS = [(2, "interleaved"), (2, "zbv"), (4, "1f1b"), (4, "interleaved"), (4, "torch_1f1b")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes, schedule", WAYS)
+def test_other_schedules_and_shards_evaluate_and_answer(processes, schedule, one_process, tmp_path):
+    """Evaluated in batches of another size, whose number is odd."""
+    if 0 < torch.cuda.device_count() < processes:
+        pytest.skip(f"needs {processes} GPUs")
+    accum = {2: "4", 4: "2"}[processes]
+    env = {"NPROC_PER_NODE": str(processes), "GRAD_ACCUM_STEPS": accum, "SCHEDULE": schedule}
+    env["RUN_AHEAD"] = "3" if schedule == "interleaved" else "0"
+    said = launch(LAUNCHER, tmp_path / "run", "--eval_batch_size", "3", **env)
+    expected, alone = one_process
+    found = numbers(tmp_path / "run", *LOSSES)
+    assert found == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
+    assert answers(said) == answers(expected)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")
+def test_an_estimate_has_a_column_per_rank(tmp_path):
+    """Of two stages, each sharded over two ranks; nothing is written."""
+    said = launch(LAUNCHER, tmp_path / "run", "--estimate", NPROC_PER_NODE="4")
+    table = said[said.index("estimated peak memory") :].splitlines()
+    total = [float(x) for x in re.findall(r"\d+\.\d+", next(x for x in table if "total" in x))]
+    assert len(total) == 4 and total[0] == total[1] and total[2] == total[3]
+    assert not (tmp_path / "run").exists()
