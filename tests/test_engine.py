@@ -136,6 +136,7 @@ WAYS = {
     "fsdp": {"fsdp": [], "host": ["--optimizer_on_host"]},
     "pp": {"pp": []},
     "zero": ZERO,
+    "fsdp_pp": {"fpp": [], "twice": ["--schedule", "interleaved", "--grad_accum_steps", "2"]},
 }
 
 
@@ -143,11 +144,12 @@ WAYS = {
     "kind, dtypes",
     [
         ("fsdp", ("fp32", "bf16")), ("pp", ("fp32", "bf16")), ("zero", ("bf16",)),
-        pytest.param("zero", ("fp32",), marks=pytest.mark.slow),
+        pytest.param("zero", ("fp32",), marks=pytest.mark.slow), ("fsdp_pp", ("fp32", "bf16")),
     ],
 )  # fmt: skip
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, tmp_path):
-    """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched."""
+    """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched. In
+    a pipeline it is the last stage, and with "twice" it is rank 0, the first."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("wants 2 GPUs")
     model, ways = smaller_model(tmp_path / "model"), WAYS[kind]
@@ -159,9 +161,12 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, t
             "--sample_tokens", "0", "--output_dir", str(tmp_path / f"{way}-{dtype}"),
             "--warmup_steps", "0", *ways[way],
         ]  # fmt: skip
-    poison = {"rank": 1, "step": 1}
     listed = [
-        {"poison": poison, "out": str(tmp_path / f"{name}.out"), "argv": argv}
+        {
+            "poison": {"rank": 0 if "twice" in name else 1, "step": 1},
+            "out": str(tmp_path / f"{name}.out"),
+            "argv": argv,
+        }
         for name, argv in cases.items()
     ]
     (tmp_path / "cases.json").write_text(json.dumps(listed))
