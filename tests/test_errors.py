@@ -17,7 +17,8 @@ from llm_demo import fit
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
 
-LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in ("fsdp", "pp", "zero")}
+KINDS = ("fsdp", "pp", "zero", "fsdp_pp")
+LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
 GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
 
 
@@ -52,6 +53,7 @@ WINDOW = {
     "num_key_value_heads": 2, "max_position_embeddings": 2048,
 }  # fmt: skip
 TINY = ["--tokenizer_name_or_path", str(ROOT / "models/qwen3-tiny")]
+ONE_BLOCK = ["--model_name_or_path", "one block", *TINY, "--seq_len", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,9 @@ def folder(tmp_path_factory):
         (folder / name).write_text(text)
     (folder / "window").mkdir()
     (folder / "window/config.json").write_text(json.dumps(WINDOW))
+    (folder / "one block").mkdir()
+    config = WINDOW | {"model_type": "llama", "num_hidden_layers": 1, "sliding_window": None}
+    (folder / "one block/config.json").write_text(json.dumps(config))
     (folder / "no model").mkdir()
     (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
@@ -109,6 +114,13 @@ LAUNCHED = [
     ("pp", ["--partition", "3,4"], ["--partition 3,4", "a sum of 6"]),
     ("pp", ["--stages", "3"], ["2 processes", "3 --stages"]),
     ("zero", ["--deepspeed_config", "stage0.json"], ["stage0.json: ZeRO stage 0 is refused"]),
+    ("fsdp_pp", ["--train_json", "broken.jsonl"], ["broken.jsonl:3", "broken JSON"]),
+    ("fsdp_pp", ["--stages", "3"], ["2 processes can't form pipelines of 3 --stages"]),
+    ("fsdp_pp", ["--partition", "3,4"], ["--partition 3,4: give 2 counts", "a sum of 6"]),
+    ("fsdp_pp", ["--schedule", "zbv", "--partition", "3,3"], ["give 4 counts", "a sum of 6"]),
+    ("fsdp_pp", ONE_BLOCK, ["the model has 1 blocks, too few for 2 pieces"]),
+    ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
+    ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: it works with FSDP only"]),
 ]
 
 
@@ -152,7 +164,7 @@ BOTH = [
     (["--seed", "-1"], "--seed -1: must not be negative"),
 ]
 CASES = [("fsdp", *case) for case in BOTH]
-CASES += [(kind, *case) for kind in ("pp", "zero") for case in BOTH[::7]]
+CASES += [(kind, *case) for kind in ("pp", "zero", "fsdp_pp") for case in BOTH[::7]]
 CASES += [
     ("pp", ["--partition", "even"], "--partition even: must be balanced"),
     ("pp", ["--deepspeed_config", "number.json"], "train_batch_size is set by --micro_batch_size"),
@@ -242,6 +254,42 @@ CASES += [
     ("fsdp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
     ("pp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
 ]
+SPLIT_BACKWARD = [
+    (["--grad_accum_steps", "3"], "needs --grad_accum_steps of at least 4 .2 x --stages., not 3"),
+    (["--reshard_after_forward"], "--reshard_after_forward would give wrong gradients"),
+    (["--compile"], "which compiled blocks can't do: drop --compile"),
+    (["--run_ahead", "1"], "--run_ahead does not work with --schedule"),
+    (["--stages", "1"], "needs --stages of at least 2"),
+]
+EVEN = "needs --grad_accum_steps that is a multiple of --stages 2, not 3"
+FSDP_PP = [
+    *(
+        (["--stages", "2", "--schedule", schedule, *flags], f"^(?=.*{schedule}).*{message}")
+        for schedule in ("zbv", "dualpipev")
+        for flags, message in SPLIT_BACKWARD
+    ),
+    *(
+        (
+            ["--stages", "2", "--schedule", schedule, "--grad_accum_steps", "3"],
+            schedule + " " + EVEN,
+        )
+        for schedule in ("interleaved", "torch_interleaved")
+    ),
+    (["--schedule", "interleaved"], "--schedule interleaved needs --stages of at least 2"),
+    (["--schedule", "torch_1f1b"], "--schedule torch_1f1b needs --stages of at least 2"),
+    (["--schedule", "2f2b"], "--schedule 2f2b: choose from 1f1b, gpipe"),
+    (["--stages", "0"], "--stages"),
+    (["--stages", "2"], "1 processes can't form pipelines of 2 --stages"),
+    (["--run_ahead", "-1"], "--run_ahead -1: must not be negative"),
+    (["--partition", "even"], "--partition even: must be balanced"),
+    (["--partition", "2,4"], "--partition 2,4: give 1 counts"),
+    (["--partition", "7"], "--partition 7: give 1 counts.*a sum of 6"),
+    (["--optimizer_on_host"], "--optimizer_on_host: it works with FSDP only"),
+    (["--replicas", "all"], "unknown argument --replicas"),
+    (["--no_fsdp"], "unknown argument --no_fsdp"),
+    (["--deepspeed_config", "absent.json"], "unknown argument --deepspeed_config"),
+]
+CASES += [("fsdp_pp", *case) for case in FSDP_PP]
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)
@@ -253,10 +301,12 @@ def test_bad_input_of_one_process(
         import pp.pp_train as script
     elif kind == "zero":
         import zero.train_zero as script
+    elif kind == "fsdp_pp":
+        import fsdp_pp.train_fsdp_pp as script
     else:
         import fsdp.train_fsdp as script
     defaults = ["--train_json", "good.jsonl", "--output_dir", "new", "--max_steps", "1"]
-    one = ["--stages", "1"] if kind == "pp" else []
+    one = ["--stages", "1"] if kind in ("pp", "fsdp_pp") else []
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(sys, "argv", [script.__file__, *defaults, *one, *flags])
@@ -311,8 +361,10 @@ def test_bad_input_of_fit(model, flags, message, folder, monkeypatch, record_pro
     assert "\n" not in str(raised.value)
 
 
-# ZeRO is launched as the pipeline is
-@pytest.mark.parametrize("kind", ["fsdp", "pp", pytest.param("zero", marks=pytest.mark.slow)])
+# ZeRO is launched as DeepSpeed's pipeline is, FSDP2 inside a pipeline as FSDP2
+@pytest.mark.parametrize(
+    "kind", ["fsdp", "pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("zero", "fsdp_pp"))]
+)
 def test_a_dying_rank_takes_all_along(kind, folder):
     env = {**os.environ, "PYTHON": sys.executable, "MAX_STEPS": "5000", "NPROC_PER_NODE": "2"}
     env |= {"SEQ_LEN": "64", "MICRO_BATCH_SIZE": "1"}

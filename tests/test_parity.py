@@ -271,8 +271,9 @@ for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice"):
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
 LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four", "fpp_one")
+LOW_PRECISION += ("fpp_twice",)
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
-SLOW_LOW_PRECISION |= {("fpp_one", "bf16"), ("fpp_one", "fp16")}
+SLOW_LOW_PRECISION |= {("fpp_one", "bf16"), ("fpp_one", "fp16"), ("fpp_twice", "fp16")}
 
 
 def launches():

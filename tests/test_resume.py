@@ -134,11 +134,12 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     runs("fsdp_pp", 2, {
         "one16": [*BF16, *six], "one16-again": resumed("one16", *BF16, *six),
         "twice-from-grid": resumed("grid", *fp32, *six, *twice),
+        "v-from-grid": resumed("grid", *fp32, *six, "--schedule", "zbv"),  # both ends on a stage
     })  # fmt: skip
     runs("fsdp", 2, {"shards-from-grid": resumed("grid", *fp32, *three)})
     for name in ("grid", "grid16", "one16"):
         assert_same(runs.folder, name, f"{name}-again")
-    for name in ("long", "twice", "shards"):
+    for name in ("long", "twice", "v", "shards"):
         assert_same(runs.folder, "grid", f"{name}-from-grid", tolerance=1e-5)
 
 
