@@ -45,7 +45,10 @@ class FsdpPipeArgs:
         saves_memory=True,
     )
 
-    REFUSED: ClassVar = {"optimizer_on_host": "it works with FSDP only: fsdp/launch_fsdp.sh"}
+    REFUSED: ClassVar = dict.fromkeys(
+        ("optimizer_on_host", "replicas", "psgd_rank", "psgd_start", "copy_engines"),
+        "it works with FSDP only: fsdp/launch_fsdp.sh",
+    )
 
     @staticmethod
     def check(args) -> None:

@@ -285,7 +285,7 @@ FSDP_PP = [
     (["--partition", "2,4"], "--partition 2,4: give 1 counts"),
     (["--partition", "7"], "--partition 7: give 1 counts.*a sum of 6"),
     (["--optimizer_on_host"], "--optimizer_on_host: it works with FSDP only"),
-    (["--replicas", "all"], "unknown argument --replicas"),
+    (["--replicas", "all"], "--replicas: it works with FSDP only"),
     (["--no_fsdp"], "unknown argument --no_fsdp"),
     (["--deepspeed_config", "absent.json"], "unknown argument --deepspeed_config"),
 ]

@@ -19,6 +19,7 @@ from bench.checkpoints import tensors
 STEPS = 8
 FLAGS = {
     "fsdp": "--reshard_after_forward", "ddp": "--psgd_rank 0", "pp": "--stages {nodes}", "zero": "",
+    "fsdp_pp": "--stages {nodes}",
 }  # fmt: skip
 SCRIPTS = {"ddp": "fsdp"}
 
@@ -102,6 +103,7 @@ slow = pytest.mark.slow
             pytest.param(*case, marks=slow)
             for case in (
                 ("pp", 2, on_loopback), ("zero", 2, on_loopback), ("ddp", 2, on_loopback),
+                ("fsdp_pp", 2, on_loopback),
                 ("fsdp", 2, in_namespaces), ("pp", 2, in_namespaces),
                 ("fsdp", 3, in_namespaces), ("pp", 3, in_namespaces),
             )
