@@ -1,10 +1,9 @@
 """Flags of train_fsdp_pp.py beyond those in llm_demo/args.py. Imports nothing heavy."""
 
 import dataclasses
-import re
 from typing import ClassVar, Literal
 
-from llm_demo.args import flag
+from llm_demo.args import check_partition, flag
 from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts
@@ -52,12 +51,7 @@ class FsdpPipeArgs:
 
     @staticmethod
     def check(args) -> None:
-        named = ("balanced", "uniform", "parameters")
-        if args.partition not in named and not re.fullmatch(r"\d+(,\d+)*", args.partition):
-            raise UserError(
-                f"--partition {args.partition}: must be balanced, uniform, parameters or counts "
-                "such as 18,10"
-            )
+        check_partition(args.partition)
         accum = args.grad_accum_steps
         if args.schedule.endswith("interleaved") and accum % args.stages:
             raise UserError(

@@ -9,15 +9,17 @@ Language Model Training on GPU Clusters Using Megatron-LM"."""
 
 from collections import Counter
 
+from fsdp_pp.flags import SPLIT, TWICE
+
 FORWARD, BACKWARD = "forward", "backward"
 
 
 def stages_of(schedule: str, stages: int) -> list[int]:
     """The stage of each piece of the model. Twice around, or out and back (PyTorch's V)."""
     once = list(range(stages))
-    if schedule in ("zbv", "dualpipev"):
+    if schedule in SPLIT:
         return once + once[::-1]
-    return once * (2 if schedule.endswith("interleaved") else 1)
+    return once * (2 if schedule in TWICE else 1)
 
 
 def order(

@@ -67,7 +67,7 @@ class TorchSchedule:
 
     def run(self, inputs: list[tuple], take: Callable) -> None:
         """Forwards and backwards of a step. inputs: (ids, the other arguments of the forward) of
-        each micro-batch. take: what to derive of the last piece's output."""
+        each micro-batch. take(output): what follows the last piece."""
         numbers, losses = [stage.stage_index for stage in self.stages], []
         first, last = 0 in numbers, self.count - 1 in numbers
         args = [(ids,) if first else () for ids, _ in inputs]

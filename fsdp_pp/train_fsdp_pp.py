@@ -73,7 +73,7 @@ def main() -> None:
     if args.schedule in SPLIT and args.compile is None:
         args.compile = False
         log.say(f"compile: no, because --schedule {args.schedule} splits backwards")
-    log.resolved(compile=args.compile, comm_timer=args.comm_timer)
+    log.resolved(comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, data_parallel=n_shards)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
@@ -101,7 +101,6 @@ def main() -> None:
     sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
     flat = low and not sharded
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
-    tied = config.tie_word_embeddings
     with loading(weights, world.size):
         pieces = Pieces(lm, args, compute, counts, where, stage)
         if sharded:
@@ -122,8 +121,8 @@ def main() -> None:
     optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
     optimized.follow(optimizer)
     loss_scale = LossScale(compute.dtype, world.device)
-    ends = where[0], where[last]
-    group = tied_group(*(ranks[s].tolist() for s in ends), shard) if tied else None
+    ends = ranks[where[0]].tolist(), ranks[where[last]].tolist()
+    group = tied_group(*ends, shard) if config.tie_word_embeddings else None
     copies = TiedEnds(pieces.tied(), optimized, group)
     if world.device.type != "cpu":  # made by all ranks together, for saves in the background
         on_cpu = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
@@ -143,8 +142,7 @@ def main() -> None:
         ids = torch.empty(B, S, dtype=torch.int64, device="meta")
         how = accum, world.device, grid[STAGE].get_group(), hidden, ids
         schedule = torch_schedules.TorchSchedule(args.schedule, pieces, last + 1, *how)
-    work = []
-    if not by_torch:
+    else:
         work = orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
 
     def inputs_of(batch, *labels):
@@ -159,7 +157,7 @@ def main() -> None:
         return micro_batches(packs, rows, shard, n_shards, micro, data.max_docs)
 
     def run_pipeline(work, inputs, micro, take, backward=None):
-        """Do this stage's work. take: of the last piece's outputs."""
+        """Do this stage's work. take(output): what follows the last piece."""
 
         def forward(piece, k, x):
             ids, more = inputs[k]

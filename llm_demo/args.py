@@ -24,6 +24,15 @@ MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
+def check_partition(value: str) -> None:
+    """Raise UserError for a --partition of the wrong form, before the model is known."""
+    named = ("balanced", "uniform", "parameters")
+    if value not in named and not re.fullmatch(r"\d+(,\d+)*", value):
+        raise UserError(
+            f"--partition {value}: must be balanced, uniform, parameters or counts such as 18,10"
+        )
+
+
 def flag(
     default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory=False
 ):

@@ -38,7 +38,7 @@ from llm_demo.run.log import Log
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
     "model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json", "eval_json",
-    "output_dir",
+    "output_dir", "deepspeed_config", "local_rank",
 }  # fmt: skip
 
 
@@ -98,6 +98,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
 
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
     flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
+    if file := getattr(args, "deepspeed_config", None):
+        flags["content of --deepspeed_config"] = json.loads(Path(file).read_text())
     same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)

@@ -1,10 +1,9 @@
 """Flags of pp_train.py beyond those in llm_demo/args.py. Imports nothing heavy."""
 
 import dataclasses
-import re
 from typing import ClassVar, Literal
 
-from llm_demo.args import flag
+from llm_demo.args import check_partition, flag
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
@@ -45,12 +44,7 @@ class PipeArgs:
 
     @staticmethod
     def check(args) -> None:
-        named = ("balanced", "uniform", "parameters")
-        if args.partition not in named and not re.fullmatch(r"\d+(,\d+)*", args.partition):
-            raise UserError(
-                f"--partition {args.partition}: must be balanced, uniform, parameters or counts "
-                "such as 18,10"
-            )
+        check_partition(args.partition)
         least = max(4, 2 * args.stages)
         if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < least):
             raise UserError(
