@@ -7,6 +7,7 @@ order, so both sides of a transfer know what comes next.
 1f1b: Narayanan et al. 2019, "PipeDream". interleaved: Narayanan et al. 2021, "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM"."""
 
+from bisect import bisect
 from collections import Counter
 
 from fsdp_pp.flags import SPLIT, TWICE
@@ -55,6 +56,38 @@ def forwards_only(schedule: str, stages: int, stage: int, micro_batches: int) ->
     # as many micro-batches as there are stages go through one piece, then through the next
     both = sorted((k // stages, p, k) for p in mine for k in range(micro_batches))
     return [(FORWARD, p, k) for _, p, k in both]
+
+
+def with_receives(works: list[list[tuple]], where: list[int], stage: int) -> list[tuple]:
+    """A stage's work as (kind, piece, micro-batch, receives): the (kind, piece) of each receive
+    that is to be launched before this work.
+
+    A transfer ends when both sides have launched it, and a host may wait for all that it has
+    launched at any time: when it loads a kernel, compiles, or runs short of memory. So a receive is
+    launched neither after its sender may have to wait for it, nor before the sender can reach the
+    send without this stage. All stages' work is numbered in an order in which it could be done one
+    after the other; what work n sends is received before the first work of a higher number. Then
+    the host with the lowest number never waits in vain.
+
+    works: of each stage. where: the stage of each piece."""
+    last, number, done = len(where) - 1, {}, [0] * len(works)
+    while len(number) < sum(map(len, works)):
+        begun = len(number)  # a round, in which a stage does at most one piece of work
+        for s, work in enumerate(works):
+            if done[s] < len(work):
+                kind, piece, k = work[done[s]]
+                first = piece == (0 if kind == FORWARD else last)
+                previous = piece - 1 if kind == FORWARD else piece + 1
+                if first or number.get((kind, previous, k), begun) < begun:
+                    number[kind, piece, k] = len(number)
+                    done[s] += 1
+    receives = [[] for _ in works[stage]]
+    mine = [number[work] for work in works[stage]]
+    for (kind, piece, _), n in number.items():  # in the order in which they are sent
+        into = piece + 1 if kind == FORWARD else piece - 1
+        if 0 <= into <= last and where[piece] != stage == where[into]:
+            receives[bisect(mine, n)].append((kind, into))
+    return [(*work, now) for work, now in zip(works[stage], receives, strict=True)]
 
 
 def held(work: list[tuple]) -> dict[int, int]:

@@ -21,7 +21,7 @@ def run(
     """Do this stage's work of a step.
 
     Args:
-        work: as of orders.order.
+        work: as of orders.with_receives.
         last: the last piece of the model.
         hidden: shape and dtype of a micro-batch's hidden states.
         forward: forward(piece, k, x) -> the output of a piece for micro-batch k. x: hidden states,
@@ -30,12 +30,8 @@ def run(
             for the last piece, whose output is the loss. Without `backward`, nothing is kept."""
     kept, passed = {}, {}  # (piece, k) -> output; (kind, piece) -> from another piece of this stage
 
-    def expect(kind, piece):
-        if links.needs(kind, piece):
-            links.expect(kind, piece, *hidden)
-
     def take(kind, piece):
-        if links.needs(kind, piece):
+        if (kind, piece) in links.received:
             return links.received[kind, piece].take()
         return passed[kind, piece].popleft()
 
@@ -45,10 +41,9 @@ def run(
         else:
             passed.setdefault((kind, piece), deque()).append(t)
 
-    work = list(work)
-    for i, (kind, piece, k) in enumerate(work):
-        if i == 0:
-            expect(kind, piece)
+    for kind, piece, k, receives in work:
+        for what in receives:  # while the device computes, since the host is ahead
+            links.expect(*what, *hidden)
         links.begin()
         if kind == FORWARD:
             x = take(FORWARD, piece) if piece else None
@@ -63,8 +58,4 @@ def run(
         else:
             grad = take(BACKWARD, piece) if piece < last else None
             backward(piece, k, kept.pop((piece, k)), grad)
-        # Last, so that it waits for nothing that is still to be launched here; it is received while
-        # the device computes, since the host is ahead.
-        if i + 1 < len(work):
-            expect(*work[i + 1][:2])
     links.finish()

@@ -57,6 +57,8 @@ def main() -> None:
         torch_schedules.find(args.schedule)
     # One queue for each stream: a receive that waits must not hold up another stream's work.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # Each transfer has a group of its own, as the warning advises.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     world = start()
     if world.size % args.stages:
         raise UserError(
@@ -136,6 +138,11 @@ def main() -> None:
         copies.copy(optimizer)
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
+
+    def order_here(order, *how):
+        works = [order(args.schedule, args.stages, s, *how) for s in range(args.stages)]
+        return orders.with_receives(works, where, stage)
+
     if by_torch:
         like = {"dtype": compute.dtype, "device": "meta", "requires_grad": True}
         hidden = torch.empty(B, S, config.hidden_size, **like)
@@ -143,7 +150,7 @@ def main() -> None:
         how = accum, world.device, grid[STAGE].get_group(), hidden, ids
         schedule = torch_schedules.TorchSchedule(args.schedule, pieces, last + 1, *how)
     else:
-        work = orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
+        work = order_here(orders.order, accum, args.run_ahead)
 
     def inputs_of(batch, *labels):
         """(token ids, the other arguments of DecoderLoss.forward), of which labels are the last."""
@@ -209,14 +216,14 @@ def main() -> None:
                 index, targets = label_positions(batch.labels)
                 yield inputs_of(batch, index, targets, answers_of(index, batch.cu_seqlens))
 
-        forwards = orders.forwards_only(args.schedule, args.stages, stage, count)
+        forwards = order_here(orders.forwards_only, count)
         run_pipeline(forwards, Lookahead(inputs()), micro, total.add_)
         return total
 
     @torch.no_grad()
     def ask(batch, index):
         tokens = torch.zeros_like(index, device=world.device)
-        forwards = orders.forwards_only(args.schedule, args.stages, stage, 1)
+        forwards = order_here(orders.forwards_only, 1)
         run_pipeline(forwards, [inputs_of(batch, index)], len(batch.input_ids), tokens.copy_)
         # every pipeline has the same answer
         dist.broadcast(tokens, src=ranks[where[last], 0].item())

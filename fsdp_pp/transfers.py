@@ -8,6 +8,19 @@ import torch.distributed as dist
 from fsdp_pp.orders import BACKWARD, FORWARD
 from llm_demo.dist import timeout
 
+# Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
+# while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).
+MAX_CTAS = 2
+
+
+def small_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group whose transfers leave the device to the compute beside them."""
+    if device.type != "cuda":
+        return dist.new_group(ranks, timeout=timeout())
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas, options._timeout = MAX_CTAS, timeout()
+    return dist.new_group(ranks, timeout=timeout(), backend="nccl", pg_options=options)
+
 
 class Link:
     """Transfers from one rank to another, always in the same order.
@@ -80,7 +93,7 @@ class Links:
                 a, b = grid[here, shard].item(), grid[there, shard].item()
                 ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
                 for kind, into, source, target in ways:
-                    group = dist.new_group([source, target], timeout=timeout())
+                    group = small_group([source, target], device)
                     if rank not in (source, target):
                         continue
                     link = Link(source, target, group, device)
@@ -100,10 +113,6 @@ class Links:
 
     def expect(self, kind: str, piece: int, shape: tuple, dtype: torch.dtype) -> None:
         self.received[kind, piece].expect(shape, dtype, self.begun)
-
-    def needs(self, kind: str, piece: int) -> bool:
-        """Whether this work needs something from another rank."""
-        return (kind, piece) in self.received
 
     def finish(self) -> None:
         """Wait for what was sent, on a CPU."""

@@ -4,13 +4,13 @@ import itertools
 import json
 import re
 import sys
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 import torch
 from conftest import ROOT, run
 
-from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of
+from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
 OURS = ("1f1b", "gpipe", "interleaved")
@@ -50,6 +50,69 @@ def simulate(works, where, forward=0.0, backward=0.0):
     ends = (FORWARD, last + 1), (BACKWARD, -1)  # where nobody receives
     assert not any(left for key, left in sent.items() if key not in ends)
     return max(now), busy
+
+
+def run_with_waiting_hosts(works, where):
+    """Do the work of all stages, whose hosts wait in the middle and at the end of each piece of
+    work until all that they have launched is done; a transfer is done when both sides launched it.
+
+    works: as of with_receives."""
+    last, sends, receives = len(where) - 1, Counter(), Counter()
+    ended = [False] * len(works)
+
+    def host(stage):
+        mine = []  # (launched by the other side, what, how many of it were launched here)
+
+        def wait():
+            while any(other[what] < n for other, what, n in mine):
+                yield
+
+        for kind, piece, _, now in works[stage]:
+            for what in now:
+                receives[what] += 1
+                mine.append((sends, what, receives[what]))
+            yield from wait()
+            into = piece + 1 if kind == FORWARD else piece - 1
+            if 0 <= into <= last and where[into] != stage:
+                sends[kind, into] += 1
+                mine.append((receives, (kind, into), sends[kind, into]))
+            yield from wait()
+        ended[stage] = True
+
+    hosts = [host(stage) for stage in range(len(works))]
+    while not all(ended):
+        before = sends.total() + receives.total(), sum(ended)
+        for h in hosts:
+            next(h, None)
+        assert (sends.total() + receives.total(), sum(ended)) != before, "a deadlock"
+    assert sends == receives
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+def test_no_host_waits_for_ever(run_ahead):
+    """Not even if it waits for the device at any time, and no transfer is buffered."""
+    for schedule, stages, micro_batches in GRID:
+        where = stages_of(schedule, stages)
+        works = works_of(schedule, stages, micro_batches, run_ahead)
+        ordered = [with_receives(works, where, stage) for stage in range(stages)]
+        for work, with_more in zip(works, ordered, strict=True):
+            launched, received = Counter(), Counter()
+            for (kind, piece, k), (*what, now) in zip(work, with_more, strict=True):
+                assert what == [kind, piece, k]
+                launched.update(now)
+                if (kind, piece) in launched:
+                    received[kind, piece] += 1  # is under way before it is needed
+                    assert received[kind, piece] <= launched[kind, piece]
+            assert received == launched
+        run_with_waiting_hosts(ordered, where)
+
+
+@pytest.mark.parametrize("schedule", [*OURS, "dualpipev"])
+def test_no_host_waits_for_ever_in_an_evaluation(schedule):
+    for stages, count in itertools.product(range(1, 7), range(12)):
+        where = stages_of(schedule, stages)
+        works = [forwards_only(schedule, stages, s, count) for s in range(stages)]
+        run_with_waiting_hosts([with_receives(works, where, s) for s in range(stages)], where)
 
 
 def works_of(schedule, stages, micro_batches, run_ahead=0):
