@@ -1,4 +1,5 @@
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from import_once import ALWAYS
@@ -63,6 +65,17 @@ def python(**env) -> str:
 
     atexit.register(end)
     return str(stand_in)
+
+
+def processes_with(**env):
+    """Processes that have these in their environment. A launcher that `python()` started is no
+    parent of its ranks."""
+    found = []
+    for p in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
+            if env.items() <= p.environ().items():
+                found.append(p)
+    return found
 
 
 def no_ranks(folder: Path) -> str:

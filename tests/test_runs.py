@@ -464,7 +464,8 @@ def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, 
 
 
 def test_a_folder_deleted_under_a_launched_run(tmp_path):
-    flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 --output_dir out"
+    flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 --eval_json none "
+    flags += "--output_dir out"
     process = subprocess.Popen(
         ["bash", LAUNCHERS["pp"], *flags.split()], cwd=tmp_path, text=True,
         env={**os.environ, "PYTHON": python(), "OMP_NUM_THREADS": "1"},
