@@ -131,8 +131,9 @@ def pytest_xdist_auto_num_workers(config):
 
 # Files that take minutes go first, so that no worker has one left when the other is done.
 LONG = (
-    "test_parity", "test_end_to_end", "test_resume", "test_setup", "test_ends", "test_fsdp2",
-    "test_first_run", "test_engine", "test_runs", "test_restarts", "test_several_nodes",
+    "test_parity", "test_end_to_end", "test_resume", "test_setup", "test_launch", "test_runs",
+    "test_engine", "test_replicas", "test_first_run", "test_errors", "test_ends", "test_bench",
+    "test_several_nodes", "test_restarts",
 )  # fmt: skip
 
 
