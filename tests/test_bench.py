@@ -1,6 +1,7 @@
 """The benchmark command: rows that succeed or fail, --resume, result files, tables, pictures."""
 
 import functools
+import os
 import re
 import resource
 import signal
@@ -10,7 +11,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, environment, python
+from conftest import ROOT, python
 
 from bench import checkpoints, plots, store, table
 from bench import run as bench
@@ -98,8 +99,8 @@ def test_a_row_that_fails_is_a_row_that_says_so(measure, tmp_path):
 def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
     flags = "--engines fsdp --model models/qwen3-tiny --seq_len 64 --steps 123457".split()
     bench_run = subprocess.Popen(
-        [python(), "-m", "bench.run", *flags, "--out", str(tmp_path / "x")],
-        env=environment(), cwd=ROOT, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "bench.run", *flags, "--out", str(tmp_path / "x")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells' & ignores it
     )  # fmt: skip
 
