@@ -1,7 +1,6 @@
 """Bad input to both launchers: one clear line, a non-zero exit within seconds, nothing lost."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import time
 import psutil
 import pytest
 import torch.distributed as dist
-from conftest import ROOT, run
+from conftest import ROOT, environment, processes_with, python, run
 
 from llm_demo import fit
 from llm_demo.dist import run as run_main
@@ -366,7 +365,8 @@ def test_bad_input_of_fit(model, flags, message, folder, monkeypatch, record_pro
     "kind", ["fsdp", "pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("zero", "fsdp_pp"))]
 )
 def test_a_dying_rank_takes_all_along(kind, folder):
-    env = {**os.environ, "PYTHON": sys.executable, "MAX_STEPS": "5000", "NPROC_PER_NODE": "2"}
+    mark = f"{folder} {kind}"
+    env = environment(PYTHON=python(), MAX_STEPS="5000", NPROC_PER_NODE="2", A_TEST=mark)
     env |= {"SEQ_LEN": "64", "MICRO_BATCH_SIZE": "1"}
     command = [
         "bash",
@@ -382,7 +382,7 @@ def test_a_dying_rank_takes_all_along(kind, folder):
     for line in launcher.stdout:
         if line.startswith("step 3/"):
             break
-    children = psutil.Process(launcher.pid).children(recursive=True)
+    children = [p for p in processes_with(A_TEST=mark) if p.pid != launcher.pid]
     ranks = {c.environ()["RANK"]: c for c in children if "RANK" in c.environ()}
     killed = time.monotonic()
     ranks["1"].send_signal(signal.SIGKILL)
