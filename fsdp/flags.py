@@ -36,6 +36,7 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    freeze_router: bool = flag(False, "Do not train the routers of a mixture of experts.")
     copy_engines: bool | None = flag(
         None,
         "In 16 bits, use copy engines, not NCCL kernels, to gather blocks and to exchange "

@@ -79,6 +79,12 @@ def main() -> None:
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
+    if getattr(config, "num_experts_per_tok", None):
+        for name in ("psgd_rank", "optimizer_on_host"):
+            if getattr(args, name):
+                raise UserError(f"--{name} does not work with a mixture of experts")
+    elif args.freeze_router:
+        raise UserError("--freeze_router: this model has no experts")
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -94,7 +100,7 @@ def main() -> None:
     clock, checkpoints = ready
 
     # model: sharded before it has weights, so that no process makes or reads more than its share
-    lm = skeleton(config, compute.attn_impl, weights)
+    lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
@@ -104,6 +110,8 @@ def main() -> None:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)
         model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
+        if args.freeze_router:
+            model.routers.requires_grad_(False)
         if on_host:
             for p in lm.parameters():  # on the meta device
                 p.data = p.data.to(compute.dtype)
@@ -130,7 +138,9 @@ def main() -> None:
         if on_host:
             optimized.allocate()
         elif flat:
-            optimized = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
+            in_fp32 = set(model.routers.parameters()) if model.routers else set()
+            how = compute.dtype, accum > 1, compiled, in_fp32
+            optimized = Masters(model, list(model.units), *how)
         else:
             optimized = Shards(model)
     here = sum(p.numel() for p in optimized.params)
@@ -154,7 +164,8 @@ def main() -> None:
             log.say(f"warning: the run ends at step {horizon.max_steps}, before PowerSGD starts")
     elif args.psgd_rank:
         log.say("warning: --psgd_rank has no effect with one copy of the model")
-    state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank)
+    fixed = [p for p in model.parameters() if not p.requires_grad]
+    state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()
@@ -212,9 +223,13 @@ def shard(
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
     slim: if resharding, free the embedding after the forward too."""
-    policy = precision(dtype)
+    policy, in_fp32 = precision(dtype), set()
+    if model.routers:  # gathered together, before the first block
+        fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
+        in_fp32 = set(model.routers.parameters())
     for unit in model.units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        how = {"mesh": mesh, "mp_policy": policy, "ignored_params": in_fp32}
+        fully_shard(unit, **how, reshard_after_forward=reshard)
     if reshard and slim and not tied:  # the backward does not need the embedding's weight
         how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)

@@ -24,6 +24,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import head_size
+from llm_demo.model.experts import choose_product
 from llm_demo.model.source import (
     find_model,
     load_config,
@@ -61,6 +62,7 @@ class Compute(NamedTuple):
     dtype: torch.dtype  # compute dtype; masters are fp32
     attn_impl: str
     compile: bool
+    product: str = "looped"  # of experts, see model/experts.py
 
 
 class Horizon(NamedTuple):
@@ -242,7 +244,11 @@ def pick_compute(
     say(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
-    return Compute(dtype, attn_impl, compiled)
+    product = "looped"
+    if getattr(config, "num_experts_per_tok", None):
+        product, why = from_rank0(world, lambda: choose_product(device, dtype))
+        say(f"experts: {product} products ({why})")
+    return Compute(dtype, attn_impl, compiled, product)
 
 
 def fingerprint(config) -> str:

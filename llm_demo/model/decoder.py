@@ -3,28 +3,32 @@
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_demo.errors import UserError
 from llm_demo.model import attention  # noqa: F401  registers what skeleton asks for
 from llm_demo.model.costs import block_costs
+from llm_demo.model.experts import Routers, blocks_with_experts
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model.rotary import LongRope, rope_type, rotary_tables
 from llm_demo.model.weights import Weights
 
 
-def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
+def skeleton(
+    config, attn_impl: str, weights: Weights | None = None, product: str = "looped"
+) -> PreTrainedModel:
     """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
     `materialise` gives parts of it their weights.
 
     weights: the source of the weights. Raises UserError naming a tensor that is missing there, has
-    another shape, or is not in the model."""
+    another shape, or is not in the model. product: of experts, see experts.PRODUCTS."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
     model.float()
+    model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
     if config.tie_word_embeddings:  # meta parameters are created untied
@@ -44,6 +48,11 @@ def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrain
                     f"{list(wanted[name])}"
                 )
     return model.train()
+
+
+def keep_choices():
+    """Contexts of a block's forward and of its recomputation, which does not choose again."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
 
 class Blocks(nn.Module):
@@ -68,9 +77,10 @@ class Blocks(nn.Module):
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
                 # no dropout, so no RNG state to keep
-                hidden = checkpoint(
-                    block, hidden, use_reentrant=False, preserve_rng_state=False, **inputs
-                )
+                how = {"use_reentrant": False, "preserve_rng_state": False}
+                if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
+                    how["context_fn"] = keep_choices
+                hidden = checkpoint(block, hidden, **how, **inputs)
             else:
                 hidden = block(hidden, **inputs)
         return hidden
@@ -129,12 +139,16 @@ class DecoderLoss(nn.Module):
         self.units = nn.ModuleList(units)
         self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim) if last else None
         self.rotary = lm.model.rotary_emb
+        with_experts = blocks_with_experts(self)
+        self.routers = Routers(with_experts) if with_experts else None
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the
         result of loss.score; without targets, the most likely next tokens. inputs: token ids, int64
         [B, S] as position_ids. A piece takes and returns hidden states [B, S, d] instead where it
         lacks the embedding or the loss."""
+        if self.routers:
+            self.routers()
         hidden = self.embed_tokens(inputs) if self.embed_tokens else inputs
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:

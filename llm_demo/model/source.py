@@ -12,7 +12,7 @@ from llm_demo.model.rotary import LongRope, rope_type
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
 # silently train them wrongly.
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe", "deepseek_v3")
 
 
 def find_model(name: str, config_in: str | None = None) -> Path:

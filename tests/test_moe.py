@@ -1,0 +1,76 @@
+"""Mixtures of experts: every script's numbers against Hugging Face's own experts, one document at a
+time in one process."""
+
+import json
+
+import pytest
+import torch
+import test_parity as parity
+from test_parity import GLOBAL_BATCH, assert_equal, plain_loop, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
+
+from llm_demo.data.packs import load_packs
+
+SIZES = dict(
+    vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+    num_attention_heads=4, max_position_embeddings=256, initializer_range=0.05,
+    moe_intermediate_size=32, num_experts_per_tok=2,
+)  # fmt: skip
+MODELS = {
+    "qwen": Qwen3MoeConfig(
+        num_experts=8, num_key_value_heads=2, head_dim=16, norm_topk_prob=True,
+        mlp_only_layers=[1], tie_word_embeddings=True, **SIZES,
+    ),
+    "deepseek": DeepseekV3Config(
+        n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1,
+        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, tie_word_embeddings=False, **SIZES,
+    ),
+}  # fmt: skip
+ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
+    "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (2, 4)]),
+    "fsdp": ("fsdp", 2, [], [(1, 4), (4, 1)]),
+    "reshard": ("fsdp", 2, ["--reshard_after_forward"], [(4, 1), (2, 2)]),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    rows = []
+    for i in range(90):
+        answer = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma", "delta")[: 1 + i % 4])
+        turns = [
+            {"role": "user", "content": "why " * (1 + (i * 7) % 11)},
+            {"role": "assistant", "content": answer},
+        ]
+        rows.append(json.dumps({"messages": turns}))
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
+    results = {}
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.config.save_pretrained(folder / name)
+        from safetensors.torch import save_file
+        save_file({n: q.detach().clone() for n, q in model.state_dict().items() if 'correction' not in n and not (n=='lm_head.weight' and config.tie_word_embeddings)}, folder / name / 'model.safetensors', metadata={'format':'pt'})
+        tokenizer.save_pretrained(folder / name)
+        model.config._experts_implementation = "eager"
+        results[name] = plain_loop(model.to(parity.DEVICE), packs)
+    return folder, results
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equals_plain_loop(engine, work):
+    folder, expected = work
+    kind, processes, flags, splits = ENGINES[engine]
+    cases = {}
+    for (model, checkpointing), (micro, accum) in zip(
+        [("qwen", "true"), ("deepseek", "false")], splits, strict=True
+    ):
+        name = f"{engine}-{model}"
+        more = [*flags, "--use_activation_checkpointing", checkpointing]
+        cases[name] = parity.argv(folder, model, folder / name, micro, accum, *more)
+    for name, (losses, ranks) in train(folder, kind, processes, cases).items():
+        assert_equal(losses, ranks, expected[name.split("-")[1]])
