@@ -37,6 +37,14 @@ class FsdpArgs:
         saves_memory=True,
     )
     freeze_router: bool = flag(False, "Do not train the routers of a mixture of experts.")
+    router_aux_loss: float = flag(
+        0.0,
+        "Weight of a loss that balances the experts' load over the global batch, at the cost of "
+        "another forward.",
+    )
+    router_bias_update: float = flag(
+        0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
+    )
     copy_engines: bool | None = flag(
         None,
         "In 16 bits, use copy engines, not NCCL kernels, to gather blocks and to exchange "

@@ -20,7 +20,7 @@ from fsdp.sharding import accumulate, precision, sum_over_ranks
 from fsdp.shards import Shards, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, label_positions, to_device
+from llm_demo.data.batch import answers_of, label_positions, real_tokens, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import once_per_node, run, start
 from llm_demo.errors import UserError
@@ -83,8 +83,14 @@ def main() -> None:
         for name in ("psgd_rank", "optimizer_on_host"):
             if getattr(args, name):
                 raise UserError(f"--{name} does not work with a mixture of experts")
-    elif args.freeze_router:
-        raise UserError("--freeze_router: this model has no experts")
+    else:
+        for name in ("freeze_router", "router_aux_loss", "router_bias_update"):
+            if getattr(args, name):
+                raise UserError(f"--{name}: this model has no experts")
+    if args.router_aux_loss and config.model_type == "deepseek_v3":
+        raise UserError("--router_aux_loss: deepseek_v3 balances its load by --router_bias_update")
+    if args.router_bias_update and config.model_type != "deepseek_v3":
+        raise UserError(f"--router_bias_update: {config.model_type} has no bias for its experts")
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -164,7 +170,10 @@ def main() -> None:
             log.say(f"warning: the run ends at step {horizon.max_steps}, before PowerSGD starts")
     elif args.psgd_rank:
         log.say("warning: --psgd_rank has no effect with one copy of the model")
+    if model.routers:
+        clock.router_load = model.routers.take_load
     fixed = [p for p in model.parameters() if not p.requires_grad]
+    fixed += [b for b in model.buffers() if hasattr(b, "hf_name")]
     state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
@@ -183,9 +192,22 @@ def main() -> None:
     def batches_of(packs, rows, micro=B):
         return micro_batches(packs, rows, world.rank, world.size, micro, data.max_docs)
 
+    @torch.no_grad()
+    def count_choices(rows):
+        """A pass over the step's rows, whose choices the auxiliary loss depends on."""
+        model.routers.begin_pass()
+        for batch in batches_of(data.train, rows):
+            model.routers.see(*to_device(world.device, real_tokens(batch)))
+            forward(batch, torch.zeros(1, dtype=torch.int64))
+        clock.more["moe/aux_loss"] = model.routers.set_push(args.router_aux_loss, loss_scale.scale)
+
     def step(rows, n_labels, lr):
         total = torch.zeros((), device=world.device)
+        if args.router_aux_loss:
+            count_choices(rows)
         for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
+            if args.router_aux_loss:
+                model.routers.see(*to_device(world.device, real_tokens(batch)))
             if sharded:
                 accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
@@ -197,7 +219,10 @@ def main() -> None:
         if low_rank:
             low_rank.reduce(grads)
         parts = [(grads, group if sharded else None)]
-        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+        if args.router_bias_update:
+            model.routers.update_bias(args.router_bias_update, norm)
+        return total, norm
 
     @torch.no_grad()
     def evaluate(micro):

@@ -4,9 +4,9 @@ time in one process."""
 import json
 
 import pytest
-import torch
 import test_parity as parity
-from test_parity import GLOBAL_BATCH, assert_equal, plain_loop, train
+import torch
+from test_parity import assert_equal, plain_loop, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
 from llm_demo.data.packs import load_packs
@@ -54,7 +54,17 @@ def work(tmp_path_factory):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.config.save_pretrained(folder / name)
         from safetensors.torch import save_file
-        save_file({n: q.detach().clone() for n, q in model.state_dict().items() if 'correction' not in n and not (n=='lm_head.weight' and config.tie_word_embeddings)}, folder / name / 'model.safetensors', metadata={'format':'pt'})
+
+        save_file(
+            {
+                n: q.detach().clone()
+                for n, q in model.state_dict().items()
+                if "correction" not in n
+                and not (n == "lm_head.weight" and config.tie_word_embeddings)
+            },
+            folder / name / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         tokenizer.save_pretrained(folder / name)
         model.config._experts_implementation = "eager"
         results[name] = plain_loop(model.to(parity.DEVICE), packs)
