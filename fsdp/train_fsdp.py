@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp import estimate
-from fsdp.flags import FsdpArgs
+from fsdp.flags import ExpertArgs, FsdpArgs, check_experts
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
 from fsdp.sharding import accumulate, precision, sum_over_ranks
-from fsdp.shards import Shards, training_state
+from fsdp.shards import Shards, not_optimized, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, real_tokens, to_device
@@ -47,7 +47,7 @@ from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
 
-parse = functools.partial(parse_args, __doc__, FsdpArgs)
+parse = functools.partial(parse_args, __doc__, FsdpArgs, ExpertArgs)
 
 
 def main() -> None:
@@ -79,18 +79,10 @@ def main() -> None:
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
-    if getattr(config, "num_experts_per_tok", None):
-        for name in ("psgd_rank", "optimizer_on_host"):
-            if getattr(args, name):
-                raise UserError(f"--{name} does not work with a mixture of experts")
-    else:
-        for name in ("freeze_router", "router_aux_loss", "router_bias_update"):
-            if getattr(args, name):
-                raise UserError(f"--{name}: this model has no experts")
-    if args.router_aux_loss and config.model_type == "deepseek_v3":
-        raise UserError("--router_aux_loss: deepseek_v3 balances its load by --router_bias_update")
-    if args.router_bias_update and config.model_type != "deepseek_v3":
-        raise UserError(f"--router_bias_update: {config.model_type} has no bias for its experts")
+    check_experts(args, config)
+    for name in ("psgd_rank", "optimizer_on_host"):
+        if getattr(args, name) and getattr(config, "num_experts_per_tok", None):
+            raise UserError(f"--{name} does not work with a mixture of experts")
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -172,8 +164,7 @@ def main() -> None:
         log.say("warning: --psgd_rank has no effect with one copy of the model")
     if model.routers:
         clock.router_load = model.routers.take_load
-    fixed = [p for p in model.parameters() if not p.requires_grad]
-    fixed += [b for b in model.buffers() if hasattr(b, "hf_name")]
+    fixed = not_optimized(model)
     state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])

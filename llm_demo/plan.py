@@ -24,7 +24,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import head_size
-from llm_demo.model.experts import choose_product
+from llm_demo.model.experts_choice import choose_product
 from llm_demo.model.source import (
     find_model,
     load_config,

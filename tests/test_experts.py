@@ -12,7 +12,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from llm_demo.device import Device
 from llm_demo.model.decoder import keep_choices
-from llm_demo.model.experts import PRODUCTS, Routers, choose_product
+from llm_demo.model.experts import PRODUCTS, Routers
+from llm_demo.model.experts_choice import choose_product
 
 D, E, K = 32, 8, 2
 SIZES = dict(hidden_size=D, moe_intermediate_size=16, num_experts_per_tok=K, hidden_act="silu")

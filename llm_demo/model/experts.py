@@ -5,16 +5,12 @@ backward is a gather too: no scatter-add, so results are the same bits each time
 are applied before the last product, in fp32, and its experts' results are summed in fp32."""
 
 import functools
-import sys
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-from llm_demo.device import Device
-from llm_demo.probe import probe_once
 
 
 class Routers(nn.Module):
@@ -212,35 +208,3 @@ def looped_product(x, weight, ends):
 PRODUCTS = {"grouped": grouped_product, "looped": looped_product}
 for _name, _product in PRODUCTS.items():
     ALL_EXPERTS_FUNCTIONS.register(f"sorted_{_name}", functools.partial(sorted_experts, _product))
-
-
-def choose_product(device: Device, dtype: torch.dtype, probe=None) -> tuple[str, str]:
-    """(a name from PRODUCTS, the reason). probe() -> error or None runs on a GPU."""
-    if device.type == "cpu":
-        return "looped", "a product per expert"
-    if dtype != torch.bfloat16:
-        return "looped", "the grouped product needs bf16"
-    probe = probe or (lambda: probe_once("llm_demo.model.experts", str(dtype).split(".")[-1]))
-    if problem := probe():
-        return "looped", f"the grouped product does not work here: {problem}"
-    return "grouped", "one kernel for all experts"
-
-
-def _selftest(dtype: torch.dtype) -> None:
-    """Compare both products, with an expert that has no rows."""
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x, weight = torch.randn(96, 64, device=device), torch.randn(4, 128, 64, device=device)
-    ends = torch.tensor([40, 40, 41, 96], dtype=torch.int32, device=device)
-    results = []
-    for product in PRODUCTS.values():
-        leaves = [t.to(dtype).requires_grad_() for t in (x, weight)]
-        y = product(leaves[0], leaves[1].mT, ends)
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
-    for name, a, b in zip(("results", "gradients", "weights' gradients"), *results, strict=True):
-        if not (a.float() - b.float()).norm() <= 1e-2 * b.float().norm():
-            sys.exit(f"{name} differ from single products")
-
-
-if __name__ == "__main__":
-    _selftest(getattr(torch, sys.argv[1]))
