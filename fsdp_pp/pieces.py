@@ -23,7 +23,7 @@ class Pieces(nn.ModuleDict):
             first = at
             if stages[piece] == stage:
                 blocks = []
-                for size in unit_sizes(lm.config, count, args.blocks_per_unit):
+                for size in unit_sizes(lm.config, count, args.blocks_per_unit, first):
                     unit = list(lm.model.layers[at : at + size])
                     blocks.append(Blocks(unit, args.use_activation_checkpointing))
                     at += size

@@ -23,7 +23,7 @@ from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.errors import UserError
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
-from llm_demo.model.costs import head_size
+from llm_demo.model.costs import active_of, head_size, parameters_of
 from llm_demo.model.experts_choice import choose_product
 from llm_demo.model.source import (
     find_model,
@@ -145,7 +145,9 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         if weights
         else f"no weights in {folder}: random ones, seed {args.seed}"
     )
-    say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
+    total, active = parameters_of(config), active_of(config)
+    size = f"{total / 1e9:.3g}B parameters, {active / 1e9:.3g}B active, " if active < total else ""
+    say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {size}{origin}")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise UserError(

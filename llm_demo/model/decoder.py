@@ -1,5 +1,7 @@
 """A Hugging Face decoder built block by block, so that no process holds more than it keeps."""
 
+import itertools
+
 import torch
 from accelerate import init_empty_weights
 from torch import nn
@@ -86,12 +88,17 @@ class Blocks(nn.Module):
         return hidden
 
 
-def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
-    """Blocks of each unit. blocks_per_unit 0: units of about 64M parameters, at most 4 blocks."""
-    parameters = block_costs(config, 0)[0].parameters
-    size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
-    units = -(-n_blocks // size)
-    return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
+def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
+    """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
+    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart."""
+    blocks = block_costs(config, 0)[first : first + n_blocks]
+    alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
+    sizes = []
+    for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:
+        size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
+        units = -(-n // size)
+        sizes += [n // units + (u < n % units) for u in range(units)]
+    return sizes
 
 
 def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
