@@ -21,9 +21,10 @@ from llm_demo.data.steps import Packs, order_rows
 from llm_demo.device import DTYPES, Device, World, limit_memory, pick_dtype, this_device
 from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.errors import UserError
+from llm_demo.model.attention import heads_of
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
-from llm_demo.model.costs import active_of, head_size, parameters_of
+from llm_demo.model.costs import active_of, parameters_of
 from llm_demo.model.experts_choice import choose_product
 from llm_demo.model.source import (
     find_model,
@@ -235,8 +236,7 @@ def pick_compute(
     say: Callable,
 ) -> Compute:
     """Choose the attention backend and compilation, tested on rank 0."""
-    heads = (config.num_attention_heads, config.num_key_value_heads, head_size(config))
-    single = all(p.single for p in packs)
+    single, heads = all(p.single for p in packs), heads_of(config)
     pick = functools.partial(choose_attention, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:

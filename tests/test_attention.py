@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from llm_demo import probe
 from llm_demo.data.batch import position_ids
@@ -36,7 +38,7 @@ def place(impl, request):
 
 
 LENGTHS = [[40, 70, 10, 8], [128], [1, 127], [64, 64]]  # rows of 128 slots
-B, S, HEADS = len(LENGTHS), 128, (4, 2, 16)
+B, S, HEADS = len(LENGTHS), 128, (4, 2, 16, 16)
 
 
 def boundaries(lengths=LENGTHS, max_docs=6):
@@ -46,28 +48,141 @@ def boundaries(lengths=LENGTHS, max_docs=6):
     return cu
 
 
+def each_alone(q, k, v, scaling):
+    """Attention over each of the documents LENGTHS, by its definition: [B, S, H, width of v]."""
+    expected = torch.zeros(B, S, q.shape[1], v.shape[-1], dtype=q.dtype)
+    for b, lengths in enumerate(LENGTHS):
+        start = 0
+        for n in lengths:
+            one = slice(start, start + n)
+            groups = q.shape[1] // k.shape[1]
+            keys, values = (x[b, :, one].repeat_interleave(groups, 0) for x in (k, v))
+            scores = q[b, :, one] @ keys.transpose(1, 2) * scaling
+            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
+            expected[b, one] = (scores.softmax(-1) @ values).transpose(0, 1)
+            start += n
+    return expected
+
+
 @pytest.mark.parametrize("impl", ON_CPU)
 def test_equals_attention_over_each_document_alone(impl):
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, n, S, 16, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
     documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"))
     out = BACKENDS[impl](q, k, v, documents, 0.3)
-    assert out.shape == (B, S, 4, 16)
-    expected = torch.zeros_like(out)
-    for b, lengths in enumerate(LENGTHS):
-        start = 0
-        for n in lengths:
-            one = slice(start, start + n)
-            keys, values = (x[b, :, one].repeat_interleave(2, 0) for x in (k, v))
-            scores = q[b, :, one] @ keys.transpose(1, 2) * 0.3
-            scores = scores.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -torch.inf)
-            expected[b, one] = (scores.softmax(-1) @ values).transpose(0, 1)
-            start += n
+    expected = each_alone(q, k, v, 0.3)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12)
     up = torch.randn_like(out)
     mine = torch.autograd.grad(out, (q, k, v), up)
     for a, e in zip(mine, torch.autograd.grad(expected, (q, k, v), up), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """varlen_attn and flash_attn_varlen_func for CPUs, as strict about widths as their kernels."""
+
+    def kernel(q, k, v, cu, cu_k, max_q, max_k, softmax_scale, causal):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] and causal
+        out = []
+        for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+            one = (x[start:end].transpose(0, 1) for x in (q, k, v))
+            out.append(F.scaled_dot_product_attention(
+                *one, is_causal=True, scale=softmax_scale, enable_gqa=True
+            ).transpose(0, 1))  # fmt: skip
+        return torch.cat(out)
+
+    def varlen(*args, scale=None):
+        return kernel(*args, scale, True)
+
+    flash = SimpleNamespace(flash_attn_varlen_func=kernel)
+    monkeypatch.setitem(sys.modules, "flash_attn", flash)
+    scales = iter((True, False))  # varlen_attn took no scale at first
+    monkeypatch.setattr(attention, "_torch_varlen", lambda: (varlen, True, next(scales)))
+
+
+@pytest.mark.parametrize("values", [8, 16, 24])
+@pytest.mark.parametrize("impl", [*ON_CPU, "varlen", "flash_attn"])
+def test_values_of_another_width(impl, values, on_a_cpu):
+    torch.manual_seed(0)
+    shapes = (4, 16), (2, 16), (2, values)
+    leaves = [torch.randn(B, n, S, width, dtype=torch.float64) for n, width in shapes]
+    documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"))
+    up = torch.randn(B, S, 4, values, dtype=torch.float64)
+    for _ in range(2):
+        q, k, v = (x.requires_grad_() for x in leaves)
+        out = BACKENDS[impl](q, k, v, documents, 0.3)
+        expected = each_alone(q, k, v, 0.3)
+        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12)
+        mine = torch.autograd.grad(out, (q, k, v), up)
+        for a, e in zip(mine, torch.autograd.grad(expected, (q, k, v), up), strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+
+
+def test_full_rows_with_values_of_another_width():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, S, width, dtype=torch.float64) for width in (16, 16, 24))
+    outs = []
+    for impl in ("sdpa", "bucketed", "math"):
+        documents = make_documents(boundaries([[S]] * 2), (2, S), impl, torch.device("cpu"))
+        outs.append(BACKENDS[impl](q, k, v, documents, 0.3))
+    assert outs[0].shape == (2, S, 4, 24)
+    for out in outs[:2]:
+        torch.testing.assert_close(out, outs[2], rtol=1e-9, atol=1e-12)
+
+
+def latent(**more):
+    """A tiny DeepSeek-V3: a dense block and one with experts, no multi-token prediction."""
+    return DeepseekV3Config(
+        **{**dict(
+            vocab_size=64, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+            num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
+            num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=24, q_lora_rank=32,
+            qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
+            num_nextn_predict_layers=0, initializer_range=0.2, max_position_embeddings=256,
+        ), **more}
+    )  # fmt: skip
+
+
+def test_the_shape_of_a_models_attention():
+    assert attention.heads_of(latent()) == (4, 4, 24, 16)
+    assert attention.heads_of(DeepseekV3Config()) == (128, 128, 192, 128)
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+    assert attention.heads_of(LlamaConfig(**sizes)) == (4, 2, 16, 16)
+    assert attention.heads_of(Qwen3Config(head_dim=32, **sizes)) == (4, 2, 32, 32)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"v_head_dim": 32, "q_lora_rank": None}], ids=["narrow", "wide"]
+)
+@pytest.mark.parametrize("impl", ON_CPU)
+def test_latent_attention_equals_hugging_faces_over_each_document(impl, more):
+    """Logits and every gradient, against eager attention over one document at a time."""
+
+    torch.manual_seed(0)
+    plain, packed = (
+        AutoModelForCausalLM.from_config(
+            latent(**more), attn_implementation=name, experts_implementation="eager"
+        ).double()
+        for name in ("eager", f"packed_{impl}")
+    )
+    packed.load_state_dict(plain.state_dict())
+    cu, ids = boundaries(), torch.randint(0, 64, (B, S))
+    logits = packed(
+        input_ids=ids, position_ids=position_ids(cu, (B, S)), use_cache=False,
+        documents=make_documents(cu, (B, S), impl, torch.device("cpu")),
+    ).logits.flatten(0, 1)  # fmt: skip
+    alone = torch.cat([
+        plain(input_ids=ids.view(-1)[start:end][None], use_cache=False).logits[0]
+        for start, end in itertools.pairwise(cu.tolist()) if end > start
+    ])  # fmt: skip
+    torch.testing.assert_close(logits, alone, rtol=1e-5, atol=1e-5)
+    up = torch.randn_like(alone)
+    logits.backward(up)
+    alone.backward(up)
+    for (name, p), e in zip(packed.named_parameters(), plain.parameters(), strict=True):
+        assert (p.grad - e.grad).abs().max() <= 1e-5 * e.grad.abs().max(), name
+    assert sum(e.grad.abs().max() > 0 for e in plain.parameters()) == len(list(plain.parameters()))
 
 
 @pytest.mark.parametrize("poison", [False, True], ids=["change", "nan"])
@@ -175,7 +290,8 @@ def test_full_rows_are_not_copied():
 
 @pytest.mark.parametrize("impl", ON_CPU)
 def test_comparison_used_by_the_probe(impl, monkeypatch):
-    assert compare_with_math(impl, torch.float32, HEADS, "cpu") < 1e-5
+    for heads in (HEADS, (4, 4, 24, 16), (4, 4, 16, 24)):
+        assert compare_with_math(impl, torch.float32, heads, "cpu") < 1e-5
 
     def wrong(q, k, v, documents, scaling):  # documents ignored
         return torch.nn.functional.scaled_dot_product_attention(
@@ -308,13 +424,14 @@ def test_what_backends_cannot_compute_is_refused():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("impl", attention.IMPLS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_backends_on_this_gpu(impl, dtype):
+@pytest.mark.parametrize("heads", [(16, 8, 128, 128), (16, 16, 192, 128)], ids=["", "latent"])
+def test_backends_on_this_gpu(impl, dtype, heads):
     device = this_device()
     if problem := attention_choice.why_not(impl, device, dtype, single=True):
         pytest.skip(problem)
-    assert attention_choice.probe_backend(impl, dtype, (16, 8, 128)) is None
+    assert attention_choice.probe_backend(impl, dtype, heads) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
-    assert compare_with_math(impl, dtype, (16, 8, 128), "cuda") < bound
+    assert compare_with_math(impl, dtype, heads, "cuda") < bound
 
 
 def test_skeleton_takes_a_registered_backend():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from llm_demo import evaluate
 from llm_demo.data.batch import position_ids
@@ -14,6 +14,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.attention import make_documents
 from llm_demo.model.batched import choose_batched
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.model.rotary import rotary_tables
 from llm_demo.model.source import load_config
 from llm_demo.model.weights import allocate
 from pp.stages import Layout
@@ -105,6 +106,48 @@ def test_a_packed_document_has_the_frequencies_it_has_alone(kind, family):
                 torch.testing.assert_close(ours.view(-1, 16)[start:end], theirs[0])
 
 
+def latent_yarn():
+    """DeepSeek-V3's own yarn, made smaller; its two mscales differ, so that both are seen."""
+    yarn = dict(
+        rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=16,
+        beta_fast=32, beta_slow=1, mscale=0.7, mscale_all_dim=1.3,
+    )  # fmt: skip
+    sizes = {k: v for k, v in SIZES.items() if k != "head_dim"} | {"num_key_value_heads": 4}
+    return DeepseekV3Config(
+        **sizes, rope_parameters=yarn, moe_intermediate_size=32, n_routed_experts=8,
+        num_experts_per_tok=2, n_group=2, topk_group=1, kv_lora_rank=24, q_lora_rank=32,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, first_k_dense_replace=1,
+    )  # fmt: skip
+
+
+def test_latent_attention_with_yarn():
+    """The tables and the scaled scores of packed documents are those of each alone."""
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(
+        latent_yarn(), dtype=torch.float32, experts_implementation="eager"
+    ).to(HERE)
+    lm = skeleton(latent_yarn(), "bucketed")
+    lm.set_experts_implementation("eager")
+    allocate(lm, HERE)
+    lm.load_state_dict(plain.state_dict())
+    ids, labels, cu = micro_batch()
+    positions, documents = position_ids(cu, (3, 96)), make_documents(cu, (3, 96), "bucketed", HERE)
+    hidden = lm.model.embed_tokens(ids.to(HERE))
+    tables = rotary_tables(lm.model.rotary_emb, hidden, positions.to(HERE), documents)
+    out = lm.model.norm(Blocks(list(lm.model.layers), False)(hidden, tables, None, documents))
+    assert tables[0].shape == (3, 96, 8)
+    assert tables[0][0, 0, 0] != 1  # mscale: 0.7 / 1.3
+    seen = {}
+    plain.model.rotary_emb.register_forward_hook(lambda module, x, y: seen.update(tables=y))
+    for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):
+        if start < end:
+            one = ids.view(1, -1)[:, start:end].to(HERE)
+            alone = plain.model(input_ids=one, use_cache=False).last_hidden_state[0]
+            torch.testing.assert_close(out.flatten(0, 1)[start:end], alone, rtol=1e-5, atol=1e-5)
+            for ours, theirs in zip(tables, seen["tables"], strict=True):
+                assert torch.equal(ours.flatten(0, 1)[start:end], theirs[0])
+
+
 def test_long_neighbours_do_matter_to_transformers():
     """Else the test above would test nothing."""
     config = config_of("longrope")
@@ -122,6 +165,9 @@ def test_evaluation_takes_one_document_at_a_time(monkeypatch):
         chosen, why = choose_batched("auto", torch.device("cuda"), config_of(kind))
         assert not chosen and kind in why
     assert choose_batched("auto", torch.device("cuda"), config_of("yarn"))[0]
+    for asked in ("auto", "batch"):
+        chosen, why = choose_batched(asked, torch.device("cuda"), latent_yarn())
+        assert not chosen and "one width" in why
     assert evaluate.length_dependent_rope(config_of("longrope")) == "longrope"
     assert evaluate.length_dependent_rope(load_config(ROOT / "models/qwen3-tiny", 64)) is None
 

@@ -17,7 +17,7 @@ from llm_demo.check.processes import ROOT, Worker, ask, receive
 
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
 LIMIT = 90
-HEADS = [16, 8, 128]  # query heads, key-value heads, head size: Qwen3-0.6B's
+HEADS = [16, 8, 128, 128]  # as attention.Heads: Qwen3-0.6B's
 FUSED = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # backends of PyTorch's SDPA
 
 

@@ -23,8 +23,27 @@ from transformers import AttentionInterface
 
 from llm_demo.data.batch import _document_of, to_device
 from llm_demo.errors import UserError
+from llm_demo.model.costs import head_size
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    queries: int  # heads
+    keys: int  # heads of keys and values
+    width: int  # of a query and a key
+    values: int  # width of a value
+
+
+def heads_of(config) -> Heads:
+    """Of latent attention (DeepSeek), head_dim is the rotary part alone."""
+    heads, size = config.num_attention_heads, head_size(config)
+    if getattr(config, "kv_lora_rank", None):
+        width = config.qk_nope_head_dim + config.qk_rope_head_dim
+        return Heads(heads, heads, width, config.v_head_dim)
+    return Heads(heads, config.num_key_value_heads, size, size)
 
 
 class Buckets(NamedTuple):
@@ -114,7 +133,7 @@ FASTEST_FIRST = [
 
 
 def _causal(q, k, v, scaling: float):
-    """SDPA over whole rows: [B, H, S, D] -> [B, S, H, D]."""
+    """SDPA over whole rows: q [B, H, S, D], v [B, KV, S, E] -> [B, S, H, E]."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and q.dtype == torch.float32 and q.is_cuda:
         # the only fused fp32 kernel has no GQA: without this, math would store all scores
@@ -158,6 +177,23 @@ def _math(q, k, v, documents, scaling):
     return out.transpose(1, 2)
 
 
+def _one_width(backend):
+    """For kernels that need queries, keys and values of one width: added zeros change no score, and
+    of the output they are cut."""
+
+    @functools.wraps(backend)
+    def padded(q, k, v, documents, scaling):
+        lacking = q.shape[-1] - v.shape[-1]
+        if lacking > 0:
+            return backend(q, k, F.pad(v, (0, lacking)), documents, scaling)[..., :-lacking]
+        if lacking < 0:
+            q, k = (F.pad(x, (0, -lacking)) for x in (q, k))
+        return backend(q, k, v, documents, scaling)
+
+    return padded
+
+
+@_one_width
 def _varlen(q, k, v, documents, scaling):
     call, groups, scales = _torch_varlen()
     B, H, S, D = q.shape
@@ -186,6 +222,7 @@ def _torch_varlen():
     return functools.partial(varlen_attn, **causal), groups, "scale" in has
 
 
+@_one_width
 def _flash_attn(q, k, v, documents, scaling):
     from flash_attn import flash_attn_varlen_func
 
@@ -208,7 +245,8 @@ IMPLS = tuple(BACKENDS)
 
 
 def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
-    """Attention with Hugging Face's signature: q [B, H, S, D], k, v [B, KV, S, D] -> [B, S, H, D].
+    """Attention with Hugging Face's signature: q [B, H, S, D], k [B, KV, S, D], v [B, KV, S, E]
+    -> [B, S, H, E]. All backends are exact if E is not D.
 
     Raises UserError for model features not supported here, which would otherwise train wrongly."""
     if documents is None:

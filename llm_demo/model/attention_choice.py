@@ -46,7 +46,7 @@ def choose_attention(
 ) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
-    heads: (query heads, key-value heads, head size). single: as in why_not. probe(impl, dtype,
+    heads: as attention.Heads. single: as in why_not. probe(impl, dtype,
     heads) -> error or None is called for each candidate on a GPU. Raises UserError if a requested
     backend can't run."""
     if asked != "auto" and asked not in IMPLS:
@@ -75,12 +75,13 @@ def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
 
 def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:
     """Largest error of output and gradients against fp32 math, relative to the largest value."""
-    H, KV, D = heads
+    H, KV, D, E = heads
     B, S, lengths = 2, 256, [256, 256] if impl == "sdpa" else [256, 100, 60, 96]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)
     torch.manual_seed(0)
-    leaves = [torch.randn(B, n, S, D, device=device).to(dtype) for n in (H, KV, KV)]
-    up = torch.randn(B, S, H, D, device=device).to(dtype)
+    shapes = (H, D), (KV, D), (KV, E)
+    leaves = [torch.randn(B, n, S, width, device=device).to(dtype) for n, width in shapes]
+    up = torch.randn(B, S, H, E, device=device).to(dtype)
     results = []
     for which, cast in ((impl, dtype), ("math", torch.float32)):
         qkv = [x.detach().to(cast).requires_grad_() for x in leaves]
@@ -95,7 +96,7 @@ def _probe_main():
     parser = argparse.ArgumentParser()
     parser.add_argument("impl")
     parser.add_argument("dtype")
-    parser.add_argument("heads", type=int, nargs=3)
+    parser.add_argument("heads", type=int, nargs=4)
     a = parser.parse_args()
     error = compare_with_math(a.impl, DTYPES[a.dtype], a.heads, "cuda")
     bound = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}[a.dtype]

@@ -7,6 +7,7 @@ import psutil
 import torch
 from transformers import GenerationConfig
 
+from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import head_size
 from llm_demo.model.rotary import length_dependent_rope
 
@@ -27,6 +28,8 @@ def choose_batched(asked: str, device: torch.device, config) -> tuple[bool, str]
         return False, "this version of transformers has no continuous batching"
     if kind := length_dependent_rope(config):
         return False, f"{kind} frequencies depend on the longest document of a batch"
+    if heads_of(config)[2:] != (head_size(config),) * 2:
+        return False, "the paged cache has one width for keys and values"
     if asked == "batch":
         return True, "as requested"
     if device.type == "cuda" and not paged_kernel():
