@@ -1,16 +1,23 @@
 """Chooses the product of a mixture of experts, tested in its own process."""
 
 import sys
+from importlib.metadata import version
 
 import torch
 
 from llm_demo.device import Device
+from llm_demo.errors import UserError
 from llm_demo.model.experts import PRODUCTS
 from llm_demo.probe import probe_once
 
 
 def choose_product(device: Device, dtype: torch.dtype, probe=None) -> tuple[str, str]:
-    """(a name from PRODUCTS, the reason). probe() -> error or None runs on a GPU."""
+    """(a name from PRODUCTS, the reason). probe() -> error or None runs on a GPU. Raises UserError
+    if transformers lacks what both need."""
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        raise UserError(
+            f"transformers {version('transformers')} is too old for experts: upgrade it"
+        )
     if device.type == "cpu":
         return "looped", "a product per expert"
     if dtype != torch.bfloat16:
