@@ -149,6 +149,8 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     total, active = parameters_of(config), active_of(config)
     size = f"{total / 1e9:.3g}B parameters, {active / 1e9:.3g}B active, " if active < total else ""
     say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {size}{origin}")
+    for layer in weights.ignored if weights else ():
+        say(f"weights: {layer}* is ignored: multi-token prediction is not trained")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise UserError(

@@ -1,17 +1,23 @@
 """Models with experts: their costs, where they are cut, their files read and written."""
 
 import itertools
+import json
 import math
+import re
 
 import pytest
 import torch
 from conftest import ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
 
+from llm_demo.errors import UserError
 from llm_demo.model.costs import active_of, block_costs, flops_of_slot, head_cost, parameters_of
 from llm_demo.model.cut import costs, describe_split, split
 from llm_demo.model.decoder import make_units, skeleton, unit_sizes
 from llm_demo.model.source import load_config
+from llm_demo.model.weights import fill, materialise, open_weights
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
 DEEPSEEK = DeepseekV3Config()  # its defaults are DeepSeek-V3's
@@ -61,7 +67,7 @@ def test_parameters_of_each_block_are_the_models(name):
 
 
 def test_published_sizes():
-    """The names say so: 30.5B and 3.3B; 671B and 37B (DeepSeek's count is without the embedding)."""
+    """The names say so: 30.5B and 3.3B; 671B and 37B (without the embedding)."""
     assert parameters_of(QWEN) == pytest.approx(30.5e9, rel=2e-3)
     assert active_of(QWEN) == pytest.approx(3.35e9, rel=2e-3)
     assert parameters_of(DEEPSEEK) == pytest.approx(671e9, rel=1e-3)
@@ -123,3 +129,176 @@ def test_units_of_blocks_of_different_sizes():
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
     assert math.prod(len(unit.blocks) for unit in units) == 2
+
+
+def saved(name, folder, **how):
+    """Random weights in `folder`, with the biases that choose experts; what from_pretrained reads
+    there, in fp32."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(TINY[name], dtype=torch.float32)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(folder, **how)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+HOW = {
+    "a tensor for each expert": {},
+    "in shards": {"max_shard_size": "20KB"},
+    "fused": {"save_original_format": False},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", TINY)
+def test_weights_read_are_hugging_faces(name, how, tmp_path):
+    """Every parameter and buffer of the model built block by block, to the bit; and any slices,
+    such as FSDP2 asks for: of the experts, some or none."""
+    true = saved(name, tmp_path, **HOW[how])
+    weights = open_weights(tmp_path)
+    assert any(re.search(r"experts\.0\.up_proj", n) for n in weights.files) == (how != "fused")
+    assert len(set(weights.files.values())) > 3 or how != "in shards"
+    lm = skeleton(load_config(tmp_path, 64), "math", weights)
+    blocks = [f"model.layers.{i}" for i in range(4)]
+    for part in ["model.embed_tokens", "model.norm", "model.rotary_emb", *blocks]:
+        materialise(lm, part, weights, 0, torch.device("cpu"))
+    if not lm.config.tie_word_embeddings:
+        materialise(lm, "lm_head", weights, 0, torch.device("cpu"))
+    mine = dict(itertools.chain(lm.named_parameters(), lm.named_buffers()))
+    for key in true.keys() - {"lm_head.weight"}:
+        assert torch.equal(mine[key], true[key]) and mine[key].hf_name == key, key
+    for key, whole in true.items():
+        if whole.ndim < 3:
+            continue
+        assert weights.shapes[key] == whole.shape
+        for experts in ((0, 3), (3, 6), (5, 6), (2, 2), (0, len(whole))):
+            for rest in ([], [slice(5, 21)], [slice(17, 18), slice(3, 9)]):
+                part = slice(*experts), *rest
+                assert torch.equal(weights.read(key, part), whole[part]), (key, part)
+
+
+def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
+    """Of each expert's tensor the rows, of no other expert anything, each file opened once."""
+    saved("qwen3", tmp_path)
+    weights, read = open_weights(tmp_path), []
+
+    class Spy:
+        def __init__(self, *args):
+            self.opened = safe_open(*args)
+            read.append("open")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def get_slice(self, name):
+            read.append(name)
+            return self.opened.get_slice(name)
+
+    monkeypatch.setattr("llm_demo.model.weights.safe_open", Spy)
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    values = weights.read(key, (slice(2, 4), slice(20, 30)))
+    assert read == ["open", *(f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (2, 3))]
+    assert weights.bytes_read == values.nbytes == 2 * 10 * 32 * 4
+
+
+def changed(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    skeleton(load_config(folder, 64), "math", open_weights(folder))
+
+
+def test_bad_files_are_named_by_their_own_tensor(tmp_path):
+    saved("deepseek", tmp_path)
+    block = "model.layers.2.mlp."
+    expert, bias = f"{block}experts.7.up_proj.weight", f"{block}gate.e_score_correction_bias"
+    for change, message in (
+        (lambda t: t.pop(expert), f"weight {expert} is missing"),
+        (lambda t: t.update({expert: torch.ones(16, 31)}), rf"{expert} has shape \[16, 31\], but"),
+        (lambda t: t.update({expert: torch.ones(())}), rf"{expert} has shape \[\], but"),
+        (lambda t: t.update({expert: torch.ones(16, 32)}), None),
+        (
+            lambda t: t.update({expert.replace("7", "8"): torch.ones(16, 32)}),
+            "experts.8.up_proj.weight is not a weight of this model",
+        ),
+        (lambda t: t.pop(expert.replace("7", "8")), None),
+        (lambda t: t.pop(bias), f"weight {bias} is missing"),
+    ):
+        if message is None:
+            changed(tmp_path, change)
+            continue
+        with pytest.raises(UserError, match=message):
+            changed(tmp_path, change)
+
+
+def test_layers_of_multi_token_prediction_are_ignored(tmp_path):
+    """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
+    refused."""
+    saved("deepseek", tmp_path)
+    extra = {
+        f"model.layers.4.{n}.weight": torch.ones(3) for n in ("enorm", "mlp.experts.0.up_proj")
+    }
+    with pytest.raises(UserError, match="model.layers.4.enorm.weight is not a weight of this mod"):
+        changed(tmp_path, lambda t: t.update(extra))
+    changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
+    assert open_weights(tmp_path).ignored == ["model.layers.4."]
+
+
+def test_random_models_have_zero_biases():
+    lm = skeleton(TINY["deepseek"], "math")
+    part = materialise(lm, "model.layers.2", None, 0, torch.device("cpu"))
+    bias = part.mlp.gate.e_score_correction_bias
+    assert bias.hf_name == "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert bias.dtype == torch.float32 and not bias.any()
+    assert part.mlp.experts.gate_up_proj.std().item() == pytest.approx(0.02, rel=0.1)
+    other = fill(lm, "model.layers.2", None, 0)
+    assert other is part
+
+
+BAD = {
+    "num_experts_per_tok 9 does not choose from 8 experts": {"num_experts_per_tok": 9},
+    "num_experts_per_tok 2 does not choose from 0 experts": {"n_routed_experts": 0},
+    "n_group 3 does not divide 8 experts into groups of at least 2": {"n_group": 3},
+    "n_group 8 does not divide 8 experts into groups": {"n_group": 8, "topk_group": 2},
+    "topk_group 5 of n_group 4 has too few experts to choose 2 from": {"topk_group": 5},
+    "topk_group 1 of n_group 4 has too few experts to choose 3 from": {
+        "num_experts_per_tok": 3, "topk_group": 1,
+    },
+    "scoring_func softmax is not supported, only sigmoid": {"scoring_func": "softmax"},
+    "topk_method greedy is not supported, only noaux_tc": {"topk_method": "greedy"},
+    "moe_layer_freq 2 is not supported, only 1": {"moe_layer_freq": 2},
+    "n_shared_experts 0: at least 1": {"n_shared_experts": 0},
+    "num_key_value_heads differs from num_attention_heads": {"num_key_value_heads": 2},
+    "first_k_dense_replace and v_head_dim must be numbers": {"first_k_dense_replace": None},
+    r"weights are quantized \(quantization_config\)": {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_configurations_that_cannot_be_trained_exactly(message, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    config = json.loads(TINY["deepseek"].to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_config(tmp_path, 64)
+    (tmp_path / "config.json").write_text(json.dumps(config | BAD[message]))
+    with pytest.raises(UserError, match=message) as raised:
+        load_config(tmp_path, 64)
+    assert "\n" not in str(raised.value)
+
+
+def test_configurations_of_qwen3_with_experts(tmp_path):
+    config = json.loads(TINY["qwen3"].to_json_string(use_diff=False))
+    for change, message in (
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            load_config(tmp_path, 64)

@@ -37,18 +37,7 @@ def skeleton(
         model.lm_head.weight = model.model.embed_tokens.weight
     if weights:
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        needed = {name for name, _ in model.named_parameters()}
-        if missing := sorted(needed - weights.shapes.keys()):
-            raise UserError(f"{weights.folder}: weight {missing[0]} is missing")
-        for name, shape in sorted(weights.shapes.items()):
-            # old files may also hold a tied head or the rotary frequencies
-            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
-                raise UserError(f"{weights.folder}: {name} is not a weight of this model")
-            if shape != wanted.get(name, shape):
-                raise UserError(
-                    f"{weights.folder}: {name} has shape {list(shape)}, but config.json implies "
-                    f"{list(wanted[name])}"
-                )
+        weights.check(wanted, {"lm_head.weight"} if config.tie_word_embeddings else set())
     return model.train()
 
 
