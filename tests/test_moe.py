@@ -6,10 +6,12 @@ import json
 import pytest
 import test_parity as parity
 import torch
+from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
 from llm_demo.data.packs import load_packs
+from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 
 SIZES = dict(
     vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
@@ -80,3 +82,92 @@ def test_equals_plain_loop(engine, work):
             assert not any(rank["params"].pop(n).any() for n in biases)
             assert len(biases) > 0 or "deepseek" not in name
         assert_equal(losses, ranks, expected[name.split("-")[1]])
+
+
+def metrics(folder, *names):
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    return [[line[n] for n in names] for line in lines if "train/loss" in line]
+
+
+def tensors_of(checkpoint):
+    shapes = shapes_of(checkpoint)
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    read_tensors(checkpoint, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "again, splits",
+    [
+        (("fsdp", 2), ["2", "2"]),
+        pytest.param(("fsdp_pp", 2), ["2", "4"], marks=pytest.mark.slow),
+        pytest.param(("fsdp", 1), ["8", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_resumes_with_deepseeks_bias_and_frozen_routers(again, splits, work, tmp_path):
+    flags = [
+        "--model_name_or_path", work[0] / "deepseek", "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--save_every", "2", "--keep_last", "0",
+        "--router_bias_update", "0.01", "--freeze_router",
+    ]  # fmt: skip
+    bits = again == ("fsdp", 2)
+    flags += ["--dtype", "bf16" if bits else "fp32"]
+    batch = "--micro_batch_size", "2", "--grad_accum_steps", "2"
+    torchrun(2, ROOT / "fsdp/train_fsdp.py", *flags, *batch, "--output_dir", tmp_path / "whole")
+    middle = tmp_path / "whole/checkpoints/step_00000002"
+    script, processes = again
+    path = ROOT / ("fsdp/train_fsdp.py" if script == "fsdp" else "fsdp_pp/train_fsdp_pp.py")
+    batch = "--micro_batch_size", splits[0], "--grad_accum_steps", splits[1]
+    resumed = tmp_path / "resumed"
+    torchrun(processes, path, *flags, *batch, "--output_dir", resumed, "--resume", middle)
+    names = "train/loss", "train/grad_norm", "moe/load", "moe/idle"
+    expected, found = metrics(tmp_path / "whole", *names)[2:], metrics(resumed, *names)
+    assert len(found) == 2
+    whole, end = (f / "checkpoints/step_00000004" for f in (tmp_path / "whole", resumed))
+    whole, end, middle = map(tensors_of, (whole, end, middle))
+    assert whole.keys() == end.keys()
+    biases = [name for name in whole if name.endswith("e_score_correction_bias")]
+    routers = [name for name in whole if name.endswith(".gate.weight")]
+    assert len(biases) == len(routers) == 3
+    given = AutoModelForCausalLM.from_pretrained(work[0] / "deepseek").state_dict()
+    for name in routers:
+        assert torch.equal(end[name], given[name])
+        assert f"{name}.exp_avg" not in end
+    for name in biases:
+        assert middle[name].abs().max() > 0
+        assert not torch.equal(middle[name], end[name])
+    if bits:
+        assert found == expected
+        assert all(torch.equal(whole[name], end[name]) for name in whole)
+    else:
+        for mine, true in zip(found, expected, strict=True):
+            assert mine[:2] == pytest.approx(true[:2], rel=1e-5)
+            assert mine[2:] == true[2:]
+        assert all(torch.equal(whole[name], end[name]) for name in biases)
+
+
+def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
+    """Equal however the batch is split; it lowers the largest load."""
+    flags = [
+        "--model_name_or_path", work[0] / "qwen", "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--no_save", "--dtype", "fp32",
+    ]  # fmt: skip
+    found = {}
+    for name, processes, more in (
+        ("one", 1, ["--micro_batch_size", "8", "--router_aux_loss", "0.5"]),
+        ("split", 2, ["--micro_batch_size", "2", "--grad_accum_steps", "2",
+                      "--router_aux_loss", "0.5", "--use_activation_checkpointing"]),
+        ("without", 1, ["--micro_batch_size", "8"]),
+    ):  # fmt: skip
+        torchrun(
+            processes, ROOT / "fsdp/train_fsdp.py", *flags, *more, "--output_dir", tmp_path / name
+        )
+        names = ["train/loss", "train/grad_norm"] + ["moe/aux_loss"] * (name != "without")
+        found[name] = metrics(tmp_path / name, *names), metrics(tmp_path / name, "moe/load")
+    for one, split in zip(found["one"][0], found["split"][0], strict=True):
+        assert split == pytest.approx(one, rel=1e-5)
+    assert found["one"][0][0][0] == pytest.approx(found["without"][0][0][0], rel=1e-6)
+    assert found["one"][0][0][1] != pytest.approx(found["without"][0][0][1], rel=1e-3)
+    assert max(found["one"][1][-1][0]) < max(found["without"][1][-1][0])
