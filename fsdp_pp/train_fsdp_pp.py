@@ -30,6 +30,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, split
 from llm_demo.model.decoder import skeleton
+from llm_demo.model.source import refuse_experts
 from llm_demo.model.weights import loading
 from llm_demo.optim import (
     LossScale,
@@ -78,6 +79,7 @@ def main() -> None:
     log.resolved(comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, data_parallel=n_shards)
     (_, config, weights, _), data, compute, horizon = plan[:4]
+    refuse_experts(config, "fsdp_pp/train_fsdp_pp.py")
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
     checkpointing = args.use_activation_checkpointing
     counts = split(config, last + 1, args.partition, S, checkpointing)

@@ -16,6 +16,7 @@ from conftest import ROOT, run
 from llm_demo import fit
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
+from llm_demo.model.source import EXPERTS
 
 KINDS = ("fsdp", "pp", "zero", "fsdp_pp")
 LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
@@ -82,6 +83,10 @@ def folder(tmp_path_factory):
     (folder / "earlier run/metrics.jsonl").write_text("precious")
     (folder / "gpt2").mkdir()
     (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
+    for family in EXPERTS:
+        (folder / family).mkdir()
+        config = {**WINDOW, "num_key_value_heads": 4, "sliding_window": None, "model_type": family}
+        (folder / family / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -290,6 +295,15 @@ FSDP_PP = [
     (["--deepspeed_config", "absent.json"], "unknown argument --deepspeed_config"),
 ]
 CASES += [("fsdp_pp", *case) for case in FSDP_PP]
+CASES += [
+    (
+        kind,
+        ["--model_name_or_path", family, *TINY, "--seq_len", "64"],
+        f"{family}: {kind}/.*.py does not train models with experts; fsdp/train_fsdp.py does",
+    )
+    for kind in ("pp", "zero", "fsdp_pp")
+    for family in EXPERTS
+]
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
-from llm_demo import export
+from llm_demo import export, fit
 from llm_demo.errors import UserError
 from llm_demo.model.costs import (
     active_of,
@@ -94,6 +94,12 @@ def test_flops_are_of_active_weights_and_of_attentions_own_widths():
     assert block.flops == 6 * block.active + 12 * 32 * 128 * S
     assert flops_of_slot(QWEN, S) == 48 * block.flops + head_cost(QWEN).flops
     assert flops_of_slot(QWEN, 0) < 6 * active_of(QWEN) < 6 * parameters_of(QWEN) / 9
+
+
+def test_fit_proposes_no_pipeline():
+    words = "x --cards 8 --memory 140 --tokens_a_step 65536 --seq_len 4096".split()
+    found = fit.choices(QWEN, fit.make_parser().parse_args(words))
+    assert {choice.way for choice in found} == {fit.DEVICE, fit.CKPT, fit.HOST}
 
 
 @pytest.mark.parametrize("name", TINY)
