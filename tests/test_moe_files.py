@@ -7,17 +7,28 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DeepseekV3Config, Qwen3MoeConfig
+from test_checkpoint import WORLD
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
 
+from llm_demo import export, fit
 from llm_demo.errors import UserError
-from llm_demo.model.costs import active_of, block_costs, flops_of_slot, head_cost, parameters_of
+from llm_demo.model.costs import (
+    active_of,
+    block_costs,
+    flops_of_slot,
+    has_experts,
+    head_cost,
+    parameters_of,
+)
 from llm_demo.model.cut import costs, describe_split, split
 from llm_demo.model.decoder import make_units, skeleton, unit_sizes
-from llm_demo.model.source import load_config
+from llm_demo.model.source import describe_model, load_config
 from llm_demo.model.weights import fill, materialise, open_weights
+from llm_demo.run import checkpoint_files
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
 DEEPSEEK = DeepseekV3Config()  # its defaults are DeepSeek-V3's
@@ -85,6 +96,12 @@ def test_flops_are_of_active_weights_and_of_attentions_own_widths():
     assert flops_of_slot(QWEN, 0) < 6 * active_of(QWEN) < 6 * parameters_of(QWEN) / 9
 
 
+def test_fit_proposes_no_pipeline():
+    words = "x --cards 8 --memory 140 --tokens_a_step 65536 --seq_len 4096".split()
+    found = fit.choices(QWEN, fit.make_parser().parse_args(words))
+    assert {choice.way for choice in found} == {fit.DEVICE, fit.CKPT, fit.HOST}
+
+
 @pytest.mark.parametrize("name", TINY)
 @pytest.mark.parametrize("pieces", [1, 2, 3, 4])
 @pytest.mark.parametrize("partition", ["balanced", "parameters"])
@@ -131,15 +148,19 @@ def test_units_of_blocks_of_different_sizes():
     assert math.prod(len(unit.blocks) for unit in units) == 2
 
 
-def saved(name, folder, **how):
-    """Random weights in `folder`, with the biases that choose experts; what from_pretrained reads
-    there, in fp32."""
+def random_model(name):
+    """(a model, its buffers in files): biases that choose experts are not zero."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(TINY[name], dtype=torch.float32)
-    for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):
-            buffer.normal_()
-    model.save_pretrained(folder, **how)
+    biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    for bias in biases.values():
+        bias.normal_()
+    return model, biases
+
+
+def saved(name, folder, **how):
+    """What from_pretrained reads, in fp32, of random weights saved in `folder`."""
+    random_model(name)[0].save_pretrained(folder, **how)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
 
 
@@ -302,3 +323,74 @@ def test_configurations_of_qwen3_with_experts(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=message):
             load_config(tmp_path, 64)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(name, folder, without=()):
+    """A model, and a run's checkpoint that holds its parameters and buffers."""
+    model, biases = random_model(name)
+    state = {n: p.detach() for n, p in model.named_parameters()} | biases
+    state |= {f"{n}.exp_avg": torch.ones_like(p) for n, p in model.named_parameters()}
+    state = {n: t for n, t in state.items() if n not in without}
+    (folder / "checkpoints").mkdir(parents=True)
+    facts = {"step": 7, "tokens": 4096, "label_tokens": 1024, "eval_loss": None}
+    checkpoint_files.write(folder / "checkpoints/.part", state, facts, WORLD)
+    checkpoint_files.publish(folder / "checkpoints/.part", folder / "checkpoints/step_00000007")
+    model.config.save_pretrained(folder / "source")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
+    describe_model(folder / "source", tokenizer, folder / "model")
+    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "lr": 0.1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model, folder / "checkpoints/step_00000007"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, alone):
+    """Every parameter and buffer to the bit, from a tensor for each expert, as on the hub. What
+    chooses experts stays in fp32."""
+    model, checkpoint = trained(name, tmp_path / "run")
+    size = sum(p.numel() for p in model.parameters()) * (4 if dtype == "fp32" else 2)
+    out = tmp_path / "out"
+    export.export(checkpoint, out, dtype, "5GB" if shards == 1 else int(size * 0.4))
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) >= shards
+    tensors = {n: t for file in files for n, t in load_file(file).items()}
+    assert not any(n.endswith(("gate_up_proj", "experts.down_proj")) for n in tensors)
+    experts = sum(has_experts(model.config, i) for i in range(4)) * model.config.num_local_experts
+    assert sum(".mlp.experts." in n for n in tensors) == 3 * experts
+    assert sum(t.nbytes for t in tensors.values()) == pytest.approx(size, rel=0.01)
+    if shards > 1:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == tensors.keys()
+    again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert getattr(again.config, "num_mtp_layers", 0) == 0
+    ids, state = torch.randint(0, 97, (2, 33)), again.state_dict()
+    for key, true in model.state_dict().items():
+        if true.ndim == 1 and key.endswith("bias"):
+            assert state[key].dtype == torch.float32 and true.any()
+        assert torch.equal(state[key], true.to(state[key].dtype)), key
+    if dtype == "fp32":
+        with torch.no_grad():
+            assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+    weights = open_weights(out)
+    skeleton(load_config(out, 64), "math", weights)
+    assert weights.shapes.keys() - {"lm_head.weight"} == model.state_dict().keys() - {
+        "lm_head.weight"
+    }
+
+
+def test_a_checkpoint_without_the_bias_is_refused(tmp_path, alone):
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    _, checkpoint = trained("deepseek", tmp_path / "run", without=[bias])
+    with pytest.raises(UserError, match=f"{bias} is missing, expected"):
+        export.export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

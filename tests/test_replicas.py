@@ -126,7 +126,7 @@ def test_compressed_runs_stop_and_go_on(train):
     assert "resume: psgd_error of " in (folder / "exact-from-low/train.log").read_text()
     out = folder / "hf"
     out.mkdir()
-    _, wanted = model_of(folder / "model")
+    _, wanted, _ = model_of(folder / "model")
     assert write_weights(folder / "low" / LAST, out, wanted, torch.float32, "1GB") > 0
 
 

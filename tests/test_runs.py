@@ -424,7 +424,7 @@ def test_an_export_to_a_full_disk(tmp_path):
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}))
+        patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}, set()))
         patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
         patch.setattr(export, "read_tensors", lambda *_: None)
         patch.setattr(export.torch, "empty", torch.zeros)

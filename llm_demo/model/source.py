@@ -108,7 +108,7 @@ def refuse_experts(config, script: str) -> None:
     if config.model_type in EXPERTS:
         raise UserError(
             f"{config.model_type}: {script} does not train models with experts; "
-            "fsdp/train_fsdp.py does"
+            "fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py do"
         )
 
 
