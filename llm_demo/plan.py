@@ -147,7 +147,7 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         else f"no weights in {folder}: random ones, seed {args.seed}"
     )
     total, active = parameters_of(config), active_of(config)
-    size = f"{total / 1e9:.3g}B parameters, {active / 1e9:.3g}B active, " if active < total else ""
+    size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
     say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {size}{origin}")
     for layer in weights.ignored if weights else ():
         say(f"weights: {layer}* is ignored: multi-token prediction is not trained")
@@ -157,6 +157,10 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
     return Source(folder, config, weights, tokenizer)
+
+
+def short(n: int) -> str:
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
 
 
 def heldout_file(args: Args) -> str:

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from llm_demo.model.cut import costs, describe_split, split
 from llm_demo.model.decoder import make_units, skeleton, unit_sizes
 from llm_demo.model.source import describe_model, load_config
 from llm_demo.model.weights import fill, materialise, open_weights
+from llm_demo.plan import find_source
 from llm_demo.run import checkpoint_files
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
@@ -257,7 +259,7 @@ def test_bad_files_are_named_by_their_own_tensor(tmp_path):
             changed(tmp_path, change)
 
 
-def test_layers_of_multi_token_prediction_are_ignored(tmp_path):
+def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
     """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
     refused."""
     saved("deepseek", tmp_path)
@@ -268,6 +270,32 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path):
         changed(tmp_path, lambda t: t.update(extra))
     changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
     assert open_weights(tmp_path).ignored == ["model.layers.4."]
+    args = SimpleNamespace(
+        model_name_or_path=str(tmp_path), chat_template=None, seed=0,
+        tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
+    )  # fmt: skip
+    said = []
+    with pytest.raises(UserError, match="the tokenizer has"):  # only of what it says before
+        find_source(args, WORLD, 64, said.append)
+    assert said[1] == (
+        "weights: model.layers.4.* is ignored: multi-token prediction is not trained"
+    )
+
+
+def test_the_log_names_both_sizes(alone):
+    """Of models without experts, whose parameters are all active, none."""
+    for name, size in (
+        ("qwen3-30b-a3b", "48 blocks, 30.5B parameters, 3.35B active, no weights"),
+        ("qwen3-moe-tiny", "4 blocks, 2.96M parameters, 1.63M active, no weights"),
+        ("qwen3-tiny", "6 blocks, no weights"),
+    ):
+        args = SimpleNamespace(
+            model_name_or_path=str(ROOT / "models" / name), chat_template=None, seed=0,
+            tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
+        )  # fmt: skip
+        said = []
+        find_source(args, WORLD, 64, said.append)
+        assert size in said[0]
 
 
 def test_random_models_have_zero_biases():
