@@ -1,5 +1,6 @@
 """Models with experts: their costs, where they are cut, their files read and written."""
 
+import copy
 import itertools
 import json
 import math
@@ -153,7 +154,8 @@ def test_units_of_blocks_of_different_sizes():
 def random_model(name):
     """(a model, its buffers in files): biases that choose experts are not zero."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(TINY[name], dtype=torch.float32)
+    config = copy.deepcopy(TINY[name])  # a skeleton changes its own
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     for bias in biases.values():
         bias.normal_()
