@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
+SMALL, LARGE, MOE = "models/qwen3-0.6b", "models/qwen3-8b", "models/qwen3-30b-a3b-12l"
 DEFAULTS = {
     "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
@@ -60,6 +60,16 @@ def _ways(env="", steps=12):
     ]  # fmt: skip
 
 
+_MOE = [
+    {"engine": engine, "model": MOE, "seq_len": 4096, "steps": 10, **row}
+    for row, engines in (
+        ({"micro": 4, "flags": RESHARD}, ("fsdp",)),
+        ({"micro": 4}, ("fsdp", "torchtitan")),
+        ({"micro": 1, "ga": 8}, ("fsdp", "torchtitan")),
+        ({"micro": 4, "data": "packed"}, ("fsdp",)),
+    )
+    for engine in engines
+]
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
 _NO_P2P = "NCCL_P2P_DISABLE=1"
 _SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
@@ -123,6 +133,8 @@ PRESETS = {
     + _pairs((4, 8, 16), "dualpipev", env=_NO_P2P, steps=10),
     "slow_link": _pairs((2,), env=_SOCKETS, steps=8)
     + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
+    # 12 of the 48 blocks of Qwen3-30B-A3B
+    "moe": _MOE,
     # all ways in one run, for each link
     "ways": _ways(),
     "ways_no_p2p": _ways(_NO_P2P, 10),

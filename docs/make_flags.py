@@ -42,10 +42,13 @@ def page() -> str:
         script, settings = read_launcher(launcher)
         launchers[launcher.stem.removeprefix("launch_")] = settings
         scripts[script] = None
-    sections = [(group.__doc__, group) for group in SHARED]
+    groups, users = {}, {}  # title -> group, its scripts
     for script in scripts:
         for group in groups_of(script):
-            sections.append((f"{group.__doc__} (`{script.relative_to(ROOT)}`)", group))
+            groups[group.__doc__] = group
+            users.setdefault(group.__doc__, []).append(str(script.relative_to(ROOT)))
+    sections = [(group.__doc__, group) for group in SHARED]
+    sections += [(f"{name} ({listed(users[name])})", group) for name, group in groups.items()]
     files = [str(script.relative_to(ROOT).with_name("flags.py")) for script in scripts]
     text = TOP.format(
         files=listed(["llm_demo/args.py", *files]),

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llm_demo.args import flag
+from llm_demo.args import ExpertArgs, flag  # noqa: F401  both groups are the script's
 from llm_demo.errors import UserError
 
 
@@ -36,6 +36,11 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    router_aux_loss: float = flag(
+        0.0,
+        "Weight of a loss that balances the experts' load over the global batch; costs another "
+        "forward.",
+    )
     copy_engines: bool | None = flag(
         None,
         "In 16 bits, use copy engines, not NCCL kernels, to gather blocks and to exchange "
@@ -61,3 +66,16 @@ class FsdpArgs:
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
             )
+
+
+def check_experts(args, config) -> None:
+    """Raise UserError for flags that this model has no use for. config: from transformers."""
+    name = config.model_type
+    if not getattr(config, "num_experts_per_tok", None):
+        for flag_name in ("freeze_router", "router_bias_update", "router_aux_loss"):
+            if getattr(args, flag_name, None):
+                raise UserError(f"--{flag_name}: this model has no experts")
+    elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
+        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
+    elif args.router_bias_update and name != "deepseek_v3":
+        raise UserError(f"--router_bias_update: {name} has no bias for its experts")

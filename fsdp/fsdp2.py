@@ -15,6 +15,7 @@ from fsdp.units import Unit
 from llm_demo.device import World
 from llm_demo.model.compiling import compiled, compiled_add, sum_into
 from llm_demo.model.decoder import Blocks
+from llm_demo.model.experts import Routers
 from llm_demo.parallel import copy_engines
 
 try:
@@ -58,7 +59,7 @@ def reduce_traffic(
     # to node: less with more than two GPUs per node.
     few = world.local_size <= 2 or world.local_size % group.size() == 0
     for unit in model.modules():
-        if not isinstance(unit, FSDPModule):
+        if not isinstance(unit, FSDPModule) or isinstance(unit, Routers):  # which stay in fp32
             continue
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason

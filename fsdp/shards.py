@@ -53,13 +53,19 @@ class Shards:
         """Nothing to do: `views` are in place."""
 
 
-def training_state(views, optimizer, mesh, low_rank) -> dict[str, torch.Tensor]:
+def not_optimized(model: nn.Module) -> list[torch.Tensor]:
+    """What else belongs to the weights: frozen parameters, and buffers that files hold."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return frozen + [b for b in model.buffers() if hasattr(b, "hf_name")]
+
+
+def training_state(views, optimizer, mesh, low_rank, fixed=()) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
     sharded like the parameters, and what LowRank keeps. views: as `optim.adam_views`. mesh: of all
-    ranks, on the device of these tensors."""
+    ranks, on the device of these tensors. fixed: as of not_optimized."""
     state = {}
-    for p, *tensors in views(optimizer):
-        for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=True):
+    for p, *tensors in [*views(optimizer), *((p, local_part(p.detach())) for p in fixed)]:
+        for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=False):
             if isinstance(p, DTensor):
                 t = on_grid(t, p, mesh)
             state[p.hf_name + key] = t

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp import estimate
-from fsdp.flags import FsdpArgs
+from fsdp.flags import ExpertArgs, FsdpArgs, check_experts
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
 from fsdp.sharding import accumulate, precision, sum_over_ranks
-from fsdp.shards import Shards, training_state
+from fsdp.shards import Shards, not_optimized, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, label_positions, to_device
+from llm_demo.data.batch import answers_of, label_positions, real_tokens, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import once_per_node, run, start
 from llm_demo.errors import UserError
@@ -47,7 +47,7 @@ from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
 
-parse = functools.partial(parse_args, __doc__, FsdpArgs)
+parse = functools.partial(parse_args, __doc__, FsdpArgs, ExpertArgs)
 
 
 def main() -> None:
@@ -79,6 +79,10 @@ def main() -> None:
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
+    check_experts(args, config)
+    for name in ("psgd_rank", "optimizer_on_host"):
+        if getattr(args, name) and getattr(config, "num_experts_per_tok", None):
+            raise UserError(f"--{name} does not work with a mixture of experts")
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -94,7 +98,7 @@ def main() -> None:
     clock, checkpoints = ready
 
     # model: sharded before it has weights, so that no process makes or reads more than its share
-    lm = skeleton(config, compute.attn_impl, weights)
+    lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
@@ -104,6 +108,8 @@ def main() -> None:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)
         model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
+        if args.freeze_router:
+            model.routers.requires_grad_(False)
         if on_host:
             for p in lm.parameters():  # on the meta device
                 p.data = p.data.to(compute.dtype)
@@ -130,7 +136,9 @@ def main() -> None:
         if on_host:
             optimized.allocate()
         elif flat:
-            optimized = Masters(model, list(model.units), compute.dtype, accum > 1, compiled)
+            in_fp32 = set(model.routers.parameters()) if model.routers else set()
+            how = compute.dtype, accum > 1, compiled, in_fp32
+            optimized = Masters(model, list(model.units), *how)
         else:
             optimized = Shards(model)
     here = sum(p.numel() for p in optimized.params)
@@ -154,7 +162,10 @@ def main() -> None:
             log.say(f"warning: the run ends at step {horizon.max_steps}, before PowerSGD starts")
     elif args.psgd_rank:
         log.say("warning: --psgd_rank has no effect with one copy of the model")
-    state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank)
+    if model.routers:
+        clock.router_load = model.routers.take_load
+    fixed = not_optimized(model)
+    state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()
@@ -172,9 +183,22 @@ def main() -> None:
     def batches_of(packs, rows, micro=B):
         return micro_batches(packs, rows, world.rank, world.size, micro, data.max_docs)
 
+    @torch.no_grad()
+    def count_choices(rows):
+        """A pass over the step's rows, whose choices the auxiliary loss depends on."""
+        model.routers.begin_pass()
+        for batch in batches_of(data.train, rows):
+            model.routers.see(*to_device(world.device, real_tokens(batch)))
+            forward(batch, torch.zeros(1, dtype=torch.int64))
+        clock.more["moe/aux_loss"] = model.routers.set_push(args.router_aux_loss, loss_scale.scale)
+
     def step(rows, n_labels, lr):
         total = torch.zeros((), device=world.device)
+        if args.router_aux_loss:
+            count_choices(rows)
         for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
+            if args.router_aux_loss:
+                model.routers.see(*to_device(world.device, real_tokens(batch)))
             if sharded:
                 accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
@@ -186,7 +210,10 @@ def main() -> None:
         if low_rank:
             low_rank.reduce(grads)
         parts = [(grads, group if sharded else None)]
-        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+        if args.router_bias_update:
+            model.routers.update_bias(args.router_bias_update, norm)
+        return total, norm
 
     @torch.no_grad()
     def evaluate(micro):
@@ -212,9 +239,13 @@ def shard(
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
     slim: if resharding, free the embedding after the forward too."""
-    policy = precision(dtype)
+    policy, in_fp32 = precision(dtype), set()
+    if model.routers:  # gathered together, before the first block
+        fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
+        in_fp32 = set(model.routers.parameters())
     for unit in model.units:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        how = {"mesh": mesh, "mp_policy": policy, "ignored_params": in_fp32}
+        fully_shard(unit, **how, reshard_after_forward=reshard)
     if reshard and slim and not tied:  # the backward does not need the embedding's weight
         how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)

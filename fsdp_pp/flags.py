@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from llm_demo.args import check_partition, flag
+from llm_demo.args import ExpertArgs, check_partition, flag  # noqa: F401  both groups are used
 from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts
@@ -45,7 +45,14 @@ class FsdpPipeArgs:
     )
 
     REFUSED: ClassVar = dict.fromkeys(
-        ("optimizer_on_host", "replicas", "psgd_rank", "psgd_start", "copy_engines"),
+        (
+            "optimizer_on_host",
+            "replicas",
+            "psgd_rank",
+            "psgd_start",
+            "copy_engines",
+            "router_aux_loss",
+        ),
         "it works with FSDP only: fsdp/launch_fsdp.sh",
     )
 

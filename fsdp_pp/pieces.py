@@ -23,7 +23,7 @@ class Pieces(nn.ModuleDict):
             first = at
             if stages[piece] == stage:
                 blocks = []
-                for size in unit_sizes(lm.config, count, args.blocks_per_unit):
+                for size in unit_sizes(lm.config, count, args.blocks_per_unit, first):
                     unit = list(lm.model.layers[at : at + size])
                     blocks.append(Blocks(unit, args.use_activation_checkpointing))
                     at += size
@@ -41,8 +41,13 @@ class Pieces(nn.ModuleDict):
         """Shard each unit with FSDP2 over a mesh; embedding and head are units of their own."""
         policy = precision(dtype)
         for piece in self.values():
+            in_fp32 = set()
+            if piece.routers:
+                fully_shard(piece.routers, mesh=mesh, reshard_after_forward=False)
+                in_fp32 = set(piece.routers.parameters())
             for unit in piece.units:
-                fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+                how = {"mesh": mesh, "mp_policy": policy, "ignored_params": in_fp32}
+                fully_shard(unit, **how, reshard_after_forward=reshard)
             for end in filter(None, (piece.tail, piece)):
                 fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_over_ranks(self)

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp.flags import ExpertArgs, check_experts
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import accumulate
-from fsdp.shards import Shards, training_state
+from fsdp.shards import Shards, not_optimized, training_state
 from fsdp_pp import estimate, orders, runner, torch_schedules
 from fsdp_pp.flags import BY_TORCH, SPLIT, FsdpPipeArgs
 from fsdp_pp.pieces import Pieces
@@ -30,6 +31,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, split
 from llm_demo.model.decoder import skeleton
+from llm_demo.model.experts import blocks_with_experts
 from llm_demo.model.weights import loading
 from llm_demo.optim import (
     LossScale,
@@ -46,7 +48,7 @@ from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
 
-parse = functools.partial(parse_args, __doc__, FsdpPipeArgs)
+parse = functools.partial(parse_args, __doc__, FsdpPipeArgs, ExpertArgs)
 
 
 def main() -> None:
@@ -78,8 +80,14 @@ def main() -> None:
     log.resolved(comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, data_parallel=n_shards)
     (_, config, weights, _), data, compute, horizon = plan[:4]
+    check_experts(args, config)
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
     checkpointing = args.use_activation_checkpointing
+    if checkpointing and args.schedule in SPLIT and getattr(config, "num_experts_per_tok", None):
+        raise UserError(
+            f"--schedule {args.schedule} would recompute the choice of experts twice: drop "
+            "--use_activation_checkpointing, or use another schedule"
+        )
     counts = split(config, last + 1, args.partition, S, checkpointing)
     way = f"{args.schedule} pipeline of {args.stages} stages"
     way += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
@@ -97,7 +105,7 @@ def main() -> None:
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     links = Links(where, ranks, world.rank, world.device)
-    lm = skeleton(config, compute.attn_impl, weights)
+    lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
     low = compute.dtype != torch.float32
     sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
@@ -105,6 +113,10 @@ def main() -> None:
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
     with loading(weights, world.size):
         pieces = Pieces(lm, args, compute, counts, where, stage)
+        routers = [piece.routers for piece in pieces.values() if piece.routers]
+        if args.freeze_router:
+            for each in routers:
+                each.requires_grad_(False)
         if sharded:
             pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
             if low:
@@ -115,7 +127,8 @@ def main() -> None:
         if flat:
             units = [unit for piece in pieces.values() for unit in piece.units]
             units += [piece.tail for piece in pieces.values() if piece.tail]
-            optimized = Masters(pieces, units, compute.dtype, accum > 1, compiled)
+            in_fp32 = {p for each in routers for p in each.parameters()}
+            optimized = Masters(pieces, units, compute.dtype, accum > 1, compiled, in_fp32)
         else:
             optimized = Shards(pieces)
     here = sum(p.numel() for p in optimized.params)
@@ -129,15 +142,31 @@ def main() -> None:
     if world.device.type != "cpu":  # made by all ranks together, for saves in the background
         on_cpu = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
         checkpoints.meshes[grid[SHARD]] = on_cpu[SHARD]
-    state = functools.partial(training_state, copies.saved, optimizer, grid[SHARD], None)
+    fixed = not_optimized(pieces)
+    state = functools.partial(training_state, copies.saved, optimizer, grid[SHARD], None, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
-        tensors = training_state(copies.loaded, optimizer, grid[SHARD], None)
+        tensors = training_state(copies.loaded, optimizer, grid[SHARD], None, fixed)
         checkpoints.load(tensors)
         optimized.store({p: tensors[p.hf_name] for p in optimized.model_params})
         copies.copy(optimizer)
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
+    with_experts = [block.mlp.gate for block in blocks_with_experts(lm)]
+
+    def load_of_experts():
+        total = torch.zeros(
+            len(with_experts), with_experts[0].num_experts, dtype=torch.int64, device=world.device
+        )
+        for each in routers:
+            load = each.take_load(grid[SHARD].get_group())
+            if shard == 0:
+                total[[with_experts.index(router) for router in each.routers]] = load
+        dist.all_reduce(total)
+        return total
+
+    if with_experts:
+        clock.router_load = load_of_experts
 
     def order_here(order, *how):
         works = [order(args.schedule, args.stages, s, *how) for s in range(args.stages)]
@@ -202,7 +231,11 @@ def main() -> None:
         copies.sum_gradients()
         set_lr(optimizer, lr)
         parts = [(copies.counted_once(optimized.grads()), dist.group.WORLD)]
-        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
+        if args.router_bias_update:
+            for each in routers:
+                each.update_bias(args.router_bias_update, norm, grid[SHARD].get_group())
+        return total, norm
 
     @torch.no_grad()
     def evaluate(micro):

@@ -204,6 +204,16 @@ class RunArgs:
     dry_run: bool = flag(False, "Run one forward pass, print the plan and exit.")
 
 
+@dataclasses.dataclass
+class ExpertArgs:
+    """Mixture of experts"""
+
+    freeze_router: bool = flag(False, "Do not train the routers.")
+    router_bias_update: float = flag(
+        0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
+    )
+
+
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 
 
@@ -416,9 +426,7 @@ def help_page(description: str, groups: list[type], values: dict) -> str:
     for group in groups:
         lines += ["", f"{group.__doc__}:"]
         for field in dataclasses.fields(group):
-            names = f"  --{field.name}"
-            if kind_of(field) is bool:
-                names += f", --no_{field.name}"
+            names = f"  --{'[no_]' * (kind_of(field) is bool)}{field.name}"
             indent = " " * COLUMN
             text = f"{field.metadata['help']} {remarks(field, values[field.name])}"
             text = textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)

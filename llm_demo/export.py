@@ -25,6 +25,7 @@ from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full
 from llm_demo.model.generate import stop_tokens
+from llm_demo.model.names import in_files, matrices
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import MOMENTS, PSGD
 from llm_demo.progress import size_of, watched
@@ -79,9 +80,12 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
-        config, shapes = model_of(source / "model")
-        n_bytes = write_weights(checkpoint, part, shapes, DTYPES[dtype], max_shard_size)
+        config, shapes, buffers = model_of(source / "model")
+        how = DTYPES[dtype], max_shard_size, buffers
+        n_bytes = write_weights(checkpoint, part, shapes, *how)
         config.dtype = DTYPES[dtype]
+        if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
+            config.num_mtp_layers = 0
         if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(part)
@@ -103,8 +107,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
 
 
 def model_of(folder: Path) -> tuple:
-    """(a run's saved configuration, {name: shape} of its model's weights, a tied one once). Raises
-    UserError for any problem with it."""
+    """(a run's saved configuration, {name: shape} of its model's weights, a tied one once, and
+    those of them that are buffers). Raises UserError for any problem with it."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
@@ -112,7 +116,9 @@ def model_of(folder: Path) -> tuple:
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager", trust_remote_code=False
             )
-        return config, {name: tuple(p.shape) for name, p in model.named_parameters()}
+        buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
+        weights = dict(model.named_parameters()) | buffers
+        return config, {name: tuple(t.shape) for name, t in weights.items()}, set(buffers)
     except Exception as e:  # the file may come from elsewhere
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise UserError(f"{folder}/config.json: {reason}") from e
@@ -130,9 +136,13 @@ def generation_config(folder: Path, tokenizer) -> GenerationConfig:
     return config
 
 
-def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size) -> int:
+def write_weights(
+    checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size, buffers=frozenset()
+) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
-    the configuration's model. Raises UserError if the tensors differ from it or are not finite."""
+    the configuration's model; fused experts are written as a tensor for each matrix of each.
+    buffers: names that stay in fp32. Raises UserError if the tensors differ from it or are not
+    finite."""
     ends = tuple(f".{name}" for name in MOMENTS + PSGD)
     shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
     for name in sorted(shapes.keys() | wanted.keys()):
@@ -141,17 +151,33 @@ def write_weights(checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard
                 f"{checkpoint} does not match the model's configuration: {name} is "
                 f"{shapes.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
             )
+    fused = {m.name: (n, m) for n, shape in wanted.items() for m in matrices(n, shape)}
     plan = split_state_dict_into_shards_factory(
-        {name: shapes[name] for name in wanted},
-        get_storage_size=lambda shape: torch.Size(shape).numel() * dtype.itemsize,
+        {
+            name: torch.empty(
+                shape, dtype=torch.float32 if name in buffers else dtype, device="meta"
+            )
+            for name, shape in in_files(wanted, set()).items()
+        },
+        get_storage_size=lambda t: t.nbytes,
         filename_pattern=WEIGHTS,
         max_shard_size=max_shard_size,
     )
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
-            tensors = {name: torch.empty(shapes[name]) for name in names}
-            read_tensors(checkpoint, tensors)
-            tensors = {name: t.to(dtype) for name, t in tensors.items()}
+            # a fused tensor is read whole, even if another shard has some of its experts
+            whole = {fused[n][0] if n in fused else n: None for n in names}
+            whole = {name: torch.empty(shapes[name]) for name in whole}
+            read_tensors(checkpoint, whole)
+            tensors = {}
+            for name in names:
+                if name in fused:
+                    owner, matrix = fused[name]  # a copy, since safetensors refuses shared memory
+                    part = whole[owner][matrix.expert, matrix.rows]
+                    tensors[name] = part.to(dtype, copy=True)
+                else:
+                    tensors[name] = whole[name].to(torch.float32 if name in buffers else dtype)
+            del whole
             for name, t in tensors.items():
                 if not t.isfinite().all():
                     raise UserError(

@@ -31,7 +31,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
 from llm_demo.model.cut import split
-from llm_demo.model.source import find_model, load_config
+from llm_demo.model.source import EXPERTS, find_model, load_config
 from pp.flags import PipeArgs
 
 FREE = 0.05  # of a card's memory, for what the estimate does not count
@@ -69,6 +69,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
             if ask.cards > 1 or not reshard:
                 yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
+        pipeline = pipeline and config.model_type not in EXPERTS
         if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
             for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
                 if stages * 2 <= config.num_hidden_layers:

@@ -24,6 +24,8 @@ from llm_demo.errors import UserError
 from llm_demo.model.attention import heads_of
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
+from llm_demo.model.costs import active_of, parameters_of
+from llm_demo.model.experts_choice import choose_product
 from llm_demo.model.source import (
     find_model,
     load_config,
@@ -61,6 +63,7 @@ class Compute(NamedTuple):
     dtype: torch.dtype  # compute dtype; masters are fp32
     attn_impl: str
     compile: bool
+    product: str = "looped"  # of experts, see model/experts.py
 
 
 class Horizon(NamedTuple):
@@ -143,13 +146,21 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         if weights
         else f"no weights in {folder}: random ones, seed {args.seed}"
     )
-    say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {origin}")
+    total, active = parameters_of(config), active_of(config)
+    size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
+    say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {size}{origin}")
+    for layer in weights.ignored if weights else ():
+        say(f"weights: {layer}* is ignored: multi-token prediction is not trained")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
     return Source(folder, config, weights, tokenizer)
+
+
+def short(n: int) -> str:
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
 
 
 def heldout_file(args: Args) -> str:
@@ -241,7 +252,11 @@ def pick_compute(
     say(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
-    return Compute(dtype, attn_impl, compiled)
+    product = "looped"
+    if getattr(config, "num_experts_per_tok", None):
+        product, why = from_rank0(world, lambda: choose_product(device, dtype))
+        say(f"experts: {product} products ({why})")
+    return Compute(dtype, attn_impl, compiled, product)
 
 
 def fingerprint(config) -> str:

@@ -20,6 +20,7 @@ from llm_demo.loop import prepare, train
 from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, split
 from llm_demo.model.decoder import skeleton, unit_sizes
+from llm_demo.model.source import refuse_experts
 from llm_demo.model.weights import loading, materialise
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
@@ -49,6 +50,7 @@ def main() -> None:
     replicas = world.size // args.stages
     plan = make_plan(args, world, log, replicas)
     (_, config, weights, _), data, compute, horizon = plan[:4]
+    refuse_experts(config, "pp/pp_train.py")
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing
     counts = split(config, pieces, args.partition, S, checkpointing)

@@ -1,4 +1,5 @@
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from import_once import ALWAYS
@@ -65,6 +67,17 @@ def python(**env) -> str:
     return str(stand_in)
 
 
+def processes_with(**env):
+    """Processes that have these in their environment. A launcher that `python()` started is no
+    parent of its ranks."""
+    found = []
+    for p in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
+            if env.items() <= p.environ().items():
+                found.append(p)
+    return found
+
+
 def no_ranks(folder: Path) -> str:
     """A stand-in for the interpreter: a launcher prints its command, and starts no process."""
     stand_in = folder / "no_ranks"
@@ -118,8 +131,9 @@ def pytest_xdist_auto_num_workers(config):
 
 # Files that take minutes go first, so that no worker has one left when the other is done.
 LONG = (
-    "test_parity", "test_end_to_end", "test_resume", "test_setup", "test_ends", "test_fsdp2",
-    "test_first_run", "test_engine", "test_runs", "test_restarts", "test_several_nodes",
+    "test_parity", "test_end_to_end", "test_resume", "test_setup", "test_launch", "test_runs",
+    "test_engine", "test_replicas", "test_first_run", "test_errors", "test_ends", "test_bench",
+    "test_several_nodes", "test_restarts",
 )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Python processes that start with torch, transformers and DeepSpeed imported.
 
 Importing these takes 4 s of processor time, and a launch pays it three times: in the launcher and
-in each rank. Here one process imports them once, and every further process is a fork of it.
+in each rank, which adds 1 s to 3 s for what DeepSpeed imports when its engine is made. Here one
+process imports them once, and every further process is a fork of it.
 
     import_once.py serve FD FD         import; then fork for whoever asks on the first socket, until
                                        the other end of the second one is closed
@@ -30,10 +31,13 @@ PACKAGES = (
     "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_tokenizers", "transformers.convert_slow_tokenizer",
     "tokenizers", "accelerate", "deepspeed", "deepspeed.pipe", "deepspeed.launcher.launch",
-    "psutil", "safetensors.torch",
+    "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
+    "torch._inductor.compile_fx", "torch.distributed.pipelining", "torch.utils.serialization",
+    "networkx", "psutil", "safetensors.torch",
 )  # fmt: skip
 READ_BY_IMPORTS = (
-    "PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH", "HF_", "TRANSFORMERS_", "DS_", "LD_",
+    "PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH", "TRITON_", "HF_", "TRANSFORMERS_", "DS_",
+    "LD_",
 )  # fmt: skip
 NOT_READ = ("PYTHON=", "TORCHELASTIC_", "TORCH_NCCL_")  # what launchers read, and set for ranks
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -120,6 +124,7 @@ def receive(connection) -> str:
 def serve(listener: socket.socket, owner: socket.socket) -> dict:
     """Fork for every request until the other end of `owner` is closed; returns in each fork, with
     its request."""
+    import contextlib
     import gc
     import importlib
     import selectors
@@ -127,7 +132,8 @@ def serve(listener: socket.socket, owner: socket.socket) -> dict:
 
     imported = json.dumps(read_by_imports(os.environ))  # before packages set something there
     for name in PACKAGES:
-        importlib.import_module(name)
+        with contextlib.suppress(ModuleNotFoundError):  # another version lacks it
+            importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
     gc.collect()
     gc.freeze()  # forks share these objects as long as nobody writes to them

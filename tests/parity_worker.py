@@ -41,41 +41,48 @@ def watch_fsdp(step, state):
         poison(grad for grads, _ in parts for grad in grads)
         return norm(parts)
 
-    def whole(tensors):
-        """{name: tensor} unsharded, on the CPU: in one exchange, because one for each takes a
-        quarter of a test's time."""
+    def whole(tensors, group):
+        """{name: tensor} unsharded, on the CPU: in one exchange of one tensor, because one for each
+        takes a quarter of a test's time."""
         local = {n: getattr(t, "_local_tensor", t).clone().cpu() for n, t in tensors.items()}
-        t = next(iter(tensors.values()))
-        if not hasattr(t, "_local_tensor"):
+        if not group:
             return local
-        group = t.device_mesh.get_group(t.device_mesh.ndim - 1)  # that of the shards
-        parts = [None] * group.size()
-        dist.all_gather_object(parts, local, group=group)
-        return {name: torch.cat([part[name] for part in parts]) for name in tensors}
+        shapes = [t.shape for t in local.values()]
+        mine, parts = torch.cat([t.flatten() for t in local.values()]), [None] * group.size()
+        dist.all_gather_object(parts, (mine, shapes), group=group)
+        parts = [
+            [t.view(shape) for t, shape in zip(flat.split(sizes), shapes, strict=True)]
+            for flat, shapes in parts
+            for sizes in [[shape.numel() for shape in shapes]]
+        ]
+        return {n: torch.cat(of) for n, of in zip(local, zip(*parts, strict=True), strict=True)}
 
-    def named_grads():
-        """{Hugging Face name: gradient}: each lies in its master's gradient where its first moment
-        lies in the master's."""
+    def group_of(tensors):
+        """The ranks that each hold a shard of these; None: they are not sharded."""
+        t = next(iter(tensors.values()))
+        return hasattr(t, "_local_tensor") and t.device_mesh.get_group(t.device_mesh.ndim - 1)
+
+    @functools.cache
+    def places():
+        """({Hugging Face name: (key in `grads`, where in that tensor)}, group): each gradient lies
+        in its master's gradient where its first moment lies in the master's."""
         moments = {optimizer.state[p]["exp_avg"].untyped_storage().data_ptr(): p for p in grads}
         masters = getattr(optimizer, "masters", {})  # of HostAdamW: a unit's moments are one tensor
         masters = {p.hf_name: master for p, master in masters.items()}
-        named = {}
-        for key, moment in state().items():
-            if key.endswith(".exp_avg"):
-                local = moment.to_local() if hasattr(moment, "to_local") else moment
-                master = masters.get(key.removesuffix(".exp_avg"))
-                if master is not None:
-                    grad = grads[master]
-                else:
-                    flat = grads[moments[local.untyped_storage().data_ptr()]]
-                    grad = flat.as_strided(local.shape, local.stride(), local.storage_offset())
-                if local is not moment:
-                    grad = type(moment).from_local(
-                        grad, moment.device_mesh, moment.placements,
-                        shape=moment.shape, stride=moment.stride(),
-                    )  # fmt: skip
-                named[key.removesuffix(".exp_avg")] = grad
-        return whole(named)
+        found = {}
+        tensors = {n: t for n, t in state().items() if n.endswith(".exp_avg")}
+        for name, moment in tensors.items():
+            name, local = name.removesuffix(".exp_avg"), getattr(moment, "_local_tensor", moment)
+            found[name] = masters.get(name), None
+            if name not in masters:
+                where = local.shape, local.stride(), local.storage_offset()
+                found[name] = moments[local.untyped_storage().data_ptr()], where
+        return found, group_of(tensors)
+
+    def named_grads():
+        found, group = places()
+        named = {n: grads[k].as_strided(*at) if at else grads[k] for n, (k, at) in found.items()}
+        return whole(named, group)
 
     def watched(*args):
         loss, norm = step(*args)
@@ -84,7 +91,8 @@ def watch_fsdp(step, state):
 
     def params():
         ends = optim.MOMENTS + optim.PSGD
-        return whole({n: t for n, t in state().items() if not n.endswith(ends)})
+        tensors = {n: t for n, t in state().items() if not n.endswith(ends)}
+        return whole(tensors, group_of(tensors))
 
     optimizer.register_step_pre_hook(keep_grads)
     optim.global_norm = global_norm

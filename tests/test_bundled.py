@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from llm_demo.model.costs import active_of
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "qwen3-tiny"
 TRAIN, HELDOUT = ROOT / "data" / "sft_en.jsonl", ROOT / "data" / "sft_en.heldout.jsonl"
@@ -71,6 +73,8 @@ def test_special_tokens(tokenizer):
     assert (tokenizer.pad_token, tokenizer.eos_token) == ("<|endoftext|>", "<|im_end|>")
     assert tokenizer.bos_token is None
     assert len(tokenizer) <= 4096
+    same = AutoTokenizer.from_pretrained(TINY.with_name("qwen3-moe-tiny"))
+    assert same.get_vocab() == tokenizer.get_vocab() and same.chat_template
     for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"):
         assert len(tokenizer.encode(token)) == 1
     # As in Qwen3: think marks are text a reader may want to see, the turn marks are not.
@@ -175,10 +179,11 @@ def test_rows_are_short(tokenizer):
 PUBLISHED = {
     "qwen3-0.6b": 596_049_920, "qwen3-1.7b": 1_720_574_976, "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360, "qwen3-14b": 14_768_307_200, "qwen3-32b": 32_762_123_264,
+    "qwen3-30b-a3b": 30_532_122_624,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen3-tiny", *PUBLISHED])
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-moe-tiny", *PUBLISHED])
 def test_model_sizes(name):
     text = (ROOT / "models" / "README.md").read_text("utf-8")
     stated = int(re.search(rf"`{re.escape(name)}/` \| ([\d,]+)", text)[1].replace(",", ""))
@@ -188,8 +193,12 @@ def test_model_sizes(name):
     model.tie_weights()  # transformers 5.0 leaves that out on the meta device
     count = sum(p.numel() for p in model.parameters())
     assert count == stated == PUBLISHED.get(name, count)
-    assert config.tie_word_embeddings is (name not in ("qwen3-8b", "qwen3-14b", "qwen3-32b"))
+    untied = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")
+    assert config.tie_word_embeddings is (name not in untied)
     assert config.rope_parameters["rope_theta"] == 1e6
-    if name == "qwen3-tiny":
+    if "a token uses" in text.split(f"`{name}/`")[1].split("\n")[0]:
+        used = active_of(config) + sum(p.numel() for p in model.parameters() if p.ndim < 2)
+        assert f"a token uses {config.num_experts_per_tok}: {used:,} parameters" in text
+    if name.endswith("tiny"):
         assert 2e6 < count < 5e6 and config.vocab_size == 4096
         assert config.num_key_value_heads < config.num_attention_heads

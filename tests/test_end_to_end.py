@@ -64,7 +64,8 @@ def first_runs(folder):
     """One run of each launcher: 3 steps by environment, from a folder of the user's."""
     found = {}
     for kind in LAUNCHERS:
-        out = launch(kind, folder, "--train_json", "my data.jsonl", OUTPUT_DIR=f"first {kind}")
+        more = {"OUTPUT_DIR": f"first {kind}", "SAMPLE_TOKENS": "4"}  # each is a forward pass
+        out = launch(kind, folder, "--train_json", "my data.jsonl", **more)
         found[kind] = out.stdout, folder / f"first {kind}"
     return found
 

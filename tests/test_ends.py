@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment, processes_with, python
 
 from llm_demo import dist, probe, process
 
@@ -99,9 +99,10 @@ def test_a_closed_terminal_saves(kind, tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
     terminal, theirs = os.openpty()
+    flags = f"{TRAIN} --eval_json none --output_dir"
     launcher = subprocess.Popen(
-        ["bash", SHELLS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"],
-        env={**os.environ, "PYTHON": sys.executable, "NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1"},
+        ["bash", SHELLS[kind], *flags.split(), tmp_path / "run"],
+        env=environment(PYTHON=python(), NPROC_PER_NODE="2", A_TEST=str(tmp_path)),
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
         preexec_fn=take_terminal,
     )  # fmt: skip
@@ -110,7 +111,7 @@ def test_a_closed_terminal_saves(kind, tmp_path):
     try:
         while b"step 2/" not in said:
             said += os.read(terminal, 65536)
-        ranks = [p.pid for p in psutil.Process(launcher.pid).children() if "RANK" in p.environ()]
+        ranks = [p.pid for p in processes_with(A_TEST=str(tmp_path)) if "RANK" in p.environ()]
         assert len(ranks) == 2
     finally:
         os.close(terminal)

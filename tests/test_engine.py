@@ -35,7 +35,8 @@ def test_balanced_split_counts_the_head():
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_balanced_split_is_the_best_there_is(stages, checkpointing):
-    _, block, head = costs(QWEN, 1024, checkpointing)
+    _, blocks, head = costs(QWEN, 1024, checkpointing)
+    block = blocks[0]
 
     def dearest(counts):
         return max(c * block + head * (s == stages - 1) for s, c in enumerate(counts))

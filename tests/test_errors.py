@@ -1,7 +1,6 @@
 """Bad input to both launchers: one clear line, a non-zero exit within seconds, nothing lost."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,11 +10,12 @@ import time
 import psutil
 import pytest
 import torch.distributed as dist
-from conftest import ROOT, run
+from conftest import ROOT, environment, processes_with, python, run
 
 from llm_demo import fit
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
+from llm_demo.model.source import EXPERTS
 
 KINDS = ("fsdp", "pp", "zero", "fsdp_pp")
 LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
@@ -82,6 +82,10 @@ def folder(tmp_path_factory):
     (folder / "earlier run/metrics.jsonl").write_text("precious")
     (folder / "gpt2").mkdir()
     (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
+    for family in EXPERTS:
+        (folder / family).mkdir()
+        config = {**WINDOW, "num_key_value_heads": 4, "sliding_window": None, "model_type": family}
+        (folder / family / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -290,6 +294,28 @@ FSDP_PP = [
     (["--deepspeed_config", "absent.json"], "unknown argument --deepspeed_config"),
 ]
 CASES += [("fsdp_pp", *case) for case in FSDP_PP]
+CASES += [
+    (
+        kind,
+        ["--model_name_or_path", family, *TINY, "--seq_len", "64"],
+        f"{family}: {kind}/.*.py does not train models with experts; fsdp/train_fsdp.py and",
+    )
+    for kind in ("pp", "zero")
+    for family in EXPERTS
+]
+QWEN = ["--model_name_or_path", "qwen3_moe", *TINY, "--seq_len", "64"]
+DEEPSEEK = ["--model_name_or_path", "deepseek_v3", *TINY, "--seq_len", "64"]
+CASES += [
+    ("fsdp", ["--freeze_router"], "--freeze_router: this model has no experts"),
+    ("fsdp_pp", ["--stages", "1", "--freeze_router"], "--freeze_router: this model has no experts"),
+    ("fsdp", ["--router_aux_loss", "0.1"], "--router_aux_loss: this model has no experts"),
+    ("fsdp", ["--router_aux_loss", "-0.1"], "--router_aux_loss -0.1"),
+    ("fsdp", ["--router_bias_update", "nan"], "--router_bias_update nan"),
+    ("fsdp", [*QWEN, "--router_bias_update", "0.1"], "qwen3_moe has no bias for its experts"),
+    ("fsdp", [*DEEPSEEK, "--router_aux_loss", "0.1"], "deepseek_v3 balances its load by"),
+    ("fsdp", [*QWEN, "--optimizer_on_host"], "--optimizer_on_host does not work with a mixture"),
+    ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "it works with FSDP only"),
+]
 
 
 @pytest.mark.parametrize("kind, flags, message", CASES)
@@ -366,7 +392,8 @@ def test_bad_input_of_fit(model, flags, message, folder, monkeypatch, record_pro
     "kind", ["fsdp", "pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("zero", "fsdp_pp"))]
 )
 def test_a_dying_rank_takes_all_along(kind, folder):
-    env = {**os.environ, "PYTHON": sys.executable, "MAX_STEPS": "5000", "NPROC_PER_NODE": "2"}
+    mark = f"{folder} {kind}"
+    env = environment(PYTHON=python(), MAX_STEPS="5000", NPROC_PER_NODE="2", A_TEST=mark)
     env |= {"SEQ_LEN": "64", "MICRO_BATCH_SIZE": "1"}
     command = [
         "bash",
@@ -382,7 +409,7 @@ def test_a_dying_rank_takes_all_along(kind, folder):
     for line in launcher.stdout:
         if line.startswith("step 3/"):
             break
-    children = psutil.Process(launcher.pid).children(recursive=True)
+    children = [p for p in processes_with(A_TEST=mark) if p.pid != launcher.pid]
     ranks = {c.environ()["RANK"]: c for c in children if "RANK" in c.environ()}
     killed = time.monotonic()
     ranks["1"].send_signal(signal.SIGKILL)

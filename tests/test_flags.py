@@ -13,7 +13,7 @@ import sys
 import pytest
 from conftest import ROOT, no_ranks
 
-from fsdp.flags import FsdpArgs
+from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import args
 from llm_demo.data import records
@@ -99,7 +99,7 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
 
     expected = set()
     blocks = {kind: block(kind) for kind in ALL}
-    for group in (*SHARED, *SCRIPTS.values()):
+    for group in (*SHARED, *SCRIPTS.values(), ExpertArgs):
         for field in dataclasses.fields(group):
             name = "MODEL" if field.name == "model_name_or_path" else field.name.upper()
             default = written(field.default)
@@ -212,9 +212,8 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
     assert f"bash {LAUNCHERS[kind]}  " in done.stdout  # an example, on a line of its own
     text = " ".join(done.stdout.split())
     for field in fields(kind):
-        entry = f" --{field.name}"
-        if field.type in (bool, bool | None):
-            entry += f", --no_{field.name}"
+        no = "[no_]" if field.type in (bool, bool | None) else ""
+        entry = f" --{no}{field.name}"
         assert f"{entry} {field.metadata['help']}" in text
     accumulated = {"fsdp": 2, "pp": 4, "zero": 2, "fsdp_pp": 4}[kind]
     for remark in (

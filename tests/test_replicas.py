@@ -126,13 +126,13 @@ def test_compressed_runs_stop_and_go_on(train):
     assert "resume: psgd_error of " in (folder / "exact-from-low/train.log").read_text()
     out = folder / "hf"
     out.mkdir()
-    _, wanted = model_of(folder / "model")
+    _, wanted, _ = model_of(folder / "model")
     assert write_weights(folder / "low" / LAST, out, wanted, torch.float32, "1GB") > 0
 
 
 def test_the_launcher_trains_copies(tmp_path):
     flags = ["--max_steps", "3", "--output_dir", str(tmp_path / "run"), "--warmup_steps", "1"]
-    flags += ["--dtype", "bf16"]
+    flags += ["--dtype", "bf16", "--seq_len", "64", "--eval_json", "none", "--sample_tokens", "0"]
     done = run(["bash", ROOT / "fsdp/launch_ddp.sh", *flags], NPROC_PER_NODE="2", PSGD_RANK="8",
                PYTHON=sys.executable)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

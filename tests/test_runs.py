@@ -424,7 +424,7 @@ def test_an_export_to_a_full_disk(tmp_path):
     (folder / "model").mkdir()
     (folder / "model/config.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}))
+        patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}, set()))
         patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
         patch.setattr(export, "read_tensors", lambda *_: None)
         patch.setattr(export.torch, "empty", torch.zeros)
@@ -464,7 +464,8 @@ def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, 
 
 
 def test_a_folder_deleted_under_a_launched_run(tmp_path):
-    flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 --output_dir out"
+    flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 --eval_json none "
+    flags += "--output_dir out"
     process = subprocess.Popen(
         ["bash", LAUNCHERS["pp"], *flags.split()], cwd=tmp_path, text=True,
         env={**os.environ, "PYTHON": python(), "OMP_NUM_THREADS": "1"},
@@ -624,7 +625,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_fp16_run_takes_the_checkpoints_loss_scale(kind, train, tmp_path):
     """After 998 good steps at a scale of 512. DeepSpeed doubles it a step later than we do."""
-    flags = "--dtype fp16 --eval_json none --save_every 1 --keep_last 0"
+    flags = "--dtype fp16 --micro_batch_size 1 --eval_json none --save_every 1 --keep_last 0"
     out = train("fsdp", f"{flags} --max_steps 1")
     step = out / "checkpoints/step_00000001"
     facts = json.loads((step / "trainer.json").read_text())
@@ -645,4 +646,5 @@ def test_deepspeeds_smallest_scale_ends_no_run(train, tmp_path):
     spoil = lambda weights: weights["model.norm.weight"].data.fill_(torch.nan)  # noqa: E731
     model_with(tmp_path / "nan", spoil)
     with pytest.raises(UserError, match="not finite in 20 steps in a row, up to step 20 "):
-        train("pp", "--model_name_or_path nan --dtype fp16 --max_steps 60 --eval_json none")
+        flags = "--dtype fp16 --micro_batch_size 1 --max_steps 60 --eval_json none"
+        train("pp", f"--model_name_or_path nan {flags}")

@@ -18,6 +18,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.model.source import refuse_experts
 from llm_demo.model.weights import loading
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
@@ -45,6 +46,7 @@ def main() -> None:
     log.resolved(parallelism=how, comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
+    refuse_experts(config, "zero/train_zero.py")
     B, accum = args.micro_batch_size, args.grad_accum_steps
     numbers = compute.dtype, B, accum, args.max_grad_norm, compute.compile
     settings = ds_engine.engine_config(switches, *numbers)

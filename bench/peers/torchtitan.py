@@ -4,6 +4,7 @@ torchtitan imports this module and finds a model with its own layers, loss and o
 that takes no time to load: 0.2 through --experimental.custom_import, 0.3 through --module. 0.3
 needs a torch newer than 2.11 but only says so by an import that fails."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -16,7 +17,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 NAME = "qwen3_random_rows"
-FLAVORS = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B"}
+CUT = "30B-A3B-12L"  # of torchtitan's 30B-A3B, the first 12 blocks
+FLAVORS = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B", "qwen3-30b-a3b-12l": CUT}
 # step: 20  loss: 12.1  grad_norm: 0.5  memory: 20.41GiB(14.60%)  tps: 56,970  tflops: ...
 LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
 # torchtitan logs reserved memory; our rows have allocated memory, so we print that as well
@@ -195,8 +197,12 @@ def _register() -> None:
             batch_size=training.local_batch_size,
         )
 
+    spec = get_train_spec()
+    cut = copy.deepcopy(spec.model_args["30B-A3B"])
+    cut.n_layers = 12
     spec = dataclasses.replace(
-        get_train_spec(),
+        spec,
+        model_args={**spec.model_args, CUT: cut},
         build_dataloader_fn=loader,
         build_tokenizer_fn=None,
         build_metrics_processor_fn=Metrics,

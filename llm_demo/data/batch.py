@@ -13,6 +13,7 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # int64 [B, S], already shifted
     position_ids: torch.Tensor  # int64 [B, S], restart at 0 in each document
     cu_seqlens: torch.Tensor  # int32 [B * max_docs + 1], document starts in the flat B * S slots
+    n_tokens: torch.Tensor | None = None  # int64 [B], of each row before its padding
 
 
 def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
@@ -31,6 +32,12 @@ def label_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Call it on the CPU: a GPU would block until the number of positions is known."""
     index = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     return index, labels.flatten()[index]
+
+
+def real_tokens(batch: Batch) -> torch.Tensor:
+    """Which slots are not padding: bool [B * S]."""
+    slots = torch.arange(batch.input_ids.shape[1], device=batch.n_tokens.device)
+    return (slots < batch.n_tokens[:, None]).flatten()
 
 
 def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

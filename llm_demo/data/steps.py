@@ -145,7 +145,10 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     ids, labels = np.stack(ids), np.stack(labels)
     bounds = _bounds(lengths, packs.seq_len, max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
-    return Batch(*map(torch.from_numpy, (ids, labels, positions.reshape(ids.shape), bounds)))
+    rows = np.asarray(rows)
+    n_tokens = np.where(rows < 0, 0, packs.token_counts[rows]).astype(np.int64)
+    arrays = ids, labels, positions.reshape(ids.shape), bounds, n_tokens
+    return Batch(*map(torch.from_numpy, arrays))
 
 
 def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:

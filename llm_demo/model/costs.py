@@ -15,14 +15,39 @@ class Cost(NamedTuple):
 def block_costs(config, seq_len: int) -> list[Cost]:
     """The cost of each decoder block.
 
-    FLOPs: 6 per active weight of a matrix product, plus 12·heads·head_dim·S for attention, counted
-    in full rather than its causal half, as in the PaLM paper's appendix B."""
-    d, inner = config.hidden_size, config.intermediate_size
-    heads, head_dim = config.num_attention_heads, head_size(config)
-    attention = d * head_dim * (2 * heads + 2 * config.num_key_value_heads)
-    weights = attention + 3 * d * inner
-    block = Cost(weights, weights, 6 * weights + 12 * heads * head_dim * seq_len)
-    return [block] * config.num_hidden_layers
+    FLOPs: 6 per active weight of a matrix product, plus 6·heads·(widths of query and value)·S for
+    attention, counted in full rather than its causal half, as in the PaLM paper's appendix B."""
+    d, heads, (qk, v) = config.hidden_size, config.num_attention_heads, head_widths(config)
+    attention, costs = _attention_weights(config), []
+    for block in range(config.num_hidden_layers):
+        if has_experts(config, block):
+            expert, n = 3 * d * config.moe_intermediate_size, config.num_local_experts
+            always = attention + d * n + expert * (getattr(config, "n_shared_experts", 0) or 0)
+            total, active = always + expert * n, always + expert * config.num_experts_per_tok
+        else:
+            total = active = attention + 3 * d * config.intermediate_size
+        costs.append(Cost(total, active, 6 * active + 6 * heads * (qk + v) * seq_len))
+    return costs
+
+
+def has_experts(config, block: int) -> bool:
+    """Whether this block (its number) has routed experts in place of one feed-forward network."""
+    if not getattr(config, "num_local_experts", 0):
+        return False
+    if config.model_type == "deepseek_v3":
+        return block >= config.first_k_dense_replace
+    return block not in config.mlp_only_layers and (block + 1) % config.decoder_sparse_step == 0
+
+
+def _attention_weights(config) -> int:
+    d, heads, (qk, v) = config.hidden_size, config.num_attention_heads, head_widths(config)
+    if not latent(config):
+        return d * (qk + v) * (heads + config.num_key_value_heads)
+    rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
+    query = d * heads * qk
+    if config.q_lora_rank is not None:
+        query = config.q_lora_rank * (d + heads * qk)
+    return query + d * (rank + rotary) + rank * heads * (qk - rotary + v) + heads * v * d
 
 
 def head_cost(config) -> Cost:
@@ -38,12 +63,32 @@ def flops_of_slot(config, seq_len: int) -> float:
 
 def parameters_of(config) -> int:
     """Matrix parameters of the whole model; a tied embedding and head count once."""
-    ends = head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
-    return sum(block.parameters for block in block_costs(config, 0)) + ends
+    return sum(block.parameters for block in block_costs(config, 0)) + _ends(config)
+
+
+def active_of(config) -> int:
+    """Matrix parameters that one token uses, including embedding and head."""
+    return sum(block.active for block in block_costs(config, 0)) + _ends(config)
+
+
+def _ends(config) -> int:
+    return head_cost(config).parameters * (1 if config.tie_word_embeddings else 2)
 
 
 def head_size(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def latent(config) -> bool:
+    """Whether keys and values come from a latent vector (multi-head latent attention)."""
+    return hasattr(config, "kv_lora_rank")
+
+
+def head_widths(config) -> tuple[int, int]:
+    """Width of a head's query and key, and of its value."""
+    if latent(config):
+        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return head_size(config), head_size(config)
 
 
 def param_count(model: nn.Module) -> int:

@@ -1,6 +1,6 @@
 """Where to cut a decoder into the stages of a pipeline."""
 
-from collections.abc import Iterator
+import math
 
 from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost
@@ -16,8 +16,7 @@ def split(config, pieces: int, partition: str, seq_len: int, checkpointing: bool
     if partition == "uniform":
         return [n // pieces + (s < n % pieces) for s in range(pieces)]
     if partition in ("balanced", "parameters"):
-        first, block, last = costs(config, seq_len, checkpointing, partition == "parameters")
-        return min(_candidates(n, pieces), key=lambda c: stage_costs(c, first, block, last))
+        return _best(pieces, *costs(config, seq_len, checkpointing, partition == "parameters"))
     try:
         counts = [int(x) for x in partition.split(",")]
     except ValueError:
@@ -34,32 +33,27 @@ def split(config, pieces: int, partition: str, seq_len: int, checkpointing: bool
 
 
 def costs(config, seq_len: int, checkpointing: bool, by_parameters=False) -> tuple:
-    """(embedding, block, norm and head) in FLOPs per token, forward and backward, or parameters.
+    """(embedding, each block, norm and head) in FLOPs per token, forward and backward, or
+    parameters.
 
     Checkpointing runs a block's forward twice: 4/3 of its cost. The head's cost stays the same."""
-    block, head = block_costs(config, seq_len)[0], head_cost(config)
+    blocks, head = block_costs(config, seq_len), head_cost(config)
     if by_parameters:
-        return head.parameters, block.parameters, head.parameters
-    return 0, block.flops * (4 / 3 if checkpointing else 1), head.flops
-
-
-def stage_costs(counts, first, block, last) -> list[float]:
-    """Cost of each stage, most expensive first: the smaller of two such lists is better."""
-    each = [c * block for c in counts]
-    each[0] += first
-    each[-1] += last
-    return sorted(each, reverse=True)
+        return head.parameters, [block.parameters for block in blocks], head.parameters
+    return 0, [block.flops * (4 / 3 if checkpointing else 1) for block in blocks], head.flops
 
 
 def describe_split(
     counts: list[int], where: list[int], config, seq_len: int, checkpointing: bool
 ) -> str:
     """The blocks and the share of the work of each stage. where: the stage of each piece."""
-    _, block, last = costs(config, seq_len, checkpointing)
+    _, each_block, last = costs(config, seq_len, checkpointing)
+    at = 0
     each, blocks = [0.0] * (max(where) + 1), [[] for _ in range(max(where) + 1)]
     for piece, (count, stage) in enumerate(zip(counts, where, strict=True)):
         head = piece == len(counts) - 1
-        each[stage] += count * block + last * head
+        each[stage] += math.fsum(each_block[at : at + count]) + last * head
+        at += count
         blocks[stage].append(f"{count} blocks{' + head' * head}")
     share = ", ".join(
         f"stage {s}: {' and '.join(names)} {x / sum(each):.0%} of the work"
@@ -68,13 +62,25 @@ def describe_split(
     return f"{share}; the largest share is {max(each) * len(each) / sum(each):.2f} x the mean"
 
 
-def _candidates(n: int, stages: int) -> Iterator[list[int]]:
-    """Every way to fill the first and last stage; the stages between share the rest evenly."""
-    if stages == 1:
-        yield [n]
-        return
-    middle = stages - 2
-    for first in range(n - stages + 1, 0, -1):
-        for last in range(1, n - middle - first + 1) if middle else [n - first]:
-            rest = n - first - last
-            yield [first, *(rest // middle + (s < rest % middle) for s in range(middle)), last]
+def _best(pieces: int, first: float, blocks: list[float], last: float) -> list[int]:
+    """The counts with the smallest costs of pieces, the most expensive compared first; of equal
+    ones those with the most blocks in the earlier pieces."""
+
+    def cost(piece: int, start: int, end: int) -> float:
+        ends = first * (piece == 0) + last * (piece == pieces - 1)
+        return math.fsum(blocks[start:end]) + ends  # rounded once, so that equal pieces are equal
+
+    n = len(blocks)
+    best = {0: ([], [])}  # end -> costs and negative counts of the pieces up to there
+    for piece in range(pieces):
+        left = pieces - 1 - piece
+        ends = range(piece + 1, n - left + 1) if left else [n]
+        best = {
+            end: min(
+                (sorted([*costs, cost(piece, start, end)], reverse=True), [*counts, start - end])
+                for start, (costs, counts) in best.items()
+                if start < end
+            )
+            for end in ends
+        }
+    return [-count for count in best[n][1]]

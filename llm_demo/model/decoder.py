@@ -1,49 +1,49 @@
 """A Hugging Face decoder built block by block, so that no process holds more than it keeps."""
 
+import itertools
+
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_demo.errors import UserError
 from llm_demo.model import attention  # noqa: F401  registers what skeleton asks for
 from llm_demo.model.costs import block_costs
+from llm_demo.model.experts import Routers, blocks_with_experts
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model.rotary import LongRope, rope_type, rotary_tables
 from llm_demo.model.weights import Weights
 
 
-def skeleton(config, attn_impl: str, weights: Weights | None = None) -> PreTrainedModel:
+def skeleton(
+    config, attn_impl: str, weights: Weights | None = None, product: str = "looped"
+) -> PreTrainedModel:
     """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
     `materialise` gives parts of it their weights.
 
     weights: the source of the weights. Raises UserError naming a tensor that is missing there, has
-    another shape, or is not in the model."""
+    another shape, or is not in the model. product: of experts, see experts.PRODUCTS."""
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
     model.float()
+    model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
         raise UserError("a head with a bias is not supported")
     if config.tie_word_embeddings:  # meta parameters are created untied
         model.lm_head.weight = model.model.embed_tokens.weight
     if weights:
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-        needed = {name for name, _ in model.named_parameters()}
-        if missing := sorted(needed - weights.shapes.keys()):
-            raise UserError(f"{weights.folder}: weight {missing[0]} is missing")
-        for name, shape in sorted(weights.shapes.items()):
-            # old files may also hold a tied head or the rotary frequencies
-            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
-                raise UserError(f"{weights.folder}: {name} is not a weight of this model")
-            if shape != wanted.get(name, shape):
-                raise UserError(
-                    f"{weights.folder}: {name} has shape {list(shape)}, but config.json implies "
-                    f"{list(wanted[name])}"
-                )
+        weights.check(wanted, {"lm_head.weight"} if config.tie_word_embeddings else set())
     return model.train()
+
+
+def keep_choices():
+    """Contexts of a block's forward and of its recomputation, which does not choose again."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
 
 
 class Blocks(nn.Module):
@@ -68,20 +68,26 @@ class Blocks(nn.Module):
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
                 # no dropout, so no RNG state to keep
-                hidden = checkpoint(
-                    block, hidden, use_reentrant=False, preserve_rng_state=False, **inputs
-                )
+                how = {"use_reentrant": False, "preserve_rng_state": False}
+                if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
+                    how["context_fn"] = keep_choices
+                hidden = checkpoint(block, hidden, **how, **inputs)
             else:
                 hidden = block(hidden, **inputs)
         return hidden
 
 
-def unit_sizes(config, n_blocks: int, blocks_per_unit: int) -> list[int]:
-    """Blocks of each unit. blocks_per_unit 0: units of about 64M parameters, at most 4 blocks."""
-    parameters = block_costs(config, 0)[0].parameters
-    size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
-    units = -(-n_blocks // size)
-    return [n_blocks // units + (u < n_blocks % units) for u in range(units)]
+def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
+    """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
+    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart."""
+    blocks = block_costs(config, 0)[first : first + n_blocks]
+    alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
+    sizes = []
+    for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:
+        size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
+        units = -(-n // size)
+        sizes += [n // units + (u < n % units) for u in range(units)]
+    return sizes
 
 
 def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
@@ -129,12 +135,16 @@ class DecoderLoss(nn.Module):
         self.units = nn.ModuleList(units)
         self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim) if last else None
         self.rotary = lm.model.rotary_emb
+        with_experts = blocks_with_experts(self)
+        self.routers = Routers(with_experts) if with_experts else None
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the
         result of loss.score; without targets, the most likely next tokens. inputs: token ids, int64
         [B, S] as position_ids. A piece takes and returns hidden states [B, S, d] instead where it
         lacks the embedding or the loss."""
+        if self.routers:
+            self.routers()
         hidden = self.embed_tokens(inputs) if self.embed_tokens else inputs
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for unit in self.units:

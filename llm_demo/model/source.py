@@ -12,7 +12,8 @@ from llm_demo.model.rotary import LongRope, rope_type
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
 # silently train them wrongly.
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+EXPERTS = ("qwen3_moe", "deepseek_v3")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", *EXPERTS)
 
 
 def find_model(name: str, config_in: str | None = None) -> Path:
@@ -57,6 +58,12 @@ def load_config(folder: Path, max_len: int):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
+    if getattr(config, "quantization_config", None):
+        raise UserError(
+            f"{folder}: its weights are quantized (quantization_config): give a copy in bf16"
+        )
+    if config.model_type in EXPERTS and (problem := problem_of_experts(config)):
+        raise UserError(f"{folder}/config.json: {problem}")
     if rope_type(config) == "longrope":
         try:
             LongRope(config)
@@ -66,6 +73,43 @@ def load_config(folder: Path, max_len: int):
     if limit and max_len > limit:
         raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
+
+
+def problem_of_experts(config) -> str | None:
+    """Why the experts of a configuration can't be trained exactly, if so."""
+    n, chosen = config.num_local_experts, config.num_experts_per_tok
+    if n < 1 or chosen is None or not 1 <= chosen <= n:
+        return f"num_experts_per_tok {chosen} does not choose from {n} experts"
+    if config.model_type == "qwen3_moe":
+        if config.decoder_sparse_step < 1:
+            return f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
+        return None
+    # transformers reads none of these, and computes as if they were so
+    known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    for name, value in known.items():
+        if getattr(config, name, value) != value:
+            return f"{name} {getattr(config, name)} is not supported, only {value}"
+    if config.num_key_value_heads != config.num_attention_heads:
+        return "num_key_value_heads differs from num_attention_heads in latent attention"
+    if config.n_shared_experts < 1:
+        return f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
+    if config.first_k_dense_replace is None or config.v_head_dim is None:
+        return "first_k_dense_replace and v_head_dim must be numbers"
+    groups, kept = config.n_group, config.topk_group
+    if not groups or n % groups or n // groups < 2:
+        return f"n_group {groups} does not divide {n} experts into groups of at least 2"
+    if not kept or kept > groups or kept * (n // groups) < chosen:
+        return f"topk_group {kept} of n_group {groups} has too few experts to choose {chosen} from"
+    return None
+
+
+def refuse_experts(config, script: str) -> None:
+    """Raise UserError if the model has experts. script: what can't train them."""
+    if config.model_type in EXPERTS:
+        raise UserError(
+            f"{config.model_type}: {script} does not train models with experts; "
+            "fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py do"
+        )
 
 
 def position_limit(config) -> int | None:

@@ -13,7 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llm_demo.errors import UserError
+from llm_demo.model import names
 from llm_demo.progress import watched
+
+EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
 
 
 @contextlib.contextmanager
@@ -26,27 +29,72 @@ def _open(file: Path):
 
 
 class Weights:
-    """A folder's safetensors: names and shapes, and any tensor or part of one on demand.
+    """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
+    of one on demand. Fused experts are read from a tensor for each, or fused.
 
     Files are mapped for one read at a time: pages count as this process's memory while they are
     mapped, and a rank should hold no more of a file than it keeps."""
 
     def __init__(self, folder: Path, files: dict[str, Path]):
-        self.folder, self.files, self.shapes = folder, files, {}
+        # layers that predict further tokens (DeepSeek), which training doesn't use
+        self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
+        files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
+        self.folder, self.files, self.found = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
         self.bytes_read = 0
         for file in sorted(set(files.values())):
             with _open(file) as opened:
                 for name in (n for n, f in files.items() if f == file):
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    self.found[name] = tuple(opened.get_slice(name).get_shape())
+        self.shapes = names.in_memory(self.found)
+
+    def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
+        """Raise UserError naming a tensor of the files that is missing, has another shape than the
+        model's, or is not in it. wanted: {name: shape} of the model. tied: names that may be
+        missing."""
+        wanted = names.in_files(wanted, self.found.keys())
+        if missing := sorted(wanted.keys() - tied - self.found.keys()):
+            raise UserError(f"{self.folder}: weight {missing[0]} is missing")
+        for name, shape in sorted(self.found.items()):
+            # old files may also hold a tied head or the rotary frequencies
+            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
+                raise UserError(f"{self.folder}: {name} is not a weight of this model")
+            if shape != wanted.get(name, shape):
+                raise UserError(
+                    f"{self.folder}: {name} has shape {list(shape)}, but config.json implies "
+                    f"{list(wanted[name])}"
+                )
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
-        """A tensor, or the part that these slices of its dimensions select, in the file's dtype, on
-        the CPU. Raises UserError."""
-        with _open(self.files[name]) as opened:
-            values = opened.get_slice(name)[part]
+        """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
+        on the CPU. Raises UserError."""
+        if name in self.files:
+            with _open(self.files[name]) as opened:
+                values = opened.get_slice(name)[part]
+        else:
+            values = self._fuse(name, part)
         self.bytes_read += values.nbytes
         return values
+
+    def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """The selected experts' rows and columns, of which alone the files are read."""
+        shape, values = self.shapes[name], None
+        part = (*part, slice(None), slice(None))
+        experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
+        matrices = [m for m in names.matrices(name, shape) if m.expert in experts]
+        for file in dict.fromkeys(self.files[m.name] for m in matrices):
+            with _open(file) as opened:
+                for m in (m for m in matrices if self.files[m.name] == file):
+                    first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
+                    if first >= end:
+                        continue
+                    of_matrix = slice(first - m.rows.start, end - m.rows.start)
+                    found = opened.get_slice(m.name)[of_matrix, columns.start : columns.stop]
+                    if values is None:
+                        size = len(experts), len(rows), len(columns)
+                        values = torch.empty(size, dtype=found.dtype)
+                    values[m.expert - experts.start, first - rows.start : end - rows.start] = found
+        return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
 
 
 def open_weights(folder: Path) -> Weights | None:
@@ -98,8 +146,8 @@ def fill(
     seed: int,
     store: Callable | None = None,
 ) -> nn.Module:
-    """Set the values of the submodule's parameters (if sharded, this rank's part) and their Hugging
-    Face name, `hf_name`.
+    """Set the values of the submodule's parameters (if sharded, this rank's part) and of its
+    persistent buffers, and their Hugging Face name, `hf_name`.
 
     Without `weights`, values are random by the model's own rule. Each module is seeded by its name,
     so any process makes the same block. Values are rounded to bf16, as published weights are, so
@@ -122,6 +170,11 @@ def fill(
                 store(p, values)
             else:
                 local.copy_(values.to(local.device))
+        for key, buffer in owner.named_buffers(recurse=False):
+            if key not in owner._non_persistent_buffers_set:
+                buffer.hf_name = f"{path}.{key}"
+                if weights:
+                    buffer.copy_(weights.read(buffer.hf_name))
     return module
 
 

@@ -5,7 +5,7 @@ the weights then take a few large kernels, not several per parameter.
 
 If AdamW is compiled, bf16 weights are half of their masters: see `optim.split`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
@@ -51,7 +51,8 @@ class Masters:
     """Converts a model's fp32 parameters to `dtype` and keeps fp32 masters to optimize.
 
     units: modules whose parameters are handled together; the remaining parameters form one more
-    unit. accumulates: a step has several micro-batches. compiled: whether AdamW is."""
+    unit. accumulates: a step has several micro-batches. compiled: whether AdamW is. in_fp32:
+    parameters that stay as they are."""
 
     def __init__(
         self,
@@ -60,22 +61,27 @@ class Masters:
         dtype: torch.dtype,
         accumulates: bool,
         compiled: bool,
+        in_fp32: Set[nn.Parameter] = frozenset(),
     ):
         self.halves = compiled and can_halve(dtype, fp32_grads=accumulates)
         self.groups, taken = [], set()
         for unit in [*units, model]:
-            params = [p for p in unit.parameters() if p not in taken]
+            params = [p for p in unit.parameters() if p.requires_grad and p not in taken]
             taken.update(params)
+            kept = [p for p in params if p in in_fp32]
+            params = [p for p in params if p not in in_fp32]
             for kind in ([p for p in params if p.ndim >= 2], [p for p in params if p.ndim < 2]):
                 if kind:
                     self.groups.append(Group(kind, dtype, self.halves))
-        self.model_params = list(model.parameters())
+            if kept:
+                self.groups.append(Group(kept, torch.float32, halves=False))
+        self.model_params = [p for group in self.groups for p in group.params]
         self.params = [group.master for group in self.groups]
-        # Gradients of a single micro-batch stay in bf16: the same values in half the memory.
-        self.grad_dtype = torch.float32 if accumulates or not self.halves else dtype
-        for master in self.params:
-            if master.dtype != self.grad_dtype:
-                master.grad_dtype = self.grad_dtype
+        for group in self.groups:
+            # Gradients of a single micro-batch stay in bf16: the same values in half the memory.
+            group.grad_dtype = torch.float32 if accumulates or group.low is None else dtype
+            if group.master.dtype != group.grad_dtype:
+                group.master.grad_dtype = group.grad_dtype
         self.add = compiled_add() if compiled else torch._foreach_add_
 
     @torch.no_grad()
@@ -87,7 +93,7 @@ class Masters:
             if grads[0] is None:
                 continue
             if group.master.grad is None:
-                flat = torch.cat([grad.flatten() for grad in grads]).to(self.grad_dtype)
+                flat = torch.cat([grad.flatten() for grad in grads]).to(group.grad_dtype)
                 group.master.grad = flat.view(group.master.shape)
             else:
                 self.add(group.parts(group.master.grad), grads)
@@ -111,6 +117,8 @@ class Masters:
             optimizer.register_step_post_hook(self._copy)
             return
         for group in self.groups:
+            if group.low is None:
+                continue
             optimizer.state[group.master][LOW] = group.low
         fill_adam_state(optimizer, 0)
 

@@ -42,6 +42,9 @@ class Clock:
         steps = parse_steps(args.profile_steps)
         self.profiler, self.profile = steps and StepProfiler(steps, world), None
         self.pending = None  # a logged step whose numbers are still on the device
+        # () -> how often each expert of each block was chosen since the last call, over all ranks
+        self.router_load = None
+        self.more = {}  # further numbers of a step: {name: 0-dim tensor}
         self.bad_steps, self.unchecked, self.copied = 0, [], None
         self.started = time.perf_counter()
         self.restart()
@@ -99,9 +102,14 @@ class Clock:
             self._watch(step, loss.detach() + grad_norm)
         if not logged:
             return
+        more = {name: t.to("cpu", non_blocking=True) for name, t in self.more.items()}
+        if self.router_load:
+            with self.comm.mute():
+                more["moe/load"] = self.router_load().to("cpu", non_blocking=True)
         if isinstance(grad_norm, torch.Tensor):
             grad_norm = grad_norm.float().to("cpu", non_blocking=True)
         numbers = loss.detach().to("cpu", non_blocking=True), grad_norm
+        numbers += (more,)
         totals = (history.tokens, history.label_tokens)
         memory = peak_memory_gb(self.world.device)
         measured = (memory, self.comm.take(), self.data_seconds, self.since, ended)
@@ -164,6 +172,7 @@ class Clock:
         labels, slots = interval["labels"], interval["slots"]
         seconds = since.elapsed_time(ended) / 1e3
         busy, exposed, doubt, operations = self.comm.read(comm, since)
+        *numbers, more = numbers
         loss, grad_norm = map(float, numbers)
         with self.comm.mute():
             times = (busy, exposed, doubt, data_s * 1e3)
@@ -193,6 +202,12 @@ class Clock:
             "data/label_tokens": totals[1],
             "data/fill": tokens / slots,
         }
+        if (load := more.pop("moe/load", None)) is not None:
+            # of each block: the largest load over the mean, and the share of experts without any
+            most, mean = load.max(1).values, load.double().mean(1)
+            record["moe/load"] = [round(x, 3) for x in (most / mean).tolist()]
+            record["moe/idle"] = [round(x, 4) for x in (load == 0).double().mean(1).tolist()]
+        record |= {name: float(t) for name, t in more.items()}
         self.history.records.append(record)
         self.log.record(record)
         if record["train/skipped"]:
@@ -206,8 +221,9 @@ class Clock:
         mfu = f"{r['perf/mfu']:.1%}" if self.peak else "n/a"
         left = timedelta(seconds=int((self.max_steps - r["step"]) * r["perf/step_ms"] / 1e3))
         eta = f"eta {left}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
+        load = f"load {max(r['moe/load']):.1f}x | " if "moe/load" in r else ""
         return (
-            f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | "
+            f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | {load}"
             f"gnorm {r['train/grad_norm']:.2f} | lr {r['train/lr']:.1e} | "
             f"{r['perf/step_ms']:.0f} ms (comm {max(r['perf/comm_ms']):.0f}) | "
             f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} labels) | "

@@ -1,0 +1,210 @@
+"""Mixture of experts in Hugging Face's modules: fp32 routers, and grouped products for experts.
+
+Tokens are sorted by expert, so that each expert's rows lie together. Every step is a gather whose
+backward is a gather too: no scatter-add, so results are the same bits each time. A token's weights
+are applied before the last product, in fp32, and its experts' results are summed in fp32."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+
+class Routers(nn.Module):
+    """The routers of a decoder's blocks, which also stay where they are: a unit whose weights are
+    fp32 in every compute dtype. Its forward comes before the first block's, and does nothing but
+    let FSDP2 gather them.
+
+    blocks: with experts. In their forwards they count how often each expert is chosen, padding
+    included, unless gradients are off. A recomputed block counts twice, equally for all experts."""
+
+    def __init__(self, blocks: list[nn.Module]):
+        super().__init__()
+        self.routers = nn.ModuleList(block.mlp.gate for block in blocks)
+        self.load = 0  # choices, summed over ranks and not taken yet
+        self.biased = hasattr(self.routers[0], "e_score_correction_bias")
+        for router in self.routers:
+            count = torch.zeros(router.num_experts, dtype=torch.int64)
+            router.register_buffer("chosen", count, persistent=False)
+            router.real = router.push = router.mass = None
+            if not self.biased:
+                router.forward = functools.partial(_choose, router)
+            router.register_forward_pre_hook(_in_fp32)
+            router.register_forward_hook(_count)
+
+    def forward(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def sum_load(self, group=None) -> torch.Tensor:
+        """How often each expert was chosen since the last call, over all ranks: int64 [blocks,
+        experts]. Collective."""
+        load = torch.stack([router.chosen for router in self.routers])
+        for router in self.routers:
+            router.chosen.zero_()
+        dist.all_reduce(load, group=group)
+        self.load = self.load + load
+        return load
+
+    def take_load(self, group=None) -> torch.Tensor:
+        """The same since the last call of this function, for the log."""
+        self.sum_load(group)
+        load, self.load = self.load, 0
+        return load
+
+    @torch.no_grad()
+    def update_bias(self, rate: float, norm: torch.Tensor, group=None) -> None:
+        """Raise the bias of experts that were chosen less often than the mean by `rate`, lower that
+        of the others, unless the step was skipped because its norm is not finite. Source:
+        "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (Wang et al. 2024)."""
+        load = self.sum_load(group).float()
+        rate = torch.where(norm.isfinite(), rate, 0.0)
+        for router, own in zip(self.routers, load, strict=True):
+            router.e_score_correction_bias += rate * (own.mean() - own).sign()
+
+    def see(self, real: torch.Tensor | None) -> None:
+        """Leave the tokens that are not `real`, bool [T], out of counts and of the auxiliary loss,
+        until the next call."""
+        for router in self.routers:
+            router.real = real
+
+    @torch.no_grad()
+    def begin_pass(self) -> None:
+        """Count choices and probabilities in the following forwards without gradients."""
+        for router in self.routers:
+            router.mass = torch.zeros_like(router.chosen, dtype=torch.float64)
+
+    @torch.no_grad()
+    def set_push(self, coefficient: float, scale: torch.Tensor, group=None) -> torch.Tensor:
+        """Add the auxiliary loss's gradient to the following backwards; -> its value, fp64. Call it
+        after a pass over the step's tokens, on every rank.
+
+        The mean over blocks of E * sum over experts (f_e * P_e): E experts, f_e the choices of an
+        expert and P_e its probability, per token of the global batch. Source: "Switch Transformers"
+        (Fedus et al. 2021), with f as Hugging Face counts it, which sums to the choices of a token.
+        scale: of the loss."""
+        counts = torch.stack([router.chosen for router in self.routers]).double()
+        mass = torch.stack([router.mass for router in self.routers])
+        for router in self.routers:
+            router.chosen.zero_()
+            router.mass = None
+        both = torch.stack([counts, mass])
+        dist.all_reduce(both, group=group)
+        counts, mass = both
+        blocks, experts = counts.shape
+        tokens = counts[0].sum() / self.routers[0].top_k
+        push = coefficient * experts / blocks * counts / tokens.square()
+        for router, own in zip(self.routers, push, strict=True):
+            router.push = (own * scale).float()
+        return (push * mass).sum()
+
+
+def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
+    """The decoder blocks with experts among a model's modules, in their order."""
+    return [m for m in model.modules() if hasattr(getattr(m, "mlp", None), "experts")]
+
+
+def _choose(router, hidden):
+    """Qwen3-MoE's router, without the change in place that recomputed blocks can't repeat."""
+    logits = F.linear(hidden, router.weight)
+    probabilities = logits.softmax(-1)
+    if router.mass is not None:
+        router.mass += (probabilities * router.real[:, None]).sum(0, dtype=torch.float64)
+    if router.push is not None:
+        probabilities = _Push.apply(probabilities, router.push, router.real)
+    index = probabilities.topk(router.top_k)[1]
+    weights = probabilities.gather(1, index)
+    if router.norm_topk_prob:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, index
+
+
+def _in_fp32(router, args):
+    return (args[0].float(),)
+
+
+def _count(router, args, outputs):
+    """Count the choices. outputs: logits and weights, and the experts of each token [T, k]."""
+    if torch.is_grad_enabled() or router.mass is not None:
+        chosen = outputs[2].detach()
+        if router.real is not None:
+            chosen = chosen.where(router.real[:, None], router.num_experts)
+        ends = _ends(chosen.flatten().sort()[0], router.num_experts)
+        router.chosen.add_(ends.diff(prepend=ends.new_zeros(1)))
+
+
+class _Push(torch.autograd.Function):
+    """The identity of probabilities [T, E]. The backward adds push [E] for each real token."""
+
+    @staticmethod
+    def forward(ctx, probabilities, push, real):
+        ctx.save_for_backward(push, real)
+        return probabilities.view_as(probabilities)
+
+    @staticmethod
+    def backward(ctx, grad):
+        push, real = ctx.saved_tensors
+        return grad + push * real[:, None], None, None
+
+
+def sorted_experts(product, self, hidden, index, weights):
+    """Hugging Face's signature for experts: hidden [T, d], the k experts of each token [T, k] and
+    their weights [T, k] -> [T, d]. product: of the rows of each expert with its matrix."""
+    k, dtype = index.shape[1], hidden.dtype
+    ordered, order = index.flatten().sort(stable=True)
+    inverse = order.argsort()  # of a permutation: no equal elements
+    ends = _ends(ordered, self.num_experts)
+    x = _Rearrange.apply(hidden, order, inverse, k, True)
+    gate, up = product(x, self.gate_up_proj.mT, ends).chunk(2, -1)
+    of_rows = _Rearrange.apply(weights.reshape(-1, 1), order, inverse, 1, True)
+    inner = (self.act_fn(gate) * up * of_rows).to(dtype)
+    return _Rearrange.apply(product(inner, self.down_proj.mT, ends), order, inverse, k, False)
+
+
+def _ends(ordered: torch.Tensor, n: int) -> torch.Tensor:
+    """The end of each expert's rows, int32 [n]. ordered: experts in ascending order."""
+    experts = torch.arange(n, device=ordered.device)
+    return torch.searchsorted(ordered, experts, right=True, out_int32=True)
+
+
+class _Rearrange(torch.autograd.Function):
+    """Copy tokens to the k rows of their experts, or sum these rows into tokens: each is the
+    other's backward. order: of the T k rows, by expert; inverse: where each row of a token went."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, k, into_rows):
+        ctx.save_for_backward(order, inverse)
+        ctx.k, ctx.into_rows = k, into_rows
+        return _Rearrange.move(x, order, inverse, k, into_rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, inverse = ctx.saved_tensors
+        return _Rearrange.move(grad, order, inverse, ctx.k, not ctx.into_rows), *(None,) * 4
+
+    @staticmethod
+    def move(x, order, inverse, k, into_rows):
+        if into_rows:
+            return x[order // k]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x[inverse].unflatten(0, (-1, k)).sum(1, dtype=wide).to(x.dtype)
+
+
+def grouped_product(x, weight, ends):
+    """x [R, d] by weight [E, d, n], expert e's rows ending at ends[e] -> [R, n]. Rows after the
+    last end are undefined, and so are their gradients."""
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return product(x, weight, offs=ends)
+
+
+def looped_product(x, weight, ends):
+    """The same, a product per expert; waits for the device, to know how many rows each has."""
+    return torch.ops.transformers.grouped_mm_fallback(x, weight, ends)
+
+
+PRODUCTS = {"grouped": grouped_product, "looped": looped_product}
+for _name, _product in PRODUCTS.items():
+    ALL_EXPERTS_FUNCTIONS.register(f"sorted_{_name}", functools.partial(sorted_experts, _product))

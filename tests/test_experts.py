@@ -1,0 +1,216 @@
+"""The experts' function and the routers, against Hugging Face's own in fp64 or a plain formula."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from llm_demo.device import Device
+from llm_demo.model.decoder import keep_choices
+from llm_demo.model.experts import PRODUCTS, Routers
+from llm_demo.model.experts_choice import choose_product
+
+D, E, K = 32, 8, 2
+SIZES = dict(hidden_size=D, moe_intermediate_size=16, num_experts_per_tok=K, hidden_act="silu")
+CONFIGS = {
+    "qwen": Qwen3MoeConfig(num_experts=E, norm_topk_prob=True, **SIZES),
+    "not normed": Qwen3MoeConfig(num_experts=E, norm_topk_prob=False, **SIZES),
+    "deepseek": DeepseekV3Config(n_routed_experts=E, n_group=2, topk_group=1, **SIZES),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+
+def experts_of(name, product="looped", dtype=torch.float64):
+    """(Hugging Face's module with eager experts, the same with ours and its Routers)."""
+    config = copy.deepcopy(CONFIGS[name])
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    theirs = (DeepseekV3MoE if name == "deepseek" else Qwen3MoeSparseMoeBlock)(config)
+    for p in theirs.parameters():
+        nn.init.normal_(p, std=0.3)
+    theirs.to(dtype)
+    ours = copy.deepcopy(theirs)
+    ours.experts.config = copy.deepcopy(config)
+    ours.experts.config._experts_implementation = f"sorted_{product}"
+    ours.gate.float()
+    return theirs, ours, Routers([Block(ours)])
+
+
+def results(module, x):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    weights = [p for p in module.parameters() if p.requires_grad]
+    return [y, *torch.autograd.grad((y * y.detach().cos()).sum(), [x, *weights])]
+
+
+def close(mine, theirs, bound):
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a.double() - b.double()).norm() <= bound * b.double().norm().clamp(min=1e-9)
+
+
+INPUTS = {
+    "random": lambda: torch.randn(3, 40, D),
+    "fewer tokens than experts": lambda: torch.randn(1, 2, D),
+    "all alike": lambda: torch.randn(1, 1, D).expand(2, 30, D),  # two experts have all tokens
+    "one token": lambda: torch.randn(1, 1, D),
+}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_hugging_face(name, given):
+    theirs, ours, _ = experts_of(name)
+    torch.manual_seed(1)
+    x = INPUTS[given]().double()
+    # the router works in fp32, here as theirs
+    theirs.gate.forward = lambda h, own=theirs.gate: type(own).forward(own.float(), h.float())
+    close(results(ours, x), results(theirs, x), 1e-6)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_products_agree(dtype, bound):
+    """Also where freed memory, which a product may leave in its results, holds NaN."""
+    found = []
+    for product in PRODUCTS:
+        _, ours, _ = experts_of("qwen", product, dtype)
+        torch.manual_seed(1)
+        x = torch.randn(1, 60, D).to(dtype)
+        junk = [torch.full((n, m), torch.nan, dtype=dtype) for n in (60, 120) for m in (16, 32, 64)]
+        del junk
+        found.append(results(ours, x))
+    close(found[0], found[1], bound)
+    assert all(t.isfinite().all() for t in found[0])
+
+
+def test_the_same_bits_each_time():
+    _, ours, _ = experts_of("qwen", "looped", torch.bfloat16)
+    x = torch.randn(2, 50, D).bfloat16()
+    for a, b in zip(results(ours, x), results(ours, x), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_router_is_in_fp32():
+    _, ours, _ = experts_of("qwen", "looped", torch.bfloat16)
+    seen = []
+    ours.gate.register_forward_hook(lambda m, args, out: seen.extend([args[0], *out[:2]]))
+    y = ours(torch.randn(1, 8, D).bfloat16())
+    assert [t.dtype for t in seen] == [torch.float32] * 3
+    assert y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_recomputed_block_takes_the_same_experts(name):
+    """Though its input differs by then, as recomputed activations may in their last bits."""
+    _, ours, _ = experts_of(name)
+    noise, chosen = [torch.zeros(()), torch.full((), 5.0)], []
+    gate = ours.gate.forward
+
+    def forward(hidden):
+        n = noise.pop(0) if len(noise) > 1 else noise[0]
+        found = gate(hidden + n * torch.randn(hidden.shape, generator=torch.Generator()))
+        chosen.append(found[2])
+        return found
+
+    ours.gate.forward = forward
+    x = torch.randn(1, 60, D).double().requires_grad_()
+    how = {"use_reentrant": False, "context_fn": keep_choices}
+    y = torch.utils.checkpoint.checkpoint(ours, x, **how)
+    y.square().sum().backward()
+    assert len(chosen) == 2
+    assert torch.equal(*chosen)
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def counts_of(index):
+    return torch.bincount(index.flatten(), minlength=E)
+
+
+def test_load(alone):
+    _, ours, routers = experts_of("qwen")
+    x = torch.randn(1, 60, D).double()
+    index = ours.gate(x[0])[2]
+    assert torch.equal(routers.take_load(), counts_of(index)[None])
+    for _ in range(2):
+        ours(x)
+    with torch.no_grad():
+        ours(x)  # of an evaluation
+    assert torch.equal(routers.sum_load(), 2 * counts_of(index)[None])
+    ours(x)
+    assert torch.equal(routers.take_load(), 3 * counts_of(index)[None])
+    assert routers.take_load().sum() == 0
+    real = torch.arange(60) < 13
+    routers.see(real)
+    ours(x)
+    assert torch.equal(routers.take_load(), counts_of(index[real])[None])
+
+
+def test_deepseeks_bias_follows_the_load(alone):
+    _, ours, routers = experts_of("deepseek")
+    x = torch.randn(1, 60, D).double()
+    for norm, changes in ((torch.tensor(torch.inf), 0), (torch.tensor(1.0), 1)):
+        before = ours.gate.e_score_correction_bias.clone()
+        ours(x)
+        load = counts_of(ours.gate(x[0])[2]) * 2.0
+        routers.update_bias(0.125, norm)
+        expected = before + changes * 0.125 * (load.mean() - load).sign()
+        assert torch.equal(ours.gate.e_score_correction_bias, expected)
+    assert ours.gate.e_score_correction_bias.abs().sum() > 0
+    ours(x)
+    assert not torch.equal(counts_of(ours.gate(x[0])[2]) * 2.0, load)
+
+
+def test_auxiliary_loss(alone):
+    """Its gradient, in two micro-batches with padding, against autograd through the formula over
+    all tokens at once."""
+    _, ours, routers = experts_of("qwen")
+    x, real = torch.randn(2, 60, D), torch.stack([torch.arange(60) < 60, torch.arange(60) < 25])
+    weight = ours.gate.weight
+
+    def plain(coefficient):
+        probabilities = (x[real] @ weight.T).softmax(-1)
+        share = counts_of(probabilities.topk(K)[1]) / len(probabilities)
+        return coefficient * E * (share * probabilities.mean(0)).sum()
+
+    (expected,) = torch.autograd.grad(plain(0.3), weight)
+    routers.begin_pass()
+    with torch.no_grad():
+        for each, own in zip(x, real, strict=True):
+            routers.see(own)
+            ours.gate(each)
+    value = routers.set_push(0.3, torch.tensor(4.0))
+    assert value.item() == pytest.approx(plain(0.3).item(), rel=1e-6)
+    for each, own in zip(x, real, strict=True):
+        routers.see(own)
+        logits, weights, _ = ours.gate(each)
+        (0 * weights.sum()).backward()
+    close([weight.grad], [4.0 * expected], 1e-5)
+    assert routers.take_load().sum() == K * 85  # the pass is not counted
+
+
+def test_choice_of_the_product():
+    cuda = Device("cuda", "nvidia", "fake", "sm_90", 80.0)
+    for device, dtype, problem, expected in (
+        (Device("cpu", "cpu", "fake", "", 0.0), torch.bfloat16, None, "looped"),
+        (cuda, torch.float32, None, "looped"),
+        (cuda, torch.bfloat16, None, "grouped"),
+        (cuda, torch.bfloat16, "no kernel", "looped"),
+    ):
+        product, why = choose_product(device, dtype, probe=lambda p=problem: p)
+        assert product == expected
+        assert (problem or "") in why

@@ -1,0 +1,173 @@
+"""Mixtures of experts: every script's numbers against Hugging Face's own experts, one document at a
+time in one process."""
+
+import json
+
+import pytest
+import test_parity as parity
+import torch
+from conftest import ROOT, torchrun
+from test_parity import assert_equal, plain_loop, train
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
+
+from llm_demo.data.packs import load_packs
+from llm_demo.run.checkpoint_files import read_tensors, shapes_of
+
+SIZES = dict(
+    vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+    num_attention_heads=4, max_position_embeddings=256, initializer_range=0.05,
+    moe_intermediate_size=32, num_experts_per_tok=2,
+)  # fmt: skip
+MODELS = {
+    "qwen": Qwen3MoeConfig(
+        num_experts=8, num_key_value_heads=2, head_dim=16, norm_topk_prob=True,
+        mlp_only_layers=[1], tie_word_embeddings=True, **SIZES,
+    ),
+    "deepseek": DeepseekV3Config(
+        n_routed_experts=8, n_group=2, topk_group=1, first_k_dense_replace=1,
+        num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=24, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=16, tie_word_embeddings=False, **SIZES,
+    ),
+}  # fmt: skip
+ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
+    "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (2, 4)]),
+    "fsdp": ("fsdp", 2, [], [(1, 4), (4, 1)]),
+    "reshard": ("fsdp", 2, ["--reshard_after_forward"], [(4, 1), (2, 2)]),
+    "fpp": ("fsdp_pp", 2, [], [(2, 4), (1, 8)]),
+    "twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4), (1, 4)]),
+    "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    rows = []
+    for i in range(90):
+        answer = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma", "delta")[: 1 + i % 4])
+        turns = [
+            {"role": "user", "content": "why " * (1 + (i * 7) % 11)},
+            {"role": "assistant", "content": answer},
+        ]
+        rows.append(json.dumps({"messages": turns}))
+    (folder / "data.jsonl").write_text("\n".join(rows))
+    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
+    results = {}
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        model.config._experts_implementation = "eager"
+        results[name] = plain_loop(model.to(parity.DEVICE), packs)
+    return folder, results
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_equals_plain_loop(engine, work):
+    folder, expected = work
+    kind, processes, flags, splits = ENGINES[engine]
+    cases = {}
+    recomputed = "false" if engine == "zbv" else "true"  # which it refuses
+    for (model, checkpointing), (micro, accum) in zip(
+        [("qwen", recomputed), ("deepseek", "false")], splits, strict=True
+    ):
+        name = f"{engine}-{model}"
+        more = [*flags, "--use_activation_checkpointing", checkpointing]
+        cases[name] = parity.argv(folder, model, folder / name, micro, accum, *more)
+    for name, (losses, ranks) in train(folder, kind, processes, cases).items():
+        for rank in ranks:  # DeepSeek's bias is no parameter, and no flag lets it change
+            biases = [n for n in rank["params"] if n.endswith("e_score_correction_bias")]
+            assert not any(rank["params"].pop(n).any() for n in biases)
+            assert len(biases) > 0 or "deepseek" not in name
+        assert_equal(losses, ranks, expected[name.split("-")[1]])
+
+
+def metrics(folder, *names):
+    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
+    return [[line[n] for n in names] for line in lines if "train/loss" in line]
+
+
+def tensors_of(checkpoint):
+    shapes = shapes_of(checkpoint)
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    read_tensors(checkpoint, tensors)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "again, splits",
+    [
+        (("fsdp", 2), ["2", "2"]),
+        pytest.param(("fsdp_pp", 2), ["2", "4"], marks=pytest.mark.slow),
+        pytest.param(("fsdp", 1), ["8", "1"], marks=pytest.mark.slow),
+    ],
+)
+def test_resumes_with_deepseeks_bias_and_frozen_routers(again, splits, work, tmp_path):
+    flags = [
+        "--model_name_or_path", work[0] / "deepseek", "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--save_every", "2", "--keep_last", "0",
+        "--router_bias_update", "0.01", "--freeze_router",
+    ]  # fmt: skip
+    bits = again == ("fsdp", 2)
+    flags += ["--dtype", "bf16" if bits else "fp32"]
+    batch = "--micro_batch_size", "2", "--grad_accum_steps", "2"
+    torchrun(2, ROOT / "fsdp/train_fsdp.py", *flags, *batch, "--output_dir", tmp_path / "whole")
+    middle = tmp_path / "whole/checkpoints/step_00000002"
+    script, processes = again
+    path = ROOT / ("fsdp/train_fsdp.py" if script == "fsdp" else "fsdp_pp/train_fsdp_pp.py")
+    batch = "--micro_batch_size", splits[0], "--grad_accum_steps", splits[1]
+    resumed = tmp_path / "resumed"
+    torchrun(processes, path, *flags, *batch, "--output_dir", resumed, "--resume", middle)
+    names = "train/loss", "train/grad_norm", "moe/load", "moe/idle"
+    expected, found = metrics(tmp_path / "whole", *names)[2:], metrics(resumed, *names)
+    assert len(found) == 2
+    whole, end = (f / "checkpoints/step_00000004" for f in (tmp_path / "whole", resumed))
+    whole, end, middle = map(tensors_of, (whole, end, middle))
+    assert whole.keys() == end.keys()
+    biases = [name for name in whole if name.endswith("e_score_correction_bias")]
+    routers = [name for name in whole if name.endswith(".gate.weight")]
+    assert len(biases) == len(routers) == 3
+    given = AutoModelForCausalLM.from_pretrained(work[0] / "deepseek").state_dict()
+    for name in routers:
+        assert torch.equal(end[name], given[name])
+        assert f"{name}.exp_avg" not in end
+    for name in biases:
+        assert middle[name].abs().max() > 0
+        assert not torch.equal(middle[name], end[name])
+    if bits:
+        assert found == expected
+        assert all(torch.equal(whole[name], end[name]) for name in whole)
+    else:
+        for mine, true in zip(found, expected, strict=True):
+            assert mine[:2] == pytest.approx(true[:2], rel=1e-5)
+            assert mine[2:] == true[2:]
+        assert all(torch.equal(whole[name], end[name]) for name in biases)
+
+
+def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
+    """Equal however the batch is split; it lowers the largest load."""
+    flags = [
+        "--model_name_or_path", work[0] / "qwen", "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--no_save", "--dtype", "fp32",
+    ]  # fmt: skip
+    found = {}
+    for name, processes, more in (
+        ("one", 1, ["--micro_batch_size", "8", "--router_aux_loss", "0.5"]),
+        ("split", 2, ["--micro_batch_size", "2", "--grad_accum_steps", "2",
+                      "--router_aux_loss", "0.5", "--use_activation_checkpointing"]),
+        ("without", 1, ["--micro_batch_size", "8"]),
+    ):  # fmt: skip
+        torchrun(
+            processes, ROOT / "fsdp/train_fsdp.py", *flags, *more, "--output_dir", tmp_path / name
+        )
+        names = ["train/loss", "train/grad_norm"] + ["moe/aux_loss"] * (name != "without")
+        found[name] = metrics(tmp_path / name, *names), metrics(tmp_path / name, "moe/load")
+    for one, split in zip(found["one"][0], found["split"][0], strict=True):
+        assert split == pytest.approx(one, rel=1e-5)
+    assert found["one"][0][0][0] == pytest.approx(found["without"][0][0][0], rel=1e-6)
+    assert found["one"][0][0][1] != pytest.approx(found["without"][0][0][1], rel=1e-3)
+    assert max(found["one"][1][-1][0]) < max(found["without"][1][-1][0])

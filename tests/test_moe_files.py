@@ -1,0 +1,424 @@
+"""Models with experts: their costs, where they are cut, their files read and written."""
+
+import itertools
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from test_checkpoint import WORLD
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
+
+from llm_demo import export, fit
+from llm_demo.errors import UserError
+from llm_demo.model.costs import (
+    active_of,
+    block_costs,
+    flops_of_slot,
+    has_experts,
+    head_cost,
+    parameters_of,
+)
+from llm_demo.model.cut import costs, describe_split, split
+from llm_demo.model.decoder import make_units, skeleton, unit_sizes
+from llm_demo.model.source import describe_model, load_config
+from llm_demo.model.weights import fill, materialise, open_weights
+from llm_demo.plan import find_source
+from llm_demo.run import checkpoint_files
+
+QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
+DEEPSEEK = DeepseekV3Config()  # its defaults are DeepSeek-V3's
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=48, moe_intermediate_size=16,
+    num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=64, num_experts_per_tok=2,
+)  # fmt: skip
+LATENT = dict(
+    kv_lora_rank=12, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=20, n_routed_experts=8,
+    n_group=4, topk_group=2, num_key_value_heads=4, **SIZES,
+)  # fmt: skip
+TINY = {
+    "qwen3": Qwen3MoeConfig(
+        num_experts=6, num_key_value_heads=2, head_dim=8, mlp_only_layers=[1], **SIZES
+    ),
+    "qwen3, every second": Qwen3MoeConfig(
+        num_experts=6, num_key_value_heads=2, head_dim=8, decoder_sparse_step=2, **SIZES
+    ),
+    "deepseek": DeepseekV3Config(
+        first_k_dense_replace=1, q_lora_rank=20, n_shared_experts=2, **LATENT
+    ),
+    "deepseek, plain queries": DeepseekV3Config(
+        first_k_dense_replace=2, q_lora_rank=None, tie_word_embeddings=True, **LATENT
+    ),
+}
+SHAPES = {**TINY, "Qwen3-30B-A3B": QWEN, "DeepSeek-V3": DEEPSEEK}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_parameters_of_each_block_are_the_models(name):
+    config = SHAPES[name]
+    with torch.device("meta"):  # skeleton reserves host memory for a tensor at a time, here 30 GB
+        lm = AutoModelForCausalLM.from_config(config)
+    for block, cost in zip(lm.model.layers, block_costs(config, 0), strict=True):
+        assert cost.parameters == sum(p.numel() for p in block.parameters() if p.ndim > 1)
+        unused = 0
+        if hasattr(block.mlp, "experts"):
+            experts = sum(p.numel() for p in block.mlp.experts.parameters())
+            n = config.num_local_experts
+            unused = experts * (n - config.num_experts_per_tok) // n
+        assert cost.active == cost.parameters - unused
+    ends = lm.get_input_embeddings().weight.numel() * (2 - config.tie_word_embeddings)
+    assert parameters_of(config) == ends + sum(block.parameters for block in block_costs(config, 0))
+    if name in TINY:  # a tied head counts once
+        lm = skeleton(config, "math")
+        assert parameters_of(config) == sum(p.numel() for p in lm.parameters() if p.ndim > 1)
+
+
+def test_published_sizes():
+    """The names say so: 30.5B and 3.3B; 671B and 37B (without the embedding)."""
+    assert parameters_of(QWEN) == pytest.approx(30.5e9, rel=2e-3)
+    assert active_of(QWEN) == pytest.approx(3.35e9, rel=2e-3)
+    assert parameters_of(DEEPSEEK) == pytest.approx(671e9, rel=1e-3)
+    embedding = head_cost(DEEPSEEK).parameters
+    assert active_of(DEEPSEEK) - embedding == pytest.approx(37e9, rel=2e-2)
+
+
+def test_flops_are_of_active_weights_and_of_attentions_own_widths():
+    S, config = 512, TINY["deepseek"]
+    for cost in block_costs(config, S):
+        assert cost.flops == 6 * cost.active + 6 * 4 * (24 + 20) * S
+    block = block_costs(QWEN, S)[0]
+    assert block.flops == 6 * block.active + 12 * 32 * 128 * S
+    assert flops_of_slot(QWEN, S) == 48 * block.flops + head_cost(QWEN).flops
+    assert flops_of_slot(QWEN, 0) < 6 * active_of(QWEN) < 6 * parameters_of(QWEN) / 9
+
+
+def test_fit_proposes_no_pipeline():
+    words = "x --cards 8 --memory 140 --tokens_a_step 65536 --seq_len 4096".split()
+    found = fit.choices(QWEN, fit.make_parser().parse_args(words))
+    assert {choice.way for choice in found} == {fit.DEVICE, fit.CKPT, fit.HOST}
+
+
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("pieces", [1, 2, 3, 4])
+@pytest.mark.parametrize("partition", ["balanced", "parameters"])
+def test_each_block_weighs_its_own(name, pieces, partition):
+    config = TINY[name]
+    first, blocks, last = costs(config, 64, False, partition == "parameters")
+    assert len(set(blocks)) == 2
+
+    def dearest(counts):
+        ends = list(itertools.accumulate(counts, initial=0))
+        each = [sum(blocks[a:b]) for a, b in itertools.pairwise(ends)]
+        each[0] += first
+        each[-1] += last
+        return sorted(each, reverse=True)
+
+    every = (c for c in itertools.product(range(1, 5), repeat=pieces) if sum(c) == 4)
+    best = min(dearest(counts) for counts in every)
+    assert dearest(split(config, pieces, partition, 64, False)) == pytest.approx(best)
+
+
+def test_dense_first_blocks_count_in_the_cut():
+    """DeepSeek-V3's three dense blocks have 1/20 of the others' parameters, and as much work: 8 + 1
+    experts of 2,048 are as wide as a dense block's 18,432."""
+    assert split(DEEPSEEK, 4, "parameters", 4096, True) == [17, 15, 15, 14]
+    assert split(DEEPSEEK, 4, "uniform", 4096, True) == [16, 15, 15, 15]
+    assert split(DEEPSEEK, 2, "balanced", 4096, False) == [31, 30]
+    said = describe_split([3, 58], [0, 1], DEEPSEEK, 4096, False)
+    _, blocks, head = costs(DEEPSEEK, 4096, False)
+    share = sum(blocks[:3]) / (sum(blocks) + head)
+    assert f"stage 0: 3 blocks {share:.0%} of the work" in said
+
+
+def test_units_of_blocks_of_different_sizes():
+    assert unit_sizes(QWEN, 48, 0) == [1] * 48  # 623M parameters each
+    tiny = TINY["deepseek, plain queries"]
+    assert unit_sizes(tiny, 4, 0) == [2, 2]  # dense ones apart
+    assert unit_sizes(tiny, 4, 3) == [2, 2] and unit_sizes(tiny, 4, 4) == [4]
+    assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
+    assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
+    lm = skeleton(TINY["qwen3"], "math")
+    units = make_units(lm, lm.config, 0, False)
+    assert [len(unit.blocks) for unit in units] == [1, 1, 2]
+    assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
+    assert math.prod(len(unit.blocks) for unit in units) == 2
+
+
+def random_model(name):
+    """(a model, its buffers in files): biases that choose experts are not zero."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(TINY[name], dtype=torch.float32)
+    biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    for bias in biases.values():
+        bias.normal_()
+    return model, biases
+
+
+def saved(name, folder, **how):
+    """What from_pretrained reads, in fp32, of random weights saved in `folder`."""
+    random_model(name)[0].save_pretrained(folder, **how)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+HOW = {
+    "a tensor for each expert": {},
+    "in shards": {"max_shard_size": "20KB"},
+    "fused": {"save_original_format": False},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", TINY)
+def test_weights_read_are_hugging_faces(name, how, tmp_path):
+    """Every parameter and buffer of the model built block by block, to the bit; and any slices,
+    such as FSDP2 asks for: of the experts, some or none."""
+    true = saved(name, tmp_path, **HOW[how])
+    weights = open_weights(tmp_path)
+    assert any(re.search(r"experts\.0\.up_proj", n) for n in weights.files) == (how != "fused")
+    assert len(set(weights.files.values())) > 3 or how != "in shards"
+    lm = skeleton(load_config(tmp_path, 64), "math", weights)
+    blocks = [f"model.layers.{i}" for i in range(4)]
+    for part in ["model.embed_tokens", "model.norm", "model.rotary_emb", *blocks]:
+        materialise(lm, part, weights, 0, torch.device("cpu"))
+    if not lm.config.tie_word_embeddings:
+        materialise(lm, "lm_head", weights, 0, torch.device("cpu"))
+    mine = dict(itertools.chain(lm.named_parameters(), lm.named_buffers()))
+    for key in true.keys() - {"lm_head.weight"}:
+        assert torch.equal(mine[key], true[key]) and mine[key].hf_name == key, key
+    for key, whole in true.items():
+        if whole.ndim < 3:
+            continue
+        assert weights.shapes[key] == whole.shape
+        for experts in ((0, 3), (3, 6), (5, 6), (2, 2), (0, len(whole))):
+            for rest in ([], [slice(5, 21)], [slice(17, 18), slice(3, 9)]):
+                part = slice(*experts), *rest
+                assert torch.equal(weights.read(key, part), whole[part]), (key, part)
+
+
+def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
+    """Of each expert's tensor the rows, of no other expert anything, each file opened once."""
+    saved("qwen3", tmp_path)
+    weights, read = open_weights(tmp_path), []
+
+    class Spy:
+        def __init__(self, *args):
+            self.opened = safe_open(*args)
+            read.append("open")
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def get_slice(self, name):
+            read.append(name)
+            return self.opened.get_slice(name)
+
+    monkeypatch.setattr("llm_demo.model.weights.safe_open", Spy)
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    values = weights.read(key, (slice(2, 4), slice(20, 30)))
+    assert read == ["open", *(f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (2, 3))]
+    assert weights.bytes_read == values.nbytes == 2 * 10 * 32 * 4
+
+
+def changed(folder, change):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    skeleton(load_config(folder, 64), "math", open_weights(folder))
+
+
+def test_bad_files_are_named_by_their_own_tensor(tmp_path):
+    saved("deepseek", tmp_path)
+    block = "model.layers.2.mlp."
+    expert, bias = f"{block}experts.7.up_proj.weight", f"{block}gate.e_score_correction_bias"
+    for change, message in (
+        (lambda t: t.pop(expert), f"weight {expert} is missing"),
+        (lambda t: t.update({expert: torch.ones(16, 31)}), rf"{expert} has shape \[16, 31\], but"),
+        (lambda t: t.update({expert: torch.ones(())}), rf"{expert} has shape \[\], but"),
+        (lambda t: t.update({expert: torch.ones(16, 32)}), None),
+        (
+            lambda t: t.update({expert.replace("7", "8"): torch.ones(16, 32)}),
+            "experts.8.up_proj.weight is not a weight of this model",
+        ),
+        (lambda t: t.pop(expert.replace("7", "8")), None),
+        (lambda t: t.pop(bias), f"weight {bias} is missing"),
+    ):
+        if message is None:
+            changed(tmp_path, change)
+            continue
+        with pytest.raises(UserError, match=message):
+            changed(tmp_path, change)
+
+
+def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
+    """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
+    refused."""
+    saved("deepseek", tmp_path)
+    extra = {
+        f"model.layers.4.{n}.weight": torch.ones(3) for n in ("enorm", "mlp.experts.0.up_proj")
+    }
+    with pytest.raises(UserError, match="model.layers.4.enorm.weight is not a weight of this mod"):
+        changed(tmp_path, lambda t: t.update(extra))
+    changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
+    assert open_weights(tmp_path).ignored == ["model.layers.4."]
+    args = SimpleNamespace(
+        model_name_or_path=str(tmp_path), chat_template=None, seed=0,
+        tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
+    )  # fmt: skip
+    said = []
+    with pytest.raises(UserError, match="the tokenizer has"):  # only of what it says before
+        find_source(args, WORLD, 64, said.append)
+    assert said[1] == (
+        "weights: model.layers.4.* is ignored: multi-token prediction is not trained"
+    )
+
+
+def test_the_log_names_both_sizes(alone):
+    """Of models without experts, whose parameters are all active, none."""
+    for name, size in (
+        ("qwen3-30b-a3b", "48 blocks, 30.5B parameters, 3.35B active, no weights"),
+        ("qwen3-moe-tiny", "4 blocks, 2.96M parameters, 1.63M active, no weights"),
+        ("qwen3-tiny", "6 blocks, no weights"),
+    ):
+        args = SimpleNamespace(
+            model_name_or_path=str(ROOT / "models" / name), chat_template=None, seed=0,
+            tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
+        )  # fmt: skip
+        said = []
+        find_source(args, WORLD, 64, said.append)
+        assert size in said[0]
+
+
+def test_random_models_have_zero_biases():
+    lm = skeleton(TINY["deepseek"], "math")
+    part = materialise(lm, "model.layers.2", None, 0, torch.device("cpu"))
+    bias = part.mlp.gate.e_score_correction_bias
+    assert bias.hf_name == "model.layers.2.mlp.gate.e_score_correction_bias"
+    assert bias.dtype == torch.float32 and not bias.any()
+    assert part.mlp.experts.gate_up_proj.std().item() == pytest.approx(0.02, rel=0.1)
+    other = fill(lm, "model.layers.2", None, 0)
+    assert other is part
+
+
+BAD = {
+    "num_experts_per_tok 9 does not choose from 8 experts": {"num_experts_per_tok": 9},
+    "num_experts_per_tok 2 does not choose from 0 experts": {"n_routed_experts": 0},
+    "n_group 3 does not divide 8 experts into groups of at least 2": {"n_group": 3},
+    "n_group 8 does not divide 8 experts into groups": {"n_group": 8, "topk_group": 2},
+    "topk_group 5 of n_group 4 has too few experts to choose 2 from": {"topk_group": 5},
+    "topk_group 1 of n_group 4 has too few experts to choose 3 from": {
+        "num_experts_per_tok": 3, "topk_group": 1,
+    },
+    "scoring_func softmax is not supported, only sigmoid": {"scoring_func": "softmax"},
+    "topk_method greedy is not supported, only noaux_tc": {"topk_method": "greedy"},
+    "moe_layer_freq 2 is not supported, only 1": {"moe_layer_freq": 2},
+    "n_shared_experts 0: at least 1": {"n_shared_experts": 0},
+    "num_key_value_heads differs from num_attention_heads": {"num_key_value_heads": 2},
+    "first_k_dense_replace and v_head_dim must be numbers": {"first_k_dense_replace": None},
+    r"weights are quantized \(quantization_config\)": {
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_configurations_that_cannot_be_trained_exactly(message, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    config = json.loads(TINY["deepseek"].to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_config(tmp_path, 64)
+    (tmp_path / "config.json").write_text(json.dumps(config | BAD[message]))
+    with pytest.raises(UserError, match=message) as raised:
+        load_config(tmp_path, 64)
+    assert "\n" not in str(raised.value)
+
+
+def test_configurations_of_qwen3_with_experts(tmp_path):
+    config = json.loads(TINY["qwen3"].to_json_string(use_diff=False))
+    for change, message in (
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            load_config(tmp_path, 64)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(name, folder, without=()):
+    """A model, and a run's checkpoint that holds its parameters and buffers."""
+    model, biases = random_model(name)
+    state = {n: p.detach() for n, p in model.named_parameters()} | biases
+    state |= {f"{n}.exp_avg": torch.ones_like(p) for n, p in model.named_parameters()}
+    state = {n: t for n, t in state.items() if n not in without}
+    (folder / "checkpoints").mkdir(parents=True)
+    facts = {"step": 7, "tokens": 4096, "label_tokens": 1024, "eval_loss": None}
+    checkpoint_files.write(folder / "checkpoints/.part", state, facts, WORLD)
+    checkpoint_files.publish(folder / "checkpoints/.part", folder / "checkpoints/step_00000007")
+    model.config.save_pretrained(folder / "source")
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
+    describe_model(folder / "source", tokenizer, folder / "model")
+    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "lr": 0.1}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model, folder / "checkpoints/step_00000007"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", TINY)
+def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, alone):
+    """Every parameter and buffer to the bit, from a tensor for each expert, as on the hub. What
+    chooses experts stays in fp32."""
+    model, checkpoint = trained(name, tmp_path / "run")
+    size = sum(p.numel() for p in model.parameters()) * (4 if dtype == "fp32" else 2)
+    out = tmp_path / "out"
+    export.export(checkpoint, out, dtype, "5GB" if shards == 1 else int(size * 0.4))
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) >= shards
+    tensors = {n: t for file in files for n, t in load_file(file).items()}
+    assert not any(n.endswith(("gate_up_proj", "experts.down_proj")) for n in tensors)
+    experts = sum(has_experts(model.config, i) for i in range(4)) * model.config.num_local_experts
+    assert sum(".mlp.experts." in n for n in tensors) == 3 * experts
+    assert sum(t.nbytes for t in tensors.values()) == pytest.approx(size, rel=0.01)
+    if shards > 1:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == tensors.keys()
+    again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert getattr(again.config, "num_mtp_layers", 0) == 0
+    ids, state = torch.randint(0, 97, (2, 33)), again.state_dict()
+    for key, true in model.state_dict().items():
+        if true.ndim == 1 and key.endswith("bias"):
+            assert state[key].dtype == torch.float32 and true.any()
+        assert torch.equal(state[key], true.to(state[key].dtype)), key
+    if dtype == "fp32":
+        with torch.no_grad():
+            assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+    weights = open_weights(out)
+    skeleton(load_config(out, 64), "math", weights)
+    assert weights.shapes.keys() - {"lm_head.weight"} == model.state_dict().keys() - {
+        "lm_head.weight"
+    }
+
+
+def test_a_checkpoint_without_the_bias_is_refused(tmp_path, alone):
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    _, checkpoint = trained("deepseek", tmp_path / "run", without=[bias])
+    with pytest.raises(UserError, match=f"{bias} is missing, expected"):
+        export.export(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
