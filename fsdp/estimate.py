@@ -7,7 +7,7 @@ from llm_demo.device import this_device
 from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe
+from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
 from llm_demo.parallel.lowrank import TOGETHER
 
 PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
@@ -48,10 +48,10 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
     embedding, n = head_cost(config).parameters, len(blocks)
     total, size = parameters_of(config), torch.finfo(compute.dtype).bits // 8
     ends = total - sum(blocks)  # embedding and head, which may be one
-    unit = unit_sizes(config, n, args.blocks_per_unit)[0] * max(blocks)
+    unit = largest_unit(unit_sizes(config, n, args.blocks_per_unit), blocks)
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1
-    activations, loss = at_the_loss(args, config, compute, train, tokens * n, head=True)
+    activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
     gathered = (ends + 2 * unit if args.reshard_after_forward else total) * size
     if args.optimizer_on_host and sharded:
         # without the embedding if resharded, with a buffer for its transfers and the head's

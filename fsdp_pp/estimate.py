@@ -29,7 +29,9 @@ def of_stages(
     args, config, compute, train, ranks: int, counts: list[int]
 ) -> list[dict[str, float]]:
     """GB (2**30 bytes) by part, one entry per stage."""
-    block, embedding = block_costs(config, 0)[0].parameters, head_cost(config).parameters
+    blocks, embedding = block_costs(config, 0), head_cost(config).parameters
+    pieces = [range(sum(counts[:p]), sum(counts[: p + 1])) for p in range(len(counts))]
+    parameters = [sum(blocks[i].parameters for i in piece) for piece in pieces]
     size = torch.finfo(compute.dtype).bits // 8
     accum, found = args.grad_accum_steps, []
     tokens = args.micro_batch_size * train.seq_len
@@ -37,14 +39,17 @@ def of_stages(
         held = held_by(args.schedule, args.stages, stage, accum, args.run_ahead)
         head = len(counts) - 1 in held
         ends = (0 in held) + head  # a tied head is a copy
-        blocks = sum(counts[piece] for piece in held)
-        flight = sum(counts[piece] * micro for piece, micro in held.items())
-        total = blocks * block + ends * embedding
-        activations, loss = at_the_loss(args, config, compute, train, tokens * flight, head)
+        total = sum(parameters[piece] for piece in held) + ends * embedding
+        flight = [0] * len(blocks)
+        for piece, micro in held.items():
+            for i in pieces[piece]:
+                flight[i] = tokens * micro
+        activations, loss = at_the_loss(args, config, compute, train, flight, head)
         # outputs for the next stage, until their backward
         activations += tokens * config.hidden_size * size * sum(held.values())
         if ranks > 1 or args.schedule in BY_TORCH:
-            unit = max(unit_sizes(config, max(counts), args.blocks_per_unit)) * block
+            largest = max(blocks[i].parameters for piece in held for i in pieces[piece])
+            unit = max(unit_sizes(config, max(counts), args.blocks_per_unit)) * largest
             gathered = ends * embedding + 2 * unit if args.reshard_after_forward else total
             weights, kept = total / ranks * 4 + gathered * size, total * 4
             # input and output of the reduction of embedding or head
@@ -54,7 +59,7 @@ def of_stages(
             weights = total * (4 if halves or size == 4 else 4 + size)
             kept = total * (4 if accum > 1 or size == 4 else size)
             # a micro-batch's gradients exist until they are added
-            micro = max(counts[piece] for piece in held) * block + bool(ends) * embedding
+            micro = max(parameters[piece] for piece in held) + bool(ends) * embedding
             late = kept + micro * size * (size < 4)
         rest = {"weights": weights, "optimizer": total / ranks * 8}
         moments = (

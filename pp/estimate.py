@@ -15,9 +15,9 @@ def table(args, config, compute, train, replicas: int, counts: list[int]) -> str
 
 
 def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[list[tuple]]:
-    """For each stage, its pieces of the model: (blocks, most micro-batches whose activations it
+    """For each stage, its pieces of the model: (its blocks, most micro-batches whose activations it
     holds at once, has the embedding, has the head), according to the schedule."""
-    held = []
+    blocks_of, held = [range(sum(counts[:p]), sum(counts[: p + 1])) for p in range(len(counts))], []
     for stage in range(stages):
         if which == "dualpipev":
             steps = schedule.DualPipeVSchedule(accum, stages, stage).steps()
@@ -33,25 +33,28 @@ def pieces_held(which: str, stages: int, counts: list[int], accum: int) -> list[
                 blocks = sum(counts[p] * now[p] for p in pieces)
                 if blocks > peak:
                     peak, most = blocks, dict(now)
-        held.append([(counts[p], most[p], p == 0, p == len(counts) - 1) for p in pieces])
+        held.append([(blocks_of[p], most[p], p == 0, p == len(counts) - 1) for p in pieces])
     return held
 
 
 def of_pipeline(
-    args, config, compute, train, replicas: int, pieces: list[list[tuple[int, int, bool, bool]]]
+    args, config, compute, train, replicas: int, pieces: list[list[tuple[range, int, bool, bool]]]
 ) -> list[dict]:
     """GB (2**30 bytes) by part, one entry per stage. pieces: as `pieces_held` returns them."""
-    block, embedding = block_costs(config, 0)[0].parameters, head_cost(config).parameters
+    blocks, embedding = block_costs(config, 0), head_cost(config).parameters
     size = torch.finfo(compute.dtype).bits // 8
     tokens, found = args.micro_batch_size * train.seq_len, []
     for stage in pieces:
         ends = sum(first + last for _, _, first, last in stage)
         if config.tie_word_embeddings:
             ends = min(ends, 1)
-        count = sum(blocks for blocks, *_ in stage) * block + ends * embedding
-        flight = sum(blocks * in_flight for blocks, in_flight, *_ in stage)
+        count, flight = ends * embedding, [0] * len(blocks)
+        for piece, in_flight, *_ in stage:
+            count += sum(blocks[i].parameters for i in piece)
+            for i in piece:
+                flight[i] = tokens * in_flight
         head = any(last for *_, last in stage)
-        activations, loss = at_the_loss(args, config, compute, train, tokens * flight, head)
+        activations, loss = at_the_loss(args, config, compute, train, flight, head)
         parts = {
             # ZeRO-1 shards masters and optimizer over replicas
             "weights": count * (size + 4 / replicas),

@@ -1,5 +1,6 @@
 """The memory expected, against the peaks measured on GPUs that are kept under bench/results."""
 
+import copy
 import functools
 import json
 from types import SimpleNamespace
@@ -7,16 +8,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, ZERO, run
+from test_attention import latent
+from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from bench.presets import name_of
 from fsdp import estimate as fsdp
+from fsdp_pp import estimate as fsdp_pp
+from llm_demo.data.batch import position_ids
 from llm_demo.device import DTYPES
 from llm_demo.errors import UserError
-from llm_demo.model import memory
-from llm_demo.model.costs import param_count
+from llm_demo.model import attention, memory
+from llm_demo.model.attention import make_documents
+from llm_demo.model.costs import Cost, param_count
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.source import load_config
+from llm_demo.model.weights import allocate, materialise
 from pp import estimate as pipeline
 from zero import estimate as zero
 
@@ -117,22 +126,19 @@ def test_there_are_measured_peaks():
 
 def test_what_a_schedule_holds():
     one = pipeline.pieces_held("1f1b", 2, [18, 10], 8)
-    assert one == [[(18, 2, True, False)], [(10, 1, False, True)]]
-    assert pipeline.pieces_held("1f1b", 2, [18, 10], 1)[0] == [(18, 1, True, False)]
+    assert one == [[(range(18), 2, True, False)], [(range(18, 28), 1, False, True)]]
+    assert pipeline.pieces_held("1f1b", 2, [18, 10], 1)[0] == [(range(18), 1, True, False)]
     four = pipeline.pieces_held("1f1b", 4, [2, 2, 1, 1], 8)
     assert [stage[0][1] for stage in four] == [4, 3, 2, 1]
     v = pipeline.pieces_held("dualpipev", 2, [9, 9, 9, 1], 8)
-    assert [piece[0] for stage in v for piece in stage] == [9, 1, 9, 9]
+    assert [len(piece[0]) for stage in v for piece in stage] == [9, 1, 9, 9]
+    assert [piece[0].start for stage in v for piece in stage] == [0, 27, 9, 18]
     assert v[0][1][3] and v[0][0][2] and not any(last for *_, last in v[1])
 
 
 @pytest.mark.parametrize("impl, documents_of", [("sdpa", 128), ("bucketed", 64)])
 def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
     """Counted on the meta device, against a forward of the same block in memory."""
-    from llm_demo.data.batch import position_ids
-    from llm_demo.model.attention import make_documents
-    from llm_demo.model.weights import materialise
-
     config, cpu = load_config(ROOT / "models/qwen3-tiny", 128), torch.device("cpu")
     train = SimpleNamespace(seq_len=128, single=documents_of == 128)
     compute = SimpleNamespace(dtype=torch.float32, attn_impl=impl)
@@ -158,7 +164,8 @@ def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
         kept.pop(p.untyped_storage().data_ptr(), None)
     real = sum(size for _, size in kept.values()) / 256
     assert out.shape == hidden.shape
-    assert memory._saved_uncompiled(config, compute, train) == pytest.approx(real, rel=0.02)
+    blocks = memory._saved_uncompiled(config, compute, train)
+    assert blocks == [pytest.approx(real, rel=0.02)] * config.num_hidden_layers
 
 
 def test_replicas_of_a_pipeline_share_masters_and_moments():
@@ -208,3 +215,203 @@ def test_the_flag_prints_and_makes_nothing(tmp_path, kind="pp/launch_pp.sh"):
     assert done.returncode == 0, done.stderr
     assert "estimated peak memory" in done.stdout and "total" in done.stdout
     assert "step " not in done.stdout and not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- blocks that differ
+
+
+def mixed(**more):
+    """Qwen3 with experts in all blocks but the first."""
+    return Qwen3MoeConfig(
+        **{**dict(
+            vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=64, num_experts=8,
+            num_experts_per_tok=4, moe_intermediate_size=128, norm_topk_prob=True,
+            mlp_only_layers=[0],
+        ), **more}
+    )  # fmt: skip
+
+
+def deep(**more):
+    """DeepSeek-V3, larger than in test_attention, so that what is no token's is little of it."""
+    sizes = dict(
+        vocab_size=512, hidden_size=256, intermediate_size=512, moe_intermediate_size=128,
+        kv_lora_rank=96, q_lora_rank=160, qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=96,
+        num_experts_per_tok=4,
+    )  # fmt: skip
+    return latent(**{**sizes, **more})
+
+
+@pytest.mark.parametrize(
+    "config, sparse",
+    [
+        (mixed(num_hidden_layers=5, mlp_only_layers=[3], decoder_sparse_step=2), [1]),
+        (mixed(), [1, 2]),
+        (deep(num_hidden_layers=4, first_k_dense_replace=3), [3]),
+        (Qwen3MoeConfig(num_hidden_layers=2, mlp_only_layers=None), [0, 1]),
+        (Qwen3Config(num_hidden_layers=2), []),
+    ],
+)
+def test_which_blocks_have_experts(config, sparse):
+    found = memory.experts_of(config)
+    modules = [getattr(b.mlp, "experts", None) for b in skeleton(config, "math").model.layers]
+    assert [i for i, one in enumerate(found) if one] == sparse
+    for one, module in zip(found, modules, strict=True):
+        assert (one is None) == (module is None)
+        if one:
+            assert module.gate_up_proj.shape == (one.count, 2 * one.inner, config.hidden_size)
+
+
+@functools.cache
+def one_after_another():
+    """Registers experts that sort, gather, multiply by a loop and gather back."""
+
+    def experts(module, hidden, index, weights):
+        order = index.flatten().argsort(stable=True)
+        each = index.flatten().bincount(minlength=module.num_experts).tolist()
+        rows = hidden[order // index.shape[1]].split(each)
+        # a loop's inputs and outputs are parts of one tensor, as a grouped product's are
+        first = torch.cat([x @ w.T for x, w in zip(rows, module.gate_up_proj, strict=True)])
+        gate, up = first.chunk(2, -1)
+        inner = (module.act_fn(gate) * up).split(each)
+        out = torch.cat([x @ w.T for x, w in zip(inner, module.down_proj, strict=True)])
+        out = out[order.argsort()].view(*index.shape, -1)
+        return (out * weights.float()[..., None]).sum(1).to(hidden.dtype)
+
+    ALL_EXPERTS_FUNCTIONS.register("one_after_another", experts)
+    return "one_after_another"
+
+
+def really_kept(config, impl, dtype, block, documents_of=128, wrap=lambda blocks: blocks):
+    """Bytes per token that a forward of a block keeps, in memory."""
+    cpu, rows = torch.device("cpu"), 4
+    torch.manual_seed(0)
+    lm = skeleton(copy.deepcopy(config), impl)
+    lm.config._experts_implementation = one_after_another()
+    allocate(lm, cpu)
+    with torch.no_grad():
+        for p in lm.parameters():
+            p.normal_(0, 0.1)
+    block = lm.model.layers[block].to(dtype)
+    if gate := getattr(block.mlp, "gate", None):  # the router's product is in fp32
+        gate.float().register_forward_pre_hook(lambda module, x: (x[0].float(),))
+    cu = torch.arange(0, rows * 128 + 1, documents_of, dtype=torch.int32)
+    hidden = torch.randn(rows, 128, config.hidden_size, dtype=dtype, requires_grad=True)
+    positions = position_ids(cu, (rows, 128))
+    rotary = lm.model.rotary_emb(hidden[:1], positions[:1])  # one row's tables: next to nothing
+    documents = make_documents(cu, (rows, 128), impl, cpu)
+    kept = {}
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t, t.untyped_storage().nbytes()
+        return t
+
+    call = wrap(Blocks([block], False))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = call(hidden, rotary, positions, documents)
+    for p in block.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    assert out.shape == hidden.shape
+    return sum(size for _, size in kept.values()) / (rows * 128)
+
+
+KINDS = {
+    "qwen3_moe": mixed(), "deepseek_v3": deep(), "no_q_lora": deep(q_lora_rank=None),
+    "narrow_values": deep(v_head_dim=32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [0, 1], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "kind, impl, dtype",
+    [
+        ("qwen3_moe", "sdpa", torch.float32),
+        ("qwen3_moe", "sdpa", torch.bfloat16),
+        ("qwen3_moe", "bucketed", torch.float32),
+        ("deepseek_v3", "sdpa", torch.float32),
+        ("deepseek_v3", "sdpa", torch.bfloat16),
+        ("deepseek_v3", "bucketed", torch.float32),
+        ("no_q_lora", "sdpa", torch.float32),
+        ("narrow_values", "varlen", torch.bfloat16),
+    ],
+)
+def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, monkeypatch):
+    def fused(q, k, v, cu, cu_k, n, n_k, scale):  # full rows
+        q, k, v = (x.unflatten(0, (-1, n)).transpose(1, 2) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    monkeypatch.setattr(attention, "_torch_varlen", lambda: (fused, True, True))
+    config, documents_of = KINDS[kind], 64 if impl == "bucketed" else 128
+    real = really_kept(config, impl, dtype, block, documents_of)
+    compute = SimpleNamespace(dtype=dtype, attn_impl=impl)
+    train = SimpleNamespace(seq_len=128, single=documents_of == 128)
+    found = memory._saved_uncompiled(config, compute, train)
+    assert len(found) == config.num_hidden_layers
+    assert found[block] == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("block", [0, 1], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_compiled_blocks_keep_what_the_partitioner_keeps(kind, block):
+    """Against what the compiler's partitioner chooses to keep, without its code generation."""
+    compiled = functools.partial(torch.compile, backend="aot_eager_decomp_partition")
+    real = really_kept(KINDS[kind], "sdpa", torch.bfloat16, block, wrap=compiled)
+    args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
+    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True)
+    found = memory.saved_bytes(args, KINDS[kind], compute, SimpleNamespace(single=True))
+    assert found[block] == pytest.approx(real, rel=0.1)
+
+
+def test_checkpointed_blocks_that_differ():
+    """Each keeps its input and the chosen experts; what passes is the largest block's."""
+    args = SimpleNamespace(
+        use_activation_checkpointing=True, activation_memory_budget=1.0, micro_batch_size=2
+    )
+    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True)
+    train, config = SimpleNamespace(seq_len=1024, single=True), mixed()
+    assert memory.saved_bytes(args, config, compute, train) == [512, 512 + 4 * 8, 512 + 4 * 8]
+    passing = memory.passing_bytes(args, config, compute, train)
+    once = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
+    dense, sparse, _ = memory.saved_bytes(once, config, compute, train)
+    assert passing == [dense, *[sparse + 4 * 256 * (2 + 4)] * 2] and sparse > dense
+    for tokens, largest in (([2048, 0, 0], passing[0]), ([2048, 4096, 0], passing[1])):
+        kept = tokens[0] * 512 + tokens[1] * 544
+        found = memory.at_the_loss(args, config, compute, train, tokens, head=False)
+        assert found == (kept + 2048 * largest, 0)
+
+
+@pytest.mark.parametrize("of", [pipeline, fsdp_pp], ids=["pp", "fsdp_pp"])
+def test_a_stage_has_its_own_blocks(of, monkeypatch):
+    """By hand: one dense block on the first stage, two with experts on the second."""
+    config, size = mixed(), 2**30
+    costs = [Cost(n * size, n * size, 0) for n in (1, 8, 8)]
+    monkeypatch.setattr(of, "block_costs", lambda config, seq_len: costs)
+    args = SimpleNamespace(
+        use_activation_checkpointing=False, activation_memory_budget=1.0, micro_batch_size=2,
+        grad_accum_steps=8, stages=2, schedule="1f1b", run_ahead=0, blocks_per_unit=1,
+        reshard_after_forward=False,
+    )  # fmt: skip
+    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True)
+    train = SimpleNamespace(seq_len=1024, single=True)
+    if of is pipeline:
+        held = pipeline.pieces_held("1f1b", 2, [1, 2], 8)
+        found = pipeline.of_pipeline(args, config, compute, train, 1, held)
+    else:
+        found = fsdp_pp.of_stages(args, config, compute, train, 1, [1, 2])
+    ends = 512 * 256 / size
+    weights = 6 if of is pipeline else 4
+    assert [parts["optimizer"] for parts in found] == [8 * (n + ends) for n in (1, 16)]
+    assert [parts["weights"] for parts in found] == [weights * (n + ends) for n in (1, 16)]
+    if of is pipeline:
+        dense, sparse, _ = memory.saved_bytes(args, config, compute, train)
+        passing = memory.passing_bytes(args, config, compute, train)[1]
+        loss = memory.loss_bytes(args, config, compute, train)
+        kept = [2 * 2048 * dense, 2 * 2048 * sparse + max(0, 2048 * passing - loss)]
+        last = found[1]["activations"] + found[1]["loss"] - loss / size
+        assert [found[0]["activations"], last] == pytest.approx([x / size for x in kept])
+
+
+def test_the_largest_unit():
+    assert memory.largest_unit([2, 1, 1], [3, 4, 9, 5]) == 9
+    assert memory.largest_unit([2, 2], [3, 4, 2, 1]) == 7

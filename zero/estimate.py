@@ -4,7 +4,7 @@ import torch
 
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe
+from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
 
 
 def table(args, config, compute, train, ranks: int, settings: dict) -> str:
@@ -33,9 +33,10 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
     blocks = [block.parameters for block in block_costs(config, 0)]
     embedding, total = head_cost(config).parameters, parameters_of(config)
     size = torch.finfo(compute.dtype).bits // 8
-    unit = unit_sizes(config, len(blocks), args.blocks_per_unit)[0] * max(blocks)
+    unit = largest_unit(unit_sizes(config, len(blocks), args.blocks_per_unit), blocks)
     tokens = args.micro_batch_size * train.seq_len
-    activations, loss = at_the_loss(args, config, compute, train, tokens * len(blocks), head=True)
+    each = [tokens] * len(blocks)
+    activations, loss = at_the_loss(args, config, compute, train, each, head=True)
     bucket = min(zero.get("reduce_bucket_size", 5e8), total)
     share = total / ranks
     if stage == 3:

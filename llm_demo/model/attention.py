@@ -177,7 +177,7 @@ def _math(q, k, v, documents, scaling):
     return out.transpose(1, 2)
 
 
-def _one_width(backend):
+def one_width(backend):
     """For kernels that need queries, keys and values of one width: added zeros change no score, and
     of the output they are cut."""
 
@@ -193,7 +193,7 @@ def _one_width(backend):
     return padded
 
 
-@_one_width
+@one_width
 def _varlen(q, k, v, documents, scaling):
     call, groups, scales = _torch_varlen()
     B, H, S, D = q.shape
@@ -222,7 +222,7 @@ def _torch_varlen():
     return functools.partial(varlen_attn, **causal), groups, "scale" in has
 
 
-@_one_width
+@one_width
 def _flash_attn(q, k, v, documents, scaling):
     from flash_attn import flash_attn_varlen_func
 

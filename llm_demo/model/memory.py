@@ -3,12 +3,17 @@
 The peak is at one of two moments: at the loss, with all activations and a chunk's logits, or at the
 end of the backward, with all gradients."""
 
+import copy
+import itertools
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llm_demo.device import this_device
-from llm_demo.model.attention import BUCKET
+from llm_demo.model.attention import BUCKET, heads_of, one_width
 from llm_demo.model.attention_choice import why_not
 from llm_demo.model.costs import head_size
 from llm_demo.model.decoder import Blocks, skeleton
@@ -17,56 +22,164 @@ from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE
 GB = 2**30
 
 
-def saved_bytes(args, config, compute, train) -> float:
-    """Bytes per token that one block keeps for the backward."""
+def saved_bytes(args, config, compute, train) -> list[float]:
+    """Bytes per token that each block keeps for the backward."""
     if args.use_activation_checkpointing:
-        return config.hidden_size * torch.finfo(compute.dtype).bits // 8
-    return _saved_by_block(args, config, compute, train)
+        hidden = config.hidden_size * torch.finfo(compute.dtype).bits // 8
+        # the chosen experts too, so that the recomputation has the same
+        return [hidden + 8 * one.chosen if one else hidden for one in experts_of(config)]
+    return _saved_by_blocks(args, config, compute, train)
 
 
-def passing_bytes(args, config, compute, train) -> float:
-    """Bytes per token that exist only while one block's backward runs: recomputed activations, and
+def passing_bytes(args, config, compute, train) -> list[float]:
+    """Bytes per token that exist only while a block's backward runs: recomputed activations, and
     the gradients of the probabilities if attention is not a fused kernel."""
+    blocks, size = experts_of(config), torch.finfo(compute.dtype).bits // 8
     recomputed = args.use_activation_checkpointing
-    again = _saved_by_block(args, config, compute, train) if recomputed else 0
-    return again + 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
+    again = _saved_by_blocks(args, config, compute, train) if recomputed else [0] * len(blocks)
+    scores = 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
+    # an estimate: the gradient of the experts' outputs, in fp32 and as it is sent to them
+    rows = [one.chosen * config.hidden_size * (4 + size) if one else 0 for one in blocks]
+    return [a + scores + r for a, r in zip(again, rows, strict=True)]
 
 
-def _saved_by_block(args, config, compute, train) -> float:
-    """Bytes per token that one block keeps without checkpointing."""
+class Experts(NamedTuple):
+    """The experts of a block."""
+
+    count: int
+    chosen: int  # for a token
+    inner: int  # intermediate size of one
+    shared: int  # intermediate size of what every token takes
+
+
+def experts_of(config) -> list[Experts | None]:
+    """The experts of each block; None if it has none."""
+    n, count = config.num_hidden_layers, getattr(config, "num_local_experts", None)
+    if not (count := count or getattr(config, "num_experts", 0)):
+        return [None] * n
+    inner = config.moe_intermediate_size
+    shared = getattr(config, "shared_expert_intermediate_size", 0)
+    shared = shared or getattr(config, "n_shared_experts", 0) * inner
+    experts = Experts(count, config.num_experts_per_tok, inner, shared)
+    dense = range(getattr(config, "first_k_dense_replace", 0))
+    dense = {*dense, *(getattr(config, "mlp_only_layers", None) or ())}
+    step = getattr(config, "decoder_sparse_step", 1)
+    return [None if i in dense or (i + 1) % step else experts for i in range(n)]
+
+
+def _saved_by_blocks(args, config, compute, train) -> list[float]:
+    """Bytes per token that each block keeps without checkpointing."""
+    if not compute.compile:
+        return _saved_uncompiled(config, compute, train)
     size = torch.finfo(compute.dtype).bits // 8
-    d, inner = config.hidden_size, config.intermediate_size
-    q = config.num_attention_heads * head_size(config)
-    kv = config.num_key_value_heads * head_size(config)
-    if compute.compile:
-        # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention
-        # output; gate, up and their product. The compiler recomputes what is cheap.
-        return (4 * d + 3 * q + 3 * kv + 3 * inner) * size * args.activation_memory_budget
-    return _saved_uncompiled(config, compute, train)
+    d, inner, shape = config.hidden_size, config.intermediate_size, heads_of(config)
+    # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention
+    # output; gate, up and their product. The compiler recomputes what is cheap.
+    attention = 3 * (shape.queries + shape.keys) * shape.width
+    if getattr(config, "kv_lora_rank", None):
+        attention = _latent_attention(config, shape, compute)
+    saved = []
+    for one in experts_of(config):
+        kept = (4 * d + attention + 3 * (one.shared if one else inner)) * size
+        if one:  # inputs, gate, up, product and outputs of the chosen ones
+            kept += one.chosen * (2 * d + 3 * one.inner) * size
+            # the router's input and probabilities in fp32; three orders and the weights
+            kept += 4 * d + 4 * one.count + one.chosen * (3 * 8 + 4)
+        saved.append(kept * args.activation_memory_budget)
+    return saved
+
+
+def _latent_attention(config, shape, compute) -> int:
+    """Numbers per token that compiled latent attention keeps."""
+    nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+    if _pads(compute) and shape.width != shape.values:  # all of one width; the output also cut
+        kernel = 4 * max(shape.width, shape.values) + shape.values
+    else:  # q, k, what v is a view of, the output as the kernel and as the projection want it
+        kernel = 2 * shape.width + nope + shape.values + 2 * shape.values
+    # the latents, most of them before and after their norm
+    return shape.queries * kernel + 2 * (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + rope
+
+
+def _pads(compute) -> bool:
+    return compute.attn_impl in ("varlen", "flash_attn")
 
 
 class _Attention(torch.autograd.Function):
     """Saves what a fused kernel saves, and computes nothing."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
-        ctx.save_for_backward(q, k, v)
-        return torch.empty_like(q.transpose(1, 2))
+    def forward(ctx, q, k, v, by_token: bool):
+        B, H, S, E = *q.shape[:3], v.shape[-1]
+        if by_token or q.transpose(1, 2).is_contiguous():
+            out = q.new_empty(B, S, H, E)
+        else:  # in the order of q
+            out = q.new_empty(B, H, S, E).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out)
+        return out
 
 
-def _count_attention(module, q, k, v, *args, **kwargs):
-    return _Attention.apply(q, k, v), None
+def _count_attention(module, q, k, v, *args, documents: str, **kwargs):
+    """documents: sdpa, buckets or varlen, as which tokens are moved and values widened."""
+    if documents == "sdpa":
+        return _Attention.apply(q, k, v, False), None
+    if documents == "varlen":
+        kernel = one_width(lambda q, k, v, documents, scaling: _Attention.apply(q, k, v, True))
+        return kernel(q, k, v, None, None), None
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    return _Attention.apply(q, k, v, True), None
+
+
+class _Product(torch.autograd.Function):
+    """Saves what a grouped product saves, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx, rows, weight):
+        ctx.save_for_backward(rows, weight)
+        return rows.new_empty(len(rows), weight.shape[1])
+
+
+def _count_experts(module, hidden, index, weights):
+    """What experts keep whose tokens are sorted for grouped products."""
+    order = index.flatten().argsort(stable=True)
+    rows = hidden.index_select(0, order // index.shape[1])
+    gate, up = _Product.apply(rows, module.gate_up_proj).chunk(2, -1)
+    out = _Product.apply(module.act_fn(gate) * up, module.down_proj)
+    out = out.index_select(0, order.argsort()).view(*index.shape, -1)
+    return (out * weights.float()[..., None]).sum(1).to(hidden.dtype)
 
 
 AttentionInterface.register("packed_counted", _count_attention)
+ALL_EXPERTS_FUNCTIONS.register("counted", _count_experts)
 
 
-def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
+def _saved_uncompiled(config, compute, train) -> list[float]:
     """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
-    block = skeleton(config, "counted").model.layers[0].to(compute.dtype)
+    config = copy.deepcopy(config)  # in which the model notes its kernels
+    model = skeleton(config, "counted").model
+    model.config._experts_implementation = "counted"
+    moved = "varlen" if _pads(compute) else "sdpa"
+    if compute.attn_impl.startswith("bucketed") and not train.single:
+        moved = "buckets"
+    kernel, counted, saved = _saved_by_kernel(config, compute, train), {}, []
+    for block in model.layers:  # few differ
+        shapes = tuple(p.shape for p in block.parameters())
+        if shapes not in counted:
+            block.to("meta", compute.dtype)
+            if gate := getattr(block.mlp, "gate", None):  # the router computes in fp32
+                gate.float().register_forward_pre_hook(lambda module, x: (x[0].float(),))
+            # the difference of two: some tensors have the size of weights, not of tokens
+            more, less = (_count(block, config, compute, moved, tokens) for tokens in (512, 256))
+            counted[shapes] = (more - less) / 256 + kernel
+        saved.append(counted[shapes])
+    return saved
+
+
+def _count(block, config, compute, moved: str, tokens: int) -> int:
+    """Bytes that a block on the meta device keeps."""
     like = {"dtype": compute.dtype, "device": "meta"}
     hidden = torch.empty(1, tokens, config.hidden_size, requires_grad=True, **like)
-    table = torch.empty(1, tokens, head_size(config), **like)
+    rotary = getattr(config, "qk_rope_head_dim", None) or head_size(config)
+    table = torch.empty(1, tokens, rotary, **like)
     kept = {}
 
     def keep(t):  # several tensors may be views of one storage
@@ -74,12 +187,11 @@ def _saved_uncompiled(config, compute, train, tokens: int = 256) -> float:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        out = Blocks([block], False)(hidden, (table, table), None, None)
+        out = Blocks([block], False)(hidden, (table, table), None, moved)
     del out
     for p in block.parameters():
         kept.pop(p.untyped_storage()._cdata, None)
-    saved = sum(storage.nbytes() for storage in kept.values()) / tokens
-    return saved + _saved_by_kernel(config, compute, train)
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 def _keys_kept(config, compute, train) -> float:
@@ -97,13 +209,13 @@ def _keys_kept(config, compute, train) -> float:
 
 def _saved_by_kernel(config, compute, train) -> float:
     """Bytes per token kept besides q, k, v and the output if attention is not one fused kernel."""
-    heads, D = config.num_attention_heads, head_size(config)
+    heads, _, width, values = heads_of(config)
     if keys := _keys_kept(config, compute, train):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
-        return 3 * heads * D * 4 + heads * keys * 4
+        return heads * (2 * width + values) * 4 + heads * keys * 4
     if compute.attn_impl == "bucketed" and not train.single:
         # q, k and v are kept only in buckets, the output in buckets and in token order
-        return heads * D * torch.finfo(compute.dtype).bits // 8
+        return heads * values * torch.finfo(compute.dtype).bits // 8
     return 0
 
 
@@ -123,14 +235,23 @@ def loss_bytes(args, config, compute, train) -> float:
 
 
 def at_the_loss(
-    args, config, compute, train, block_tokens: float, head: bool
+    args, config, compute, train, tokens: list[float], head: bool
 ) -> tuple[float, float]:
-    """(bytes of activations, bytes of the loss) when their sum is largest. block_tokens: tokens
-    kept, times the blocks that keep them; head: whether the loss is computed here."""
-    kept = block_tokens * saved_bytes(args, config, compute, train)
-    passing = args.micro_batch_size * train.seq_len * passing_bytes(args, config, compute, train)
+    """(bytes of activations, bytes of the loss) when their sum is largest. tokens: kept by each
+    block of the model, 0 if it is elsewhere; head: whether the loss is computed here."""
+    saved = saved_bytes(args, config, compute, train)
+    kept = sum(count * each for count, each in zip(tokens, saved, strict=True))
+    passing = zip(tokens, passing_bytes(args, config, compute, train), strict=True)
+    largest = max(each for count, each in passing if count)
+    passing = args.micro_batch_size * train.seq_len * largest
     loss = loss_bytes(args, config, compute, train) if head else 0
     return (kept, loss) if loss >= passing else (kept + passing, 0)
+
+
+def largest_unit(sizes: list[int], blocks: list[int]) -> int:
+    """Parameters of the largest unit. sizes: blocks of each; blocks: parameters of each."""
+    ends = itertools.accumulate(sizes)
+    return max(sum(blocks[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
 
 def describe(ranks: list[dict[str, float]], limit_gb: float = 0) -> str:
