@@ -76,7 +76,7 @@ def test_parameters_of_each_block_are_the_models(name):
     ends = lm.get_input_embeddings().weight.numel() * (2 - config.tie_word_embeddings)
     assert parameters_of(config) == ends + sum(block.parameters for block in block_costs(config, 0))
     if name in TINY:  # a tied head counts once
-        lm = skeleton(config, "math")
+        lm = skeleton(copy.deepcopy(config), "math")
         assert parameters_of(config) == sum(p.numel() for p in lm.parameters() if p.ndim > 1)
 
 
@@ -144,7 +144,7 @@ def test_units_of_blocks_of_different_sizes():
     assert unit_sizes(tiny, 4, 3) == [2, 2] and unit_sizes(tiny, 4, 4) == [4]
     assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
     assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
-    lm = skeleton(TINY["qwen3"], "math")
+    lm = skeleton(copy.deepcopy(TINY["qwen3"]), "math")
     units = make_units(lm, lm.config, 0, False)
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
@@ -301,7 +301,7 @@ def test_the_log_names_both_sizes(alone):
 
 
 def test_random_models_have_zero_biases():
-    lm = skeleton(TINY["deepseek"], "math")
+    lm = skeleton(copy.deepcopy(TINY["deepseek"]), "math")
     part = materialise(lm, "model.layers.2", None, 0, torch.device("cpu"))
     bias = part.mlp.gate.e_score_correction_bias
     assert bias.hf_name == "model.layers.2.mlp.gate.e_score_correction_bias"
