@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT
 
 from bench.run import make_parser
-from fsdp.train_fsdp import FsdpArgs
+from fsdp.train_fsdp import ExpertArgs, FsdpArgs
 from fsdp_pp.train_fsdp_pp import FsdpPipeArgs
 from llm_demo import args, evaluate, export, fit
 from llm_demo.check import __main__ as check
@@ -31,6 +31,7 @@ PAGES = [
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs, "fsdp_pp": FsdpPipeArgs}
+OTHERS = {kind: [ExpertArgs] for kind in ("fsdp", "fsdp_pp")}  # further groups of flags
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 OF_RUNS = [file.read_text() for file in sorted((ROOT / "llm_demo/run").glob("*.py"))]
 FILES_OF_A_RUN = {
@@ -77,7 +78,9 @@ def flag_of(setting):
 def fields(kind):
     """Flag -> default of a script."""
     return {
-        f.name: f.default for group in (*SHARED, SCRIPTS[kind]) for f in dataclasses.fields(group)
+        f.name: f.default
+        for group in (*SHARED, SCRIPTS[kind], *OTHERS.get(kind, ()))
+        for f in dataclasses.fields(group)
     }
 
 
@@ -209,6 +212,9 @@ def test_the_keys_of_metrics_jsonl_are_those_written():
         keys = {getattr(key, "value", None) for key in getattr(node, "keys", ())}
         if "step" in keys and any("/" in str(key) for key in keys):
             written |= keys  # the object of a step, of an evaluation, of a checkpoint
+    # of a mixture of experts, each set by itself
+    sources = [*OF_RUNS, (ROOT / "fsdp/train_fsdp.py").read_text()]
+    written |= {key for text in sources for key in re.findall(r'\["(moe/\w+)"\]', text)}
     assert len(written) > 12
     assert named == written
     columns = re.search(r"COLUMNS = \((.*?)\)\n", "".join(OF_RUNS))[1]
