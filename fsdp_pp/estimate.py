@@ -6,7 +6,7 @@ from fsdp_pp import orders
 from fsdp_pp.flags import BY_TORCH, SPLIT
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe
+from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
 
 
 def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
@@ -48,8 +48,10 @@ def of_stages(
         # outputs for the next stage, until their backward
         activations += tokens * config.hidden_size * size * sum(held.values())
         if ranks > 1 or args.schedule in BY_TORCH:
-            largest = max(blocks[i].parameters for piece in held for i in pieces[piece])
-            unit = max(unit_sizes(config, max(counts), args.blocks_per_unit)) * largest
+            unit = 0
+            for piece in map(pieces.__getitem__, held):
+                sizes = unit_sizes(config, len(piece), args.blocks_per_unit, piece.start)
+                unit = max(unit, largest_unit(sizes, [blocks[i].parameters for i in piece]))
             gathered = ends * embedding + 2 * unit if args.reshard_after_forward else total
             weights, kept = total / ranks * 4 + gathered * size, total * 4
             # input and output of the reduction of embedding or head

@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 from llm_demo.data.batch import _document_of, to_device
 from llm_demo.errors import UserError
-from llm_demo.model.costs import head_size
+from llm_demo.model.costs import head_widths
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
@@ -38,12 +38,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(config) -> Heads:
-    """Of latent attention (DeepSeek), head_dim is the rotary part alone."""
-    heads, size = config.num_attention_heads, head_size(config)
-    if getattr(config, "kv_lora_rank", None):
-        width = config.qk_nope_head_dim + config.qk_rope_head_dim
-        return Heads(heads, heads, width, config.v_head_dim)
-    return Heads(heads, config.num_key_value_heads, size, size)
+    return Heads(config.num_attention_heads, config.num_key_value_heads, *head_widths(config))
 
 
 class Buckets(NamedTuple):

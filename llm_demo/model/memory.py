@@ -4,8 +4,8 @@ The peak is at one of two moments: at the loss, with all activations and a chunk
 end of the backward, with all gradients."""
 
 import copy
+import functools
 import itertools
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from llm_demo.device import this_device
 from llm_demo.model.attention import BUCKET, heads_of, one_width
 from llm_demo.model.attention_choice import why_not
-from llm_demo.model.costs import head_size
+from llm_demo.model.costs import has_experts, head_size, latent
 from llm_demo.model.decoder import Blocks, skeleton
+from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE
 
 GB = 2**30
@@ -26,45 +27,27 @@ def saved_bytes(args, config, compute, train) -> list[float]:
     """Bytes per token that each block keeps for the backward."""
     if args.use_activation_checkpointing:
         hidden = config.hidden_size * torch.finfo(compute.dtype).bits // 8
-        # the chosen experts too, so that the recomputation has the same
-        return [hidden + 8 * one.chosen if one else hidden for one in experts_of(config)]
+        # the chosen experts too, with their probabilities, so that the recomputation has the same
+        return [hidden + 12 * k for k in _chosen(config)]
     return _saved_by_blocks(args, config, compute, train)
 
 
 def passing_bytes(args, config, compute, train) -> list[float]:
     """Bytes per token that exist only while a block's backward runs: recomputed activations, and
     the gradients of the probabilities if attention is not a fused kernel."""
-    blocks, size = experts_of(config), torch.finfo(compute.dtype).bits // 8
+    chosen, size = _chosen(config), torch.finfo(compute.dtype).bits // 8
     recomputed = args.use_activation_checkpointing
-    again = _saved_by_blocks(args, config, compute, train) if recomputed else [0] * len(blocks)
+    again = _saved_by_blocks(args, config, compute, train) if recomputed else [0] * len(chosen)
     scores = 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
-    # an estimate: the gradient of the experts' outputs, in fp32 and as it is sent to them
-    rows = [one.chosen * config.hidden_size * (4 + size) if one else 0 for one in blocks]
-    return [a + scores + r for a, r in zip(again, rows, strict=True)]
+    # an estimate: the gradient of the experts' inputs, in the order of experts and of tokens
+    rows = 2 * config.hidden_size * size
+    return [each + scores + k * rows for each, k in zip(again, chosen, strict=True)]
 
 
-class Experts(NamedTuple):
-    """The experts of a block."""
-
-    count: int
-    chosen: int  # for a token
-    inner: int  # intermediate size of one
-    shared: int  # intermediate size of what every token takes
-
-
-def experts_of(config) -> list[Experts | None]:
-    """The experts of each block; None if it has none."""
-    n, count = config.num_hidden_layers, getattr(config, "num_local_experts", None)
-    if not (count := count or getattr(config, "num_experts", 0)):
-        return [None] * n
-    inner = config.moe_intermediate_size
-    shared = getattr(config, "shared_expert_intermediate_size", 0)
-    shared = shared or getattr(config, "n_shared_experts", 0) * inner
-    experts = Experts(count, config.num_experts_per_tok, inner, shared)
-    dense = range(getattr(config, "first_k_dense_replace", 0))
-    dense = {*dense, *(getattr(config, "mlp_only_layers", None) or ())}
-    step = getattr(config, "decoder_sparse_step", 1)
-    return [None if i in dense or (i + 1) % step else experts for i in range(n)]
+def _chosen(config) -> list[int]:
+    """For each block, how many experts a token has there."""
+    n = config.num_hidden_layers
+    return [config.num_experts_per_tok if has_experts(config, block) else 0 for block in range(n)]
 
 
 def _saved_by_blocks(args, config, compute, train) -> list[float]:
@@ -72,19 +55,22 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     if not compute.compile:
         return _saved_uncompiled(config, compute, train)
     size = torch.finfo(compute.dtype).bits // 8
-    d, inner, shape = config.hidden_size, config.intermediate_size, heads_of(config)
+    d, shape = config.hidden_size, heads_of(config)
     # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention
     # output; gate, up and their product. The compiler recomputes what is cheap.
     attention = 3 * (shape.queries + shape.keys) * shape.width
-    if getattr(config, "kv_lora_rank", None):
+    if latent(config):
         attention = _latent_attention(config, shape, compute)
     saved = []
-    for one in experts_of(config):
-        kept = (4 * d + attention + 3 * (one.shared if one else inner)) * size
-        if one:  # inputs, gate, up, product and outputs of the chosen ones
-            kept += one.chosen * (2 * d + 3 * one.inner) * size
-            # the router's input and probabilities in fp32; three orders and the weights
-            kept += 4 * d + 4 * one.count + one.chosen * (3 * 8 + 4)
+    for k in _chosen(config):
+        if k:
+            inner = config.moe_intermediate_size
+            always = 3 * inner * getattr(config, "n_shared_experts", 0)
+            kept = (4 * d + attention + always + k * (d + 3 * inner)) * size
+            # the router's input and probabilities in fp32, the choices in three orders, the weights
+            kept += 4 * d + 4 * config.num_local_experts + k * (3 * 8 + 4)
+        else:
+            kept = (4 * d + attention + 3 * config.intermediate_size) * size
         saved.append(kept * args.activation_memory_budget)
     return saved
 
@@ -130,33 +116,24 @@ def _count_attention(module, q, k, v, *args, documents: str, **kwargs):
 
 
 class _Product(torch.autograd.Function):
-    """Saves what a grouped product saves, and computes nothing."""
+    """Saves what the experts' product saves, and computes nothing."""
 
     @staticmethod
-    def forward(ctx, rows, weight):
+    def forward(ctx, rows, weight, ends):
         ctx.save_for_backward(rows, weight)
-        return rows.new_empty(len(rows), weight.shape[1])
-
-
-def _count_experts(module, hidden, index, weights):
-    """What experts keep whose tokens are sorted for grouped products."""
-    order = index.flatten().argsort(stable=True)
-    rows = hidden.index_select(0, order // index.shape[1])
-    gate, up = _Product.apply(rows, module.gate_up_proj).chunk(2, -1)
-    out = _Product.apply(module.act_fn(gate) * up, module.down_proj)
-    out = out.index_select(0, order.argsort()).view(*index.shape, -1)
-    return (out * weights.float()[..., None]).sum(1).to(hidden.dtype)
+        return rows.new_empty(len(rows), weight.shape[-1])
 
 
 AttentionInterface.register("packed_counted", _count_attention)
-ALL_EXPERTS_FUNCTIONS.register("counted", _count_experts)
+ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_experts, _Product.apply))
 
 
 def _saved_uncompiled(config, compute, train) -> list[float]:
     """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
     config = copy.deepcopy(config)  # in which the model notes its kernels
-    model = skeleton(config, "counted").model
-    model.config._experts_implementation = "counted"
+    model = skeleton(config, "counted", product="counted").model
+    if with_experts := blocks_with_experts(model):
+        Routers(with_experts)
     moved = "varlen" if _pads(compute) else "sdpa"
     if compute.attn_impl.startswith("bucketed") and not train.single:
         moved = "buckets"
@@ -165,8 +142,8 @@ def _saved_uncompiled(config, compute, train) -> list[float]:
         shapes = tuple(p.shape for p in block.parameters())
         if shapes not in counted:
             block.to("meta", compute.dtype)
-            if gate := getattr(block.mlp, "gate", None):  # the router computes in fp32
-                gate.float().register_forward_pre_hook(lambda module, x: (x[0].float(),))
+            if hasattr(block.mlp, "gate"):
+                block.mlp.gate.float()
             # the difference of two: some tensors have the size of weights, not of tokens
             more, less = (_count(block, config, compute, moved, tokens) for tokens in (512, 256))
             counted[shapes] = (more - less) / 256 + kernel
