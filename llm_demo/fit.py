@@ -67,7 +67,8 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
         for reshard, host in itertools.product((False, True), repeat=2):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-            if ask.cards > 1 or not reshard:
+            refused = host and config.model_type in EXPERTS
+            if (ask.cards > 1 or not reshard) and not refused:
                 yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
         pipeline = pipeline and config.model_type not in EXPERTS
         if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
