@@ -36,6 +36,9 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    router_bias_update: float = flag(
+        0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
+    )
     router_aux_loss: float = flag(
         0.0,
         "Weight of a loss that balances the experts' load over the global batch; costs another "
@@ -77,5 +80,5 @@ def check_experts(args, config) -> None:
                 raise UserError(f"--{flag_name}: this model has no experts")
     elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
         raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
-    elif args.router_bias_update and name != "deepseek_v3":
+    elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
         raise UserError(f"--router_bias_update: {name} has no bias for its experts")

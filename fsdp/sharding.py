@@ -32,3 +32,6 @@ def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every
     # and gathers the head again during the embedding's backward
     model.set_is_last_backward(last or every)
     model.set_reshard_after_backward(last or reshard_after_forward)
+    if routers := getattr(model, "routers", None):
+        # a pipeline's next backward needs them: without outputs, nothing gathers them again
+        routers.set_reshard_after_backward(last, recurse=False)

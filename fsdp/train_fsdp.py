@@ -197,7 +197,7 @@ def main() -> None:
         if args.router_aux_loss:
             count_choices(rows)
         for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
-            if args.router_aux_loss:
+            if model.routers:
                 model.routers.see(*to_device(world.device, real_tokens(batch)))
             if sharded:
                 accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)

@@ -52,6 +52,7 @@ class FsdpPipeArgs:
             "psgd_start",
             "copy_engines",
             "router_aux_loss",
+            "router_bias_update",
         ),
         "it works with FSDP only: fsdp/launch_fsdp.sh",
     )

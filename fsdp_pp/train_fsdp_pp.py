@@ -231,11 +231,7 @@ def main() -> None:
         copies.sum_gradients()
         set_lr(optimizer, lr)
         parts = [(copies.counted_once(optimized.grads()), dist.group.WORLD)]
-        norm = clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
-        if args.router_bias_update:
-            for each in routers:
-                each.update_bias(args.router_bias_update, norm, grid[SHARD].get_group())
-        return total, norm
+        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 
     @torch.no_grad()
     def evaluate(micro):

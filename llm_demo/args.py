@@ -209,9 +209,6 @@ class ExpertArgs:
     """Mixture of experts"""
 
     freeze_router: bool = flag(False, "Do not train the routers.")
-    router_bias_update: float = flag(
-        0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
-    )
 
 
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)

@@ -67,7 +67,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
         for reshard, host in itertools.product((False, True), repeat=2):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-            refused = host and config.model_type in EXPERTS
+            refused = config.model_type in EXPERTS and (host or "activation_memory_budget" in saved)
             if (ask.cards > 1 or not reshard) and not refused:
                 yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
         pipeline = pipeline and config.model_type not in EXPERTS

@@ -254,7 +254,12 @@ def pick_compute(
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
     product = "looped"
     if getattr(config, "num_experts_per_tok", None):
-        product, why = from_rank0(world, lambda: choose_product(device, dtype))
+        if args.activation_memory_budget < 1:
+            raise UserError(
+                "--activation_memory_budget may choose other experts in the backward: use "
+                "--use_activation_checkpointing"
+            )
+        product, why = from_rank0(world, lambda: choose_product(config, device, dtype))
         say(f"experts: {product} products ({why})")
     return Compute(dtype, attn_impl, compiled, product)
 

@@ -188,6 +188,7 @@ def test_auxiliary_loss(alone):
         return coefficient * E * (share * probabilities.mean(0)).sum()
 
     (expected,) = torch.autograd.grad(plain(0.3), weight)
+    ours.gate(x[0])  # of an earlier step that was not logged
     routers.begin_pass()
     with torch.no_grad():
         for each, own in zip(x, real, strict=True):
@@ -200,17 +201,31 @@ def test_auxiliary_loss(alone):
         logits, weights, _ = ours.gate(each)
         (0 * weights.sum()).backward()
     close([weight.grad], [4.0 * expected], 1e-5)
-    assert routers.take_load().sum() == K * 85  # the pass is not counted
+    assert routers.take_load().sum() == K * (60 + 85)  # the pass is not counted
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_share_compiled_code(name):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x = torch.randn(1, 24, D)
+    for _ in range(3):
+        theirs, ours, _ = experts_of(name, dtype=torch.float32)
+        compiled = torch.compile(ours.forward, backend="aot_eager", dynamic=False)
+        close([compiled(x)], [theirs(x)], 1e-5)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_choice_of_the_product():
     cuda = Device("cuda", "nvidia", "fake", "sm_90", 80.0)
+    narrow = Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 12})
+    assert choose_product(narrow, cuda, torch.bfloat16, lambda: None)[0] == "looped"
     for device, dtype, problem, expected in (
         (Device("cpu", "cpu", "fake", "", 0.0), torch.bfloat16, None, "looped"),
         (cuda, torch.float32, None, "looped"),
         (cuda, torch.bfloat16, None, "grouped"),
         (cuda, torch.bfloat16, "no kernel", "looped"),
     ):
-        product, why = choose_product(device, dtype, probe=lambda p=problem: p)
+        product, why = choose_product(CONFIGS["qwen"], device, dtype, probe=lambda p=problem: p)
         assert product == expected
         assert (problem or "") in why

@@ -5,6 +5,7 @@ backward is a gather too: no scatter-add, so results are the same bits each time
 are applied before the last product, in fp32, and its experts' results are summed in fp32."""
 
 import functools
+import types
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,9 @@ class Routers(nn.Module):
     fp32 in every compute dtype. Its forward comes before the first block's, and does nothing but
     let FSDP2 gather them.
 
-    blocks: with experts. In their forwards they count how often each expert is chosen, padding
-    included, unless gradients are off. A recomputed block counts twice, equally for all experts."""
+    blocks: with experts. In their forwards they count how often each expert is chosen, unless
+    gradients are off. A block recomputed without the compiler counts twice, equally for all
+    experts."""
 
     def __init__(self, blocks: list[nn.Module]):
         super().__init__()
@@ -31,7 +33,8 @@ class Routers(nn.Module):
             router.register_buffer("chosen", count, persistent=False)
             router.real = router.push = router.mass = None
             if not self.biased:
-                router.forward = functools.partial(_choose, router)
+                # a method: the compiler would see a new function in each block otherwise
+                router.forward = types.MethodType(_choose, router)
             router.register_forward_pre_hook(_in_fp32)
             router.register_forward_hook(_count)
 
@@ -60,7 +63,7 @@ class Routers(nn.Module):
         """Raise the bias of experts that were chosen less often than the mean by `rate`, lower that
         of the others, unless the step was skipped because its norm is not finite. Source:
         "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (Wang et al. 2024)."""
-        load = self.sum_load(group).float()
+        load = self.sum_load(group).double()
         rate = torch.where(norm.isfinite(), rate, 0.0)
         for router, own in zip(self.routers, load, strict=True):
             router.e_score_correction_bias += rate * (own.mean() - own).sign()
@@ -75,6 +78,8 @@ class Routers(nn.Module):
     def begin_pass(self) -> None:
         """Count choices and probabilities in the following forwards without gradients."""
         for router in self.routers:
+            router.kept = router.chosen.clone()
+            router.chosen.zero_()
             router.mass = torch.zeros_like(router.chosen, dtype=torch.float64)
 
     @torch.no_grad()
@@ -89,7 +94,7 @@ class Routers(nn.Module):
         counts = torch.stack([router.chosen for router in self.routers]).double()
         mass = torch.stack([router.mass for router in self.routers])
         for router in self.routers:
-            router.chosen.zero_()
+            router.chosen.copy_(router.kept)
             router.mass = None
         both = torch.stack([counts, mass])
         dist.all_reduce(both, group=group)
@@ -112,7 +117,7 @@ def _choose(router, hidden):
     logits = F.linear(hidden, router.weight)
     probabilities = logits.softmax(-1)
     if router.mass is not None:
-        router.mass += (probabilities * router.real[:, None]).sum(0, dtype=torch.float64)
+        router.mass.add_((probabilities * router.real[:, None]).sum(0, dtype=torch.float64))
     if router.push is not None:
         probabilities = _Push.apply(probabilities, router.push, router.real)
     index = probabilities.topk(router.top_k)[1]
@@ -155,7 +160,8 @@ def sorted_experts(product, self, hidden, index, weights):
     their weights [T, k] -> [T, d]. product: of the rows of each expert with its matrix."""
     k, dtype = index.shape[1], hidden.dtype
     ordered, order = index.flatten().sort(stable=True)
-    inverse = order.argsort()  # of a permutation: no equal elements
+    places = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, places)  # each index once
     ends = _ends(ordered, self.num_experts)
     x = _Rearrange.apply(hidden, order, inverse, k, True)
     gate, up = product(x, self.gate_up_proj.mT, ends).chunk(2, -1)

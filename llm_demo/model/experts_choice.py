@@ -11,7 +11,7 @@ from llm_demo.model.experts import PRODUCTS
 from llm_demo.probe import probe_once
 
 
-def choose_product(device: Device, dtype: torch.dtype, probe=None) -> tuple[str, str]:
+def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tuple[str, str]:
     """(a name from PRODUCTS, the reason). probe() -> error or None runs on a GPU. Raises UserError
     if transformers lacks what both need."""
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
@@ -22,6 +22,8 @@ def choose_product(device: Device, dtype: torch.dtype, probe=None) -> tuple[str,
         return "looped", "a product per expert"
     if dtype != torch.bfloat16:
         return "looped", "the grouped product needs bf16"
+    if config.hidden_size % 8 or config.moe_intermediate_size % 8:
+        return "looped", "the grouped product needs sizes that are multiples of 8"
     probe = probe or (
         lambda: probe_once("llm_demo.model.experts_choice", str(dtype).split(".")[-1])
     )
