@@ -12,6 +12,7 @@ import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 
 from llm_demo.data import packs as data
+from llm_demo.data.batch import real_tokens
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
 from llm_demo.data.steps import collate, order_rows, step_rows
@@ -245,7 +246,11 @@ def test_collate(tmp_path):
         assert batch.input_ids[b].tolist() == ids.tolist()
         assert batch.labels[b].tolist() == labels.tolist()
     kinds = [str(tensor.dtype) for tensor in batch]
-    assert kinds == ["torch.int64", "torch.int64", "torch.int64", "torch.int32"]
+    assert kinds == ["torch.int64", "torch.int64", "torch.int64", "torch.int32", "torch.int64"]
+    assert batch.n_tokens.tolist() == [6, 0, 16]
+    real = real_tokens(batch).view(3, 16)
+    assert real.sum(1).tolist() == [6, 0, 16]
+    assert real[0, :6].all()
     with pytest.raises(ValueError, match="max_docs"):
         collate(packs, [0], max_docs=1)
 
