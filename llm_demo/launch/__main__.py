@@ -177,7 +177,10 @@ class Ranks:
 
     def restart(self):
         """Say why torchrun is about to start all ranks again. Raises NotRestarted."""
-        if FINAL & {*self.failed.values()}:
+        codes = {*self.failed.values()}
+        # A rank whose peer was killed while it saved ends with an error, as after bad input.
+        killed = any(code < 0 and 128 - code not in FINAL for code in codes)
+        if FINAL & codes and not killed:
             raise NotRestarted
         report(self.failed)
         self.restarted += 1
