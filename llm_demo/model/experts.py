@@ -27,12 +27,11 @@ class Routers(nn.Module):
         super().__init__()
         self.routers = nn.ModuleList(block.mlp.gate for block in blocks)
         self.load = 0  # choices, summed over ranks and not taken yet
-        self.biased = hasattr(self.routers[0], "e_score_correction_bias")
         for router in self.routers:
             count = torch.zeros(router.num_experts, dtype=torch.int64)
             router.register_buffer("chosen", count, persistent=False)
             router.real = router.push = router.mass = None
-            if not self.biased:
+            if not hasattr(router, "e_score_correction_bias"):
                 # a method: the compiler would see a new function in each block otherwise
                 router.forward = types.MethodType(_choose, router)
             router.register_forward_pre_hook(_in_fp32)
@@ -59,11 +58,11 @@ class Routers(nn.Module):
         return load
 
     @torch.no_grad()
-    def update_bias(self, rate: float, norm: torch.Tensor, group=None) -> None:
+    def update_bias(self, rate: float, norm: torch.Tensor) -> None:
         """Raise the bias of experts that were chosen less often than the mean by `rate`, lower that
         of the others, unless the step was skipped because its norm is not finite. Source:
         "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (Wang et al. 2024)."""
-        load = self.sum_load(group).double()
+        load = self.sum_load().double()
         rate = torch.where(norm.isfinite(), rate, 0.0)
         for router, own in zip(self.routers, load, strict=True):
             router.e_score_correction_bias += rate * (own.mean() - own).sign()
@@ -83,7 +82,7 @@ class Routers(nn.Module):
             router.mass = torch.zeros_like(router.chosen, dtype=torch.float64)
 
     @torch.no_grad()
-    def set_push(self, coefficient: float, scale: torch.Tensor, group=None) -> torch.Tensor:
+    def set_push(self, coefficient: float, scale: torch.Tensor) -> torch.Tensor:
         """Add the auxiliary loss's gradient to the following backwards; -> its value, fp64. Call it
         after a pass over the step's tokens, on every rank.
 
@@ -97,7 +96,7 @@ class Routers(nn.Module):
             router.chosen.copy_(router.kept)
             router.mass = None
         both = torch.stack([counts, mass])
-        dist.all_reduce(both, group=group)
+        dist.all_reduce(both)
         counts, mass = both
         blocks, experts = counts.shape
         tokens = counts[0].sum() / self.routers[0].top_k
@@ -134,11 +133,11 @@ def _in_fp32(router, args):
 def _count(router, args, outputs):
     """Count the choices. outputs: logits and weights, and the experts of each token [T, k]."""
     if torch.is_grad_enabled() or router.mass is not None:
-        chosen = outputs[2].detach()
+        index = outputs[2]
+        one = torch.ones_like(index)
         if router.real is not None:
-            chosen = chosen.where(router.real[:, None], router.num_experts)
-        ends = _ends(chosen.flatten().sort()[0], router.num_experts)
-        router.chosen.add_(ends.diff(prepend=ends.new_zeros(1)))
+            one *= router.real[:, None]
+        router.chosen.scatter_add_(0, index.flatten(), one.flatten())  # integers, in any order
 
 
 class _Push(torch.autograd.Function):
