@@ -2,7 +2,9 @@
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from llm_demo.model.decoder import DecoderLoss
 
 
 def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -11,6 +13,18 @@ def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     if dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+
+
+def shard_units(model: DecoderLoss, dtype: torch.dtype, mesh, reshard: bool) -> None:
+    """Shard each unit of blocks with FSDP2 over a mesh, and before them the routers, if there are
+    any: fp32 in every dtype, gathered together, before the first block."""
+    in_fp32 = set()
+    if model.routers:
+        fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
+        in_fp32 = set(model.routers.parameters())
+    for unit in model.units:
+        how = {"mesh": mesh, "mp_policy": precision(dtype), "ignored_params": in_fp32}
+        fully_shard(unit, **how, reshard_after_forward=reshard)
 
 
 def sum_over_ranks(model: nn.Module) -> None:

@@ -64,7 +64,7 @@ def training_state(views, optimizer, mesh, low_rank, fixed=()) -> dict[str, torc
     sharded like the parameters, and what LowRank keeps. views: as `optim.adam_views`. mesh: of all
     ranks, on the device of these tensors. fixed: as of not_optimized."""
     state = {}
-    for p, *tensors in [*views(optimizer), *((p, local_part(p.detach())) for p in fixed)]:
+    for p, *tensors in [*views(optimizer), *((p, local_part(p)) for p in fixed)]:
         for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=False):
             if isinstance(p, DTensor):
                 t = on_grid(t, p, mesh)

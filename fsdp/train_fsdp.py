@@ -16,7 +16,7 @@ from fsdp import estimate
 from fsdp.flags import ExpertArgs, FsdpArgs, check_experts
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
-from fsdp.sharding import accumulate, precision, sum_over_ranks
+from fsdp.sharding import accumulate, precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards, not_optimized, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
@@ -239,13 +239,8 @@ def shard(
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
     slim: if resharding, free the embedding after the forward too."""
-    policy, in_fp32 = precision(dtype), set()
-    if model.routers:  # gathered together, before the first block
-        fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
-        in_fp32 = set(model.routers.parameters())
-    for unit in model.units:
-        how = {"mesh": mesh, "mp_policy": policy, "ignored_params": in_fp32}
-        fully_shard(unit, **how, reshard_after_forward=reshard)
+    policy = precision(dtype)
+    shard_units(model, dtype, mesh, reshard)
     if reshard and slim and not tied:  # the backward does not need the embedding's weight
         how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)

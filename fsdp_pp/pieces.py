@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from fsdp.sharding import precision, sum_over_ranks
+from fsdp.sharding import precision, shard_units, sum_over_ranks
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.decoder import Blocks, DecoderLoss, unit_sizes
 from llm_demo.model.weights import allocate, fill
@@ -41,13 +41,7 @@ class Pieces(nn.ModuleDict):
         """Shard each unit with FSDP2 over a mesh; embedding and head are units of their own."""
         policy = precision(dtype)
         for piece in self.values():
-            in_fp32 = set()
-            if piece.routers:
-                fully_shard(piece.routers, mesh=mesh, reshard_after_forward=False)
-                in_fp32 = set(piece.routers.parameters())
-            for unit in piece.units:
-                how = {"mesh": mesh, "mp_policy": policy, "ignored_params": in_fp32}
-                fully_shard(unit, **how, reshard_after_forward=reshard)
+            shard_units(piece, dtype, mesh, reshard)
             for end in filter(None, (piece.tail, piece)):
                 fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_over_ranks(self)
