@@ -44,15 +44,7 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
-    rows = []
-    for i in range(90):
-        answer = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma", "delta")[: 1 + i % 4])
-        turns = [
-            {"role": "user", "content": "why " * (1 + (i * 7) % 11)},
-            {"role": "assistant", "content": answer},
-        ]
-        rows.append(json.dumps({"messages": turns}))
-    (folder / "data.jsonl").write_text("\n".join(rows))
+    parity.write_rows(folder / "data.jsonl")
     packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
     results = {}
     for name, config in MODELS.items():

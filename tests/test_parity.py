@@ -31,18 +31,23 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    """Models with weights, ragged data, and the plain loop's results for each model."""
-    folder = tmp_path_factory.mktemp("parity")
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
+def write_rows(file):
+    """Ragged conversations."""
     rows = []
     for i in range(90):  # from one word to more than half a row, so label counts differ widely
         answer = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma", "delta")[: 1 + i % 4])
         question = "why " * (1 + (i * 7) % 11)
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows.append(json.dumps({"messages": turns}))
-    (folder / "data.jsonl").write_text("\n".join(rows))
+    file.write_text("\n".join(rows))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Models with weights, ragged data, and the plain loop's results for each model."""
+    folder = tmp_path_factory.mktemp("parity")
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    write_rows(folder / "data.jsonl")
     packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
     results = {}
     for name, config in MODELS.items():
