@@ -2,8 +2,14 @@
 
 import dataclasses
 
-from llm_demo.args import ExpertArgs, flag  # noqa: F401  both groups are the script's
+from llm_demo.args import ExpertArgs, default, flag  # noqa: F401  both groups are the script's
 from llm_demo.errors import UserError
+
+LORA = ("lora_targets", "lora_alpha", "lora_dropout")
+NOT_WITH_LORA = {
+    "psgd_rank": "adapters' gradients are small already",
+    "optimizer_on_host": "adapters' optimizer states are small, and a frozen model has none",
+}
 
 
 @dataclasses.dataclass
@@ -36,8 +42,12 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
+    lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
+    lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
+    lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     router_bias_update: float = flag(
-        0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
+        0.0, "Step by which DeepSeek's expert bias follows the load. 0: it stays."
     )
     router_aux_loss: float = flag(
         0.0,
@@ -65,6 +75,12 @@ class FsdpArgs:
                 "--psgd_rank keeps its errors on the device: drop --optimizer_on_host, or use "
                 "exact sums"
             )
+        for name in LORA:
+            if not args.lora_rank and getattr(args, name) != default(FsdpArgs, name):
+                raise UserError(f"--{name} needs --lora_rank")
+        for name, why in NOT_WITH_LORA.items():
+            if args.lora_rank and getattr(args, name):
+                raise UserError(f"--lora_rank does not work with --{name}: {why}")
         if args.psgd_rank and args.dtype == "fp16":
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"

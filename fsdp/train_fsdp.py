@@ -29,6 +29,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
+from llm_demo.model.lora import apply_lora
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
@@ -78,6 +79,7 @@ def main() -> None:
     log.resolved(fsdp=sharded, parallelism=way)
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
+    lora = plan.lora
     B, accum = args.micro_batch_size, args.grad_accum_steps
     check_experts(args, config)
     for name in ("psgd_rank", "optimizer_on_host"):
@@ -99,9 +101,12 @@ def main() -> None:
 
     # model: sharded before it has weights, so that no process makes or reads more than its share
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
-    n_params = param_count(lm)
+    n_params = n_trained = param_count(lm)
+    if lora:
+        apply_lora(lm, lora, compute.dtype)
+        n_trained = lora.parameters
     flat = not (sharded or on_host) and compute.dtype != torch.float32
-    compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
+    compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
         blocks = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
         if compute.compile:
@@ -143,7 +148,12 @@ def main() -> None:
             optimized = Shards(model)
     here = sum(p.numel() for p in optimized.params)
     way = f"{way} over {world.size} processes" if sharded else "one plain process"
-    log.say(f"{way}: {n_params:,} parameters, {here:,} here")
+    text = (
+        f"{n_params:,} frozen parameters, {n_trained:,} of adapters"
+        if lora
+        else (f"{n_params:,} parameters")
+    )
+    log.say(f"{way}: {text}, {here:,} here")
     optimizer = optimized
     if not on_host:
         optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
@@ -164,7 +174,7 @@ def main() -> None:
         log.say("warning: --psgd_rank has no effect with one copy of the model")
     if model.routers:
         clock.router_load = model.routers.take_load
-    fixed = not_optimized(model)
+    fixed = () if lora else not_optimized(model)  # a frozen base is not in checkpoints
     state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])

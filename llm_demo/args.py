@@ -137,7 +137,7 @@ class TrainArgs:
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate. Default: 2e-5, or 1e-3 for random weights.",
+        "Peak learning rate. Default: 2e-5; adapters: 2e-4; random weights: 1e-3.",
         positive=True,
     )
     weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
@@ -292,6 +292,11 @@ def choices(group: type, name: str) -> tuple[str, ...]:
     return choices_of(next(f for f in dataclasses.fields(group) if f.name == name))
 
 
+def default(group: type, name: str):
+    """The default of a flag of this dataclass."""
+    return next(f.default for f in dataclasses.fields(group) if f.name == name)
+
+
 def env_of(field: dataclasses.Field) -> str:
     """The environment variable that sets a flag through a launcher; "" if there is none."""
     env = field.metadata["env"]
@@ -430,6 +435,8 @@ def help_page(description: str, groups: list[type], values: dict) -> str:
             text = [line.replace(NO_BREAK, " ") for line in text]
             if len(names) < COLUMN:
                 text[0] = names + text[0][len(names) :]
+            elif len(text) == 1 and len(line := f"{names}  {text[0].lstrip()}") <= width:
+                text = [line]
             else:
                 lines.append(names)
             lines += text

@@ -26,6 +26,7 @@ from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
 from llm_demo.model.experts_choice import choose_product
+from llm_demo.model.lora import Lora, choose_lora, identity_of
 from llm_demo.model.source import (
     find_model,
     load_config,
@@ -84,6 +85,7 @@ class Plan(NamedTuple):
     rows_of: Callable[[int], np.ndarray]  # step, from 0 -> its rows
     identity: dict  # name -> what the rows of a step depend on
     sample_tokens: int  # length of the sample answers at the end
+    lora: Lora | None = None  # adapters
 
 
 def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
@@ -120,7 +122,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     refuse_unknown_tokens(source.config, packs)
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
-    horizon = pick_horizon(args, data_parallel, train, bool(source.weights), earlier, say)
+    lora = pick_lora(args, world, source, say)
+    usual = usual_lr(bool(source.weights), lora)
+    horizon = pick_horizon(args, data_parallel, train, usual, earlier, say)
     rows_of = pick_order(args, horizon, train, say)
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
@@ -133,7 +137,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
         **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
-    return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
+    return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens, lora)
 
 
 def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
@@ -270,11 +274,37 @@ def fingerprint(config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
+def pick_lora(args: Args, world: World, source: Source, say: Callable) -> Lora | None:
+    """The adapters that the flags ask for, if this script has such flags."""
+    if not getattr(args, "lora_rank", 0):
+        return None
+    name, device = args.model_name_or_path, {"cpu": "CPU"}.get(world.device.type, "GPU")
+    how = name, source.folder, source.weights, args.seed, device
+    base = from_rank0(world, lambda: identity_of(*how))
+    lora = choose_lora(args, source.config, base)
+    share = lora.parameters / parameters_of(source.config)
+    say(
+        f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
+        f"block: {short(lora.parameters)} parameters, {share:.2%} of the frozen model's"
+    )
+    return lora
+
+
+def usual_lr(trained: bool, lora: Lora | None) -> tuple[float, str]:
+    """(the learning rate if the flags give none, what it is for). trained: the model has weights.
+
+    Adapters want ten times that of all weights: "LoRA Without Regret" (Schulman et al. 2025), and
+    2e-4 in "QLoRA" (Dettmers et al. 2023)."""
+    if lora:
+        return 2e-4, "adapters"
+    return (2e-5, "trained weights") if trained else (1e-3, "random weights")
+
+
 def pick_horizon(
-    args: Args, data_parallel: int, train: Packs, trained: bool, earlier: dict, say: Callable
+    args: Args, data_parallel: int, train: Packs, usual: tuple, earlier: dict, say: Callable
 ) -> Horizon:
-    """Rows of a step, number of steps and learning rate. trained: the model has weights; earlier:
-    from `resumed_settings`."""
+    """Rows of a step, number of steps and learning rate. usual: from `usual_lr`; earlier: from
+    `resumed_settings`."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
     say(
         f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x "
@@ -287,8 +317,8 @@ def pick_horizon(
         if before != max_steps:
             max_steps, n_total = before, None
             say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
-    lr = args.lr or (2e-5 if trained else 1e-3)
-    why = "" if args.lr else f" (the default for {'trained' if trained else 'random'} weights)"
+    lr = args.lr or usual[0]
+    why = "" if args.lr else f" (the default for {usual[1]})"
     rows = min(max_steps * global_batch, n_total or math.inf)
     say(
         f"steps: {max_steps} = {rows / len(train):.2f} epochs of {len(train)} "

@@ -62,8 +62,9 @@ def work(tmp_path_factory):
 def plain_loop(model, packs):
     """What every engine must reproduce, written without anything of the project but the rows
     and the learning rate."""
-    decay = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    decay = [p for p in trained.values() if p.ndim >= 2]
+    rest = [p for p in trained.values() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
     losses, norms, grads = [], [], []
@@ -85,9 +86,9 @@ def plain_loop(model, packs):
             loss = F.cross_entropy(logits, labels, reduction="sum") / count
             loss.backward()
             total += loss.item()
-        grads.append({n: p.grad.cpu().clone() for n, p in model.named_parameters()})
-        norm = sum(p.grad.double().square().sum() for p in model.parameters()).sqrt().item()
-        for p in model.parameters():
+        grads.append({n: p.grad.cpu().clone() for n, p in trained.items()})
+        norm = sum(p.grad.double().square().sum() for p in trained.values()).sqrt().item()
+        for p in trained.values():
             p.grad *= min(1.0, CLIP / (norm + 1e-6))
         norms.append(norm)
         for group in optimizer.param_groups:
@@ -96,7 +97,7 @@ def plain_loop(model, packs):
         optimizer.zero_grad()
         losses.append(total)
     assert min(norms) > CLIP, "clipping must be active for its test to mean something"
-    params = {n: p.detach().cpu().clone() for n, p in model.named_parameters()}
+    params = {n: p.detach().cpu().clone() for n, p in trained.items()}
     return {"loss": losses, "norm": norms, "grads": grads, "params": params}
 
 

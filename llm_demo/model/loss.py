@@ -23,17 +23,16 @@ def cross_entropy_sum(
     """Sum of -log p(target) over the labels, an fp32 scalar.
 
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
-    dtype. index, targets: int64 [n] from label_positions. Softmax and sums are in fp32. compiled:
-    use torch.compile, two passes over a chunk's logits instead of six. slim: chunks of a
-    quarter of the size if there are several."""
+    dtype; if frozen, it gets no gradient. index, targets: int64 [n] from label_positions. Softmax
+    and sums are in fp32. compiled: use torch.compile, two passes over a chunk's logits instead of
+    six. slim: chunks of a quarter of the size if there are several."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_loss_of_logits, _scaled)
     if compiled:
         functions = (_compiled(_fused_loss_of_logits), _compiled(_fused_scaled))
     chunks = _chunks(len(rows), CHUNK_ROWS // 4 if slim and len(rows) > CHUNK_ROWS else CHUNK_ROWS)
-    return _ChunkedCrossEntropy.apply(
-        rows, weight, targets, chunks, torch.is_grad_enabled(), *functions
-    )
+    needs = torch.is_grad_enabled(), torch.is_grad_enabled() and weight.requires_grad
+    return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, *needs, *functions)
 
 
 @torch.no_grad()
@@ -161,11 +160,13 @@ def _add_product(total, p, h):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Forms the gradients of the hidden states in the forward, and that of the head's weight there
     too if there are several chunks. The gradient of a single chunk's logits is kept: it takes less
-    memory than the head's gradient in fp32, which the backward then needs only in slices."""
+    memory than the head's gradient in fp32, which the backward then needs only in slices. of_head:
+    whether the head's gradient is wanted."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunks, needs_grad, loss_of_logits, scaled):
-        ctx.scaled = scaled
+    def forward(ctx, hidden, weight, targets, chunks, needs_grad, of_head, loss_of_logits, scaled):
+        ctx.scaled, ctx.of_head = scaled, of_head
+        keeps = of_head and len(chunks) < 2  # the only chunk's gradient
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = p = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
@@ -174,15 +175,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             total += loss_of_logits(p, targets[chunk])
             if needs_grad:
                 torch.mm(p, weight, out=grad_h[chunk])
-            if len(chunks) > 1:
-                if needs_grad:
+            if not keeps:
+                if of_head:
                     grad_w = _add_product(grad_w, p, hidden[chunk])
                 p = None  # else it stays beside the next chunk's logits
         if needs_grad:
-            if len(chunks) > 1:
-                ctx.save_for_backward(grad_h, grad_w)
-            else:
-                ctx.save_for_backward(grad_h, None, hidden, p)
+            ctx.save_for_backward(grad_h, grad_w, *((hidden, p) if keeps else ()))
             ctx.shape = weight.shape
         return total
 
@@ -190,6 +188,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w, *chunk = ctx.saved_tensors
+        none = (None,) * 6
+        if not ctx.of_head:
+            return grad_h * grad.to(grad_h.dtype), None, *none
         out = torch.empty(ctx.shape, dtype=grad_h.dtype, device=grad_h.device)
         if grad_w is not None:
             ctx.scaled(out, grad_w, grad)
@@ -200,4 +201,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = max(1, HEAD_SLICE // hidden.shape[1])
             for part, columns in zip(out.split(rows), p.split(rows, dim=1), strict=True):
                 ctx.scaled(part, _add_product(None, columns, hidden), grad)
-        return grad_h * grad.to(grad_h.dtype), out, None, None, None, None, None
+        return grad_h * grad.to(grad_h.dtype), out, *none

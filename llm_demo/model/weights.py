@@ -1,6 +1,7 @@
 """Loads or initialises weights block by block, so that no process holds more than it keeps."""
 
 import contextlib
+import hashlib
 import json
 import zlib
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from llm_demo.errors import UserError
 from llm_demo.model import names
 from llm_demo.progress import watched
 
+SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
 
 
@@ -64,6 +66,24 @@ class Weights:
                     f"{self.folder}: {name} has shape {list(shape)}, but config.json implies "
                     f"{list(wanted[name])}"
                 )
+
+    def digest(self) -> str:
+        """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
+        files they are in. Reading all values would take minutes for a large model."""
+        found = {}
+        for file in set(self.files.values()):
+            with open(file, "rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                for name, about in json.loads(opened.read(length)).items():
+                    if self.files.get(name) != file:
+                        continue
+                    first, end = about["data_offsets"]
+                    sample = b""
+                    for at in (first, (first + end) // 2, max(first, end - SAMPLE)):
+                        opened.seek(8 + length + at)
+                        sample += opened.read(min(SAMPLE, end - at))
+                    found[name] = about["dtype"], about["shape"], hashlib.sha256(sample).hexdigest()
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
@@ -149,14 +169,16 @@ def fill(
     """Set the values of the submodule's parameters (if sharded, this rank's part) and of its
     persistent buffers, and their Hugging Face name, `hf_name`.
 
-    Without `weights`, values are random by the model's own rule. Each module is seeded by its name,
-    so any process makes the same block. Values are rounded to bf16, as published weights are, so
-    that runs in every dtype start alike.
+    Without `weights`, values are random by the model's own rule; those of adapters, which are in no
+    files, by their `start`. Each module is seeded by its name, so any process makes the same block.
+    Values are rounded to bf16, as published weights are, so that runs in every dtype start alike.
 
     store(parameter, values): sets the values in place of a copy, to keep a master as well."""
     module = model.get_submodule(name)
     for path, owner in module.named_modules(prefix=name):
-        random = _random(model, owner, f"{seed}:{path}") if weights is None else {}
+        random, start = {}, getattr(owner, "start", None)
+        if start or weights is None:
+            random = start(f"{seed}:{path}") if start else _random(model, owner, f"{seed}:{path}")
         for key, p in owner.named_parameters(recurse=False):
             p.hf_name = f"{path}.{key}"
             local, part = p, (slice(None),)

@@ -1,0 +1,131 @@
+"""Adapters: LoRA on the linear layers of a decoder's blocks, over a frozen base.
+
+Source: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021). The adapted layer
+keeps its own weight under its own name, so that files, sharding and estimates need not know of it;
+the factors have the names that PEFT gives them in its files."""
+
+import copy
+import math
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llm_demo.errors import UserError
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.weights import Weights
+
+ALL = "all-linear"  # PEFT's name for it
+
+
+class Lora(NamedTuple):
+    """What --lora_rank and its other flags mean for a model. base: what the adapters belong to."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]  # names of the adapted layers within a block
+    parameters: int  # of all adapters
+    base: dict
+
+    def facts(self) -> dict:
+        """What a checkpoint keeps."""
+        return {
+            "rank": self.rank, "alpha": self.alpha, "dropout": self.dropout,
+            "targets": list(self.targets), "base": self.base,
+        }  # fmt: skip
+
+
+class Factor(nn.Linear):
+    """One of the two matrices of an adapter."""
+
+    def __init__(self, inputs: int, outputs: int, zero: bool):
+        super().__init__(inputs, outputs, bias=False, device="meta")
+        self.zero = zero
+
+    def start(self, seed: str) -> dict[str, torch.Tensor]:
+        """Its values before step 1: zero, or as PEFT draws them. On the CPU, so that every device
+        has the same, and rounded to bf16, so that runs in every dtype start alike."""
+        if self.zero:
+            return {"weight": torch.zeros(self.weight.shape)}
+        generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+        bound = 1 / math.sqrt(self.in_features)  # kaiming_uniform_ with a = sqrt(5)
+        values = torch.rand(self.weight.shape, generator=generator) * (2 * bound) - bound
+        return {"weight": values.bfloat16().float()}
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer x W^T with its adapter: + alpha / rank x A^T B^T."""
+
+    def __init__(self, base: nn.Linear, lora: Lora):
+        has_bias = base.bias is not None
+        super().__init__(base.in_features, base.out_features, has_bias, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
+        self.lora_A = Factor(base.in_features, lora.rank, zero=False)
+        self.lora_B = Factor(lora.rank, base.out_features, zero=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if self.dropout and torch.is_grad_enabled():  # not in an evaluation
+            x = F.dropout(x, self.dropout)
+        return out + self.lora_B(self.lora_A(x) * self.scale)
+
+
+def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
+    """What adapters belong to. name: as the user gives it. Random weights are known by their seed
+    and the kind of device that draws them."""
+    local = Path(name).expanduser() == folder
+    return {
+        "path": str(folder.absolute()) if local else name,
+        "weights": weights.digest() if weights else f"random, seed {seed}, drawn on a {device}",
+    }
+
+
+def choose_lora(args, config, base: dict) -> Lora:
+    """What the flags mean for a model, found in a copy of it without memory. config: from
+    transformers. Raises UserError for layers that it lacks, and a rank larger than a matrix."""
+    if getattr(config, "num_experts_per_tok", None):
+        raise UserError("--lora_rank does not work with a mixture of experts")
+    layers = linear_layers(skeleton(copy.deepcopy(config), "sdpa"))
+    names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    targets = tuple(names)
+    if args.lora_targets != ALL:
+        targets = tuple(dict.fromkeys(part.strip() for part in args.lora_targets.split(",")))
+    for name in targets:
+        if name not in names:
+            raise UserError(
+                f"--lora_targets {args.lora_targets[:80]}: no linear layer of this model's blocks "
+                f"is named {name[:40]!r}; they are {', '.join(names)}"
+            )
+    parameters = 0
+    for name, layer in layers.items():
+        if name.rpartition(".")[2] not in targets:
+            continue
+        if args.lora_rank > min(layer.in_features, layer.out_features):
+            raise UserError(
+                f"--lora_rank {args.lora_rank} is larger than a side of {name} "
+                f"({layer.out_features} x {layer.in_features})"
+            )
+        parameters += args.lora_rank * (layer.in_features + layer.out_features)
+    return Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, parameters, base)
+
+
+def linear_layers(lm: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a decoder's blocks, by name."""
+    found = lm.model.layers.named_modules(prefix="model.layers")
+    return {name: layer for name, layer in found if isinstance(layer, nn.Linear)}
+
+
+def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
+    """Freeze a decoder on the meta device, in `dtype`, and give its layers adapters, in fp32."""
+    for p in lm.parameters():
+        p.requires_grad_(False)
+        p.data = p.data.to(dtype)
+    for name, layer in linear_layers(lm).items():
+        block, _, kind = name.rpartition(".")
+        if kind in lora.targets:
+            setattr(lm.get_submodule(block), kind, LoraLinear(layer, lora))
