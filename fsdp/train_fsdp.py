@@ -104,6 +104,7 @@ def main() -> None:
     n_params = n_trained = param_count(lm)
     if lora:
         apply_lora(lm, lora, compute.dtype)
+        torch.manual_seed(args.seed + world.rank)  # of dropout; other random numbers have their own
         n_trained = lora.parameters
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
@@ -148,12 +149,8 @@ def main() -> None:
             optimized = Shards(model)
     here = sum(p.numel() for p in optimized.params)
     way = f"{way} over {world.size} processes" if sharded else "one plain process"
-    text = (
-        f"{n_params:,} frozen parameters, {n_trained:,} of adapters"
-        if lora
-        else (f"{n_params:,} parameters")
-    )
-    log.say(f"{way}: {text}, {here:,} here")
+    frozen = f"{n_params:,} frozen parameters, {n_trained:,} of adapters"
+    log.say(f"{way}: {frozen if lora else f'{n_params:,} parameters'}, {here:,} here")
     optimizer = optimized
     if not on_host:
         optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)

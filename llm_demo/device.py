@@ -56,6 +56,12 @@ def this_device(index: int = 0) -> Device:
     return Device("cuda", vendor, props.name, arch, props.total_memory / 2**30)
 
 
+def drawn_on() -> str:
+    """What random numbers depend on besides the seed: the model of the GPU, or that it is a CPU."""
+    device = this_device()
+    return device.name if device.type == "cuda" else "CPU"
+
+
 def is_sm80(device: Device) -> bool:
     """Whether this is an NVIDIA GPU of the Ampere generation or later."""
     return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= 80

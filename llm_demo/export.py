@@ -1,11 +1,14 @@
 """Export a checkpoint as a Hugging Face folder: python -m llm_demo.export RUN_OR_CHECKPOINT OUT
 
-Works for both scripts, from the fp32 masters, on the CPU, one shard at a time. It needs neither the
-training GPUs nor memory for the whole model."""
+Works for all scripts, from the fp32 masters, on the CPU, one shard at a time. It needs neither the
+training GPUs nor memory for the whole model. Adapters become a PEFT adapter, or with --merge the
+whole model."""
 
 import argparse
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,20 +23,23 @@ from transformers import (
 )
 
 from llm_demo.args import PlainParser, size
-from llm_demo.device import DTYPES, World
+from llm_demo.device import DTYPES, World, drawn_on, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full
+from llm_demo.model.decoder import skeleton
 from llm_demo.model.generate import stop_tokens
+from llm_demo.model.lora import factors_of, identity_of, merge_into, same_base
 from llm_demo.model.names import in_files, matrices
-from llm_demo.model.source import load_tokenizer
+from llm_demo.model.source import find_model, load_tokenizer
+from llm_demo.model.weights import materialise, open_weights
 from llm_demo.optim import MOMENTS, PSGD
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, shapes_of
 
 WEIGHTS = "model{suffix}.safetensors"
 CARD = """---
-library_name: transformers
+{head}
 tags: [sft]
 ---
 # {name}
@@ -52,6 +58,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("source", help="a checkpoint, or a run folder for its newest complete checkpoint")
     add("out", type=Path, help="folder to create")
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
+    add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
+    add("--base", help="folder or hub id of that base, if it has moved")
     add("--max_shard_size", type=size, default="5GB", help="largest weights file")
     add("--push_to_hub", metavar="REPO", help="also upload to this private repository")
     add("--public", action="store_true", help="make the --push_to_hub repository public")
@@ -63,36 +71,55 @@ def main() -> None:
     alone = World(0, 1, 0, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     checkpoint = find_checkpoint(args.source, Path(args.source), alone, print)
-    print(export(checkpoint, args.out, args.dtype, args.max_shard_size))
+    print(export(checkpoint, args.out, args.dtype, args.max_shard_size, args.merge, args.base))
     if args.push_to_hub:
         push(args.out, args.push_to_hub, private=not args.public)
 
 
-def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB") -> str:
+def export(
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "bf16",
+    max_shard_size="5GB",
+    merge: bool = False,
+    base: str | None = None,
+) -> str:
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
-    only when complete. Returns a line for the log. Raises UserError if `out` is not empty."""
+    only when complete; of adapters the same without the base's weights and configurations, or with
+    `merge` those of the merged model. base: where that base is now. Returns a line for the log.
+    Raises UserError if `out` is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty: choose another folder")
     source = checkpoint.parent.parent
     if not (source / "model/config.json").is_file():
         raise UserError(f"{source}/model/config.json is missing: {source} is not a run folder")
+    lora = checked_facts(checkpoint).get("adapters")
+    if not lora and (merge or base):
+        raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
+    base = base or lora and lora["base"]["path"]
     part = out.with_name(f"{PART}{out.name}")
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
         config, shapes, buffers = model_of(source / "model")
-        how = DTYPES[dtype], max_shard_size, buffers
-        n_bytes = write_weights(checkpoint, part, shapes, *how)
-        config.dtype = DTYPES[dtype]
-        if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
-            config.num_mtp_layers = 0
-        if not config.architectures:  # servers such as vLLM need it
-            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-        config.save_pretrained(part)
+        held = factors_of(lora, shapes) if lora else shapes
+        refuse_other_shapes(checkpoint, held)
         tokenizer = load_tokenizer(str(source / "model"))
         tokenizer.save_pretrained(part)
-        generation_config(source / "model", tokenizer).save_pretrained(part)
-        (part / "README.md").write_text(card(checkpoint, out.name))
+        if lora and not merge:
+            n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora, base)
+        else:
+            read = merged(checkpoint, config, held, lora, base) if lora else None
+            how = DTYPES[dtype], max_shard_size, buffers, read
+            n_bytes = write_weights(checkpoint, part, shapes, *how)
+            config.dtype = DTYPES[dtype]
+            if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
+                config.num_mtp_layers = 0
+            if not config.architectures:  # servers such as vLLM need it
+                config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+            config.save_pretrained(part)
+            generation_config(source / "model", tokenizer).save_pretrained(part)
+        (part / "README.md").write_text(card(checkpoint, out.name, None if merge else lora))
         if out.exists():
             out.rmdir()
         part.rename(out)
@@ -103,7 +130,8 @@ def export(checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size="5GB
         raise UserError(f"cannot write {out}: {reason or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    return f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of weights in {dtype}"
+    kind = "weights" if merge or not lora else "adapters"
+    return f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
 
 
 def model_of(folder: Path) -> tuple:
@@ -136,13 +164,8 @@ def generation_config(folder: Path, tokenizer) -> GenerationConfig:
     return config
 
 
-def write_weights(
-    checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size, buffers=frozenset()
-) -> int:
-    """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
-    the configuration's model; fused experts are written as a tensor for each matrix of each.
-    buffers: names that stay in fp32. Raises UserError if the tensors differ from it or are not
-    finite."""
+def refuse_other_shapes(checkpoint: Path, wanted: dict[str, tuple]) -> None:
+    """Raise UserError if a checkpoint's weights are not these: {name: shape}."""
     ends = tuple(f".{name}" for name in MOMENTS + PSGD)
     shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
     for name in sorted(shapes.keys() | wanted.keys()):
@@ -151,6 +174,89 @@ def write_weights(
                 f"{checkpoint} does not match the model's configuration: {name} is "
                 f"{shapes.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
             )
+
+
+def refuse_non_finite(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Raise UserError if a number is not finite in the dtype that it is written in."""
+    for name, t in tensors.items():
+        if not t.isfinite().all():
+            raise UserError(
+                f"{checkpoint}: {name} is not finite in {t.dtype}; nothing was exported"
+            )
+
+
+def write_adapter(
+    checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict, base: str
+) -> int:
+    """Write adapters as PEFT does; returns bytes. wanted: {name: shape} of their factors; lora: as
+    of Lora.facts(); base: a folder or hub id."""
+    from peft import LoraConfig  # takes a second
+
+    tensors = {name: torch.empty(shape) for name, shape in wanted.items()}
+    read_tensors(checkpoint, tensors)
+    tensors = {f"base_model.model.{name}": t.to(dtype) for name, t in tensors.items()}
+    refuse_non_finite(checkpoint, tensors)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
+    LoraConfig(
+        r=lora["rank"], lora_alpha=alpha, lora_dropout=lora.get("dropout", 0),
+        target_modules=lora["targets"], base_model_name_or_path=base,
+        task_type="CAUSAL_LM", inference_mode=True,
+    ).save_pretrained(folder)  # fmt: skip
+    return sum(t.nbytes for t in tensors.values())
+
+
+def merged(checkpoint: Path, config, wanted: dict, lora: dict, base: str) -> Callable:
+    """A function that fills {name: tensor} with the sum of the base and its adapters.
+
+    wanted: {name: shape} of the factors; base: a folder or hub id. Raises UserError if the adapters
+    were trained on another one."""
+    folder, seed = find_model(base), lora["base"].get("seed", 0)
+    weights = open_weights(folder)
+    found = identity_of(base, folder, weights, seed, drawn_on())
+    if not same_base(found, lora["base"]):
+        raise UserError(
+            f"{checkpoint} holds adapters of another base than {folder}: weights "
+            f"{described(lora['base'])}, not {described(found)}"
+        )
+    factors = {name: torch.empty(shape) for name, shape in wanted.items()}
+    read_tensors(checkpoint, factors)
+    lm = None if weights else skeleton(config, "sdpa")
+
+    def read(tensors: dict[str, torch.Tensor]) -> None:
+        for name, t in tensors.items():
+            if weights:
+                t.copy_(weights.read(name))
+            else:
+                owner, _, kind = name.rpartition(".")
+                module = materialise(lm, owner, None, seed, torch.device(this_device().type))
+                t.copy_(getattr(module, kind).detach())
+                module.to("meta")
+            merge_into(name, t, factors, lora)
+
+    return read
+
+
+def described(base: dict) -> str:
+    """An identity in words."""
+    return ", ".join(f"{k} {v}" if k != "weights" else str(v) for k, v in base.items()
+                     if k != "path")  # fmt: skip
+
+
+def write_weights(
+    checkpoint: Path,
+    folder: Path,
+    wanted: dict,
+    dtype,
+    max_shard_size,
+    buffers=frozenset(),
+    read: Callable | None = None,
+) -> int:
+    """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
+    the configuration's model; fused experts are written as a tensor for each matrix of each.
+    buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
+    checkpoint. Raises UserError if a number is not finite."""
+    read = read or functools.partial(read_tensors, checkpoint)
     fused = {m.name: (n, m) for n, shape in wanted.items() for m in matrices(n, shape)}
     plan = split_state_dict_into_shards_factory(
         {
@@ -167,8 +273,8 @@ def write_weights(
         for file, names in plan.filename_to_tensors.items():
             # a fused tensor is read whole, even if another shard has some of its experts
             whole = {fused[n][0] if n in fused else n: None for n in names}
-            whole = {name: torch.empty(shapes[name]) for name in whole}
-            read_tensors(checkpoint, whole)
+            whole = {name: torch.empty(wanted[name]) for name in whole}
+            read(whole)
             tensors = {}
             for name in names:
                 if name in fused:
@@ -178,11 +284,7 @@ def write_weights(
                 else:
                     tensors[name] = whole[name].to(torch.float32 if name in buffers else dtype)
             del whole
-            for name, t in tensors.items():
-                if not t.isfinite().all():
-                    raise UserError(
-                        f"{checkpoint}: {name} is not finite in {dtype}; nothing was exported"
-                    )
+            refuse_non_finite(checkpoint, tensors)
             save_file(tensors, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -190,8 +292,8 @@ def write_weights(
     return plan.metadata["total_size"]
 
 
-def card(checkpoint: Path, name: str) -> str:
-    """A model card with the run's own facts."""
+def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
+    """A model card with the run's own facts. lora: those of adapters, if it is one of them."""
     facts = checked_facts(checkpoint, ("step", "tokens", "label_tokens", "eval_loss"))
     file = checkpoint.parent.parent / "config.json"
     try:
@@ -202,8 +304,14 @@ def card(checkpoint: Path, name: str) -> str:
     of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
+    if settings.get("lora_rank"):
+        shown += ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+    head = "library_name: peft" if lora else "library_name: transformers"
+    if lora and not lora["base"]["path"].startswith("/"):  # a hub id
+        head += f"\nbase_model: {lora['base']['path']}"
     return CARD.format(
-        name=name, steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
+        head=head, name=name,
+        steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
         parallelism=settings.get("parallelism", of_old_run), base=base, data=data,
         heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),

@@ -33,7 +33,8 @@ def prepare(
     steps = plan.horizon.max_steps
     flops = flops_of_slot(plan.source.config, plan.data.train.seq_len)
     clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
-    checkpoints = Checkpoints(args, world, log, clock, plan.identity, steps, copies)
+    adapters = plan.lora.facts() if plan.lora else None
+    checkpoints = Checkpoints(args, world, log, clock, plan.identity, steps, copies, adapters)
     if checkpoints.first_step < steps:
         return clock, checkpoints
     log.say(f"nothing left to train: {checkpoints.path} is of the last step")

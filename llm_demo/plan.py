@@ -18,7 +18,15 @@ from llm_demo.args import Args, command_line
 from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
 from llm_demo.data.sources import hub_parts
 from llm_demo.data.steps import Packs, order_rows
-from llm_demo.device import DTYPES, Device, World, limit_memory, pick_dtype, this_device
+from llm_demo.device import (
+    DTYPES,
+    Device,
+    World,
+    drawn_on,
+    limit_memory,
+    pick_dtype,
+    this_device,
+)
 from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.errors import UserError
 from llm_demo.model.attention import heads_of
@@ -278,8 +286,7 @@ def pick_lora(args: Args, world: World, source: Source, say: Callable) -> Lora |
     """The adapters that the flags ask for, if this script has such flags."""
     if not getattr(args, "lora_rank", 0):
         return None
-    name, device = args.model_name_or_path, {"cpu": "CPU"}.get(world.device.type, "GPU")
-    how = name, source.folder, source.weights, args.seed, device
+    how = args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
     base = from_rank0(world, lambda: identity_of(*how))
     lora = choose_lora(args, source.config, base)
     share = lora.parameters / parameters_of(source.config)

@@ -1,15 +1,23 @@
 """Adapters: the trainer's numbers against PEFT's own LoRA in a plain loop, one document at a time
 in one process; and the files of checkpoints and exports."""
 
+import json
+import shutil
+import sys
+
 import pytest
 import test_parity as parity
 import torch
-from peft import LoraConfig, get_peft_model
+from conftest import ROOT, run, torchrun
+from peft import LoraConfig, PeftModel, get_peft_model
 from test_parity import assert_equal, plain_loop, train
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bench.checkpoints import tensors
 from llm_demo.data.packs import load_packs
-from llm_demo.model.lora import Factor
+from llm_demo.model.decoder import Blocks
+from llm_demo.model.lora import Factor, Lora, LoraLinear
 
 RANK, ALPHA = 4, 32
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
@@ -28,7 +36,7 @@ def ours(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
-def with_peft(folder, name, **more):
+def with_peft(folder, name):
     """PEFT's own model, whose factors start as the trainer's do."""
     base = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     targets = TARGETS[name] if TARGETS[name] == "all-linear" else TARGETS[name].split(",")
@@ -84,3 +92,184 @@ def test_equals_peft(processes, work):
             cases[case] = parity.argv(folder, name, folder / case, micro, accum, *also)
     for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
         assert_equal(losses, ranks, expected[case.split("-")[1]])
+
+
+# ---------------------------------------------------------------- checkpoints and exports
+
+
+def run_flags(folder, model, out, *more):
+    data = str(folder / "data.jsonl")
+    return [
+        "--model_name_or_path", str(folder / model), "--train_json", data, "--eval_json", data,
+        "--seq_len", str(parity.SEQ_LEN), "--micro_batch_size", "4", "--max_steps", "4",
+        "--lr", "1e-2", "--warmup_steps", "1", "--sample_tokens", "4", "--save_every", "2",
+        "--keep_last", "0", "--lora_rank", "4", "--dtype", "fp32", "--seed", str(parity.SEED),
+        "--output_dir", str(out), *more,
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_folder(work):
+    """A run of two processes that has exported its adapters, with dropout, to be resumed."""
+    folder = work[0]
+    more = "--export", "fp32", "--lora_dropout", "0.1", "--use_activation_checkpointing"
+    flags = run_flags(folder, "tied", folder / "run", *more)
+    torchrun(2, ROOT / "fsdp/train_fsdp.py", *flags)
+    return folder / "run"
+
+
+def at(run, step):
+    return run / f"checkpoints/step_{step:08d}"
+
+
+def last_loss(run):
+    """The held-out loss that the trainer has measured at the end."""
+    losses = json.loads((run / "summary.json").read_text())["eval_loss"]
+    assert losses["4"] < losses["0"] - 0.1, "nothing was learnt"
+    return losses["4"]
+
+
+def loss_of(model, folder):
+    """The same of a Hugging Face model, one document at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=False)
+    total = count = 0
+    with torch.no_grad():
+        for row in range(len(packs)):
+            ids, labels, lengths = packs.row(row)
+            n = lengths[0]
+            ids, labels = torch.tensor(ids[:n]), torch.tensor(labels[:n])
+            logits = model(input_ids=ids[None], use_cache=False).logits[0]
+            total += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            count += int((labels != -100).sum())
+    return total / count
+
+
+def test_a_checkpoint_holds_adapters_only_and_resumes_to_the_bit(run_folder, work):
+    folder, again = work[0], work[0] / "again"
+    more = "--lora_dropout", "0.1", "--use_activation_checkpointing", "--resume", at(run_folder, 2)
+    torchrun(2, ROOT / "fsdp/train_fsdp.py", *run_flags(folder, "tied", again, *map(str, more)))
+    one, other = tensors(at(run_folder, 4)), tensors(at(again, 4))
+    assert one.keys() == other.keys() and len(one) == 4 * 7 * 2 * 3  # blocks, layers, A and B
+    assert all(".lora_" in name for name in one)
+    assert all(torch.equal(t, other[name]) for name, t in one.items())
+    facts = json.loads((at(run_folder, 4) / "trainer.json").read_text())
+    assert facts["adapters"]["base"]["path"] == str(folder / "tied")
+
+
+def test_a_recomputed_block_drops_the_same_inputs():
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(3)
+        layer = nn.Linear(8, 8)
+        layer.requires_grad_(False)
+        lora = Lora(2, 4.0, 0.5, ("x",), 0, {})
+        adapted = LoraLinear(layer, lora).to_empty(device="cpu")
+        for p in adapted.parameters():
+            p.data.normal_()
+
+        class Block(nn.Module):
+            mlp = None
+
+            def __init__(self, inner):
+                super().__init__()
+                self.inner = inner
+
+            def forward(self, hidden, **unused):
+                return self.inner(hidden)
+
+        unit = Blocks([Block(adapted)], recomputed)
+        torch.manual_seed(4)
+        unit(torch.randn(1, 50, 8), None, None, None).square().sum().backward()
+        found.append(adapted.lora_A.weight.grad)
+    assert torch.equal(*found)
+
+
+def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
+    folder, out = work[0], run_folder / "hf"
+    assert not (out / "config.json").exists()
+    base = AutoModelForCausalLM.from_pretrained(folder / "tied", dtype=torch.float32)
+    plain = loss_of(base, folder)
+    model = PeftModel.from_pretrained(base, out)
+    assert model.peft_config["default"].base_model_name_or_path == str(folder / "tied")
+    assert loss_of(model, folder) == pytest.approx(last_loss(run_folder), rel=1e-5)
+    assert plain == pytest.approx(
+        json.loads((run_folder / "summary.json").read_text())["eval_loss"]["0"], rel=1e-5
+    )
+
+
+def exported(*words):
+    return run([sys.executable, "-m", "llm_demo.export", *words])
+
+
+def test_merge_writes_the_whole_model(run_folder, work, tmp_path):
+    folder = work[0]
+    done = exported(run_folder, tmp_path / "out", "--merge", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert loss_of(model, folder) == pytest.approx(last_loss(run_folder), rel=1e-5)
+    done = exported(run_folder, tmp_path / "other", "--merge", "--base", folder / "untied")
+    assert done.returncode == 2 and "adapters of another base" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_base_of_random_weights_is_known_by_its_seed(work, tmp_path):
+    folder = work[0]
+    shutil.copytree(folder / "tied", tmp_path / "bare")
+    (tmp_path / "bare/model.safetensors").unlink()
+    (tmp_path / "data.jsonl").write_text((folder / "data.jsonl").read_text())
+    flags = run_flags(tmp_path, "bare", tmp_path / "run")
+    torchrun(1, ROOT / "fsdp/train_fsdp.py", *flags)
+    done = exported(tmp_path / "run", tmp_path / "out", "--merge", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert loss_of(model, folder) == pytest.approx(last_loss(tmp_path / "run"), rel=1e-5)
+    again = run_flags(tmp_path, "bare", tmp_path / "b", "--resume", tmp_path / "run", "--seed", "9")
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again, "--resume_anyway"])
+    assert done.returncode == 2 and "seed was 3, is 9" in done.stderr
+
+
+RESUMED = {
+    "without": ([], ["--lora_rank", "0"], "holds adapters: resume with fsdp/train_fsdp.py and"),
+    "rank": ([], ["--lora_rank", "8"], "holds other adapters: rank was 4, is 8"),
+    "alpha": ([], ["--lora_alpha", "8"], "holds other adapters: alpha was 32.0, is 8.0"),
+    "base": (["untied"], [], "holds adapters of another base: path was "),
+}
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_another_resume_is_refused(case, run_folder, work, tmp_path):
+    model, more, said = RESUMED[case]
+    model = model[0] if model else "tied"
+    flags = run_flags(work[0], model, tmp_path / "run", "--resume", run_folder, *more)
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_adapters_do_not_continue_a_whole_model(work, tmp_path):
+    flags = run_flags(work[0], "tied", tmp_path / "whole", "--lora_rank", "0", "--max_steps", "1")
+    torchrun(1, ROOT / "fsdp/train_fsdp.py", *flags)
+    again = run_flags(work[0], "tied", tmp_path / "run", "--resume", tmp_path / "whole")
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again])
+    assert done.returncode == 2 and "holds a whole model, no adapters" in done.stderr
+
+
+# ---------------------------------------------------------------- bad input
+
+BAD = {
+    "missing layer": (["--lora_targets", "q_proj,gate"], "is named 'gate'; they are q_proj, "),
+    "rank": (["--lora_rank", "65"], "--lora_rank 65 is larger than a side of model.layers.0."),
+    "alpha alone": (["--lora_rank", "0", "--lora_alpha", "8"], "--lora_alpha needs --lora_rank"),
+    "on the host": (["--optimizer_on_host"], "does not work with --optimizer_on_host"),
+    "PowerSGD": (["--psgd_rank", "2", "--replicas", "all"], "does not work with --psgd_rank"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case, work, tmp_path):
+    more, said = BAD[case]
+    flags = run_flags(work[0], "tied", tmp_path / "run", *more)
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
+    assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "run").exists()

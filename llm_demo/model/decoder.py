@@ -56,6 +56,7 @@ class Blocks(nn.Module):
     def __init__(self, blocks: list[nn.Module], checkpointing: bool):
         super().__init__()
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
+        self.dropout = any(getattr(m, "dropout", 0) for m in self.modules())  # only of adapters
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin)."""
@@ -67,8 +68,7 @@ class Blocks(nn.Module):
         }
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                # no dropout, so no RNG state to keep
-                how = {"use_reentrant": False, "preserve_rng_state": False}
+                how = {"use_reentrant": False, "preserve_rng_state": self.dropout}
                 if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
                     how["context_fn"] = keep_choices
                 hidden = checkpoint(block, hidden, **how, **inputs)

@@ -19,6 +19,7 @@ from llm_demo.model.decoder import skeleton
 from llm_demo.model.weights import Weights
 
 ALL = "all-linear"  # PEFT's name for it
+RANDOM = "random"
 
 
 class Lora(NamedTuple):
@@ -76,13 +77,40 @@ class LoraLinear(nn.Linear):
 
 
 def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
-    """What adapters belong to. name: as the user gives it. Random weights are known by their seed
-    and the kind of device that draws them."""
+    """What adapters belong to. name: of the model, as given. Random weights are known by their seed
+    and by the device that draws them."""
     local = Path(name).expanduser() == folder
-    return {
-        "path": str(folder.absolute()) if local else name,
-        "weights": weights.digest() if weights else f"random, seed {seed}, drawn on a {device}",
-    }
+    base = {"path": str(folder.absolute()) if local else name}
+    if weights:
+        return base | {"weights": weights.digest()}
+    return base | {"weights": RANDOM, "seed": seed, "drawn on": device}
+
+
+def same_base(a: dict, b: dict) -> bool:
+    """Whether two identities are of the same weights, wherever they lie."""
+    return a | {"path": ""} == b | {"path": ""}
+
+
+def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
+    found = {}
+    for name, shape in shapes.items():
+        layer, _, kind = name.rpartition(".")
+        if kind == "weight" and ".layers." in name and layer.split(".")[-1] in lora["targets"]:
+            found[f"{layer}.lora_A.weight"] = lora["rank"], shape[1]
+            found[f"{layer}.lora_B.weight"] = shape[0], lora["rank"]
+    return found
+
+
+@torch.no_grad()
+def merge_into(
+    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
+) -> None:
+    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
+    layer = name.removesuffix(".weight")
+    if f"{layer}.lora_A.weight" in factors:
+        a, b = (factors[f"{layer}.lora_{x}.weight"] for x in "AB")
+        weight.addmm_(b, a, alpha=lora["alpha"] / lora["rank"])
 
 
 def choose_lora(args, config, base: dict) -> Lora:

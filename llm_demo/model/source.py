@@ -24,6 +24,11 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{name} holds an adapter, not a model: export its run with python -m llm_demo.export "
+            "--merge"
+        )
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
     from huggingface_hub import snapshot_download, try_to_load_from_cache

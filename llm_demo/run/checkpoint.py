@@ -22,6 +22,7 @@ from llm_demo.device import World, pin
 from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.files import PART
+from llm_demo.model.lora import same_base
 from llm_demo.parallel.mesh import local_part
 from llm_demo.process import stop_signals
 from llm_demo.progress import size_of, watched
@@ -56,7 +57,8 @@ NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 class Checkpoints:
     """Saves, prunes and resumes a run's checkpoints. copies: the tensors to save are already copies
     on the CPU (gathered by a pipeline's replicas), not the trained ones. log, clock: the run's Log
-    and Clock. identity: what the rows of a step depend on."""
+    and Clock. identity: what the rows of a step depend on. adapters: Lora.facts() if the run trains
+    those instead of the model."""
 
     def __init__(
         self,
@@ -67,9 +69,11 @@ class Checkpoints:
         identity: dict,
         max_steps: int,
         copies: bool = False,
+        adapters: dict | None = None,
     ):
         self.args, self.world, self.log, self.clock = args, world, log, clock
         self.identity, self.max_steps, self.copies = identity, max_steps, copies
+        self.adapters = adapters
         self.in_background = args.save_async
         self.folder = log.folder / "checkpoints"
         self.settings = {name: log.settings[name] for name in SETTINGS}
@@ -89,7 +93,30 @@ class Checkpoints:
         )
         self.first_step = self.facts.get("step", 0)
         if self.path:
+            self._compare_adapters()
             self._compare()
+
+    def _compare_adapters(self) -> None:
+        """Raise UserError unless this run and the checkpoint train the same adapters, or none."""
+        before, now = self.facts.get("adapters"), self.adapters
+        if before and not now:
+            raise UserError(
+                f"{self.path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
+                f"{before['rank']}, or export it with --merge and train that"
+            )
+        if now and not before:
+            raise UserError(
+                f"{self.path} holds a whole model, no adapters: drop --lora_rank, or export it and "
+                "train adapters of that"
+            )
+        if not now:
+            return
+        if not same_base(before["base"], now["base"]):
+            changes = "; ".join(differences(before["base"], now["base"]))
+            raise UserError(f"{self.path} holds adapters of another base: {changes}")
+        same = ("rank", "alpha", "targets")
+        if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
+            raise UserError(f"{self.path} holds other adapters: {'; '.join(changes)}")
 
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
@@ -204,6 +231,8 @@ class Checkpoints:
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, **self.clock.history.facts(step)}
         facts |= {"identity": self.identity, "settings": self.settings}
+        if self.adapters:
+            facts["adapters"] = self.adapters
         name = f"step_{step:08d}"
         if wait or not self.in_background:
             # a sharded tensor is written once, even if several ranks have the same part

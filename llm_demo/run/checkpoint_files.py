@@ -128,9 +128,20 @@ def _pairs(x) -> bool:
     )
 
 
+def _adapters(x) -> bool:
+    """As of model.lora.Lora.facts()."""
+    if not isinstance(x, dict) or not {"rank", "alpha", "targets", "base"} <= x.keys():
+        return False
+    numbers = _count(x["rank"]) and x["rank"] > 0 and _number(x["alpha"])
+    targets, base = x["targets"], x["base"]
+    named = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
+    return numbers and named and isinstance(base, dict) and isinstance(base.get("path"), str)
+
+
 FACTS = {  # entry of trainer.json -> check of its value
     **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
     **dict.fromkeys(("identity", "settings"), lambda x: isinstance(x, dict)),
+    "adapters": _adapters,
     "eval_loss": lambda x: x is None or _number(x),
     "evals": _pairs,
     "exact": _pairs,
