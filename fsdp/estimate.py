@@ -53,7 +53,15 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
     gathered = (ends + 2 * unit if args.reshard_after_forward else total) * size
-    if args.optimizer_on_host and sharded:
+    trained = total
+    if lora := getattr(compute, "lora", None):  # what is frozen has no fp32 copy and no gradients
+        trained, halves = lora.parameters, compute.dtype == torch.bfloat16 and compute.compile
+        if sharded:
+            early = (total * size + trained * 4) / ranks + gathered + trained * size
+        else:
+            early = total * size + trained * (4 if halves or size == 4 else 4 + size)
+        late, kept, grads = early, trained * 4 if accumulates else 0, trained * 4
+    elif args.optimizer_on_host and sharded:
         # without the embedding if resharded, with a buffer for its transfers and the head's
         freed = args.reshard_after_forward and not config.tie_word_embeddings
         early = total / ranks * size + gathered + (1 - freed) * embedding * size
@@ -87,7 +95,7 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
     # PowerSGD's errors, and two sets of matrices that are multiplied together
     errors = 4 * total / ranks + 8 * min(total / ranks, max(TOGETHER, embedding / ranks))
     errors = errors if args.psgd_rank else 0
-    rest = {"optimizer": errors + (passing if args.optimizer_on_host else total / ranks * 8)}
+    rest = {"optimizer": errors + (passing if args.optimizer_on_host else trained / ranks * 8)}
     moments = (
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},

@@ -79,8 +79,7 @@ def main() -> None:
     log.resolved(fsdp=sharded, parallelism=way)
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
-    lora = plan.lora
-    B, accum = args.micro_batch_size, args.grad_accum_steps
+    B, accum, lora = args.micro_batch_size, args.grad_accum_steps, compute.lora
     check_experts(args, config)
     for name in ("psgd_rank", "optimizer_on_host"):
         if getattr(args, name) and getattr(config, "num_experts_per_tok", None):

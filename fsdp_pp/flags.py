@@ -53,6 +53,7 @@ class FsdpPipeArgs:
             "copy_engines",
             "router_aux_loss",
             "router_bias_update",
+            "lora_rank",
         ),
         "it works with FSDP only: fsdp/launch_fsdp.sh",
     )

@@ -31,9 +31,10 @@ def prepare(
     """The clock and the checkpoints of a run, or None if it has nothing left to train; then do what
     it may have been killed before. copies: as in Checkpoints."""
     steps = plan.horizon.max_steps
-    flops = flops_of_slot(plan.source.config, plan.data.train.seq_len)
+    lora = plan.compute.lora
+    flops = flops_of_slot(plan.source.config, plan.data.train.seq_len, lora and lora.parameters)
     clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
-    adapters = plan.lora.facts() if plan.lora else None
+    adapters = lora.facts() if lora else None
     checkpoints = Checkpoints(args, world, log, clock, plan.identity, steps, copies, adapters)
     if checkpoints.first_step < steps:
         return clock, checkpoints

@@ -5,6 +5,7 @@ Every script makes the same decisions from the same flags, and prints each with 
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class Compute(NamedTuple):
     attn_impl: str
     compile: bool
     product: str = "looped"  # of experts, see model/experts.py
+    lora: Lora | None = None  # adapters: the model itself is frozen
 
 
 class Horizon(NamedTuple):
@@ -93,7 +95,6 @@ class Plan(NamedTuple):
     rows_of: Callable[[int], np.ndarray]  # step, from 0 -> its rows
     identity: dict  # name -> what the rows of a step depend on
     sample_tokens: int  # length of the sample answers at the end
-    lora: Lora | None = None  # adapters
 
 
 def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
@@ -131,6 +132,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
     lora = pick_lora(args, world, source, say)
+    compute = compute._replace(lora=lora)
     usual = usual_lr(bool(source.weights), lora)
     horizon = pick_horizon(args, data_parallel, train, usual, earlier, say)
     rows_of = pick_order(args, horizon, train, say)
@@ -145,7 +147,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
         **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
-    return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens, lora)
+    return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
 
 
 def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
@@ -286,6 +288,8 @@ def pick_lora(args: Args, world: World, source: Source, say: Callable) -> Lora |
     """The adapters that the flags ask for, if this script has such flags."""
     if not getattr(args, "lora_rank", 0):
         return None
+    if args.export != "none" and not importlib.util.find_spec("peft"):
+        raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
     how = args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
     base = from_rank0(world, lambda: identity_of(*how))
     lora = choose_lora(args, source.config, base)

@@ -39,7 +39,8 @@ class PipeArgs:
     )
 
     REFUSED: ClassVar = {
-        "optimizer_on_host": "DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"
+        "optimizer_on_host": "DeepSpeed's pipeline has no exact optimizer on the host; use FSDP",
+        "lora_rank": "only fsdp/train_fsdp.py trains adapters",
     }
 
     @staticmethod

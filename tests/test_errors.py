@@ -216,6 +216,9 @@ CASES += [
         "--length_warmup 2 is longer than the run's 1 steps of 1 rows: give at most 1",
     ),
     ("fsdp", ["--replicas", "3"], "--replicas 3 does not divide 1, the processes"),
+    ("pp", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
+    ("zero", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
+    ("fsdp_pp", ["--lora_rank", "4"], "--lora_rank: it works with FSDP only"),
     ("pp", ["--optimizer_on_host"], "DeepSpeed's pipeline has no exact optimizer on the host"),
     ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1.0: must not be negative"),
     ("pp", ["--device_memory_gb", "30"], "--device_memory_gb limits GPU memory"),
@@ -313,6 +316,7 @@ CASES += [
     ("fsdp", ["--router_bias_update", "nan"], "--router_bias_update nan"),
     ("fsdp", [*QWEN, "--router_bias_update", "0.1"], "qwen3_moe has no bias for its experts"),
     ("fsdp", [*DEEPSEEK, "--router_aux_loss", "0.1"], "deepseek_v3 balances its load by"),
+    ("fsdp", [*QWEN, "--lora_rank", "4"], "--lora_rank does not work with a mixture of experts"),
     ("fsdp", [*QWEN, "--optimizer_on_host"], "--optimizer_on_host does not work with a mixture"),
     ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "it works with FSDP only"),
 ]

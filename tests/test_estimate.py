@@ -24,6 +24,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import Cost, param_count
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts
+from llm_demo.model.lora import apply_lora
 from llm_demo.model.source import load_config
 from llm_demo.model.weights import allocate, materialise
 from pp import estimate as pipeline
@@ -242,12 +243,14 @@ def deep(**more):
     return latent(**{**sizes, **more})
 
 
-def really_kept(config, impl, dtype, block, documents_of=128, compiled=False):
+def really_kept(config, impl, dtype, block, documents_of=128, compiled=False, lora=None):
     """Bytes per token that a forward of a block keeps, in memory."""
     cpu, rows, product = torch.device("cpu"), 4, "grouped" if compiled else "looped"
     torch.manual_seed(0)
     lm = skeleton(copy.deepcopy(config), impl, product=product)
     Routers(blocks_with_experts(lm))
+    if lora:
+        apply_lora(lm, lora, dtype)
     allocate(lm, cpu)
     with torch.no_grad():
         for p in lm.parameters():

@@ -4,20 +4,26 @@ in one process; and the files of checkpoints and exports."""
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import test_parity as parity
 import torch
 from conftest import ROOT, run, torchrun
 from peft import LoraConfig, PeftModel, get_peft_model
+from test_estimate import mixed, really_kept
 from test_parity import assert_equal, plain_loop, train
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.checkpoints import tensors
+from fsdp import estimate
 from llm_demo.data.packs import load_packs
+from llm_demo.model import memory
+from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.decoder import Blocks
-from llm_demo.model.lora import Factor, Lora, LoraLinear
+from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora
+from llm_demo.model.source import load_config
 
 RANK, ALPHA = 4, 32
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
@@ -273,3 +279,63 @@ def test_bad_input(case, work, tmp_path):
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
     assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
     assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------- memory and FLOPs
+
+
+def lora_of(config, targets="all-linear", rank=16):
+    args = SimpleNamespace(lora_rank=rank, lora_alpha=32.0, lora_dropout=0.0, lora_targets=targets)
+    return choose_lora(args, config, {})
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,down_proj"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_with_adapters_keep_what_real_ones_keep(dtype, targets):
+    config = mixed(mlp_only_layers=[0, 1, 2])
+    lora = Lora(64, 32.0, 0.0, lora_of(parity.MODELS["tied"], targets).targets, 0, {})
+    real = really_kept(config, "sdpa", dtype, 1, lora=lora)
+    compute = SimpleNamespace(dtype=dtype, attn_impl="sdpa", lora=lora)
+    found = memory._saved_uncompiled(config, compute, SimpleNamespace(seq_len=128, single=True))
+    assert found[1] == pytest.approx(real, rel=0.02)
+
+
+def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps():
+    config, lora = mixed(), Lora(64, 32.0, 0.0, lora_of(parity.MODELS["tied"]).targets, 0, {})
+    real = really_kept(config, "sdpa", torch.bfloat16, 0, compiled=True, lora=lora)
+    args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
+    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True, lora=lora)
+    found = memory.saved_bytes(args, config, compute, SimpleNamespace(single=True))
+    assert found[0] == pytest.approx(real, rel=0.1)
+
+
+def test_a_frozen_8b_takes_two_bytes_a_weight():
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    lora = lora_of(config)
+    d, inner, kv = 4096, 12288, 1024  # by hand: q, k, v, o; gate, up, down
+    widths = [2 * d, d + kv, d + kv, 2 * d, d + inner, d + inner, d + inner]
+    assert lora.parameters == 36 * 16 * sum(widths) == 43_646_976
+    train = SimpleNamespace(seq_len=1024, single=True)
+    args = SimpleNamespace(
+        micro_batch_size=4, grad_accum_steps=1, blocks_per_unit=0, psgd_rank=0,
+        use_activation_checkpointing=True, activation_memory_budget=1.0,
+        reshard_after_forward=False, optimizer_on_host=False,
+    )  # fmt: skip
+    compute = SimpleNamespace(dtype=torch.bfloat16, compile=True, attn_impl="varlen", lora=lora)
+    (parts,) = estimate.of_fsdp(args, config, compute, train, 1, False)
+    total, own = 8_190_427_136, lora.parameters  # without norms
+    assert parts["weights"] == pytest.approx((2 * total + 4 * own) / 2**30, rel=1e-6)
+    assert parts["optimizer"] == pytest.approx(8 * own / 2**30)
+    assert parts["loss"] == pytest.approx(4096 * 151_936 * 2 / 2**30)  # only the logits
+    assert sum(parts.values()) < 22
+    shards = estimate.of_fsdp(args, config, compute, train, 2, True)
+    gathered = 2 * total + 2 * own
+    assert shards[0]["weights"] == pytest.approx((total + 2 * own + gathered) / 2**30, rel=1e-6)
+
+
+def test_flops_leave_out_the_gradients_of_frozen_weights():
+    config = load_config(ROOT / "models/qwen3-8b", 1024)
+    weights = 8_190_427_136 - 151_936 * 4096  # the embedding is no product
+    attention = 36 * 12 * 32 * 128 * 1024
+    assert flops_of_slot(config, 1024) == 6 * weights + attention
+    assert flops_of_slot(config, 1024, 1000) == 4 * weights + attention + 6000

@@ -82,6 +82,27 @@ def test_full_logits_never_exist(monkeypatch):
     assert max(sizes) <= max(4 * V, V * D) < 30 * V
 
 
+@pytest.mark.parametrize("rows", [1000, 7])
+def test_a_frozen_head_gets_no_gradient_and_takes_no_memory(rows, monkeypatch):
+    monkeypatch.setattr(loss, "CHUNK_ROWS", rows)
+    hidden, weight, labels = case(17, torch.float32)
+    index = label_positions(labels)
+    (expected,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, *index) / 3, hidden)
+    shapes = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            shapes.extend(t.shape for t in [out] if isinstance(t, torch.Tensor))
+            return out
+
+    frozen = weight.detach()
+    with Watch():
+        (found,) = torch.autograd.grad(cross_entropy_sum(hidden, frozen, *index) / 3, hidden)
+    assert torch.equal(found, expected)
+    assert weight.shape not in shapes
+
+
 def test_no_gradient_work_without_gradients():
     hidden, weight, labels = case(17, torch.float32)
     with torch.no_grad():

@@ -98,7 +98,8 @@ def fill(wheels):
         for file in dist.files:
             if ".." not in file.parts and "__pycache__" not in file.parts:
                 z.write(file.locate(), file)
-    for name in ("transformers", "datasets", "accelerate", "matplotlib", "numpy", "psutil"):
+    names = ("transformers", "datasets", "accelerate", "peft", "matplotlib", "numpy", "psutil")
+    for name in names:
         make_wheel(wheels, name, PINS[name], ["torch>=2.8"] if name == "accelerate" else [])
     # DeepSpeed comes as source, and looks for torch while it is built.
     about = f"name='deepspeed', version='{PINS['deepspeed']}'"

@@ -17,5 +17,6 @@ class ZeroArgs:
     )
 
     REFUSED: ClassVar = {
-        "optimizer_on_host": "use --deepspeed_config zero/ds_zero2_offload.json, or FSDP"
+        "optimizer_on_host": "use --deepspeed_config zero/ds_zero2_offload.json, or FSDP",
+        "lora_rank": "only fsdp/train_fsdp.py trains adapters",
     }

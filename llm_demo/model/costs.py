@@ -56,9 +56,14 @@ def head_cost(config) -> Cost:
     return Cost(weights, weights, 6 * weights)
 
 
-def flops_of_slot(config, seq_len: int) -> float:
-    """Training FLOPs of one token slot through the whole model, the basis of MFU."""
-    return sum(block.flops for block in block_costs(config, seq_len)) + head_cost(config).flops
+def flops_of_slot(config, seq_len: int, adapters: int | None = None) -> float:
+    """Training FLOPs of one token slot through the whole model, the basis of MFU. adapters: their
+    parameters if the model is frozen, whose weights then have no gradients: 4 per active weight."""
+    parts = [*block_costs(config, seq_len), head_cost(config)]
+    flops = sum(part.flops for part in parts)
+    if adapters is None:
+        return flops
+    return flops - 2 * sum(part.active for part in parts) + 6 * adapters
 
 
 def parameters_of(config) -> int:

@@ -18,6 +18,7 @@ from llm_demo.model.attention_choice import why_not
 from llm_demo.model.costs import has_experts, head_size, latent
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
+from llm_demo.model.lora import apply_lora
 from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE
 
 GB = 2**30
@@ -54,6 +55,8 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     """Bytes per token that each block keeps without checkpointing."""
     if not compute.compile:
         return _saved_uncompiled(config, compute, train)
+    lora = getattr(compute, "lora", None)
+    more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
     size = torch.finfo(compute.dtype).bits // 8
     d, shape = config.hidden_size, heads_of(config)
     # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention
@@ -70,7 +73,7 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
             # the router's input and probabilities in fp32, the choices in three orders, the weights
             kept += 4 * d + 4 * config.num_local_experts + k * (3 * 8 + 4)
         else:
-            kept = (4 * d + attention + 3 * config.intermediate_size) * size
+            kept = (4 * d + attention + 3 * config.intermediate_size + more) * size
         saved.append(kept * args.activation_memory_budget)
     return saved
 
@@ -131,7 +134,10 @@ ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_expert
 def _saved_uncompiled(config, compute, train) -> list[float]:
     """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
     config = copy.deepcopy(config)  # in which the model notes its kernels
-    model = skeleton(config, "counted", product="counted").model
+    lm = skeleton(config, "counted", product="counted")
+    if lora := getattr(compute, "lora", None):
+        apply_lora(lm, lora, compute.dtype)
+    model = lm.model
     if with_experts := blocks_with_experts(model):
         Routers(with_experts)
     moved = "varlen" if _pads(compute) else "sdpa"
@@ -206,6 +212,8 @@ def loss_bytes(args, config, compute, train) -> float:
     logits = rows * config.vocab_size * size
     # in place if compiled or in fp32, else beside an fp32 copy
     copied = 0 if compute.compile or size == 4 else rows * config.vocab_size * 4
+    if getattr(compute, "lora", None):  # the head has no gradient
+        return logits + copied
     if tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
         return weight * 4 + max(logits + copied, weight * size)
     return logits + max(copied, weight * size + min(HEAD_SLICE, weight) * 4)

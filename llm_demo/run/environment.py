@@ -17,7 +17,7 @@ from llm_demo.files import ROOT, write_json
 def environment(world: World) -> dict:
     """Versions, hardware and revision of this run."""
     versions = {"python": platform.python_version()}
-    core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "numpy")
+    core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy")
     for package in (*core, "flash_attn"):
         try:
             versions[package] = version(package)
