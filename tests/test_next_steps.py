@@ -53,6 +53,14 @@ def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
     assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
 
 
+def test_adapters_are_merged_to_be_evaluated(folder):
+    found = said(folder, lora_rank=4)
+    merge = export.make_parser().parse_args(words(found["merge"]))
+    assert merge.merge and not export.make_parser().parse_args(words(found["export"])).merge
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert args.models[-1] == str(merge.out) == "my run/merged"
+
+
 def test_commands_are_quoted_and_parse(folder):
     found = said(folder)
     args = export.make_parser().parse_args(words(found["export"]))

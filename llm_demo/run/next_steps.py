@@ -20,6 +20,9 @@ def next_steps(folder: Path, args: Args, steps: int) -> list[str]:
         exported = folder / "hf"
         if not exported.exists():
             lines.append(("export", module("export", shown(folder), shown(exported))))
+        if getattr(args, "lora_rank", 0):  # hf/ holds adapters
+            exported = folder / "merged"
+            lines.append(("merge", module("export", shown(folder), shown(exported), "--merge")))
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
