@@ -38,7 +38,7 @@ FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
 FILES_OF_A_CHECKPOINT = {"trainer.json", "manifest.json"}
-OTHER_FILES = {"profile.txt", "meta.json", "adapter_config.json"}  # of a profile, a cache, an export
+OTHER_FILES = {"profile.txt", "meta.json", "adapter_config.json"}  # of profiles, caches, exports
 A_USERS_OWN = {
     "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
     "gsm8k/train.jsonl", "gsm8k/test.jsonl",
