@@ -135,6 +135,16 @@ PRESETS = {
     + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
     # 12 of the 48 blocks of Qwen3-30B-A3B
     "moe": _MOE,
+    # adapters beside TRL with PEFT's, where a card has little memory
+    "lora": [
+        {"engine": engine, "micro": 4, "ckpt": True, "model": model, "gpus": gpus, "steps": 12,
+         "flags": flags}
+        for model, gpus, flags in (
+            (LARGE, 1, "--lora_rank 16 --device_memory_gb 22"),
+            ("models/qwen3-32b", 2, f"--lora_rank 16 {RESHARD} --device_memory_gb 46"),
+        )
+        for engine in ("fsdp", "trl")
+    ],
     # all ways in one run, for each link
     "ways": _ways(),
     "ways_no_p2p": _ways(_NO_P2P, 10),

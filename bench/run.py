@@ -19,14 +19,15 @@ from pathlib import Path
 import numpy as np
 
 from bench import store
-from bench.peers import torchtitan
+from bench.peers import torchtitan, trl
 from bench.presets import DEFAULTS, PRESETS, name_of
 from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT, write_text
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
-ENGINES = [*LAUNCHERS, "torchtitan"]
+PEERS = {"torchtitan": torchtitan, "trl": trl}
+ENGINES = [*LAUNCHERS, *PEERS]
 
 
 def main() -> int:
@@ -109,17 +110,17 @@ def grid(args) -> dict[str, dict]:
 
 def measure(row: dict, timeout: float) -> dict:
     """Run a row. Returns its status ("ok", "out of memory" or "failed"), command and figures."""
-    peer = row["engine"] == "torchtitan"
-    if peer and not torchtitan.installed():
-        return {"status": "failed", "error": "torchtitan is not installed", "command": ""}
+    peer = PEERS.get(row["engine"])
+    if peer and not peer.installed():
+        return {"status": "failed", "error": f"{row['engine']} is not installed", "command": ""}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
-        command = torchtitan.command_of(row) if peer else command_of(row, out)
+        command = peer.command_of(row) if peer else command_of(row, out)
         code, text = run_command(command, environment_of(row), timeout)
         files = () if code or peer else ("summary", "env", "config")
         figures = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
         if peer and not code:
-            figures = torchtitan.read(row, text)
+            figures = peer.read(row, text)
     outcome = {"status": "ok", **figures} if figures else failure(code, text)
     result = json.dumps({"command": " ".join(command), **outcome})
     # paths of this machine mean nothing elsewhere
@@ -160,8 +161,8 @@ def environment_of(row: dict) -> dict:
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
-    if row["engine"] == "torchtitan":
-        env[torchtitan.ROW] = json.dumps(row)
+    if peer := PEERS.get(row["engine"]):
+        env[peer.ROW] = json.dumps(row)
     return env
 
 

@@ -1,6 +1,7 @@
 """The benchmark command: rows that succeed or fail, --resume, result files, tables, pictures."""
 
 import functools
+import json
 import os
 import re
 import resource
@@ -299,6 +300,21 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     assert result["summary"]["reserved_mem_gb"] == [20.4]
     assert result["summary"]["median_slots_per_s"] == 2000
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
+
+
+def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
+    from bench.peers import trl
+
+    figures = {"step_ms": [900, 90, 40, 50, 60], "peak_mem_gb": [3.0, 2.0], "env": {"cuda": None}}
+    said = f"trl figures: {json.dumps(figures)}\n"
+    monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
+    row = {**bench.DEFAULTS, "engine": "trl", "gpus": 2, "micro": 4, "flags": "--lora_rank 8"}
+    result = bench.measure(row, 9)
+    assert result["status"] == "ok" and "-m bench.peers.trl" in result["command"]
+    assert result["summary"]["median_step_ms"] == 50
+    assert result["summary"]["median_slots_per_s"] == 2 * 4 * 1024 / 0.05
+    assert trl.flag(row, "lora_rank", 16) == 8 and trl.flag(row, "device_memory_gb", 0) == 0
 
 
 def test_the_pictures_are_of_the_results():

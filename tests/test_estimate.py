@@ -14,6 +14,7 @@ from test_attention import latent
 from transformers import Qwen3MoeConfig
 
 from bench.presets import name_of
+from bench.run import PEERS
 from fsdp import estimate as fsdp
 from fsdp_pp import estimate as fsdp_pp
 from llm_demo.data.batch import position_ids
@@ -24,7 +25,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import Cost, param_count
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts
-from llm_demo.model.lora import apply_lora
+from llm_demo.model.lora import apply_lora, choose_lora
 from llm_demo.model.source import load_config
 from llm_demo.model.weights import allocate, materialise
 from pp import estimate as pipeline
@@ -38,13 +39,16 @@ BEFORE = {"optimizer_on_host": False, "psgd_rank": 0}
 DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
 
 
-def expected(row, config):
-    args = SimpleNamespace(**{**BEFORE, "data_parallel": config.get("replicas"), **config})
+def expected(row, config_of_run):
+    before = {**BEFORE, "data_parallel": config_of_run.get("replicas")}
+    args = SimpleNamespace(**{**before, **config_of_run})
     lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
     config = load_config(ROOT / row["model"], args.seq_len)
     compute = SimpleNamespace(
         compile=args.compile, dtype=DTYPES[args.dtype], attn_impl=args.attn_impl
     )
+    if config_of_run.get("lora_rank"):
+        compute.lora = choose_lora(args, config, {})
     train = SimpleNamespace(
         seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths])
     )
@@ -70,7 +74,7 @@ def earlier_loss_bytes(args, config, compute, train):
 
 @pytest.mark.parametrize("result", MEASURED, ids=lambda result: name_of(result["row"]))
 def test_within_a_tenth_of_what_was_measured(result, monkeypatch):
-    if result["status"] != "ok" or result["row"]["engine"] == "torchtitan":
+    if result["status"] != "ok" or result["row"]["engine"] in PEERS:
         pytest.skip("no run of ours")
     measured, config = result["summary"]["peak_mem_gb"], result["config"]
     if "device_memory_gb" not in config:
