@@ -36,6 +36,10 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    expert_parallel: int = flag(
+        1,
+        "Number of ranks over which each block's experts are spread.",
+    )
     router_bias_update: float = flag(
         0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
     )

@@ -29,6 +29,8 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
+from llm_demo.model.experts import blocks_with_experts
+from llm_demo.model.experts_spread import spread
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
@@ -42,7 +44,7 @@ from llm_demo.optim import (
 from llm_demo.parallel import copy_engines
 from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import REPLICA, SHARD, make_mesh
+from llm_demo.parallel.mesh import REPLICA, SHARD, make_expert_mesh, make_mesh
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
@@ -100,6 +102,11 @@ def main() -> None:
     # model: sharded before it has weights, so that no process makes or reads more than its share
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
+    experts_mesh = None
+    if args.expert_parallel > 1:
+        experts_mesh = make_expert_mesh(world, args.expert_parallel)
+        for block in blocks_with_experts(lm):
+            spread(block.mlp.experts, experts_mesh)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
     with loading(weights, n_shards):
@@ -115,7 +122,8 @@ def main() -> None:
                 p.data = p.data.to(compute.dtype)
         tied = config.tie_word_embeddings
         if sharded:
-            shard(model, tied, compute.dtype, args.reshard_after_forward, mesh, slim=on_host)
+            how = compute.dtype, args.reshard_after_forward
+            shard(model, tied, *how, mesh, experts_mesh and experts_mesh[SHARD], slim=on_host)
         if on_host:
             log.say(once_per_node(world, lambda: prepare_host(model, world)))
         allocate(model, world.device)
@@ -234,13 +242,14 @@ def main() -> None:
 
 
 def shard(
-    model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh, slim: bool
+    model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh, spread, slim: bool
 ) -> None:
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
+    spread: the mesh of the ranks with the same experts, or None.
     slim: if resharding, free the embedding after the forward too."""
     policy = precision(dtype)
-    shard_units(model, dtype, mesh, reshard)
+    shard_units(model, dtype, mesh, reshard, spread)
     if reshard and slim and not tied:  # the backward does not need the embedding's weight
         how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)

@@ -29,13 +29,17 @@ MODELS = {
         qk_nope_head_dim=8, v_head_dim=16, tie_word_embeddings=False, **SIZES,
     ),
 }  # fmt: skip
+RESHARD = ["--reshard_after_forward"]
 ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (4, 1)]),
-    "reshard": ("fsdp", 2, ["--reshard_after_forward"], [(4, 1), (2, 2)]),
+    "spread": ("fsdp", 2, ["--expert_parallel", "2"], [(1, 4), (4, 1)]),
+    "spread_by_2": ("fsdp", 4, ["--expert_parallel", "2"], [(2, 1), (1, 2)]),
+    "spread_by_4": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4"], [(1, 2), (2, 1)]),
+    "reshard": ("fsdp", 2, RESHARD, [(4, 1), (2, 2)]),
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (1, 8)]),
     "twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4), (1, 4)]),
-    "gathered_again": ("fsdp_pp", 4, ["--reshard_after_forward"], [(1, 4), (2, 2)]),
+    "gathered_again": ("fsdp_pp", 4, RESHARD, [(1, 4), (2, 2)]),
     "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
 }
 
