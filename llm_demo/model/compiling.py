@@ -37,6 +37,8 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     memory_budget: see --activation_memory_budget."""
     # one entry per unit size, with and without gradients, in train and eval mode
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    # the number of a rank's rows (experts.py) is read from the device inside the graph
+    torch._dynamo.config.capture_scalar_outputs = True
     torch._functorch.config.activation_memory_budget = memory_budget
     # dynamic=False: evaluation with another batch size must not make training shapes symbolic
     module.forward = torch.compile(module.forward, dynamic=False)

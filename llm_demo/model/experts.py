@@ -5,7 +5,6 @@ backward is a gather too: no scatter-add, so results are the same bits each time
 are applied before the last product, in fp32, and its experts' results are summed in fp32."""
 
 import functools
-import os
 import types
 
 import torch
@@ -13,11 +12,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-
-EXACT = not os.environ.get("LLM_DEMO_STATIC")
-if EXACT:
-    torch._dynamo.config.capture_scalar_outputs = True
 
 
 class Routers(nn.Module):
@@ -171,13 +165,11 @@ def sorted_experts(product, self, hidden, index, weights):
     inverse = torch.empty_like(order).scatter_(0, order, places)  # each index once
     ends = _ends(ordered, n)
     here = None
-    if n < self.num_experts:  # the others' rows come last
-        here = inverse < ends[-1]
-        if EXACT:
-            rows = ends[-1].clamp(min=1).item()
-            torch._check(rows >= 1)
-            torch._check(rows <= len(order))
-            order, inverse = order[:rows], inverse.where(here, 0)
+    if n < self.num_experts:  # the others' rows come last, and are cut off
+        here, rows = inverse < ends[-1], ends[-1].clamp(min=1).item()
+        torch._check(1 <= rows)  # for the compiler
+        torch._check(rows <= len(order))
+        order, inverse = order[:rows], inverse.where(here, 0)
     x = _Rearrange.apply(hidden, order, inverse, here, k, True)
     gate, up = product(x, self.gate_up_proj.mT, ends).chunk(2, -1)
     of_rows = _Rearrange.apply(weights.reshape(-1, 1), order, inverse, here, 1, True)
