@@ -73,16 +73,3 @@ class FsdpArgs:
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
             )
-
-
-def check_experts(args, config) -> None:
-    """Raise UserError for flags that this model has no use for. config: from transformers."""
-    name = config.model_type
-    if not getattr(config, "num_experts_per_tok", None):
-        for flag_name in ("freeze_router", "router_bias_update", "router_aux_loss"):
-            if getattr(args, flag_name, None):
-                raise UserError(f"--{flag_name}: this model has no experts")
-    elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
-        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
-    elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
-        raise UserError(f"--router_bias_update: {name} has no bias for its experts")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp import estimate
-from fsdp.flags import ExpertArgs, FsdpArgs, check_experts
+from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
 from fsdp.sharding import accumulate, precision, shard_units, sum_over_ranks
@@ -31,6 +31,7 @@ from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
 from llm_demo.model.experts import blocks_with_experts
 from llm_demo.model.experts_spread import spread
+from llm_demo.model.source import check_experts, is_mixture
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
@@ -83,7 +84,7 @@ def main() -> None:
     B, accum = args.micro_batch_size, args.grad_accum_steps
     check_experts(args, config)
     for name in ("psgd_rank", "optimizer_on_host"):
-        if getattr(args, name) and getattr(config, "num_experts_per_tok", None):
+        if getattr(args, name) and is_mixture(config):
             raise UserError(f"--{name} does not work with a mixture of experts")
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")

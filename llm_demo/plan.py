@@ -28,6 +28,7 @@ from llm_demo.model.costs import active_of, parameters_of
 from llm_demo.model.experts_choice import choose_product
 from llm_demo.model.source import (
     find_model,
+    is_mixture,
     load_config,
     load_tokenizer,
     position_limit,
@@ -253,7 +254,7 @@ def pick_compute(
     if args.activation_memory_budget < 1 and not compiled:
         raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
     product = "looped"
-    if getattr(config, "num_experts_per_tok", None):
+    if is_mixture(config):
         if args.activation_memory_budget < 1:
             raise UserError(
                 "--activation_memory_budget may choose other experts in the backward: use "

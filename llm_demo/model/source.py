@@ -62,7 +62,7 @@ def load_config(folder: Path, max_len: int):
         raise UserError(
             f"{folder}: its weights are quantized (quantization_config): give a copy in bf16"
         )
-    if config.model_type in EXPERTS and (problem := problem_of_experts(config)):
+    if is_mixture(config) and (problem := problem_of_experts(config)):
         raise UserError(f"{folder}/config.json: {problem}")
     if rope_type(config) == "longrope":
         try:
@@ -103,13 +103,31 @@ def problem_of_experts(config) -> str | None:
     return None
 
 
+def is_mixture(config) -> bool:
+    """Whether the model is a mixture of experts."""
+    return config.model_type in EXPERTS
+
+
 def refuse_experts(config, script: str) -> None:
     """Raise UserError if the model has experts. script: what can't train them."""
-    if config.model_type in EXPERTS:
+    if is_mixture(config):
         raise UserError(
             f"{config.model_type}: {script} does not train models with experts; "
             "fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py do"
         )
+
+
+def check_experts(args, config) -> None:
+    """Raise UserError for flags that this model has no use for."""
+    name = config.model_type
+    if not is_mixture(config):
+        for flag_name in ("freeze_router", "router_bias_update", "router_aux_loss"):
+            if getattr(args, flag_name, None):
+                raise UserError(f"--{flag_name}: this model has no experts")
+    elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
+        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
+    elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
+        raise UserError(f"--router_bias_update: {name} has no bias for its experts")
 
 
 def position_limit(config) -> int | None:
