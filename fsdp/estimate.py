@@ -72,6 +72,8 @@ def of_fsdp(
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
+    if spread > 1:  # an estimate: all ranks' tokens, their sums, and the gradients of both
+        activations += 4 * spread * tokens * config.hidden_size * size
     gathered = (ends + 2 * unit if args.reshard_after_forward else whole) * size
     if args.optimizer_on_host and sharded:
         # without the embedding if resharded, with a buffer for its transfers and the head's

@@ -36,9 +36,10 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
-    expert_parallel: int = flag(
-        1,
-        "Number of ranks over which each block's experts are spread.",
+    expert_parallel: int | None = flag(
+        None,
+        "Ranks over which each block's experts are spread. Default: the fewest that fit.",
+        at_least=1,
     )
     router_bias_update: float = flag(
         0.0, "Step by which DeepSeek's expert bias follows the load after each step. 0: it stays."
@@ -62,6 +63,10 @@ class FsdpArgs:
             raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
         if args.replicas != "1" and args.fsdp is False:
             raise UserError("--replicas needs FSDP: drop --no_fsdp")
+        if (args.expert_parallel or 1) > 1 and args.fsdp is False:
+            raise UserError("--expert_parallel needs FSDP: drop --no_fsdp")
+        if (args.expert_parallel or 1) > 1 and args.replicas != "1":
+            raise UserError("--expert_parallel does not work with --replicas")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_rank and args.optimizer_on_host:

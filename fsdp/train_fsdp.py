@@ -22,15 +22,14 @@ from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, real_tokens, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
-from llm_demo.dist import once_per_node, run, start
+from llm_demo.dist import from_rank0, once_per_node, run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
-from llm_demo.model.experts import blocks_with_experts
-from llm_demo.model.experts_spread import spread
+from llm_demo.model.experts_spread import keep_part
 from llm_demo.model.source import check_experts, is_mixture
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
@@ -86,12 +85,15 @@ def main() -> None:
     for name in ("psgd_rank", "optimizer_on_host"):
         if getattr(args, name) and is_mixture(config):
             raise UserError(f"--{name} does not work with a mixture of experts")
+    spread = choose_spread(args, config, compute, data.train, world, log)
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
         raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
     if args.estimate:
-        log.say(estimate.table(args, config, compute, data.train, n_shards, sharded, replicas))
+        log.say(
+            estimate.table(args, config, compute, data.train, n_shards, sharded, replicas, spread)
+        )
         return
     if replicas > 1:
         estimate.refuse_replicas(args, config, compute, data.train, n_shards, replicas)
@@ -103,11 +105,10 @@ def main() -> None:
     # model: sharded before it has weights, so that no process makes or reads more than its share
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
-    experts_mesh = None
-    if args.expert_parallel > 1:
-        experts_mesh = make_expert_mesh(world, args.expert_parallel)
-        for block in blocks_with_experts(lm):
-            spread(block.mlp.experts, experts_mesh)
+    of_experts = None
+    if spread > 1:
+        of_experts = make_expert_mesh(world, spread)
+        keep_part(lm, of_experts)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_params, n_shards, log.say, flat)
     with loading(weights, n_shards):
@@ -124,7 +125,7 @@ def main() -> None:
         tied = config.tie_word_embeddings
         if sharded:
             how = compute.dtype, args.reshard_after_forward
-            shard(model, tied, *how, mesh, experts_mesh and experts_mesh[SHARD], slim=on_host)
+            shard(model, tied, *how, mesh, of_experts and of_experts[SHARD], slim=on_host)
         if on_host:
             log.say(once_per_node(world, lambda: prepare_host(model, world)))
         allocate(model, world.device)
@@ -240,6 +241,25 @@ def main() -> None:
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
     train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)
+
+
+def choose_spread(args, config, compute, train, world, log: Log) -> int:
+    """Over how many ranks each block's experts are spread. Logs the reason. Raises UserError."""
+    if not is_mixture(config) or world.size == 1 and not args.expert_parallel:
+        return 1
+    asked, experts = args.expert_parallel, config.num_local_experts
+    for count, what in ((world.size, "processes"), (experts, "experts")):
+        if asked and count % asked:
+            raise UserError(f"--expert_parallel {asked} does not divide {count}, the {what}")
+    n, why = asked, "as requested"
+    if not asked and args.replicas != "1":
+        n, why = 1, "because of --replicas"
+    elif not asked:
+        how = args, config, compute, train, world
+        n, why = from_rank0(world, lambda: estimate.choose_spread(*how))
+    log.say(f"experts: spread over {n} rank{'s' * (n > 1)} ({why})")
+    log.resolved(expert_parallel=n)
+    return n
 
 
 def shard(

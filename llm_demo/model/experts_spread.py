@@ -11,25 +11,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llm_demo.model.experts import PRODUCTS, sorted_experts
+from llm_demo.model.experts import PRODUCTS, blocks_with_experts, sorted_experts
 
 GROUPS = {}  # by name: what the compiler sees
 
 
-def spread(experts: nn.Module, grid: DeviceMesh) -> None:
-    """Leave this rank's part of the experts, on the meta device, to a Hugging Face module. grid:
-    parts of the experts x shards of such a part, over all ranks."""
+def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
+    """Leave this rank's part of each block's experts to a model on the meta device. grid: parts of
+    the experts x shards of such a part, over all ranks."""
     group = grid.get_group(0)
-    n = experts.num_experts // group.size()
-    experts.grid, experts.first = grid, group.rank() * n
-    experts.spread_over = group.group_name, group.size()
     GROUPS[group.group_name] = group
-    product = experts.config._experts_implementation.removeprefix("sorted_")
-    experts.config._experts_implementation = f"spread_{product.removeprefix('spread_')}"
-    for name, p in experts.named_parameters(recurse=False):
-        setattr(experts, name, nn.Parameter(p[experts.first :][:n].clone(), p.requires_grad))
+    config = model.config
+    config._experts_implementation = config._experts_implementation.replace("sorted", "spread")
+    for experts in (block.mlp.experts for block in blocks_with_experts(model)):
+        n = experts.num_experts // group.size()
+        experts.grid, experts.first = grid, group.rank() * n
+        experts.spread_over = group.group_name, group.size()
+        for name, p in experts.named_parameters(recurse=False):
+            setattr(experts, name, nn.Parameter(p[experts.first :][:n].clone()))
 
 
 def spread_experts(product, self, hidden, index, weights):

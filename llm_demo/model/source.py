@@ -133,7 +133,12 @@ def check_experts(args, config) -> None:
     """Raise UserError for flags that this model has no use for."""
     name = config.model_type
     if not is_mixture(config):
-        for flag_name in ("freeze_router", "router_bias_update", "router_aux_loss"):
+        for flag_name in (
+            "freeze_router",
+            "router_bias_update",
+            "router_aux_loss",
+            "expert_parallel",
+        ):
             if getattr(args, flag_name, None):
                 raise UserError(f"--{flag_name}: this model has no experts")
     elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
