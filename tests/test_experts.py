@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from llm_demo.dist import World
 from llm_demo.model import experts_choice
 from llm_demo.model.decoder import keep_choices
-from llm_demo.model.experts import PRODUCTS, Routers, looped_product
+from llm_demo.model.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
 from llm_demo.plan import pick_compute
 
@@ -96,6 +96,43 @@ def test_products_agree(dtype, bound):
         found.append(results(ours, x))
     close(found[0], found[1], bound)
     assert all(t.isfinite().all() for t in found[0])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("chosen", ["random", "none of the first part"])
+def test_parts_of_the_experts_add_up(chosen, backend):
+    """What each part adds, and its gradients; where no token chose any of a part's experts too,
+    though memory beyond the rows of a product holds NaN."""
+    torch._dynamo.config.capture_scalar_outputs = True
+
+    def product(rows, weight, ends):
+        after = torch.arange(len(rows))[:, None] >= ends[-1]
+        return looped_product(rows, weight, ends).masked_fill(after, torch.nan)
+
+    _, ours, _ = experts_of("qwen")
+    x, weights = torch.randn(30, D, dtype=torch.float64), torch.rand(30, K, dtype=torch.float64)
+    index = torch.stack([torch.randperm(E // 2)[:K] for _ in range(30)])
+    index += E // 2 if chosen != "random" else (torch.arange(30) % 2 * E // 2)[:, None]
+
+    def added_by(first, n):
+        """The results and gradients of x, the weights, and these experts."""
+        matrices = [
+            p[first : first + n].detach().requires_grad_() for p in ours.experts.parameters()
+        ]
+        part = SimpleNamespace(num_experts=E, act_fn=ours.experts.act_fn)
+        part.gate_up_proj, part.down_proj = matrices
+        leaves = [t.clone().requires_grad_() for t in (x, weights)]
+        here = (index - first).where((index >= first) & (index < first + n), n)
+        function = sorted_experts
+        if backend:
+            function = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+        y = function(product, part, leaves[0], here, leaves[1])
+        return [y, *torch.autograd.grad((y * x.cos()).sum(), [*leaves, *matrices])]
+
+    whole, parts = added_by(0, E), [added_by(first, E // 4) for first in range(0, E, E // 4)]
+    together = [sum(each) for each in list(zip(*parts, strict=True))[:3]]
+    together += [torch.cat(each) for each in list(zip(*parts, strict=True))[3:]]
+    close(together, whole, 1e-12)
 
 
 def test_the_same_bits_each_time():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 from llm_demo.data.packs import load_packs
 from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 
-STEPS = 3
+STEPS = 5
 SIZES = dict(
     vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
     num_attention_heads=4, max_position_embeddings=256, initializer_range=0.05,
@@ -116,14 +116,19 @@ def tensors_of(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "again, splits",
+    "spread, again, respread, splits",  # --expert_parallel of both runs
     [
-        (("fsdp", 2), ["2", "2"]),
-        pytest.param(("fsdp_pp", 2), ["2", "4"], marks=pytest.mark.slow),
-        pytest.param(("fsdp", 1), ["8", "1"], marks=pytest.mark.slow),
+        ("1", ("fsdp", 2), "1", ["2", "2"]),
+        ("2", ("fsdp", 2), "2", ["2", "2"]),
+        ("2", ("fsdp", 1), "1", ["8", "1"]),
+        pytest.param("1", ("fsdp", 4), "2", ["1", "2"], marks=pytest.mark.slow),
+        pytest.param("2", ("fsdp", 4), "4", ["2", "1"], marks=pytest.mark.slow),
+        pytest.param("1", ("fsdp_pp", 2), None, ["2", "4"], marks=pytest.mark.slow),
     ],
 )
-def test_resumes_with_deepseeks_bias_and_frozen_routers(again, splits, work, tmp_path):
+def test_resumes_with_deepseeks_bias_and_frozen_routers(
+    spread, again, respread, splits, work, tmp_path
+):
     flags = [
         "--model_name_or_path", work[0] / "deepseek", "--train_json", work[0] / "data.jsonl",
         "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
@@ -133,13 +138,15 @@ def test_resumes_with_deepseeks_bias_and_frozen_routers(again, splits, work, tmp
     updates = again[0] == "fsdp"  # fsdp_pp refuses it
     flags += ["--router_bias_update", "0.01"] * updates
     bits = again == ("fsdp", 2)
+    over = ["--expert_parallel"]
     flags += ["--dtype", "bf16" if bits else "fp32"]
     batch = "--micro_batch_size", "2", "--grad_accum_steps", "2"
-    whole = [*flags, *batch, "--output_dir", tmp_path / "whole"]
+    whole = [*flags, *batch, "--output_dir", tmp_path / "whole", *over, spread]
     middle = tmp_path / "whole/checkpoints/step_00000002"
     batch = "--micro_batch_size", splits[0], "--grad_accum_steps", splits[1]
     resumed = tmp_path / "resumed"
     rest = [*flags, *batch, "--output_dir", resumed, "--resume", middle]
+    rest += [*over, respread] if updates else []
     first = "fsdp", 2
     for how, runs in [(first, [whole, rest])] if bits else [(first, [whole]), (again, [rest])]:
         run_all(*how, runs, tmp_path)
