@@ -65,6 +65,7 @@ _MOE = [
     for row, engines in (
         ({"micro": 4, "flags": RESHARD}, ("fsdp",)),
         ({"micro": 4}, ("fsdp", "torchtitan")),
+        ({"micro": 4, "flags": "--expert_parallel 2"}, ("fsdp", "torchtitan")),
         ({"micro": 1, "ga": 8}, ("fsdp", "torchtitan")),
         ({"micro": 4, "data": "packed"}, ("fsdp",)),
     )

@@ -13,9 +13,25 @@ from llm_demo.parallel.lowrank import TOGETHER
 PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 
 
-def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int) -> str:
+def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
+    """(over how many ranks experts are spread, the reason): the fewest of a node's that fit."""
+    capacity = args.device_memory_gb or this_device().memory_gb
+    if not capacity:
+        return 1, "the memory of this device is not known"
+    ranks = range(1, min(world.local_size, world.size) + 1)
+    need, n_experts = {}, config.num_local_experts
+    for n in (n for n in ranks if world.size % n == world.local_size % n == n_experts % n == 0):
+        parts = of_fsdp(args, config, compute, train, world.size, True, n)
+        need[n] = max(sum(rank.values()) for rank in parts)
+        if need[n] < 0.95 * capacity:
+            return n, f"the fewest that fit: about {need[n]:.0f} of {capacity:.0f} GB"
+    n = min(need, key=need.get)
+    return n, f"takes least memory: about {need[n]:.0f} of {capacity:.0f} GB"
+
+
+def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int, spread=1) -> str:
     """What --estimate prints. ranks: of one replica."""
-    parts = of_fsdp(args, config, compute, train, ranks, sharded)
+    parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
     text = describe(parts * replicas, args.device_memory_gb)
     if args.optimizer_on_host:
         host = replicas * of_host(config, ranks)
@@ -42,17 +58,23 @@ def of_host(config, ranks: int) -> float:
     return 12 * parameters_of(config) / GB + ranks * PROCESS
 
 
-def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dict[str, float]]:
-    """GB (2**30 bytes) by part, one entry for each rank of a replica."""
-    blocks = [block.parameters for block in block_costs(config, 0)]
+def of_fsdp(
+    args, config, compute, train, ranks: int, sharded: bool, spread: int = 1
+) -> list[dict[str, float]]:
+    """GB (2**30 bytes) by part, one entry for each rank of a replica. spread: --expert_parallel."""
+    costs = block_costs(config, 0)
+    blocks = [block.parameters - block.routed * (1 - 1 / spread) for block in costs]
     embedding, n = head_cost(config).parameters, len(blocks)
     total, size = parameters_of(config), torch.finfo(compute.dtype).bits // 8
-    ends = total - sum(blocks)  # embedding and head, which may be one
+    ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
+    whole = ends + sum(blocks)  # what a rank has when everything is gathered
     unit = largest_unit(unit_sizes(config, n, args.blocks_per_unit), blocks)
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
-    gathered = (ends + 2 * unit if args.reshard_after_forward else total) * size
+    if spread > 1:  # an estimate: all ranks' tokens, their sums, and the gradients of both
+        activations += 4 * spread * tokens * config.hidden_size * size
+    gathered = (ends + 2 * unit if args.reshard_after_forward else whole) * size
     trained = total
     if lora := getattr(compute, "lora", None):  # what is frozen has no fp32 copy and no gradients
         trained, halves = lora.parameters, compute.dtype == torch.bfloat16 and compute.compile
@@ -76,7 +98,7 @@ def of_fsdp(args, config, compute, train, ranks: int, sharded: bool) -> list[dic
         early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size
         # between micro-batches gradients stay unsharded and in fp32
-        kept = total * 4 if accumulates else 0
+        kept = whole * 4 if accumulates else 0
         # gradient shards, and input and output of the embedding's reduction
         grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
     else:

@@ -46,6 +46,11 @@ class FsdpArgs:
     lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
+    expert_parallel: int | None = flag(
+        None,
+        "Ranks over which each block's experts are spread. Default: the fewest that fit.",
+        at_least=1,
+    )
     router_bias_update: float = flag(
         0.0, "Step by which DeepSeek's expert bias follows the load. 0: it stays."
     )
@@ -68,6 +73,10 @@ class FsdpArgs:
             raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
         if args.replicas != "1" and args.fsdp is False:
             raise UserError("--replicas needs FSDP: drop --no_fsdp")
+        if (args.expert_parallel or 1) > 1 and args.fsdp is False:
+            raise UserError("--expert_parallel needs FSDP: drop --no_fsdp")
+        if (args.expert_parallel or 1) > 1 and args.replicas != "1":
+            raise UserError("--expert_parallel does not work with --replicas")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_rank and args.optimizer_on_host:
@@ -85,16 +94,3 @@ class FsdpArgs:
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
             )
-
-
-def check_experts(args, config) -> None:
-    """Raise UserError for flags that this model has no use for. config: from transformers."""
-    name = config.model_type
-    if not getattr(config, "num_experts_per_tok", None):
-        for flag_name in ("freeze_router", "router_bias_update", "router_aux_loss"):
-            if getattr(args, flag_name, None):
-                raise UserError(f"--{flag_name}: this model has no experts")
-    elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
-        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
-    elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
-        raise UserError(f"--router_bias_update: {name} has no bias for its experts")

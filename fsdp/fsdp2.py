@@ -55,12 +55,13 @@ def reduce_traffic(
         scratch = Scratch(length, dtype, world.device)
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
-    # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node
-    # to node: less with more than two GPUs per node.
-    few = world.local_size <= 2 or world.local_size % group.size() == 0
     for unit in model.modules():
         if not isinstance(unit, FSDPModule) or isinstance(unit, Routers):  # which stay in fp32
             continue
+        ranks = getattr(unit, "group", group)
+        # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from
+        # node to node: less with more than two GPUs per node.
+        few = world.local_size <= 2 or world.local_size % ranks.size() == 0
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
         # Not embedding and head: shared memory stays allocated, and theirs is large for its use
@@ -69,7 +70,7 @@ def reduce_traffic(
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
             adds = sums.get(unit) if replicas == 1 else None
-            how = (dtype, group, compiles, by_engines, timed, adds, scratch)
+            how = (dtype, ranks, compiles, by_engines, timed, adds, scratch)
             unit.set_custom_reduce_scatter(SumInFp32(*how))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))

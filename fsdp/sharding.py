@@ -2,9 +2,12 @@
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from llm_demo.model.decoder import DecoderLoss
+from llm_demo.model.decoder import Blocks, DecoderLoss
+from llm_demo.model.experts import blocks_with_experts
 
 
 def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -15,16 +18,37 @@ def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-def shard_units(model: DecoderLoss, dtype: torch.dtype, mesh, reshard: bool) -> None:
+class WithExperts(nn.Module):
+    """A unit of blocks, already sharded: to FSDP2 the unit of their experts, which also stay where
+    they are. group: of the ranks with shards of these."""
+
+    def __init__(self, unit: Blocks, group: ProcessGroup):
+        super().__init__()
+        self.unit, self.group = unit, group
+        self.experts = nn.ModuleList(b.mlp.experts for b in blocks_with_experts(unit))
+
+    def forward(self, *inputs):
+        return self.unit(*inputs)
+
+
+def shard_units(
+    model: DecoderLoss, dtype: torch.dtype, mesh: DeviceMesh, reshard: bool, spread=None
+) -> None:
     """Shard each unit of blocks with FSDP2 over a mesh, and before them the routers, if there are
-    any: fp32 in every dtype, gathered together, before the first block."""
-    in_fp32 = set()
+    any: fp32 in every dtype, gathered together, before the first block. spread: the mesh of the
+    ranks with the same experts, if not all ranks have the same."""
+    routers, experts = set(), set()
     if model.routers:
         fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
-        in_fp32 = set(model.routers.parameters())
-    for unit in model.units:
-        how = {"mesh": mesh, "mp_policy": precision(dtype), "ignored_params": in_fp32}
-        fully_shard(unit, **how, reshard_after_forward=reshard)
+        routers = set(model.routers.parameters())
+    if spread:
+        experts = {p for b in blocks_with_experts(model) for p in b.mlp.experts.parameters()}
+    how = {"mp_policy": precision(dtype), "reshard_after_forward": reshard}
+    for i, unit in enumerate(model.units):
+        fully_shard(unit, mesh=mesh, ignored_params=routers | experts, **how)
+        if experts & set(unit.parameters()):
+            model.units[i] = WithExperts(unit, spread.get_group())
+            fully_shard(model.units[i], mesh=spread, **how)
 
 
 def sum_over_ranks(model: nn.Module) -> None:

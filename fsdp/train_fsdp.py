@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp import estimate
-from fsdp.flags import ExpertArgs, FsdpArgs, check_experts
+from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, prepare_host
 from fsdp.sharding import accumulate, precision, shard_units, sum_over_ranks
@@ -22,14 +22,16 @@ from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, real_tokens, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
-from llm_demo.dist import once_per_node, run, start
+from llm_demo.dist import from_rank0, once_per_node, run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
+from llm_demo.model.experts_spread import keep_part
 from llm_demo.model.lora import apply_lora
+from llm_demo.model.source import check_experts, is_mixture
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
     LossScale,
@@ -43,7 +45,7 @@ from llm_demo.optim import (
 from llm_demo.parallel import copy_engines
 from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import REPLICA, SHARD, make_mesh
+from llm_demo.parallel.mesh import REPLICA, SHARD, make_expert_mesh, make_mesh
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
@@ -82,14 +84,17 @@ def main() -> None:
     B, accum, lora = args.micro_batch_size, args.grad_accum_steps, compute.lora
     check_experts(args, config)
     for name in ("psgd_rank", "optimizer_on_host"):
-        if getattr(args, name) and getattr(config, "num_experts_per_tok", None):
+        if getattr(args, name) and is_mixture(config):
             raise UserError(f"--{name} does not work with a mixture of experts")
+    spread = choose_spread(args, config, compute, data.train, world, log)
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
         raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
     if args.estimate:
-        log.say(estimate.table(args, config, compute, data.train, n_shards, sharded, replicas))
+        log.say(
+            estimate.table(args, config, compute, data.train, n_shards, sharded, replicas, spread)
+        )
         return
     if replicas > 1:
         estimate.refuse_replicas(args, config, compute, data.train, n_shards, replicas)
@@ -105,6 +110,10 @@ def main() -> None:
         apply_lora(lm, lora, compute.dtype)
         torch.manual_seed(args.seed + world.rank)  # of dropout; other random numbers have their own
         n_trained = lora.parameters
+    of_experts = None
+    if spread > 1:
+        of_experts = make_expert_mesh(world, spread)
+        keep_part(lm, of_experts)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
@@ -120,7 +129,8 @@ def main() -> None:
                 p.data = p.data.to(compute.dtype)
         tied = config.tie_word_embeddings
         if sharded:
-            shard(model, tied, compute.dtype, args.reshard_after_forward, mesh, slim=on_host)
+            how = compute.dtype, args.reshard_after_forward
+            shard(model, tied, *how, mesh, of_experts and of_experts[SHARD], slim=on_host)
         if on_host:
             log.say(once_per_node(world, lambda: prepare_host(model, world)))
         allocate(model, world.device)
@@ -239,14 +249,34 @@ def main() -> None:
     train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)
 
 
+def choose_spread(args, config, compute, train, world, log: Log) -> int:
+    """Over how many ranks each block's experts are spread. Logs the reason. Raises UserError."""
+    if not is_mixture(config) or world.size == 1 and not args.expert_parallel:
+        return 1
+    asked, experts = args.expert_parallel, config.num_local_experts
+    for count, what in ((world.size, "processes"), (experts, "experts")):
+        if asked and count % asked:
+            raise UserError(f"--expert_parallel {asked} does not divide {count}, the {what}")
+    n, why = asked, "as requested"
+    if not asked and args.replicas != "1":
+        n, why = 1, "because of --replicas"
+    elif not asked:
+        how = args, config, compute, train, world
+        n, why = from_rank0(world, lambda: estimate.choose_spread(*how))
+    log.say(f"experts: spread over {n} rank{'s' * (n > 1)} ({why})")
+    log.resolved(expert_parallel=n)
+    return n
+
+
 def shard(
-    model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh, slim: bool
+    model: DecoderLoss, tied: bool, dtype: torch.dtype, reshard: bool, mesh, spread, slim: bool
 ) -> None:
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
+    spread: the mesh of the ranks with the same experts, or None.
     slim: if resharding, free the embedding after the forward too."""
     policy = precision(dtype)
-    shard_units(model, dtype, mesh, reshard)
+    shard_units(model, dtype, mesh, reshard, spread)
     if reshard and slim and not tied:  # the backward does not need the embedding's weight
         how = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": True}
         fully_shard(model.embed_tokens, **how).set_unshard_in_backward(False)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp.flags import ExpertArgs, check_experts
+from fsdp.flags import ExpertArgs
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import accumulate
 from fsdp.shards import Shards, not_optimized, training_state
@@ -32,6 +32,7 @@ from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, split
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.experts import blocks_with_experts
+from llm_demo.model.source import check_experts, is_mixture
 from llm_demo.model.weights import loading
 from llm_demo.optim import (
     LossScale,
@@ -83,7 +84,7 @@ def main() -> None:
     check_experts(args, config)
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
     checkpointing = args.use_activation_checkpointing
-    if checkpointing and args.schedule in SPLIT and getattr(config, "num_experts_per_tok", None):
+    if checkpointing and args.schedule in SPLIT and is_mixture(config):
         raise UserError(
             f"--schedule {args.schedule} would recompute the choice of experts twice: drop "
             "--use_activation_checkpointing, or use another schedule"

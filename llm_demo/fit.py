@@ -31,7 +31,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
 from llm_demo.model.cut import split
-from llm_demo.model.source import EXPERTS, find_model, load_config
+from llm_demo.model.source import find_model, is_mixture, load_config
 from pp.flags import PipeArgs
 
 FREE = 0.05  # of a card's memory, for what the estimate does not count
@@ -67,10 +67,10 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
         for reshard, host in itertools.product((False, True), repeat=2):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-            refused = config.model_type in EXPERTS and (host or "activation_memory_budget" in saved)
+            refused = is_mixture(config) and (host or "activation_memory_budget" in saved)
             if (ask.cards > 1 or not reshard) and not refused:
                 yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
-        pipeline = pipeline and config.model_type not in EXPERTS
+        pipeline = pipeline and not is_mixture(config)
         if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
             for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
                 if stages * 2 <= config.num_hidden_layers:

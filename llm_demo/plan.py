@@ -34,10 +34,11 @@ from llm_demo.model.attention import heads_of
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
-from llm_demo.model.experts_choice import choose_product
+from llm_demo.model.experts_choice import choose_product, why_not_compiled
 from llm_demo.model.lora import Lora, choose_lora, identity_of
 from llm_demo.model.source import (
     find_model,
+    is_mixture,
     load_config,
     load_tokenizer,
     position_limit,
@@ -262,12 +263,8 @@ def pick_compute(
     for reason in rejected:
         say(f"attention: not {reason}")
     say(f"attention: {attn_impl}" + (" (as requested)" if args.attn_impl != "auto" else ""))
-    compiled, why = from_rank0(world, lambda: choose_compile(args.compile, device, attn_impl))
-    say(f"compile: {'yes' if compiled else 'no'} ({why})")
-    if args.activation_memory_budget < 1 and not compiled:
-        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
-    product = "looped"
-    if getattr(config, "num_experts_per_tok", None):
+    product, problem = "looped", None
+    if is_mixture(config):
         if args.activation_memory_budget < 1:
             raise UserError(
                 "--activation_memory_budget may choose other experts in the backward: use "
@@ -275,6 +272,12 @@ def pick_compute(
             )
         product, why = from_rank0(world, lambda: choose_product(config, device, dtype))
         say(f"experts: {product} products ({why})")
+        problem = why_not_compiled(product)
+    pick = functools.partial(choose_compile, args.compile, device, attn_impl, problem=problem)
+    compiled, why = from_rank0(world, pick)
+    say(f"compile: {'yes' if compiled else 'no'} ({why})")
+    if args.activation_memory_budget < 1 and not compiled:
+        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
     return Compute(dtype, attn_impl, compiled, product)
 
 

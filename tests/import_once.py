@@ -29,6 +29,8 @@ PACKAGES = (
     "torch", "torch.distributed.run", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch._dynamo", "torch.profiler", "transformers", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
     "transformers.tokenization_utils_tokenizers", "transformers.convert_slow_tokenizer",
     "tokenizers", "accelerate", "deepspeed", "deepspeed.pipe", "deepspeed.launcher.launch",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
@@ -208,6 +210,9 @@ def become(request: dict) -> tuple:
     me, real = os.getpid(), os.getppid  # a fork of this one has a parent of its own
     os.getppid = lambda: request["parent"] if os.getpid() == me else real()
     sys.executable = request["executable"]
+    if sys.dont_write_bytecode:  # PYTHONDONTWRITEBYTECODE: each fork would compile the same source
+        sys.pycache_prefix = os.path.join(os.path.dirname(sys.executable), "bytecode")
+        sys.dont_write_bytecode = False
     if request["unbuffered"]:
         sys.stdout.reconfigure(write_through=True)
     first, *rest = request["arguments"]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from llm_demo import optim
 from llm_demo.dist import start
+from llm_demo.parallel.mesh import EXPERT
 
 KIND, CASES = sys.argv[1:]
 record = {"steps": [], "after_step": [], "case": {}}
@@ -55,11 +56,20 @@ def watch_fsdp(step, state):
             for flat, shapes in parts
             for sizes in [[shape.numel() for shape in shapes]]
         ]
-        return {n: torch.cat(of) for n, of in zip(local, zip(*parts, strict=True), strict=True)}
+        named = zip(local, zip(*parts, strict=True), strict=True)
+        return {n: torch.cat([of[r] for r in order_of(n) or range(len(of))]) for n, of in named}
+
+    @functools.cache
+    def order_of(name):
+        """The ranks in the order of their shards, if that is another: of experts spread over ranks,
+        those with the same ones follow each other."""
+        mesh = getattr(state()[name], "device_mesh", None)
+        if mesh and mesh.mesh_dim_names[0] == EXPERT:
+            return mesh.mesh.flatten().tolist()
 
     def group_of(tensors):
         """The ranks that each hold a shard of these; None: they are not sharded."""
-        t = next(iter(tensors.values()))
+        t = next(t for n, t in tensors.items() if ".experts." not in n)
         return hasattr(t, "_local_tensor") and t.device_mesh.get_group(t.device_mesh.ndim - 1)
 
     @functools.cache

@@ -85,6 +85,7 @@ def folder(tmp_path_factory):
     for family in EXPERTS:
         (folder / family).mkdir()
         config = {**WINDOW, "num_key_value_heads": 4, "sliding_window": None, "model_type": family}
+        config["first_k_dense_replace"] = 1
         (folder / family / "config.json").write_text(json.dumps(config))
     return folder
 

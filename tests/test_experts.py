@@ -1,20 +1,26 @@
 """The experts' function and the routers, against Hugging Face's own in fp64 or a plain formula."""
 
 import copy
+from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_attention import CPU, H100
 from torch import nn
-from transformers import DeepseekV3Config, Qwen3MoeConfig
+from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from llm_demo.device import Device
+from llm_demo.dist import World
+from llm_demo.model import experts_choice
 from llm_demo.model.decoder import keep_choices
-from llm_demo.model.experts import PRODUCTS, Routers
-from llm_demo.model.experts_choice import choose_product
+from llm_demo.model.experts import PRODUCTS, Routers, looped_product, sorted_experts
+from llm_demo.model.experts_choice import choose_product, why_not_compiled
+from llm_demo.plan import pick_compute
 
+WORLD = World(0, 1, 0, torch.device("cpu"))
 D, E, K = 32, 8, 2
 SIZES = dict(hidden_size=D, moe_intermediate_size=16, num_experts_per_tok=K, hidden_act="silu")
 CONFIGS = {
@@ -90,6 +96,43 @@ def test_products_agree(dtype, bound):
         found.append(results(ours, x))
     close(found[0], found[1], bound)
     assert all(t.isfinite().all() for t in found[0])
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("chosen", ["random", "none of the first part"])
+def test_parts_of_the_experts_add_up(chosen, backend):
+    """What each part adds, and its gradients; where no token chose any of a part's experts too,
+    though memory beyond the rows of a product holds NaN."""
+    torch._dynamo.config.capture_scalar_outputs = True
+
+    def product(rows, weight, ends):
+        after = torch.arange(len(rows))[:, None] >= ends[-1]
+        return looped_product(rows, weight, ends).masked_fill(after, torch.nan)
+
+    _, ours, _ = experts_of("qwen")
+    x, weights = torch.randn(30, D, dtype=torch.float64), torch.rand(30, K, dtype=torch.float64)
+    index = torch.stack([torch.randperm(E // 2)[:K] for _ in range(30)])
+    index += E // 2 if chosen != "random" else (torch.arange(30) % 2 * E // 2)[:, None]
+
+    def added_by(first, n):
+        """The results and gradients of x, the weights, and these experts."""
+        matrices = [
+            p[first : first + n].detach().requires_grad_() for p in ours.experts.parameters()
+        ]
+        part = SimpleNamespace(num_experts=E, act_fn=ours.experts.act_fn)
+        part.gate_up_proj, part.down_proj = matrices
+        leaves = [t.clone().requires_grad_() for t in (x, weights)]
+        here = (index - first).where((index >= first) & (index < first + n), n)
+        function = sorted_experts
+        if backend:
+            function = torch.compile(function, backend=backend, dynamic=False, fullgraph=True)
+        y = function(product, part, leaves[0], here, leaves[1])
+        return [y, *torch.autograd.grad((y * x.cos()).sum(), [*leaves, *matrices])]
+
+    whole, parts = added_by(0, E), [added_by(first, E // 4) for first in range(0, E, E // 4)]
+    together = [sum(each) for each in list(zip(*parts, strict=True))[:3]]
+    together += [torch.cat(each) for each in list(zip(*parts, strict=True))[3:]]
+    close(together, whole, 1e-12)
 
 
 def test_the_same_bits_each_time():
@@ -204,6 +247,7 @@ def test_auxiliary_loss(alone):
     assert routers.take_load().sum() == K * (60 + 85)  # the pass is not counted
 
 
+@pytest.mark.skipif(why_not_compiled("looped") is not None, reason="transformers is too old")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_blocks_share_compiled_code(name):
     torch._dynamo.reset()
@@ -216,15 +260,33 @@ def test_blocks_share_compiled_code(name):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.parametrize(
+    "asked, reason", [(None, "on a CPU"), (True, "does not work here: the looped product's")]
+)
+def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alone, monkeypatch):
+    """Nor those of the looped product only, if it is asked for; others are."""
+    args = Namespace(attn_impl="auto", compile=asked, activation_memory_budget=1.0)
+    ops = SimpleNamespace(grouped_mm_fallback=looped_product)  # and not its backward
+    fake = SimpleNamespace(ops=SimpleNamespace(transformers=ops), bfloat16=torch.bfloat16)
+    monkeypatch.setattr(experts_choice, "torch", fake)
+    config = Qwen3MoeConfig(num_experts=E, **SIZES)
+    for given, experts in ((config, True), (Qwen3Config(hidden_size=D), False)):
+        said = []
+        compute = pick_compute(args, WORLD, CPU, torch.float32, given, [], said.append)
+        assert compute.compile == (asked is True and not experts)
+        (line,) = [line for line in said if line.startswith("compile: ")]
+        assert (reason in line) == (experts or asked is None)
+    assert why_not_compiled("grouped") is None
+
+
 def test_choice_of_the_product():
-    cuda = Device("cuda", "nvidia", "fake", "sm_90", 80.0)
     narrow = Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 12})
-    assert choose_product(narrow, cuda, torch.bfloat16, lambda: None)[0] == "looped"
+    assert choose_product(narrow, H100, torch.bfloat16, lambda: None)[0] == "looped"
     for device, dtype, problem, expected in (
-        (Device("cpu", "cpu", "fake", "", 0.0), torch.bfloat16, None, "looped"),
-        (cuda, torch.float32, None, "looped"),
-        (cuda, torch.bfloat16, None, "grouped"),
-        (cuda, torch.bfloat16, "no kernel", "looped"),
+        (CPU, torch.bfloat16, None, "looped"),
+        (H100, torch.float32, None, "looped"),
+        (H100, torch.bfloat16, None, "grouped"),
+        (H100, torch.bfloat16, "no kernel", "looped"),
     ):
         product, why = choose_product(CONFIGS["qwen"], device, dtype, probe=lambda p=problem: p)
         assert product == expected

@@ -18,7 +18,7 @@ import pytest
 from conftest import no_ranks, python
 
 from llm_demo.errors import UserError
-from llm_demo.launch.__main__ import replace, report
+from llm_demo.launch.__main__ import NotRestarted, Ranks, replace, report
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
@@ -403,6 +403,20 @@ def test_the_rank_that_was_killed_is_named_not_those_it_left_behind(capsys):
     assert capsys.readouterr().err == "error: rank 2 died of SIGSEGV\n"
     assert report({3: 1, 5: 2}) == 1
     assert capsys.readouterr().err == ""
+
+
+def test_a_killed_rank_is_restarted_though_another_reports_an_error():
+    """Which a rank does whose peer is killed; alone it reports bad input."""
+    for codes, restarted in (({0: 2, 1: -9}, 1), ({0: 2}, 0), ({0: 2, 1: -15}, 0)):
+        ranks = Ranks(restarts=1)
+        ranks.failed, ranks.stopping = codes, True
+        if restarted:
+            ranks.restart()
+            assert not (ranks.failed or ranks.stopping) and "MASTER_PORT" in ranks.store
+        else:
+            with pytest.raises(NotRestarted):
+                ranks.restart()
+        assert ranks.restarted == restarted
 
 
 def test_a_library_that_lacks_what_is_replaced_is_refused():

@@ -1,6 +1,7 @@
 """Mixtures of experts: every script's numbers against Hugging Face's own experts, one document at a
 time in one process."""
 
+import functools
 import json
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, 
 from llm_demo.data.packs import load_packs
 from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 
+STEPS = 5
 SIZES = dict(
     vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
     num_attention_heads=4, max_position_embeddings=256, initializer_range=0.05,
@@ -29,13 +31,17 @@ MODELS = {
         qk_nope_head_dim=8, v_head_dim=16, tie_word_embeddings=False, **SIZES,
     ),
 }  # fmt: skip
+RESHARD = ["--reshard_after_forward"]
 ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (4, 1)]),
-    "reshard": ("fsdp", 2, ["--reshard_after_forward"], [(4, 1), (2, 2)]),
+    "spread": ("fsdp", 2, ["--expert_parallel", "2"], [(1, 4), (4, 1)]),
+    "spread_by_2": ("fsdp", 4, ["--expert_parallel", "2"], [(2, 1), (1, 2)]),
+    "spread_by_4": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4"], [(1, 2), (2, 1)]),
+    "reshard": ("fsdp", 2, RESHARD, [(4, 1), (2, 2)]),
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (1, 8)]),
     "twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4), (1, 4)]),
-    "gathered_again": ("fsdp_pp", 4, ["--reshard_after_forward"], [(1, 4), (2, 2)]),
+    "gathered_again": ("fsdp_pp", 4, RESHARD, [(1, 4), (2, 2)]),
     "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
 }
 
@@ -53,28 +59,48 @@ def work(tmp_path_factory):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         model.config._experts_implementation = "eager"
-        results[name] = plain_loop(model.to(parity.DEVICE), packs)
+        results[name] = plain_loop(model.to(parity.DEVICE), packs, STEPS)
     return folder, results
 
 
+@pytest.fixture(scope="module")
+def trained(work):
+    """(script, processes) -> what `train` found for all engines that want these, in one launch."""
+
+    @functools.cache
+    def once(*wanted):
+        cases = {}
+        for engine, (*how, flags, splits) in ENGINES.items():
+            recomputed = "false" if engine == "zbv" else "true"  # which it refuses
+            models = {"qwen": recomputed, "deepseek": "false"} if wanted == tuple(how) else {}
+            for (model, checkpointing), split in zip(models.items(), splits, strict=False):
+                more = [*flags, "--use_activation_checkpointing", checkpointing]
+                more += ["--max_steps", str(STEPS)]
+                name = f"{engine}-{model}"
+                cases[name] = parity.argv(work[0], model, work[0] / name, *split, *more)
+        return train(work[0], *wanted, cases)
+
+    return once
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-def test_equals_plain_loop(engine, work):
-    folder, expected = work
-    kind, processes, flags, splits = ENGINES[engine]
-    cases = {}
-    recomputed = "false" if engine == "zbv" else "true"  # which it refuses
-    for (model, checkpointing), (micro, accum) in zip(
-        [("qwen", recomputed), ("deepseek", "false")], splits, strict=True
-    ):
-        name = f"{engine}-{model}"
-        more = [*flags, "--use_activation_checkpointing", checkpointing]
-        cases[name] = parity.argv(folder, model, folder / name, micro, accum, *more)
-    for name, (losses, ranks) in train(folder, kind, processes, cases).items():
+def test_equals_plain_loop(engine, work, trained):
+    kind, processes, *_ = ENGINES[engine]
+    found = trained(kind, processes)
+    for name in (f"{engine}-qwen", f"{engine}-deepseek"):
+        losses, ranks = found[name]
         for rank in ranks:  # DeepSeek's bias is no parameter, and no flag lets it change
             biases = [n for n in rank["params"] if n.endswith("e_score_correction_bias")]
             assert not any(rank["params"].pop(n).any() for n in biases)
             assert len(biases) > 0 or "deepseek" not in name
-        assert_equal(losses, ranks, expected[name.split("-")[1]])
+        assert_equal(losses, ranks, work[1][name.split("-")[1]])
+
+
+def run_all(kind, processes, runs, folder):
+    """Run a script with each of these flags in one set of processes."""
+    cases = [{"argv": [str(flag) for flag in flags], "quiet": True} for flags in runs]
+    (folder / "cases.json").write_text(json.dumps(cases))
+    torchrun(processes, ROOT / "tests/parity_worker.py", kind, folder / "cases.json")
 
 
 def metrics(folder, *names):
@@ -90,14 +116,19 @@ def tensors_of(checkpoint):
 
 
 @pytest.mark.parametrize(
-    "again, splits",
+    "spread, again, respread, splits",  # --expert_parallel of both runs
     [
-        (("fsdp", 2), ["2", "2"]),
-        pytest.param(("fsdp_pp", 2), ["2", "4"], marks=pytest.mark.slow),
-        pytest.param(("fsdp", 1), ["8", "1"], marks=pytest.mark.slow),
+        ("1", ("fsdp", 2), "1", ["2", "2"]),
+        ("2", ("fsdp", 2), "2", ["2", "2"]),
+        ("2", ("fsdp", 1), "1", ["8", "1"]),
+        pytest.param("1", ("fsdp", 4), "2", ["1", "2"], marks=pytest.mark.slow),
+        pytest.param("2", ("fsdp", 4), "4", ["2", "1"], marks=pytest.mark.slow),
+        pytest.param("1", ("fsdp_pp", 2), None, ["2", "4"], marks=pytest.mark.slow),
     ],
 )
-def test_resumes_with_deepseeks_bias_and_frozen_routers(again, splits, work, tmp_path):
+def test_resumes_with_deepseeks_bias_and_frozen_routers(
+    spread, again, respread, splits, work, tmp_path
+):
     flags = [
         "--model_name_or_path", work[0] / "deepseek", "--train_json", work[0] / "data.jsonl",
         "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
@@ -107,15 +138,18 @@ def test_resumes_with_deepseeks_bias_and_frozen_routers(again, splits, work, tmp
     updates = again[0] == "fsdp"  # fsdp_pp refuses it
     flags += ["--router_bias_update", "0.01"] * updates
     bits = again == ("fsdp", 2)
+    over = ["--expert_parallel"]
     flags += ["--dtype", "bf16" if bits else "fp32"]
     batch = "--micro_batch_size", "2", "--grad_accum_steps", "2"
-    torchrun(2, ROOT / "fsdp/train_fsdp.py", *flags, *batch, "--output_dir", tmp_path / "whole")
+    whole = [*flags, *batch, "--output_dir", tmp_path / "whole", *over, spread]
     middle = tmp_path / "whole/checkpoints/step_00000002"
-    script, processes = again
-    path = ROOT / ("fsdp/train_fsdp.py" if script == "fsdp" else "fsdp_pp/train_fsdp_pp.py")
     batch = "--micro_batch_size", splits[0], "--grad_accum_steps", splits[1]
     resumed = tmp_path / "resumed"
-    torchrun(processes, path, *flags, *batch, "--output_dir", resumed, "--resume", middle)
+    rest = [*flags, *batch, "--output_dir", resumed, "--resume", middle]
+    rest += [*over, respread] if updates else []
+    first = "fsdp", 2
+    for how, runs in [(first, [whole, rest])] if bits else [(first, [whole]), (again, [rest])]:
+        run_all(*how, runs, tmp_path)
     names = "train/loss", "train/grad_norm", "moe/load", "moe/idle"
     expected, found = metrics(tmp_path / "whole", *names)[2:], metrics(resumed, *names)
     assert len(found) == 2
@@ -149,16 +183,18 @@ def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
         "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
         "--warmup_steps", "1", "--sample_tokens", "0", "--no_save", "--dtype", "fp32",
     ]  # fmt: skip
+    one = [*flags, "--micro_batch_size", "8"]
+    split = [*flags, "--micro_batch_size", "2", "--grad_accum_steps", "2"]
+    added = ["--router_aux_loss", "0.5"]
+    runs = {
+        "one": [*one, *added], "without": one,
+        "split": [*split, *added, "--use_activation_checkpointing"],
+    }  # fmt: skip
+    runs = {name: [*more, "--output_dir", tmp_path / name] for name, more in runs.items()}
+    run_all("fsdp", 1, [runs["one"], runs["without"]], tmp_path)
+    run_all("fsdp", 2, [runs["split"]], tmp_path)
     found = {}
-    for name, processes, more in (
-        ("one", 1, ["--micro_batch_size", "8", "--router_aux_loss", "0.5"]),
-        ("split", 2, ["--micro_batch_size", "2", "--grad_accum_steps", "2",
-                      "--router_aux_loss", "0.5", "--use_activation_checkpointing"]),
-        ("without", 1, ["--micro_batch_size", "8"]),
-    ):  # fmt: skip
-        torchrun(
-            processes, ROOT / "fsdp/train_fsdp.py", *flags, *more, "--output_dir", tmp_path / name
-        )
+    for name in runs:
         names = ["train/loss", "train/grad_norm"] + ["moe/aux_loss"] * (name != "without")
         found[name] = metrics(tmp_path / name, *names), metrics(tmp_path / name, "moe/load")
     for one, split in zip(found["one"][0], found["split"][0], strict=True):

@@ -326,6 +326,7 @@ BAD = {
     "n_shared_experts 0: at least 1": {"n_shared_experts": 0},
     "num_key_value_heads differs from num_attention_heads": {"num_key_value_heads": 2},
     "first_k_dense_replace and v_head_dim must be numbers": {"first_k_dense_replace": None},
+    "first_k_dense_replace 4 leaves none of 4 blocks with experts": {"first_k_dense_replace": 4},
     r"weights are quantized \(quantization_config\)": {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     },
@@ -349,6 +350,8 @@ def test_configurations_of_qwen3_with_experts(tmp_path):
     for change, message in (
         ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
+        ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers and .* leave no block with experts"),
+        ({"decoder_sparse_step": 5}, "and decoder_sparse_step leave no block with experts"),
     ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=message):

@@ -63,6 +63,8 @@ def command_of(row: dict) -> list[str]:
         "activation_checkpoint.mode": "full" if row["ckpt"] else "none",
         "experimental.custom_import": "bench.peers.torchtitan",
     }
+    if found := re.search(r"--expert_parallel (\d+)", row["flags"]):
+        options["parallelism.expert_parallel_degree"] = found[1]
     command += ["--compile.enable", "--metrics.disable_color_printing"]
     return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
 

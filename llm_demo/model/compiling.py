@@ -10,8 +10,11 @@ from llm_demo.device import Device, is_sm80
 from llm_demo.probe import probe_once
 
 
-def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=None):
-    """(whether to compile, the reason). asked: None decides here.
+def choose_compile(
+    asked: bool | None, device: Device, attn_impl: str, probe=None, problem: str | None = None
+):
+    """(whether to compile, the reason). asked: None decides here. problem: why this model's blocks
+    can't be compiled, if so.
 
     probe() -> error or None runs on a GPU before any real compilation: without a C compiler, for
     example, Triton fails only in the first step."""
@@ -25,7 +28,7 @@ def choose_compile(asked: bool | None, device: Device, attn_impl: str, probe=Non
             return False, f"not measured on {device.arch}; --compile enables it"
         if attn_impl.startswith("bucketed") or attn_impl == "math":
             return False, f"attention {attn_impl} has shapes that change with the data"
-    if device.type == "cuda" and (problem := probe()):
+    if problem := problem or (probe() if device.type == "cuda" else None):
         return False, f"torch.compile does not work here: {problem}"
     return True, "as requested" if asked else "fewer and larger kernels"
 
@@ -37,6 +40,8 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     memory_budget: see --activation_memory_budget."""
     # one entry per unit size, with and without gradients, in train and eval mode
     torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    # the number of a rank's rows (experts.py) is read from the device inside the graph
+    torch._dynamo.config.capture_scalar_outputs = True
     torch._functorch.config.activation_memory_budget = memory_budget
     # dynamic=False: evaluation with another batch size must not make training shapes symbolic
     module.forward = torch.compile(module.forward, dynamic=False)

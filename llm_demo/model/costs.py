@@ -10,6 +10,7 @@ class Cost(NamedTuple):
     parameters: int  # matrices only, no norms
     active: int  # parameters that one token uses
     flops: float  # training FLOPs per token, forward and backward
+    routed: int = 0  # parameters of its routed experts
 
 
 def block_costs(config, seq_len: int) -> list[Cost]:
@@ -23,10 +24,12 @@ def block_costs(config, seq_len: int) -> list[Cost]:
         if has_experts(config, block):
             expert, n = 3 * d * config.moe_intermediate_size, config.num_local_experts
             always = attention + d * n + expert * (getattr(config, "n_shared_experts", 0) or 0)
-            total, active = always + expert * n, always + expert * config.num_experts_per_tok
+            routed, active = expert * n, always + expert * config.num_experts_per_tok
         else:
-            total = active = attention + 3 * d * config.intermediate_size
-        costs.append(Cost(total, active, 6 * active + 6 * heads * (qk + v) * seq_len))
+            always = active = attention + 3 * d * config.intermediate_size
+            routed = 0
+        flops = 6 * active + 6 * heads * (qk + v) * seq_len
+        costs.append(Cost(always + routed, active, flops, routed))
     return costs
 
 

@@ -156,17 +156,26 @@ class _Push(torch.autograd.Function):
 
 def sorted_experts(product, self, hidden, index, weights):
     """Hugging Face's signature for experts: hidden [T, d], the k experts of each token [T, k] and
-    their weights [T, k] -> [T, d]. product: of the rows of each expert with its matrix."""
-    k, dtype = index.shape[1], hidden.dtype
+    their weights [T, k] -> [T, d]. product: of the rows of each expert with its matrix. If there
+    are fewer experts here than the model has, an index of their number stands for all others, which
+    add nothing."""
+    n, k, dtype = len(self.gate_up_proj), index.shape[1], hidden.dtype
     ordered, order = index.flatten().sort(stable=True)
     places = torch.arange(len(order), device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, places)  # each index once
-    ends = _ends(ordered, self.num_experts)
-    x = _Rearrange.apply(hidden, order, inverse, k, True)
+    ends = _ends(ordered, n)
+    here = None
+    if n < self.num_experts:  # the others' rows come last, and are cut off
+        here, rows = inverse < ends[-1], ends[-1].clamp(min=1).item()
+        torch._check(1 <= rows)  # for the compiler
+        torch._check(rows <= len(order))
+        order, inverse = order[:rows], inverse.where(here, 0)
+    x = _Rearrange.apply(hidden, order, inverse, here, k, True)
     gate, up = product(x, self.gate_up_proj.mT, ends).chunk(2, -1)
-    of_rows = _Rearrange.apply(weights.reshape(-1, 1), order, inverse, 1, True)
+    of_rows = _Rearrange.apply(weights.reshape(-1, 1), order, inverse, here, 1, True)
     inner = (self.act_fn(gate) * up * of_rows).to(dtype)
-    return _Rearrange.apply(product(inner, self.down_proj.mT, ends), order, inverse, k, False)
+    added = product(inner, self.down_proj.mT, ends)
+    return _Rearrange.apply(added, order, inverse, here, k, False)
 
 
 def _ends(ordered: torch.Tensor, n: int) -> torch.Tensor:
@@ -177,25 +186,29 @@ def _ends(ordered: torch.Tensor, n: int) -> torch.Tensor:
 
 class _Rearrange(torch.autograd.Function):
     """Copy tokens to the k rows of their experts, or sum these rows into tokens: each is the
-    other's backward. order: of the T k rows, by expert; inverse: where each row of a token went."""
+    other's backward. order: of the T k rows, by expert; inverse: where each row of a token went;
+    here: whether it went to an expert on this rank, else it is undefined; None: all did."""
 
     @staticmethod
-    def forward(ctx, x, order, inverse, k, into_rows):
-        ctx.save_for_backward(order, inverse)
+    def forward(ctx, x, order, inverse, here, k, into_rows):
+        ctx.save_for_backward(order, inverse, here)
         ctx.k, ctx.into_rows = k, into_rows
-        return _Rearrange.move(x, order, inverse, k, into_rows)
+        return _Rearrange.move(x, order, inverse, here, k, into_rows)
 
     @staticmethod
     def backward(ctx, grad):
-        order, inverse = ctx.saved_tensors
-        return _Rearrange.move(grad, order, inverse, ctx.k, not ctx.into_rows), *(None,) * 4
+        moved = _Rearrange.move(grad, *ctx.saved_tensors, ctx.k, not ctx.into_rows)
+        return moved, *(None,) * 5
 
     @staticmethod
-    def move(x, order, inverse, k, into_rows):
+    def move(x, order, inverse, here, k, into_rows):
         if into_rows:
             return x[order // k]
         wide = torch.promote_types(x.dtype, torch.float32)
-        return x[inverse].unflatten(0, (-1, k)).sum(1, dtype=wide).to(x.dtype)
+        rows = x[inverse]
+        if here is not None:
+            rows = rows.where(here[:, None], 0)
+        return rows.unflatten(0, (-1, k)).sum(1, dtype=wide).to(x.dtype)
 
 
 def grouped_product(x, weight, ends):

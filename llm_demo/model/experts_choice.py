@@ -32,6 +32,14 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tu
     return "grouped", "one kernel for all experts"
 
 
+def why_not_compiled(product: str) -> str | None:
+    """Why blocks with this product can't be compiled, if so."""
+    if product == "looped" and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
+        here = f"transformers {version('transformers')}"
+        return f"the looped product's backward in {here} can't be compiled: upgrade it"
+    return None
+
+
 def _selftest(dtype: torch.dtype) -> None:
     """Compare both products, with an expert that has no rows."""
     torch.manual_seed(0)

@@ -16,6 +16,7 @@ from torch import nn
 
 from llm_demo.errors import UserError
 from llm_demo.model.decoder import skeleton
+from llm_demo.model.source import is_mixture
 from llm_demo.model.weights import Weights
 
 ALL = "all-linear"  # PEFT's name for it
@@ -116,7 +117,7 @@ def merge_into(
 def choose_lora(args, config, base: dict) -> Lora:
     """What the flags mean for a model, found in a copy of it without memory. config: from
     transformers. Raises UserError for layers that it lacks, and a rank larger than a matrix."""
-    if getattr(config, "num_experts_per_tok", None):
+    if is_mixture(config):
         raise UserError("--lora_rank does not work with a mixture of experts")
     layers = linear_layers(skeleton(copy.deepcopy(config), "sdpa"))
     names = dict.fromkeys(name.rpartition(".")[2] for name in layers)

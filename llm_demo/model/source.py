@@ -7,6 +7,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.errors import UserError
+from llm_demo.model.costs import has_experts
 from llm_demo.model.rotary import LongRope, rope_type
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
@@ -67,7 +68,7 @@ def load_config(folder: Path, max_len: int):
         raise UserError(
             f"{folder}: its weights are quantized (quantization_config): give a copy in bf16"
         )
-    if config.model_type in EXPERTS and (problem := problem_of_experts(config)):
+    if is_mixture(config) and (problem := problem_of_experts(config)):
         raise UserError(f"{folder}/config.json: {problem}")
     if rope_type(config) == "longrope":
         try:
@@ -80,6 +81,10 @@ def load_config(folder: Path, max_len: int):
     return config
 
 
+def any_experts(config) -> bool:
+    return any(has_experts(config, block) for block in range(config.num_hidden_layers))
+
+
 def problem_of_experts(config) -> str | None:
     """Why the experts of a configuration can't be trained exactly, if so."""
     n, chosen = config.num_local_experts, config.num_experts_per_tok
@@ -88,6 +93,8 @@ def problem_of_experts(config) -> str | None:
     if config.model_type == "qwen3_moe":
         if config.decoder_sparse_step < 1:
             return f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
+        if not any_experts(config):
+            return "mlp_only_layers and decoder_sparse_step leave no block with experts"
         return None
     # transformers reads none of these, and computes as if they were so
     known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -100,6 +107,11 @@ def problem_of_experts(config) -> str | None:
         return f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
     if config.first_k_dense_replace is None or config.v_head_dim is None:
         return "first_k_dense_replace and v_head_dim must be numbers"
+    if not any_experts(config):
+        return (
+            f"first_k_dense_replace {config.first_k_dense_replace} leaves none of "
+            f"{config.num_hidden_layers} blocks with experts"
+        )
     groups, kept = config.n_group, config.topk_group
     if not groups or n % groups or n // groups < 2:
         return f"n_group {groups} does not divide {n} experts into groups of at least 2"
@@ -108,13 +120,36 @@ def problem_of_experts(config) -> str | None:
     return None
 
 
+def is_mixture(config) -> bool:
+    """Whether the model is a mixture of experts."""
+    return config.model_type in EXPERTS
+
+
 def refuse_experts(config, script: str) -> None:
     """Raise UserError if the model has experts. script: what can't train them."""
-    if config.model_type in EXPERTS:
+    if is_mixture(config):
         raise UserError(
             f"{config.model_type}: {script} does not train models with experts; "
             "fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py do"
         )
+
+
+def check_experts(args, config) -> None:
+    """Raise UserError for flags that this model has no use for."""
+    name = config.model_type
+    if not is_mixture(config):
+        for flag_name in (
+            "freeze_router",
+            "router_bias_update",
+            "router_aux_loss",
+            "expert_parallel",
+        ):
+            if getattr(args, flag_name, None):
+                raise UserError(f"--{flag_name}: this model has no experts")
+    elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
+        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
+    elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
+        raise UserError(f"--router_bias_update: {name} has no bias for its experts")
 
 
 def position_limit(config) -> int | None:

@@ -180,11 +180,13 @@ def fill(
         if start or weights is None:
             random = start(f"{seed}:{path}") if start else _random(model, owner, f"{seed}:{path}")
         for key, p in owner.named_parameters(recurse=False):
-            p.hf_name = f"{path}.{key}"
+            p.hf_name, p.grid = f"{path}.{key}", getattr(owner, "grid", None)
             local, part = p, (slice(None),)
             if isinstance(p, DTensor):
                 local, chunk = p.to_local(), p.__create_chunk_list__()[0]  # as for a checkpoint
-                spans = zip(chunk.offsets, chunk.sizes, strict=True)
+                begins = list(chunk.offsets)
+                begins[0] += getattr(owner, "first", 0)  # of these experts
+                spans = zip(begins, chunk.sizes, strict=True)
                 part = tuple(slice(at, at + size) for at, size in spans)
             # move to the device first: copy_ would widen it in host memory
             values = random[key][part] if random else weights.read(p.hf_name, part)
@@ -206,8 +208,10 @@ def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, t
     if not params:
         return {}
     device = next(iter(params.values())).device
+    parts = module.grid.size(0) if hasattr(module, "grid") else 1  # of the experts
     for key, p in params.items():
-        module._parameters[key] = nn.Parameter(torch.empty(p.shape, device=device))
+        shape = parts * len(p), *p.shape[1:]
+        module._parameters[key] = nn.Parameter(torch.empty(shape, device=device))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(seed.encode()))
         model._init_weights(module)

@@ -2,13 +2,13 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llm_demo.device import World
 
-# dimensions of a mesh: stages of a pipeline, ranks with the same parameters, and ranks with shards
-# of one copy
-STAGE, REPLICA, SHARD = "stage", "replica", "shard"
+# dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
+# experts, and ranks with shards of one copy
+STAGE, REPLICA, EXPERT, SHARD = "stage", "replica", "expert", "shard"
 
 
 def make_mesh(world: World, **sizes: int) -> DeviceMesh:
@@ -17,6 +17,13 @@ def make_mesh(world: World, **sizes: int) -> DeviceMesh:
     last = next(reversed(sizes))
     sizes = {name: size for name, size in sizes.items() if size > 1 or name == last}
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def make_expert_mesh(world: World, n: int, device_type: str = "") -> DeviceMesh:
+    """A mesh of all ranks, n parts of the experts x shards. The ranks of a node that follow each
+    other have different experts."""
+    ranks = torch.arange(world.size).view(-1, n).T
+    return DeviceMesh(device_type or world.device.type, ranks, mesh_dim_names=(EXPERT, SHARD))
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
@@ -31,7 +38,11 @@ def shards_of(t: torch.Tensor) -> int:
 
 def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     """A tensor sharded like another, described on the grid of all ranks: so every rank names the
-    same mesh, even if `like` is on that of its replica. local: this rank's part."""
+    same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
+    experts that are spread over ranks."""
+    if own := getattr(like, "grid", None):
+        how = {"shape": (own.size(0) * len(like), *like.shape[1:]), "stride": like.stride()}
+        return DTensor.from_local(local, own, [Shard(0), Shard(0)], **how)
     replicated = [Replicate()] * (grid.ndim - len(like.placements))
     how = {"shape": like.shape, "stride": like.stride()}
     return DTensor.from_local(local, grid, [*replicated, *like.placements], **how)
