@@ -132,7 +132,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     refuse_unknown_tokens(source.config, packs)
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
-    lora = pick_lora(args, world, source, say)
+    lora = pick_lora(args, world, source, dtype_name, say)
     compute = compute._replace(lora=lora)
     usual = usual_lr(bool(source.weights), lora)
     horizon = pick_horizon(args, data_parallel, train, usual, earlier, say)
@@ -287,7 +287,9 @@ def fingerprint(config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def pick_lora(args: Args, world: World, source: Source, say: Callable) -> Lora | None:
+def pick_lora(
+    args: Args, world: World, source: Source, dtype_name: str, say: Callable
+) -> Lora | None:
     """The adapters that the flags ask for, if this script has such flags."""
     if not getattr(args, "lora_rank", 0):
         return None
@@ -299,7 +301,8 @@ def pick_lora(args: Args, world: World, source: Source, say: Callable) -> Lora |
     share = lora.parameters / parameters_of(source.config)
     say(
         f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
-        f"block: {short(lora.parameters)} parameters, {share:.2%} of the frozen model's"
+        f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
+        f"frozen in {dtype_name}"
     )
     return lora
 

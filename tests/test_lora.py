@@ -24,6 +24,7 @@ from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora
 from llm_demo.model.source import load_config
+from llm_demo.model.weights import open_weights
 
 RANK, ALPHA = 4, 32
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
@@ -246,6 +247,24 @@ def test_a_base_of_random_weights_is_known_by_its_seed(work, tmp_path):
     again = run_flags(tmp_path, "bare", tmp_path / "b", "--resume", tmp_path / "run", "--seed", "9")
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again, "--resume_anyway"])
     assert done.returncode == 2 and "seed was 3, is 9" in done.stderr
+
+
+def test_a_digest_is_of_values_not_of_files(work, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(work[0] / "untied", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "same", max_shard_size="100KB")
+    with torch.no_grad():
+        model.model.layers[3].mlp.up_proj.weight[-1, -1] += 1
+    model.save_pretrained(tmp_path / "other")
+    own, same, other = (
+        open_weights(f).digest()
+        for f in (work[0] / "untied", tmp_path / "same", tmp_path / "other")
+    )
+    assert len(list((tmp_path / "same").glob("*.safetensors"))) > 2
+    assert own == same != other
+
+
+def test_targets_are_in_the_models_order():
+    assert lora_of(parity.MODELS["tied"], "down_proj, q_proj").targets == ("q_proj", "down_proj")
 
 
 RESUMED = {

@@ -121,16 +121,16 @@ def choose_lora(args, config, base: dict) -> Lora:
         raise UserError("--lora_rank does not work with a mixture of experts")
     layers = linear_layers(skeleton(copy.deepcopy(config), "sdpa"))
     names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-    targets = tuple(names)
+    asked = list(names)
     if args.lora_targets != ALL:
-        targets = tuple(dict.fromkeys(part.strip() for part in args.lora_targets.split(",")))
-    for name in targets:
+        asked = [part.strip() for part in args.lora_targets.split(",")]
+    for name in asked:
         if name not in names:
             raise UserError(
                 f"--lora_targets {args.lora_targets[:80]}: no linear layer of this model's blocks "
                 f"is named {name[:40]!r}; they are {', '.join(names)}"
             )
-    parameters = 0
+    targets, parameters = tuple(name for name in names if name in asked), 0
     for name, layer in layers.items():
         if name.rpartition(".")[2] not in targets:
             continue
