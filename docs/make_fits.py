@@ -11,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from bench.run import PEERS  # noqa: E402
 from llm_demo import fit  # noqa: E402
 from llm_demo.model.source import load_config  # noqa: E402
 
@@ -60,7 +61,8 @@ def measured(model: str, way: str) -> str:
         for line in file.read_text().splitlines() if file.exists() else ():
             result = json.loads(line)
             row = result["row"]
-            ours = row["engine"] != "torchtitan" and result["status"] == "ok"
+            ours = row["engine"] not in PEERS and "lora_rank" not in row["flags"]
+            ours = ours and result["status"] == "ok"
             if not ours or row["model"] != f"models/qwen3-{model.lower()}" or row["data"] != "full":
                 continue
             host = result["config"].get("optimizer_on_host", False)

@@ -31,6 +31,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
 from llm_demo.model.cut import split
+from llm_demo.model.lora import Lora, choose_lora
 from llm_demo.model.source import find_model, is_mixture, load_config
 from pp.flags import PipeArgs
 
@@ -41,7 +42,7 @@ DEVICE, CKPT, HOST, PIPE = WAYS = "on the device", "checkpointing", "host optimi
 SHORT = {
     "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
     "activation_memory_budget": "budget", "reshard_after_forward": "reshard",
-    "optimizer_on_host": "host", "stages": "stages", "schedule": "",
+    "optimizer_on_host": "host", "stages": "stages", "schedule": "", "lora_rank": "rank",
 }  # fmt: skip
 
 
@@ -64,13 +65,19 @@ class Choice(NamedTuple):
 
 def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting worth a look, whether it fits or not."""
+    lora, rank = None, {}
+    if ask.lora_rank:
+        rank = {"lora_rank": ask.lora_rank}
+        lora = choose_lora(dataclasses.replace(flags_of(FsdpArgs), **rank), config, {})
     for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
         for reshard, host in itertools.product((False, True), repeat=2):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
             refused = is_mixture(config) and (host or "activation_memory_budget" in saved)
+            refused |= host and bool(lora)
             if (ask.cards > 1 or not reshard) and not refused:
-                yield from batches(config, ask, 1, {**saved, **{k: v for k, v in on.items() if v}})
-        pipeline = pipeline and not is_mixture(config)
+                flags = {**rank, **saved, **{k: v for k, v in on.items() if v}}
+                yield from batches(config, ask, 1, flags, lora)
+        pipeline = pipeline and not is_mixture(config) and not lora
         if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
             for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
                 if stages * 2 <= config.num_hidden_layers:
@@ -78,8 +85,9 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
                     yield from batches(config, ask, stages, flags)
 
 
-def batches(config, ask, stages: int, flags: dict) -> Iterator[Choice]:
+def batches(config, ask, stages: int, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
+    compute = SimpleNamespace(**vars(COMPUTE), lora=lora)
     replicas, defaults = ask.cards // stages, flags_of(PipeArgs if stages > 1 else FsdpArgs)
     rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
     train = SimpleNamespace(seq_len=ask.seq_len, single=True, doc_start=np.array([0, ask.seq_len]))
@@ -94,9 +102,9 @@ def batches(config, ask, stages: int, flags: dict) -> Iterator[Choice]:
             way, parts = PIPE, of_stages(args, config, train, replicas)
             seconds = step_time.of_pipeline(args, config, *speed)
         else:
-            parts = estimate.of_fsdp(args, config, COMPUTE, train, replicas, replicas > 1)
+            parts = estimate.of_fsdp(args, config, compute, train, replicas, replicas > 1)
             way = CKPT if args.use_activation_checkpointing else DEVICE
-            seconds = step_time.of_fsdp(args, config, *speed)
+            seconds = step_time.of_fsdp(args, config, *speed, lora and lora.parameters)
             if args.optimizer_on_host:
                 way, host = HOST, estimate.of_host(config, replicas)
         tokens = micro * accum * replicas * ask.seq_len
@@ -219,6 +227,7 @@ def make_parser() -> argparse.ArgumentParser:
     number("--memory", required=True, help="GB (2**30 bytes) of each card")
     add("--tokens_a_step", type=whole(1), required=True, help="least tokens of an optimizer step")
     add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
+    add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
     number("--host_memory", help="GB of the host's memory for the run; default: as much as needed")
     number("--tflops", default=550, help="bf16 TFLOP/s that a card sustains; default: 550, an H200")
     number("--bandwidth", default=200, help="GB/s between cards; default: 200, NVLink")

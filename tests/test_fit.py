@@ -34,17 +34,18 @@ def chosen(*args):
     return fit.best(search(ask), ask)[0]
 
 
-def best_of(way):
+def best_of(way, more=""):
     """(the launcher's words, the choice) of the best of a way on two cards of 16 GB."""
-    ask = asked(SMALL, 2, 16, more="--seq_len 128")
+    ask = asked(SMALL, 2, 16, more=f"--seq_len 128 {more}")
     choice, fits = fit.best([c for c in search(ask) if c.way == way], ask)
     variable, *command = shlex.split(fit.line(choice, ask))
     assert variable == "NPROC_PER_NODE=2" and fits
     return command, choice
 
 
-def test_the_line_runs_and_takes_as_much(tmp_path):
-    command, choice = best_of(fit.HOST)
+@pytest.mark.parametrize("way, more", [(fit.HOST, ""), (fit.DEVICE, "--lora_rank 16")])
+def test_the_line_runs_and_takes_as_much(way, more, tmp_path):
+    command, choice = best_of(way, more)
     (tmp_path / "one.jsonl").write_text('{"prompt": "Why?", "completion": "So."}\n')
     # what makes a CPU take what a GPU takes by itself
     command += "--estimate --dtype bf16 --compile --attn_impl sdpa --no_pack_sequences".split()
@@ -55,7 +56,22 @@ def test_the_line_runs_and_takes_as_much(tmp_path):
     totals = re.search(r"^ +total +(.*)", done.stdout, re.M)[1].split()
     assert max(map(float, totals)) == round(choice.memory, 1)
     assert f"= {choice.tokens:,} token slots a step" in done.stdout
-    assert f"host memory: {choice.host:.1f} GB" in done.stdout
+    if way == fit.HOST:
+        assert f"host memory: {choice.host:.1f} GB" in done.stdout
+    else:
+        assert more in " ".join(map(str, command)) and "adapters: rank 16" in done.stdout
+
+
+def test_adapters_fit_where_all_weights_do_not():
+    """8B on a card of 24 GB, 32B on two of 48; only what trains adapters is considered."""
+    for model, cards, gb in ((LARGE, 1, 24), ("models/qwen3-32b", 2, 48)):
+        ask = asked(model, cards, gb, more="--lora_rank 16")
+        found = search(ask)
+        assert fit.best(found, ask)[1]
+        assert {choice.way for choice in found} == {fit.DEVICE, fit.CKPT}
+        ask.lora_rank = 0
+        on_device = [c for c in search(ask) if c.way != fit.HOST]
+        assert not fit.best(on_device, ask)[1]
 
 
 @pytest.mark.parametrize("way", fit.WAYS)

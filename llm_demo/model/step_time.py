@@ -19,11 +19,12 @@ OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients t
 PCIE = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
 
 
-def micro_batch(args, config, seq_len: int, tflops: float) -> float:
-    """Seconds that one card would take for a micro-batch through the whole model."""
+def micro_batch(args, config, seq_len: int, tflops: float, adapters: int | None = None) -> float:
+    """Seconds that one card would take for a micro-batch through the whole model. adapters: their
+    parameters if the model is frozen."""
     blocks = sum(block.flops for block in block_costs(config, seq_len))
     again = 0.7 if args.use_activation_checkpointing else (1 - args.activation_memory_budget) / 10
-    flops = flops_of_slot(config, seq_len) + again * blocks / 3
+    flops = flops_of_slot(config, seq_len, adapters) + again * blocks / 3
     tokens = args.micro_batch_size * seq_len + OVERHEAD
     return max(LEAST, LAUNCH + tokens * flops / (tflops * 1e12))
 
@@ -33,12 +34,22 @@ def exposed(seconds: float, beside: float) -> float:
     return max(seconds / 3, seconds - beside)
 
 
-def of_fsdp(args, config, seq_len: int, cards: int, tflops: float, bandwidth: float) -> float:
+def of_fsdp(
+    args,
+    config,
+    seq_len: int,
+    cards: int,
+    tflops: float,
+    bandwidth: float,
+    adapters: int | None = None,
+) -> float:
     """bandwidth: GB/s (10**9 bytes) that a card receives from the others."""
-    micro, accum = micro_batch(args, config, seq_len, tflops), args.grad_accum_steps
+    micro, accum = micro_batch(args, config, seq_len, tflops, adapters), args.grad_accum_steps
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
-    each = 2 * (2 * accum if reshard else 1) + (2 * accum if on_host else 4)
-    sent = parameters_of(config) * each * (1 - 1 / cards) / (bandwidth * 1e9)
+    weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if on_host else 4
+    trained = parameters_of(config) if adapters is None else adapters
+    sent = parameters_of(config) * weights + trained * grads
+    sent *= (1 - 1 / cards) / (bandwidth * 1e9)
     step = accum * micro + exposed(sent, micro * (accum if reshard or on_host else 1))
     if on_host:  # masters and moments to the card, and back at the same time
         step += exposed(parameters_of(config) * 12 / cards / PCIE, micro)
