@@ -19,11 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.checkpoints import tensors
 from fsdp import estimate
 from llm_demo.data.packs import load_packs
+from llm_demo.errors import UserError
 from llm_demo.model import memory
 from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora
-from llm_demo.model.source import load_config
+from llm_demo.model.source import find_model, load_config
 from llm_demo.model.weights import open_weights
 
 RANK, ALPHA = 4, 32
@@ -216,6 +217,11 @@ def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
     assert plain == pytest.approx(
         json.loads((run_folder / "summary.json").read_text())["eval_loss"]["0"], rel=1e-5
     )
+
+
+def test_an_adapter_is_no_model(run_folder):
+    with pytest.raises(UserError, match="holds an adapter, not a model: export its run with"):
+        find_model(str(run_folder / "hf"))
 
 
 def exported(*words):

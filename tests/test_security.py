@@ -26,6 +26,7 @@ from llm_demo.run import checkpoint, checkpoint_files
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
+ADAPTERS = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj"], "base": {"path": "a"}}
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 9,
          "label_tokens": 5, "evals": [[0, 2.5]], "eval_loss": 1.5}  # fmt: skip
 
@@ -281,7 +282,9 @@ def test_a_manifest_of_another_kind(text, folder):
     "more", [
         {"step": "7"}, {"step": -1}, {"step": True}, {"step": None}, {"tokens": [1]},
         {"evals": [["a", 1]]}, {"evals": 5}, {"loss_scale": {"scale": 0, "good_steps": 1}},
-        {"eval_loss": "low"}, {"identity": []}, {"tokens": None},
+        {"eval_loss": "low"}, {"identity": []}, {"tokens": None}, {"adapters": [1]},
+        {"adapters": {**ADAPTERS, "rank": 0}}, {"adapters": {**ADAPTERS, "alpha": float("nan")}},
+        {"adapters": {**ADAPTERS, "targets": [3]}}, {"adapters": {**ADAPTERS, "base": {"path": 1}}},
     ], ids=str,
 )  # fmt: skip
 def test_odd_facts_are_refused(more, folder):

@@ -132,7 +132,10 @@ def _adapters(x) -> bool:
     """As of model.lora.Lora.facts()."""
     if not isinstance(x, dict) or not {"rank", "alpha", "targets", "base"} <= x.keys():
         return False
-    numbers = _count(x["rank"]) and x["rank"] > 0 and _number(x["alpha"])
+    numbers = [x["rank"], x["alpha"], x.get("dropout", 0)]
+    numbers = (
+        _count(x["rank"]) and x["rank"] and all(_number(n) and 0 <= n < 2**53 for n in numbers)
+    )
     targets, base = x["targets"], x["base"]
     named = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
     return numbers and named and isinstance(base, dict) and isinstance(base.get("path"), str)
