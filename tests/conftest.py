@@ -1,6 +1,8 @@
 import atexit
 import contextlib
 import functools
+import glob
+import hashlib
 import json
 import os
 import shlex
@@ -13,7 +15,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 from import_once import ALWAYS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,7 +22,6 @@ ZERO = {  # flags of each configuration of ZeRO
     f"zero{name}": ["--deepspeed_config", str(ROOT / f"zero/ds_zero{name}.json")]
     for name in ("1", "2", "3", "2_offload", "3_offload")
 }
-torch.set_num_threads(1)  # small models: more threads wait for one another
 
 
 def environment(**more):
@@ -37,11 +37,22 @@ def python(**env) -> str:
     env: what packages read while they are imported, where it differs from this process's.
     FRESH=1 in the environment: the interpreter itself, everywhere."""
     # A process that has looked for GPUs can't be forked, and macOS has no pidfd.
-    can_fork = hasattr(os, "pidfd_open") and not torch.cuda.is_available()
-    if os.environ.get("FRESH") == "1" or not can_fork:
+    if os.environ.get("FRESH") == "1" or not hasattr(os, "pidfd_open") or has_gpu():
         return sys.executable
-    folder = tempfile.mkdtemp()  # not pytest's: the path of a socket must be short
-    stand_in = Path(folder, "python")
+    import fcntl
+
+    shared = Path(os.environ["STAND_INS"])
+    folder = shared / hashlib.sha256(repr(sorted(env.items())).encode()).hexdigest()[:8]
+    with open(shared / "lock", "w") as lock:  # another worker may ask for the same
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            folder.mkdir()
+            serve(folder / "python", shared / "owner", env)
+    return str(folder / "python")
+
+
+def serve(stand_in: Path, owner: Path, env: dict) -> None:
+    """Make a stand-in and start what it asks, which ends with the process that made `owner`."""
     interpreter, script = (
         shlex.quote(sys.executable),
         shlex.quote(str(ROOT / "tests/import_once.py")),
@@ -51,20 +62,45 @@ def python(**env) -> str:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{stand_in}.socket")
     listener.listen(64)  # who asks before the imports are done waits
-    ours, theirs = socket.socketpair()
-    sockets = [s.fileno() for s in (listener, theirs)]
-    server = subprocess.Popen(
-        [sys.executable, ROOT / "tests/import_once.py", "serve", *map(str, sockets)],
-        env=environment(**ALWAYS, **env), pass_fds=sockets, start_new_session=True,
-    )  # fmt: skip
+    with listener, socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(owner))
+        sockets = [listener.fileno(), connection.fileno()]
+        subprocess.Popen(
+            [sys.executable, ROOT / "tests/import_once.py", "serve", *map(str, sockets)],
+            env=environment(**ALWAYS, **env), pass_fds=sockets, start_new_session=True,
+        )  # fmt: skip
+
+
+def pytest_configure(config):
+    """Make a folder for stand-ins, which xdist's workers share. Their servers end at its end."""
+    if hasattr(config, "workerinput"):
+        return
+    folder = tempfile.mkdtemp()  # not pytest's: the path of a socket must be short
+    os.environ["STAND_INS"] = folder
+    owner = socket.socket(socket.AF_UNIX)
+    owner.bind(f"{folder}/owner")
+    owner.listen(64)
+    owner.setblocking(False)
 
     def end():
-        ours.close()
-        server.wait(30)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                server, _ = owner.accept()
+                server.shutdown(socket.SHUT_WR)
+                server.settimeout(30)
+                server.recv(1)  # until it has ended
         shutil.rmtree(folder)
 
     atexit.register(end)
-    return str(stand_in)
+
+
+def has_gpu() -> bool:
+    devices = "/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"
+    if sys.platform == "linux" and not any(map(glob.glob, devices)):
+        return False
+    import torch  # not above: xdist's first process needs it for nothing else
+
+    return torch.cuda.is_available()
 
 
 def processes_with(**env):
@@ -126,7 +162,7 @@ def smaller_model(folder):
 
 def pytest_xdist_auto_num_workers(config):
     """-n auto: two files at a time, since most tests wait for processes. GPUs are not shared."""
-    return 0 if torch.cuda.is_available() else 2
+    return 0 if has_gpu() else 2
 
 
 # Files that take minutes go first, so that no worker has one left when the other is done.
@@ -163,5 +199,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Packs and probes of the tests go to a folder of their own."""
+    """Packs and probes of the tests go to a folder of their own, and PyTorch takes one thread."""
+    import torch
+
+    torch.set_num_threads(1)  # small models: more threads wait for one another
     os.environ["LLM_DEMO_CACHE"] = str(tmp_path_factory.mktemp("cache"))

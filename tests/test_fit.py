@@ -1,6 +1,7 @@
 """llm_demo.fit: what it prints runs, fits and is the fastest by its formula, which is near what was
 measured; the tables made from it are up to date."""
 
+import functools
 import json
 import re
 import runpy
@@ -26,6 +27,12 @@ def asked(model, cards, gb, tokens=65_536, more=""):
 
 
 def search(ask):
+    return searched(**vars(ask))
+
+
+@functools.cache
+def searched(**asked):
+    ask = SimpleNamespace(**asked)
     return list(fit.choices(load_config(ask.model, ask.seq_len), ask))
 
 

@@ -28,8 +28,36 @@ def bare_python(tmp_path_factory):
     return folder / "bin/python"
 
 
+# Installing pip takes half of a test's time: into the first environment only, copied to the others.
+PIP_ONCE = """
+import os, shutil, sys, sysconfig
+
+if sys.orig_argv[1:3] == ["-m", "venv"]:
+    import venv
+
+    def setup_pip(self, context, install=venv.EnvBuilder._setup_pip):
+        kept = os.path.join(os.path.dirname(__file__), "kept")
+        new = sysconfig.get_path("purelib", "posix_prefix", {"base": context.env_dir})
+        if os.path.exists(kept):
+            shutil.copytree(kept, new, dirs_exist_ok=True)
+        else:
+            install(self, context)
+            shutil.copytree(new, kept)
+
+    venv.EnvBuilder._setup_pip = setup_pip
+"""
+
+
+@pytest.fixture(scope="module")
+def pip_once(tmp_path_factory):
+    """For PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("pip")
+    (folder / "sitecustomize.py").write_text(PIP_ONCE)
+    return folder
+
+
 @pytest.fixture
-def machine(tmp_path, bare_python):
+def machine(tmp_path, bare_python, pip_once):
     """A copy of what setup.sh reads, on a machine without any GPU, and a function that runs it."""
 
     class Machine:
@@ -54,7 +82,7 @@ def machine(tmp_path, bare_python):
             env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels)}
             env |= {"PIP_CONFIG_FILE": os.devnull, "HOME": str(self.root)}
             env["PIP_NO_COMPILE"] = "1"  # of setuptools, for each package that is built
-            env |= {"PYTHON": str(bare_python), **extra}
+            env |= {"PYTHON": str(bare_python), "PYTHONPATH": str(pip_once), **extra}
             command = ["bash", str(self.repo / "setup.sh"), *args]
             return subprocess.run(
                 command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True

@@ -19,9 +19,10 @@ def block_costs(config, seq_len: int) -> list[Cost]:
     FLOPs: 6 per active weight of a matrix product, plus 6·heads·(widths of query and value)·S for
     attention, counted in full rather than its causal half, as in the PaLM paper's appendix B."""
     d, heads, (qk, v) = config.hidden_size, config.num_attention_heads, head_widths(config)
-    attention, costs = _attention_weights(config), []
-    for block in range(config.num_hidden_layers):
-        if has_experts(config, block):
+    attention, mixed = _attention_weights(config), mixed_blocks(config)
+    costs = {}  # with experts or not -> cost
+    for with_experts in {*mixed}:  # reading a configuration is slow
+        if with_experts:
             expert, n = 3 * d * config.moe_intermediate_size, config.num_local_experts
             always = attention + d * n + expert * (getattr(config, "n_shared_experts", 0) or 0)
             routed, active = expert * n, always + expert * config.num_experts_per_tok
@@ -29,17 +30,19 @@ def block_costs(config, seq_len: int) -> list[Cost]:
             always = active = attention + 3 * d * config.intermediate_size
             routed = 0
         flops = 6 * active + 6 * heads * (qk + v) * seq_len
-        costs.append(Cost(always + routed, active, flops, routed))
-    return costs
+        costs[with_experts] = Cost(always + routed, active, flops, routed)
+    return [costs[with_experts] for with_experts in mixed]
 
 
-def has_experts(config, block: int) -> bool:
-    """Whether this block (its number) has routed experts in place of one feed-forward network."""
+def mixed_blocks(config) -> list[bool]:
+    """For each block, whether it has routed experts in place of one feed-forward network."""
+    n = config.num_hidden_layers
     if not getattr(config, "num_local_experts", 0):
-        return False
+        return [False] * n
     if config.model_type == "deepseek_v3":
-        return block >= config.first_k_dense_replace
-    return block not in config.mlp_only_layers and (block + 1) % config.decoder_sparse_step == 0
+        return [block >= config.first_k_dense_replace for block in range(n)]
+    dense, every = config.mlp_only_layers, config.decoder_sparse_step
+    return [block not in dense and (block + 1) % every == 0 for block in range(n)]
 
 
 def _attention_weights(config) -> int:

@@ -1,5 +1,6 @@
 """Where to cut a decoder into the stages of a pipeline."""
 
+import functools
 import math
 
 from llm_demo.errors import UserError
@@ -16,7 +17,8 @@ def split(config, pieces: int, partition: str, seq_len: int, checkpointing: bool
     if partition == "uniform":
         return [n // pieces + (s < n % pieces) for s in range(pieces)]
     if partition in ("balanced", "parameters"):
-        return _best(pieces, *costs(config, seq_len, checkpointing, partition == "parameters"))
+        first, blocks, last = costs(config, seq_len, checkpointing, partition == "parameters")
+        return [*_best(pieces, first, tuple(blocks), last)]
     try:
         counts = [int(x) for x in partition.split(",")]
     except ValueError:
@@ -62,7 +64,8 @@ def describe_split(
     return f"{share}; the largest share is {max(each) * len(each) / sum(each):.2f} x the mean"
 
 
-def _best(pieces: int, first: float, blocks: list[float], last: float) -> list[int]:
+@functools.cache
+def _best(pieces: int, first: float, blocks: tuple[float, ...], last: float) -> tuple[int, ...]:
     """The counts with the smallest costs of pieces, the most expensive compared first; of equal
     ones those with the most blocks in the earlier pieces."""
 
@@ -83,4 +86,4 @@ def _best(pieces: int, first: float, blocks: list[float], last: float) -> list[i
             )
             for end in ends
         }
-    return [-count for count in best[n][1]]
+    return tuple(-count for count in best[n][1])

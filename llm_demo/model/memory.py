@@ -15,7 +15,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from llm_demo.device import this_device
 from llm_demo.model.attention import BUCKET, heads_of, one_width
 from llm_demo.model.attention_choice import why_not
-from llm_demo.model.costs import has_experts, head_size, latent
+from llm_demo.model.costs import head_size, latent, mixed_blocks
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.model.lora import apply_lora
@@ -47,8 +47,8 @@ def passing_bytes(args, config, compute, train) -> list[float]:
 
 def _chosen(config) -> list[int]:
     """For each block, how many experts a token has there."""
-    n = config.num_hidden_layers
-    return [config.num_experts_per_tok if has_experts(config, block) else 0 for block in range(n)]
+    chosen = getattr(config, "num_experts_per_tok", 0)
+    return [chosen if mixed else 0 for mixed in mixed_blocks(config)]
 
 
 def _saved_by_blocks(args, config, compute, train) -> list[float]:

@@ -7,7 +7,7 @@ from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.errors import UserError
-from llm_demo.model.costs import has_experts
+from llm_demo.model.costs import mixed_blocks
 from llm_demo.model.rotary import LongRope, rope_type
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
@@ -81,10 +81,6 @@ def load_config(folder: Path, max_len: int):
     return config
 
 
-def any_experts(config) -> bool:
-    return any(has_experts(config, block) for block in range(config.num_hidden_layers))
-
-
 def problem_of_experts(config) -> str | None:
     """Why the experts of a configuration can't be trained exactly, if so."""
     n, chosen = config.num_local_experts, config.num_experts_per_tok
@@ -93,7 +89,7 @@ def problem_of_experts(config) -> str | None:
     if config.model_type == "qwen3_moe":
         if config.decoder_sparse_step < 1:
             return f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
-        if not any_experts(config):
+        if not any(mixed_blocks(config)):
             return "mlp_only_layers and decoder_sparse_step leave no block with experts"
         return None
     # transformers reads none of these, and computes as if they were so
@@ -107,7 +103,7 @@ def problem_of_experts(config) -> str | None:
         return f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
     if config.first_k_dense_replace is None or config.v_head_dim is None:
         return "first_k_dense_replace and v_head_dim must be numbers"
-    if not any_experts(config):
+    if not any(mixed_blocks(config)):
         return (
             f"first_k_dense_replace {config.first_k_dense_replace} leaves none of "
             f"{config.num_hidden_layers} blocks with experts"
