@@ -104,9 +104,8 @@ def export(
         config, shapes, buffers = model_of(source / "model")
         held = factors_of(lora, shapes) if lora else shapes
         refuse_other_shapes(checkpoint, held)
-        tokenizer = load_tokenizer(str(source / "model"))
-        tokenizer.save_pretrained(part)
-        if lora and not merge:
+        whole = merge or not lora
+        if not whole:
             n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora, base)
         else:
             read = merged(checkpoint, config, held, lora, base) if lora else None
@@ -118,8 +117,11 @@ def export(
             if not config.architectures:  # servers such as vLLM need it
                 config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
             config.save_pretrained(part)
+        tokenizer = load_tokenizer(str(source / "model"))
+        tokenizer.save_pretrained(part)
+        if whole:
             generation_config(source / "model", tokenizer).save_pretrained(part)
-        (part / "README.md").write_text(card(checkpoint, out.name, None if merge else lora))
+        (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
         if out.exists():
             out.rmdir()
         part.rename(out)
@@ -130,7 +132,7 @@ def export(
         raise UserError(f"cannot write {out}: {reason or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    kind = "weights" if merge or not lora else "adapters"
+    kind = "weights" if whole else "adapters"
     return f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
 
 

@@ -77,6 +77,21 @@ def work(tmp_path_factory):
     return folder, results
 
 
+def test_factors_start_as_pefts(work):
+    base = AutoModelForCausalLM.from_pretrained(work[0] / "tied", dtype=torch.float32)
+    model = get_peft_model(base, LoraConfig(r=64, target_modules="all-linear"))
+    first = model.base_model.model.model.layers[0].mlp.down_proj
+    for theirs, zero in ((first.lora_A, False), (first.lora_B, True)):
+        theirs = theirs["default"].weight
+        mine = Factor(theirs.shape[1], theirs.shape[0], zero).start("1:a")["weight"]
+        assert mine.shape == theirs.shape
+        for figure in (torch.std, torch.amax, torch.amin):
+            assert figure(mine).item() == pytest.approx(figure(theirs).item(), rel=0.05)
+    again, other = (Factor(96, 64, False).start(name)["weight"] for name in ("1:a", "2:a"))
+    assert not torch.equal(again, other)
+    assert torch.equal(again, Factor(96, 64, False).start("1:a")["weight"])
+
+
 def flags(name):
     return [
         "--lora_rank", str(RANK), "--lora_alpha", str(ALPHA), "--lora_targets", TARGETS[name],
@@ -297,6 +312,8 @@ def test_adapters_do_not_continue_a_whole_model(work, tmp_path):
     again = run_flags(work[0], "tied", tmp_path / "run", "--resume", tmp_path / "whole")
     done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *again])
     assert done.returncode == 2 and "holds a whole model, no adapters" in done.stderr
+    done = exported(tmp_path / "whole", tmp_path / "out", "--merge")
+    assert done.returncode == 2 and "--merge: " in done.stderr and "no adapters" in done.stderr
 
 
 # ---------------------------------------------------------------- bad input
