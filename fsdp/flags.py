@@ -48,16 +48,15 @@ class FsdpArgs:
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     expert_parallel: int | None = flag(
         None,
-        "Ranks over which each block's experts are spread. Default: the fewest that fit.",
+        "Ranks that share out each block's experts. Default: the fewest that fit.",
         at_least=1,
     )
     router_bias_update: float = flag(
-        0.0, "Step by which DeepSeek's expert bias follows the load. 0: it stays."
+        0.0, "How far DeepSeek's bias of experts follows their load in a step. 0: it stays."
     )
     router_aux_loss: float = flag(
         0.0,
-        "Weight of a loss that balances the experts' load over the global batch; costs another "
-        "forward.",
+        "Weight of a loss that evens out the experts' load; costs another forward.",
     )
     copy_engines: bool | None = flag(
         None,

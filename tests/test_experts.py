@@ -103,7 +103,9 @@ def test_products_agree(dtype, bound):
 def test_parts_of_the_experts_add_up(chosen, backend):
     """What each part adds, and its gradients; where no token chose any of a part's experts too,
     though memory beyond the rows of a product holds NaN."""
-    torch._dynamo.config.capture_scalar_outputs = True
+    if backend and why_not_compiled("looped"):
+        pytest.skip("transformers is too old")
+    torch._dynamo.config.capture_scalar_outputs = True  # as compile_forward does
 
     def product(rows, weight, ends):
         after = torch.arange(len(rows))[:, None] >= ends[-1]
