@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from transformers import AutoTokenizer, LlamaConfig
 
 from llm_demo import export
@@ -131,16 +136,35 @@ def test_a_good_checkpoint_is_read(folder):
     export_of(folder)
 
 
+class AsPython3112(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, obj):
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, Enum) else NotImplemented
+
+
+def test_a_checkpoint_of_python_3_11_2_is_read(folder):
+    file = folder / ".metadata"
+    metadata, written = pickle.loads(file.read_bytes()), io.BytesIO()
+    AsPython3112(written).dump(metadata)
+    assert b"getattr" in written.getvalue()
+    file.write_bytes(written.getvalue())
+    sign(folder)
+    assert all(t.any() for t in resume_from(folder).values())
+    export_of(folder)
+
+
 COMMANDS = {
     "os.system": lambda marker: Command(os.system, f"touch {marker}"),
     "eval": lambda marker: Command(eval, f"open({str(marker)!r}, 'w')"),
     "getattr": lambda marker: Command(getattr, object, "__subclasses__"),
+    "getattr of a class": lambda marker: Command(getattr, TensorProperties, "__init__"),
     "Path.touch": lambda marker: Command(Path.touch, marker),
     "torch.load": lambda marker: Command(torch.load, str(marker)),
 }
 
 
-PLACES = ["planner_data", "whole", "tensors", "storage_data", "planner_data"]
+PLACES = ["planner_data", "whole", "planner_data", "tensors", "storage_data", "planner_data"]
 
 
 @pytest.mark.parametrize(
