@@ -24,7 +24,10 @@ def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
         parts = of_fsdp(args, config, compute, train, world.size, True, n)
         need[n] = max(sum(rank.values()) for rank in parts)
         if need[n] < 0.95 * capacity:
-            return n, f"the fewest that fit: about {need[n]:.0f} of {capacity:.0f} GB"
+            why = f"the fewest that fit: about {need[n]:.0f} of {capacity:.0f} GB"
+            if n > 1 and not args.reshard_after_forward:
+                why += "; all on each rank with --reshard_after_forward may be faster"
+            return n, why
     n = min(need, key=need.get)
     return n, f"takes least memory: about {need[n]:.0f} of {capacity:.0f} GB"
 
@@ -73,7 +76,8 @@ def of_fsdp(
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
     if spread > 1:  # an estimate: all ranks' tokens, their sums, and the gradients of both
-        activations += 4 * spread * tokens * config.hidden_size * size
+        copies = 4 if compute.compile else 4 + 2 * config.num_experts_per_tok
+        activations += copies * spread * tokens * config.hidden_size * size
     gathered = (ends + 2 * unit if args.reshard_after_forward else whole) * size
     trained = total
     if lora := getattr(compute, "lora", None):  # what is frozen has no fp32 copy and no gradients

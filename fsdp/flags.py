@@ -48,7 +48,7 @@ class FsdpArgs:
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     expert_parallel: int | None = flag(
         None,
-        "Ranks that share out each block's experts. Default: the fewest that fit.",
+        "Ranks over which blocks' experts are spread. Default: the fewest that fit.",
         at_least=1,
     )
     router_bias_update: float = flag(

@@ -5,6 +5,7 @@ as it is."""
 import inspect
 import math
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -61,7 +62,7 @@ def reduce_traffic(
         ranks = getattr(unit, "group", group)
         # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from
         # node to node: less with more than two GPUs per node.
-        few = world.local_size <= 2 or world.local_size % ranks.size() == 0
+        few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
         # Not embedding and head: shared memory stays allocated, and theirs is large for its use
@@ -80,6 +81,12 @@ def reduce_traffic(
             else:
                 missing["gathering into shared memory"] = "FSDP2 takes no other all-gather"
     return [f"not {what}: {why}" for what, why in missing.items()]
+
+
+def few_of_each_node(ranks: list[int], local_size: int) -> bool:
+    """Whether ranks are all of one node, or at most two of each. local_size: ranks of a node."""
+    of_node = Counter(rank // local_size for rank in ranks)
+    return len(of_node) == 1 or max(of_node.values()) <= 2
 
 
 class Scratch:

@@ -61,6 +61,10 @@ def main() -> None:
     replicas = world.size if args.replicas == "all" else int(args.replicas)
     if world.size % replicas:
         raise UserError(f"--replicas {replicas} does not divide {world.size}, the processes")
+    if world.size % (args.expert_parallel or 1):
+        raise UserError(
+            f"--expert_parallel {args.expert_parallel} does not divide {world.size}, the processes"
+        )
     n_shards = world.size // replicas
     mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     group = grid[SHARD].get_group()
@@ -254,9 +258,8 @@ def choose_spread(args, config, compute, train, world, log: Log) -> int:
     if not is_mixture(config) or world.size == 1 and not args.expert_parallel:
         return 1
     asked, experts = args.expert_parallel, config.num_local_experts
-    for count, what in ((world.size, "processes"), (experts, "experts")):
-        if asked and count % asked:
-            raise UserError(f"--expert_parallel {asked} does not divide {count}, the {what}")
+    if asked and experts % asked:
+        raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
     n, why = asked, "as requested"
     if not asked and args.replicas != "1":
         n, why = 1, "because of --replicas"
@@ -287,7 +290,9 @@ def shard(
 
 def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: Log) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
-    largest = max(sum(p.numel() for p in unit.parameters()) for unit in units)
+    # experts that are spread are transferred apart
+    apart = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
+    largest = max(sum(p.numel() for p in {*unit.parameters()} - apart) for unit in units)
     engines, why = copy_engines.choose_copy_engines(asked, world, group, largest)
     log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
     log.resolved(copy_engines=engines)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, smaller_model, torchrun
 from torch.distributed.fsdp import FSDPModule
 
@@ -104,12 +105,14 @@ def test_a_sum_that_autograd_makes_is_left_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "here, world, shards, sends",
-    [(2, 2, 2, True), (2, 4, 4, True), (4, 8, 8, False), (4, 8, 4, True), (4, 8, 2, True)],
-)
-def test_an_all_to_all_stays_on_the_node_or_has_few_partners(
-    here, world, shards, sends, monkeypatch
-):
+    "here, ranks, sends",
+    [
+        (2, range(2), True), (2, range(4), True), (4, range(8), False), (4, range(4), True),
+        (4, range(2), True),
+        (8, range(0, 16, 2), False), (4, range(0, 8, 2), True),  # of experts spread over 2 ranks
+    ],
+)  # fmt: skip
+def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, ranks, sends, monkeypatch):
     class Unit(torch.nn.Module):
         def set_custom_reduce_scatter(self, how):
             self.how = how
@@ -117,7 +120,8 @@ def test_an_all_to_all_stays_on_the_node_or_has_few_partners(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
-    everyone = World(0, world, 0, torch.device("cpu"))
-    group = SimpleNamespace(size=lambda: shards)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(ranks))
+    everyone = World(0, 16, 0, torch.device("cpu"))
+    group = SimpleNamespace(size=lambda: len(ranks))
     fsdp2.reduce_traffic(unit := Unit(), everyone, group, torch.bfloat16, False, False, False)
     assert hasattr(unit, "how") == sends

@@ -19,11 +19,11 @@ def make_mesh(world: World, **sizes: int) -> DeviceMesh:
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def make_expert_mesh(world: World, n: int, device_type: str = "") -> DeviceMesh:
-    """A mesh of all ranks, n parts of the experts x shards. The ranks of a node that follow each
-    other have different experts."""
+def make_expert_mesh(world: World, n: int) -> DeviceMesh:
+    """A mesh of all ranks, n parts of the experts x shards of each part. n consecutive ranks have
+    all parts."""
     ranks = torch.arange(world.size).view(-1, n).T
-    return DeviceMesh(device_type or world.device.type, ranks, mesh_dim_names=(EXPERT, SHARD))
+    return DeviceMesh(world.device.type, ranks, mesh_dim_names=(EXPERT, SHARD))
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
