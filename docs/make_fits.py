@@ -18,8 +18,10 @@ from llm_demo.model.source import load_config  # noqa: E402
 MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 CARDS = ((1, 24), (2, 24), (2, 32), (1, 80), (2, 141))
 TOKENS = 65_536
-PRESETS = ("teff", "speed", "memory")  # of bench/results/h200-x2, over NVLink
-DEVICE, HOST = "on the device", "host optimizer"
+PRESETS = ("teff", "speed", "memory", "zero", "lora")  # of bench/results/h200-x2, over NVLink
+DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
+RANK = 16  # of adapters
+NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`"}
 MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
 
 
@@ -31,11 +33,14 @@ def cells() -> dict[tuple, fit.Choice | None]:
         for cards, memory in CARDS:
             words = f"{folder(model)} --cards {cards} --memory {memory} --tokens_a_step {TOKENS}"
             ask = fit.make_parser().parse_args(words.split())
+            lora = fit.make_parser().parse_args([*words.split(), "--lora_rank", str(RANK)])
             every = list(fit.choices(config, ask))
-            for way in (DEVICE, HOST):
-                choice, fits = fit.best(
-                    [c for c in every if (c.way == fit.HOST) == (way == HOST)], ask
-                )
+            for way, several in (
+                (DEVICE, [c for c in every if c.way != fit.HOST]),
+                (HOST, [c for c in every if c.way == fit.HOST]),
+                (ADAPTERS, list(fit.choices(config, lora))),
+            ):
+                choice, fits = fit.best(several, ask)
                 found[model, (cards, memory), way] = choice if fits else None
     return found
 
@@ -48,7 +53,7 @@ def cell(choice: fit.Choice | None) -> str:
     """Micro-batch size and flags in a few words."""
     if not choice:
         return "–"
-    flags = {k: v for k, v in choice.flags.items() if k != "grad_accum_steps"}
+    flags = {k: v for k, v in choice.flags.items() if k not in ("grad_accum_steps", "lora_rank")}
     words = str(choice._replace(flags=flags)).removeprefix("micro ").removesuffix(", host")
     return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
 
@@ -61,18 +66,18 @@ def measured(model: str, way: str) -> str:
         for line in file.read_text().splitlines() if file.exists() else ():
             result = json.loads(line)
             row = result["row"]
-            ours = row["engine"] not in PEERS and "lora_rank" not in row["flags"]
-            ours = ours and result["status"] == "ok"
+            ours = row["engine"] not in PEERS and result["status"] == "ok"
             if not ours or row["model"] != f"models/qwen3-{model.lower()}" or row["data"] != "full":
                 continue
-            host = result["config"].get("optimizer_on_host", False)
-            if row["dtype"] == "bf16" and host == (way == HOST) and not row["env"]:
+            names = {"optimizer_on_host": HOST, "lora_rank": ADAPTERS}
+            of_row = next((names[n] for n in names if result["config"].get(n)), DEVICE)
+            if row["dtype"] == "bf16" and of_row == way and not row["env"]:
                 speed = round(result["summary"]["median_slots_per_s"])
-                flags = row["flags"].replace("--optimizer_on_host", "").replace("--", "")
-                flags = flags.replace("reshard_after_forward", "reshard")
-                flags = re.sub(r" +device_memory_gb (\d+)", r", in \1 GB a card", flags).strip()
+                flags = re.sub(r"--(optimizer_on_host|lora_rank \d+)", "", row["flags"]).strip()
+                flags = flags.replace("--", "").replace("reshard_after_forward", "reshard")
+                flags = re.sub(r" *device_memory_gb (\d+)", r", in \1 GB a card", flags).strip(", ")
                 how = (f"{row['engine']} {row['micro']}", f"GA {row['ga']}", "ckpt" * row["ckpt"])
-                words = ", ".join(filter(None, (*how, flags)))
+                words = ", ".join(filter(None, (*how, flags, "one card" * (row["gpus"] == 1))))
                 fastest = max(fastest, (speed, f"{speed:,} ({words})"))
     return fastest[1]
 
@@ -82,7 +87,7 @@ def table(found: dict) -> str:
     text = f"| model | way | {' | '.join(heads)} | measured on 2 x 141 GB, tokens/s |\n"
     text += "|---" * (len(CARDS) + 3) + "|\n"
     for model in MODELS:
-        for way in (DEVICE, HOST):
+        for way in (DEVICE, HOST, ADAPTERS):
             row = [cell(found[model, cards, way]) for cards in CARDS]
             text += f"| {model} | {way} | {' | '.join(row)} | {measured(model, way)} |\n"
     return text
@@ -91,7 +96,7 @@ def table(found: dict) -> str:
 def short(found: dict) -> str:
     """The largest model that fits on each set of cards."""
     text = f"| | {' | '.join(f'{n} x {gb} GB' for n, gb in CARDS)} |\n" + "|---" * 6 + "|\n"
-    for way, name in ((DEVICE, DEVICE), (HOST, "`--optimizer_on_host`")):
+    for way, name in NAMES.items():
         row = []
         for cards in CARDS:
             fitting = [model for model in MODELS if found[model, cards, way]]

@@ -7,10 +7,8 @@ from llm_demo.device import this_device
 from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
+from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit
 from llm_demo.parallel.lowrank import TOGETHER
-
-PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 
 
 def choose_spread(args, config, compute, train, world) -> tuple[int, str]:

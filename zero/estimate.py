@@ -1,10 +1,12 @@
 """Estimates a rank's peak memory under ZeRO, and the host's with offload."""
 
+import math
+
 import torch
 
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
+from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit
 
 
 def table(args, config, compute, train, ranks: int, settings: dict) -> str:
@@ -12,19 +14,37 @@ def table(args, config, compute, train, ranks: int, settings: dict) -> str:
     zero = settings["zero_optimization"]
     parts = of_zero(args, config, compute, train, ranks, zero)
     text = describe(parts, args.device_memory_gb)
-    if host := of_host(config, compute, zero):
-        text += f"\nhost memory: {host:.1f} GB for what the ranks of all nodes keep there"
+    if host := of_host(config, compute, zero, ranks):
+        text += f"\nhost memory: {host:.1f} GB for all ranks"
     return text
 
 
-def of_host(config, compute, zero: dict) -> float:
-    """GB (2**30 bytes) that offload takes on all nodes: masters, moments and gradients in fp32,
-    and with offload_param the weights in the compute dtype."""
-    size = torch.finfo(compute.dtype).bits // 8
-    each = 16 * ("offload_optimizer" in zero) + size * ("offload_param" in zero)
-    if "offload_optimizer" in zero and zero["stage"] == 2:
-        each += size  # the weights on their way to the device
-    return each * parameters_of(config) / GB
+def of_host(config, compute, zero: dict, ranks: int) -> float:
+    """GB (2**30 bytes) of all ranks' host memory with offload, 0 without. DeepSpeed keeps masters
+    and moments in fp32, with stage 3 the gradients twice and with offload_param the weights twice:
+    in one buffer, and in the pieces they were made in, which PyTorch keeps for reuse."""
+    if "offload_optimizer" not in zero and "offload_param" not in zero:
+        return 0
+    size, share = torch.finfo(compute.dtype).bits // 8, parameters_of(config) / ranks
+    total = 0
+    if "offload_param" in zero:
+        total += _pinned(share * size, zero["offload_param"]) + share * size
+    if optimizer := zero.get("offload_optimizer"):
+        parts = [share]  # stage 2 has one; stage 3 cuts its masters
+        if zero["stage"] == 3:
+            cut = zero.get("sub_group_size", 1e9)
+            parts = [cut] * int(share // cut) + [share % cut]
+            total += sum(_pinned(part * 4, optimizer) for part in parts)  # and so the gradients
+        masters = sum(_pinned(part * 4, optimizer) for part in parts)
+        total += masters + _pinned(share * 4, optimizer) + share * 8
+        if zero["stage"] == 2:  # the weights on their way to the device
+            total += share * ranks * size
+    return ranks * (total / GB + PROCESS)
+
+
+def _pinned(size: float, offload: dict) -> float:
+    """Bytes of a buffer: PyTorch rounds pinned memory up to a power of two."""
+    return 2 ** math.ceil(math.log2(max(size, 1))) if offload.get("pin_memory") else size
 
 
 def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[str, float]]:
@@ -50,8 +70,12 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
     else:  # a bucket on its way, in fp32 and the compute dtype, and the shards it is reduced to
         sums = 0 if on_host else share * 4
         kept = sums + bucket * size
+        # an embedding's gradient in the compute dtype and in fp32
         grads = sums + bucket * (4 + size) + embedding * (4 + size)
-    step = {"gradients": share * 4 * (2 - on_host) if stage > 1 else total * 4}
+        if stage == 3:  # the head's beside it if tied, in fp32 once more, and this rank's part
+            grads += embedding * (4 + 4 / ranks + size * config.tie_word_embeddings)
+            grads += bucket * size
+    step = {"gradients": sums if stage > 1 else total * 4}
     optimizer = 0 if on_host else share * 8
     masters = 0 if on_host else share * 4
     both = {"optimizer": optimizer, "activations": 0, "loss": 0}
