@@ -27,7 +27,7 @@ from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora
 from llm_demo.model.source import find_model, load_config
 from llm_demo.model.weights import open_weights
 
-RANK, ALPHA = 4, 32
+RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
 PACKED = {"tied": True, "untied": True, "llama": False}
 ENGINES = {  # (processes, further flags, (micro, accumulation) for each model)
