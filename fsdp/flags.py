@@ -42,6 +42,11 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    activations_on_host: bool = flag(
+        False,
+        "Keep blocks' inputs in host memory until their backward.",
+        saves_memory=True,
+    )
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
     lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
@@ -83,6 +88,10 @@ class FsdpArgs:
                 "--psgd_rank keeps its errors on the device: drop --optimizer_on_host, or use "
                 "exact sums"
             )
+        if args.activations_on_host and not args.use_activation_checkpointing:
+            raise UserError("--activations_on_host needs --use_activation_checkpointing")
+        if args.activations_on_host and args.blocks_per_unit > 1:
+            raise UserError("--activations_on_host works on single blocks: drop --blocks_per_unit")
         for name in LORA:
             if not args.lora_rank and getattr(args, name) != default(FsdpArgs, name):
                 raise UserError(f"--{name} needs --lora_rank")

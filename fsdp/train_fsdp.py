@@ -25,6 +25,7 @@ from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import from_rank0, once_per_node, run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import prepare, train
+from llm_demo.model.activations_on_host import keep_on_host
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
@@ -86,6 +87,7 @@ def main() -> None:
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, lora = args.micro_batch_size, args.grad_accum_steps, compute.lora
+    per_unit = 1 if args.activations_on_host else args.blocks_per_unit
     check_experts(args, config)
     for name in ("psgd_rank", "optimizer_on_host"):
         if getattr(args, name) and is_mixture(config):
@@ -121,7 +123,7 @@ def main() -> None:
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
-        blocks = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
+        blocks = make_units(lm, config, per_unit, args.use_activation_checkpointing)
         if compute.compile:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)
@@ -137,6 +139,9 @@ def main() -> None:
             shard(model, tied, *how, mesh, of_experts and of_experts[SHARD], slim=on_host)
         if on_host:
             log.say(once_per_node(world, lambda: prepare_host(model, world)))
+        if args.activations_on_host:
+            shape = B, data.train.seq_len, config.hidden_size
+            model.on_host = keep_on_host(len(blocks), shape, compute.dtype, world, log.say)
         allocate(model, world.device)
         if tied:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight

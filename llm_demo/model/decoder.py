@@ -1,5 +1,6 @@
 """A Hugging Face decoder built block by block, so that no process holds more than it keeps."""
 
+import contextlib
 import itertools
 
 import torch
@@ -135,6 +136,7 @@ class DecoderLoss(nn.Module):
         self.units = nn.ModuleList(units)
         self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim) if last else None
         self.rotary = lm.model.rotary_emb
+        self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts = blocks_with_experts(self)
         self.routers = Routers(with_experts) if with_experts else None
 
@@ -147,6 +149,7 @@ class DecoderLoss(nn.Module):
             self.routers()
         hidden = self.embed_tokens(inputs) if self.embed_tokens else inputs
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
-        for unit in self.units:
-            hidden = unit(hidden, rotary, position_ids, documents)
+        for i, unit in enumerate(self.units):
+            with self.on_host.of_unit(i, hidden) if self.on_host else contextlib.nullcontext():
+                hidden = unit(hidden, rotary, position_ids, documents)
         return self.tail(hidden, index, targets, answers) if self.tail else hidden

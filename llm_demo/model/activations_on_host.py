@@ -1,0 +1,124 @@
+"""Inputs of a decoder's units in host memory, from their forward to their backward.
+
+With activation checkpointing, and units of one block, that is all that a block keeps. Copies run on
+a stream of their own, beside the compute of the next blocks."""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import psutil
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from llm_demo.device import World, pin
+from llm_demo.dist import once_per_node
+from llm_demo.errors import UserError
+
+STAY = 2  # inputs that stay on the device: while the last is used, the one before is copied
+
+
+class ActivationsOnHost:
+    """Host memory for the inputs of n units in one micro-batch, each of a shape and dtype."""
+
+    def __init__(self, n: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.shape, self.dtype, self.device, self.n = torch.Size(shape), dtype, device, n
+        # the last unit's is needed first
+        self.buffers = [torch.empty(shape, dtype=dtype) for _ in range(n - 1)]
+        self.stream = None
+        if device.type != "cpu":
+            self.stream = torch.get_device_module(device).Stream(device)
+            for buffer in self.buffers:
+                pin(buffer, self)
+        # by unit: (input on the device, the end of its copy to or from the host)
+        self.leaving, self.coming = {}, {}
+
+    def of_unit(self, i: int, hidden: torch.Tensor):
+        """A context for the forward of unit i, in which autograd saves its input `hidden` here.
+        Every unit's forward has to be followed by that of the next, or by none."""
+        if not torch.is_grad_enabled() or hidden.shape != self.shape:
+            return contextlib.nullcontext()
+        if i == 0:
+            self._drop(-1)  # what a forward without a backward has left
+        address = hidden.data_ptr()
+
+        def pack(t: torch.Tensor):
+            same = (t.data_ptr(), t.shape, t.dtype) == (address, self.shape, self.dtype)
+            if not same or i == self.n - 1:
+                return t
+            if i not in self.leaving:
+                self._send(i, t.detach())
+            return i
+
+        return saved_tensors_hooks(pack, self._take)
+
+    def _send(self, i: int, t: torch.Tensor) -> None:
+        self.leaving[i] = t, self._copy(self.buffers[i], t)
+        if i >= STAY:
+            _, copied = self.leaving.pop(i - STAY)
+            self._wait(copied)  # what is computed from now on may overwrite it
+
+    def _take(self, packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        i = packed
+        if i not in self.leaving and i not in self.coming:
+            self._fetch(i)
+        if i > 0 and i - 1 not in self.leaving and i - 1 not in self.coming:
+            self._fetch(i - 1)
+        self._drop(i)
+        if i in self.leaving:
+            return self.leaving[i][0]
+        t, copied = self.coming[i]
+        self._wait(copied)
+        return t
+
+    def _drop(self, after: int) -> None:
+        """Let go of the inputs of all later units."""
+        for kept in (self.leaving, self.coming):
+            for i in [i for i in kept if i > after]:
+                self._wait(kept.pop(i)[1])
+
+    def _fetch(self, i: int) -> None:
+        t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.coming[i] = t, self._copy(t, self.buffers[i])
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor):
+        """Copy after what has been computed by now, beside what follows. Returns the copy's end."""
+        if not self.stream:
+            to.copy_(source)
+            return None
+        module = torch.get_device_module(self.device)
+        self.stream.wait_stream(module.current_stream())
+        with module.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def _wait(self, copied) -> None:
+        if self.stream:
+            torch.get_device_module(self.device).current_stream().wait_event(copied)
+
+
+def host_bytes(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of host memory that a rank's ActivationsOnHost takes."""
+    return (n - 1) * math.prod(shape) * dtype.itemsize
+
+
+def keep_on_host(
+    n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable
+) -> ActivationsOnHost:
+    """ActivationsOnHost for a rank. Every rank calls. Raises UserError if this node has too little
+    memory."""
+    need = world.local_size * host_bytes(n, shape, dtype)
+
+    def check() -> str:
+        free = psutil.virtual_memory().available
+        if need > free:
+            raise UserError(
+                f"--activations_on_host needs {need / 2**30:.1f} GB of host memory, and "
+                f"{free / 2**30:.1f} GB are free: use shorter rows or a smaller --micro_batch_size"
+            )
+        return f"activations on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free"
+
+    say(once_per_node(world, check))
+    return ActivationsOnHost(n, shape, dtype, world.device)
