@@ -5,10 +5,13 @@ import torch
 from fsdp.units import SLICE, SLOTS
 from llm_demo.device import this_device
 from llm_demo.errors import UserError
+from llm_demo.model.activations_on_host import host_bytes
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit
 from llm_demo.parallel.lowrank import TOGETHER
+
+LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
 
 
 def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
@@ -30,10 +33,30 @@ def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
     return n, f"takes least memory: about {need[n]:.0f} of {capacity:.0f} GB"
 
 
+def choose_attention_kept(
+    args, config, compute, train, ranks: int, sharded: bool, spread: int
+) -> tuple[bool, str]:
+    """(whether blocks that are recomputed keep what attention returned, the reason)."""
+    if compute.attn_impl.endswith("math"):
+        return False, f"{compute.attn_impl} is no fused kernel"
+    if train.longest < LONG:
+        return False, "documents are short"
+    if not (capacity := args.device_memory_gb or this_device().memory_gb):
+        return False, "the memory of this device is not known"
+    compute = compute._replace(keep_attention=True)
+    parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
+    need = max(sum(rank.values()) for rank in parts)
+    return need < 0.85 * capacity, f"about {need:.0f} of {capacity:.0f} GB with it"
+
+
 def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int, spread=1) -> str:
     """What --estimate prints. ranks: of one replica."""
     parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
     text = describe(parts * replicas, args.device_memory_gb)
+    if args.activations_on_host:
+        shape = args.micro_batch_size, train.seq_len, config.hidden_size
+        inputs = replicas * ranks * host_bytes(config.num_hidden_layers, shape, compute.dtype) / GB
+        text += f"\nhost memory: {inputs:.1f} GB for the inputs of all ranks' blocks"
     if args.optimizer_on_host:
         host = replicas * of_host(config, ranks)
         text += f"\nhost memory: {host:.1f} GB for all ranks, with their masters and moments"
@@ -59,6 +82,11 @@ def of_host(config, ranks: int) -> float:
     return 12 * parameters_of(config) / GB + ranks * PROCESS
 
 
+def per_unit_of(args) -> int:
+    """Blocks of a unit, 0 if their size decides: only a unit's input goes to the host."""
+    return 1 if getattr(args, "activations_on_host", False) else args.blocks_per_unit
+
+
 def of_fsdp(
     args, config, compute, train, ranks: int, sharded: bool, spread: int = 1
 ) -> list[dict[str, float]]:
@@ -69,7 +97,7 @@ def of_fsdp(
     total, size = parameters_of(config), torch.finfo(compute.dtype).bits // 8
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     whole = ends + sum(blocks)  # what a rank has when everything is gathered
-    unit = largest_unit(unit_sizes(config, n, args.blocks_per_unit), blocks)
+    unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
     tokens = args.micro_batch_size * train.seq_len
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)

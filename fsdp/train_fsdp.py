@@ -87,12 +87,16 @@ def main() -> None:
     plan = make_plan(args, world, log, data_parallel=world.size)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, lora = args.micro_batch_size, args.grad_accum_steps, compute.lora
-    per_unit = 1 if args.activations_on_host else args.blocks_per_unit
     check_experts(args, config)
     for name in ("psgd_rank", "optimizer_on_host"):
         if getattr(args, name) and is_mixture(config):
             raise UserError(f"--{name} does not work with a mixture of experts")
     spread = choose_spread(args, config, compute, data.train, world, log)
+    if args.use_activation_checkpointing:
+        how = args, config, compute, data.train, n_shards, sharded, spread
+        keeps, why = from_rank0(world, lambda: estimate.choose_attention_kept(*how))
+        log.say(f"attention: {'kept for' if keeps else 'computed again in'} the backward ({why})")
+        compute = compute._replace(keep_attention=keeps)
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -123,7 +127,8 @@ def main() -> None:
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
-        blocks = make_units(lm, config, per_unit, args.use_activation_checkpointing)
+        how = estimate.per_unit_of(args), args.use_activation_checkpointing, compute.keep_attention
+        blocks = make_units(lm, config, *how)
         if compute.compile:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)

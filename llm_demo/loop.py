@@ -70,7 +70,7 @@ def train(
     evaluate(micro): loss.score summed over this rank's held-out rows, fp32 [2] on the device
     ask(batch, index): the likeliest next tokens, see generate.generate
     state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""
-    data, horizon = plan.data, plan.horizon
+    source, data, horizon = plan.source, plan.data, plan.horizon
     if args.dry_run:
         log.say(LOADED)
         try_forward(args, plan, ask)
@@ -96,7 +96,7 @@ def train(
         slots = rows.size * data.train.seq_len
         clock.end_step(n + 1, n_tokens, n_labels, slots, loss, norm, lr)
         if n == checkpoints.first_step and args.save and world.rank == 0:
-            describe_model(plan.source.folder, plan.source.tokenizer, log.folder / "model")
+            describe_model(source.folder, source.tokenizer, log.folder / "model", source.config)
         last = n + 1 == horizon.max_steps
         if data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
             evaluation(n + 1)

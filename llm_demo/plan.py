@@ -76,6 +76,7 @@ class Compute(NamedTuple):
     compile: bool
     product: str = "looped"  # of experts, see model/experts.py
     lora: Lora | None = None  # adapters: the model itself is frozen
+    keep_attention: bool = False  # with activation checkpointing: do not compute it again
 
 
 class Horizon(NamedTuple):
@@ -166,6 +167,9 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {size}{origin}")
     for layer in weights.ignored if weights else ():
         say(f"weights: {layer}* is ignored: multi-token prediction is not trained")
+    if seq_len > (limit := position_limit(config) or seq_len):
+        config.max_position_embeddings = seq_len
+        say(f"positions: up to {seq_len} instead of {limit}, since the weights are random")
     tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
     if len(tokenizer) > config.vocab_size:
         raise UserError(

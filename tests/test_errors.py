@@ -9,8 +9,10 @@ import time
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import ROOT, environment, processes_with, python, run
+from safetensors.torch import save_file
 
 from llm_demo import fit
 from llm_demo.dist import run as run_main
@@ -74,6 +76,9 @@ def folder(tmp_path_factory):
         (folder / name).write_text(text)
     (folder / "window").mkdir()
     (folder / "window/config.json").write_text(json.dumps(WINDOW))
+    (folder / "trained").mkdir()
+    (folder / "trained/config.json").write_text(json.dumps(WINDOW))
+    save_file({"weight": torch.zeros(1)}, folder / "trained/model.safetensors")
     (folder / "one block").mkdir()
     config = WINDOW | {"model_type": "llama", "num_hidden_layers": 1, "sliding_window": None}
     (folder / "one block/config.json").write_text(json.dumps(config))
@@ -155,7 +160,10 @@ BOTH = [
     (["--data_format", "messages"], "good.jsonl:1.*messages"),
     (["--input_key", "prompt"], "--input_key and --target_key"),
     (["--seq_len", "4"], "--seq_len 4"),
-    (["--seq_len", "100000"], "--seq_len 100000.*positions up to 2048"),
+    (
+        ["--model_name_or_path", "trained", "--seq_len", "100000"],
+        "--seq_len 100000.*positions up to 2048",
+    ),
     (["--dtype", "fp8"], "--dtype.*fp8"),
     (["--max_steps", "many"], "--max_steps.*many"),
     (["--micro_batch_size", "0"], "--micro_batch_size 0"),
@@ -201,6 +209,12 @@ CASES += [
         "--copy_engines requires FSDP with --dtype bf16",
     ),
     ("fsdp", ["--copy_engines", "--no_fsdp", "--dtype", "bf16"], "--copy_engines requires FSDP"),
+    ("fsdp", ["--activations_on_host"], "needs --use_activation_checkpointing"),
+    (
+        "fsdp",
+        ["--activations_on_host", "--use_activation_checkpointing", "--blocks_per_unit", "2"],
+        "--activations_on_host works on single blocks: drop --blocks_per_unit",
+    ),
     ("fsdp", ["--replicas", "0"], "--replicas 0: must be a positive integer or all"),
     ("fsdp", ["--replicas", "both"], "--replicas both: must be a positive integer or all"),
     ("fsdp", ["--replicas", "all", "--no_fsdp"], "--replicas needs FSDP"),
@@ -374,7 +388,7 @@ FIT = [
     ("window", {"--host_memory": "nan"}, "--host_memory: nan: must be a number above 0"),
     ("window", {"--bandwidth": "inf"}, "--bandwidth: inf: must be a number above 0"),
     ("window", {"--tokens_a_step": "1e5"}, "--tokens_a_step: 1e5: must be a whole number"),
-    ("window", {"--seq_len": "4096"}, "--seq_len 4096: window has positions up to 2048"),
+    ("trained", {"--seq_len": "4096"}, "--seq_len 4096: trained has positions up to 2048"),
     ("window", {"--seq_len": "4"}, "--seq_len: 4: must be a whole number, 8 or more"),
     ("window", {"--ckpt": "1"}, "unrecognized arguments: --ckpt 1"),
     ("window", {"--memory": None}, "the following arguments are required: --memory"),

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import export
 from llm_demo.errors import UserError
-from llm_demo.model.source import describe_model
+from llm_demo.model.source import describe_model, load_config, position_limit
 from llm_demo.run import checkpoint_files
 
 TINY = ROOT / "models/qwen3-tiny"
@@ -186,3 +186,33 @@ def test_upload_to_a_hub(tmp_path):
     assert len([line for line in done.stderr.splitlines() if line.startswith("error:")]) == 1
     assert Hub.repos["me/mine"] is False
     AutoModelForCausalLM.from_pretrained(tmp_path / "2")
+
+
+def test_longer_rows_of_random_weights_are_described(tmp_path):
+    """A model without weights may be measured at any length; its export then has these positions."""
+    source, tokenizer = ROOT / "models/qwen3-tiny", AutoTokenizer.from_pretrained(TINY)
+    config = load_config(source, 4096)
+    config.max_position_embeddings = 4096
+    describe_model(source, tokenizer, tmp_path / "longer", config)
+    described = json.loads((tmp_path / "longer/config.json").read_text())
+    before = json.loads((source / "config.json").read_text())
+    assert before["max_position_embeddings"] == 2048
+    assert described == before | {"max_position_embeddings": 4096}
+    describe_model(source, tokenizer, tmp_path / "same", load_config(source, 2048))
+    assert (tmp_path / "same/config.json").read_text() == (source / "config.json").read_text()
+
+
+def test_positions_of_yarn(tmp_path):
+    config = json.loads((ROOT / "models/qwen3-tiny/config.json").read_text())
+    for kind, long in (("yarn", 8192), ("dynamic", None), ("llama3", None)):
+        rope = {"rope_type": kind, "rope_theta": 1e6, "factor": 4.0}
+        rope |= {"original_max_position_embeddings": 2048} if kind != "dynamic" else {}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+        (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": rope}))
+        limit = position_limit(load_config(tmp_path, 2048))
+        assert limit == (long or 2048)
+        if kind == "llama3":  # without weights
+            load_config(tmp_path, limit + 1)
+            continue
+        with pytest.raises(UserError, match=f"has positions up to {limit}"):
+            load_config(tmp_path, limit + 1)

@@ -12,7 +12,10 @@ layout; Hugging Face models pass it to `attend` as a keyword argument, so no mod
     math           SDPA with a block-diagonal mask: slow and simple, the others' reference
 """
 
+import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
 from typing import NamedTuple
 
@@ -226,6 +229,28 @@ def _flash_attn(q, k, v, documents, scaling):
     cu, n = documents.cu_seqlens, documents.max_len
     out = flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
     return out.unflatten(0, (B, S))
+
+
+@functools.cache
+def fused_kernels() -> list:
+    """The operators behind the backends with fused kernels, as selective checkpointing names
+    them."""
+    for module in ("torch.nn.attention.varlen", "flash_attn.flash_attn_interface"):
+        if importlib.util.find_spec(module.partition(".")[0]):
+            with contextlib.suppress(ImportError):  # which register theirs
+                importlib.import_module(module)
+    names = [
+        f"aten._scaled_dot_product_{kind}"
+        for kind in ("cudnn_attention", "flash_attention", "efficient_attention",
+                     "flash_attention_for_cpu")
+    ]  # fmt: skip
+    names += ["torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward"]
+    found = []
+    for name in names:
+        space, _, kernel = name.partition(".")
+        if operator := getattr(getattr(torch.ops, space), kernel, None):
+            found.append(operator.default)
+    return found
 
 
 BACKENDS = {

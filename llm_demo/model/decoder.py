@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from functools import partial
 
 import torch
 from accelerate import init_empty_weights
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from llm_demo.errors import UserError
-from llm_demo.model import attention  # noqa: F401  registers what skeleton asks for
+from llm_demo.model import attention
 from llm_demo.model.costs import block_costs
 from llm_demo.model.experts import Routers, blocks_with_experts
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
@@ -42,21 +43,18 @@ def skeleton(
     return model.train()
 
 
-def keep_choices():
-    """Contexts of a block's forward and of its recomputation, which does not choose again."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.topk.default])
-
-
 class Blocks(nn.Module):
     """Consecutive decoder blocks, compiled, sharded or sent to a stage as one unit.
 
     Several blocks of 16M parameters make a better unit than one: at small batches the host,
     launching kernels and running hooks, is slower than the GPU. checkpointing: recompute each
-    block's activations in the backward."""
+    block's activations in the backward, except attention with keep_attention: then what its fused
+    kernel returns is kept."""
 
-    def __init__(self, blocks: list[nn.Module], checkpointing: bool):
+    def __init__(self, blocks: list[nn.Module], checkpointing: bool, keep_attention: bool = False):
         super().__init__()
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
+        self.kept = attention.fused_kernels() if keep_attention else []
         self.dropout = any(getattr(m, "dropout", 0) for m in self.modules())  # only of adapters
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
@@ -69,9 +67,11 @@ class Blocks(nn.Module):
         }
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                how = {"use_reentrant": False, "preserve_rng_state": self.dropout}
+                how, kept = {"use_reentrant": False, "preserve_rng_state": self.dropout}, self.kept
                 if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
-                    how["context_fn"] = keep_choices
+                    kept = [*kept, torch.ops.aten.topk.default]
+                if kept:
+                    how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
                 hidden = checkpoint(block, hidden, **how, **inputs)
             else:
                 hidden = block(hidden, **inputs)
@@ -91,11 +91,13 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> l
     return sizes
 
 
-def make_units(lm, config, blocks_per_unit: int, checkpointing: bool) -> list[Blocks]:
+def make_units(
+    lm, config, blocks_per_unit: int, checkpointing: bool, keep_attention: bool = False
+) -> list[Blocks]:
     """The decoder's blocks in units, each compiled and sharded as one."""
     units, i = [], 0
     for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing))
+        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, keep_attention))
         i += size
     return units
 

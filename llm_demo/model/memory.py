@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llm_demo.device import this_device
+from llm_demo.model.activations_on_host import STAY
 from llm_demo.model.attention import BUCKET, heads_of, one_width
 from llm_demo.model.attention_choice import why_not
 from llm_demo.model.costs import head_size, latent, mixed_blocks
@@ -32,6 +33,15 @@ def saved_bytes(args, config, compute, train) -> list[float]:
         # the chosen experts too, with their probabilities, so that the recomputation has the same
         return [hidden + 12 * k for k in _chosen(config)]
     return _saved_by_blocks(args, config, compute, train)
+
+
+def attention_bytes(config, compute) -> int:
+    """Bytes per token that each block keeps of attention: its output and the logarithms of the
+    sums."""
+    if not getattr(compute, "keep_attention", False):
+        return 0
+    heads = heads_of(config)
+    return heads.queries * (heads.values * torch.finfo(compute.dtype).bits // 8 + 4)
 
 
 def passing_bytes(args, config, compute, train) -> list[float]:
@@ -226,7 +236,10 @@ def at_the_loss(
     """(bytes of activations, bytes of the loss) when their sum is largest. tokens: kept by each
     block of the model, 0 if it is elsewhere; head: whether the loss is computed here."""
     saved = saved_bytes(args, config, compute, train)
-    kept = sum(count * each for count, each in zip(tokens, saved, strict=True))
+    each = sorted(count * of_token for count, of_token in zip(tokens, saved, strict=True))
+    if getattr(args, "activations_on_host", False):
+        each = each[-STAY - 1 :]
+    kept = sum(each) + sum(tokens) * attention_bytes(config, compute)
     passing = zip(tokens, passing_bytes(args, config, compute, train), strict=True)
     largest = max(each for count, each in passing if count)
     passing = args.micro_batch_size * train.seq_len * largest

@@ -1,5 +1,6 @@
 """Finds and checks a model's folder, configuration and tokenizer."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -7,8 +8,10 @@ from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.errors import UserError
+from llm_demo.files import write_json
 from llm_demo.model.costs import mixed_blocks
 from llm_demo.model.rotary import LongRope, rope_type
+from llm_demo.model.weights import open_weights
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
@@ -50,6 +53,10 @@ def find_model(name: str, config_in: str | None = None) -> Path:
         ) from e
 
 
+# rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
+ANY_LENGTH = ("default", "linear", "llama3")
+
+
 def load_config(folder: Path, max_len: int):
     """The model's configuration. Raises UserError if this project can't train it exactly."""
     try:
@@ -76,7 +83,7 @@ def load_config(folder: Path, max_len: int):
         except (KeyError, TypeError, ValueError, RuntimeError) as e:
             raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
     limit = position_limit(config)
-    if limit and max_len > limit:
+    if limit and max_len > limit and (open_weights(folder) or rope_type(config) not in ANY_LENGTH):
         raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
 
@@ -149,7 +156,14 @@ def check_experts(args, config) -> None:
 
 
 def position_limit(config) -> int | None:
-    return getattr(config, "max_position_embeddings", None)
+    """The longest row that a model's positions are made for, if it says so. With YaRN that is the
+    length it was trained on, times the factor, which model cards tell people to add
+    (https://huggingface.co/Qwen/Qwen3-8B#processing-long-texts)."""
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if limit and rope_type(config) == "yarn" and "original_max_position_embeddings" in rope:
+        return max(limit, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return limit
 
 
 def window_of(config) -> int | None:
@@ -212,10 +226,15 @@ def read_chat_template(file: Path, tokenizer) -> str:
     return template
 
 
-def describe_model(model: Path, tokenizer, folder: Path) -> None:
-    """Save what an export needs besides weights with the run: the model's folder may disappear."""
+def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
+    """Save what an export needs besides weights with the run: the model's folder may disappear.
+    config: the model's, with more positions if rows are longer."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
+    if config:
+        described, key = json.loads((folder / "config.json").read_text()), "max_position_embeddings"
+        if described.get(key, 0) < (limit := getattr(config, key, 0)):
+            write_json(folder / "config.json", described | {key: limit}, indent=2)
     tokenizer.save_pretrained(folder)

@@ -1,0 +1,234 @@
+"""Inputs of blocks in host memory, and attention that is kept, not computed again: the same bits,
+less memory on the device, fewer kernels."""
+
+import weakref
+
+import pytest
+import test_parity as parity
+import torch
+from conftest import ROOT
+from test_parity import train
+from torch.profiler import profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoTokenizer
+
+from fsdp import estimate
+from llm_demo.device import World
+from llm_demo.errors import UserError
+from llm_demo.model import activations_on_host
+from llm_demo.model.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
+from llm_demo.model.attention import make_documents
+from llm_demo.model.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.model.memory import attention_bytes
+from llm_demo.model.weights import allocate, fill
+
+KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
+CPU = torch.device("cpu")
+ROWS = 131072
+SHAPE = B, S = 2, 32
+CASES = {
+    "plain": ["--no_fsdp", "--grad_accum_steps", "4"],
+    "optimizer": ["--no_fsdp", "--optimizer_on_host", "--grad_accum_steps", "4"],
+    "adapters": ["--no_fsdp", "--lora_rank", "4", "--lora_dropout", "0.1"],
+    "sharded": ["--reshard_after_forward", "--grad_accum_steps", "2"],
+    "both": ["--reshard_after_forward", "--optimizer_on_host"],
+}  # fmt: skip
+
+
+class Watched(ActivationsOnHost):
+    """Notes what is sent to the host, and whether it is still on the device."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.sent, self.storages, self.alive = [], [], []
+
+    def _send(self, i, t):
+        super()._send(i, t)
+        self.sent.append(i)
+        self.storages.append(weakref.ref(t.untyped_storage()))
+        del t
+        self.alive.append(sum(storage() is not None for storage in self.storages))
+
+
+@pytest.fixture(scope="module")
+def config():
+    return AutoConfig.from_pretrained(ROOT / "models/qwen3-tiny")
+
+
+def decoder(config, keep=False, backend=None):
+    lm = skeleton(config, "sdpa")
+    units = make_units(lm, config, 1, True, keep)
+    for unit in units if backend else ():
+        unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend, fullgraph=True)
+    model = DecoderLoss(lm, units)
+    allocate(model, CPU)
+    lm.lm_head.weight = lm.model.embed_tokens.weight
+    fill(lm, "model", None, 1, None)
+    return model
+
+
+def forward(model):
+    ids = torch.arange(B * S).view(B, S) % 97
+    documents = make_documents(torch.tensor([0, S, B * S], dtype=torch.int32), SHAPE, "sdpa", CPU)
+    index = torch.arange(B * S)
+    return model(ids, torch.arange(S).expand(B, S), documents, index, ids.flatten().roll(-1))
+
+
+class Count(TorchDispatchMode):
+    """Counts runs of the attention kernel, below what selective checkpointing answers itself."""
+
+    ran = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.ran += operator.name() == KERNEL
+        return operator(*args, **(kwargs or {}))
+
+
+def two_micro_batches(model):
+    """(losses, gradients)."""
+    losses = []
+    for _ in range(2):
+        losses.append(forward(model))
+        losses[-1].backward()
+    return [loss.item() for loss in losses], [p.grad for p in model.parameters()]
+
+
+def on_host(model, config, kind=Watched):
+    n = len(model.units)
+    model.on_host = kind(n, (*SHAPE, config.hidden_size), torch.float32, CPU)
+    return model.on_host
+
+
+@pytest.mark.parametrize("backend", (None, "aot_eager"))
+def test_same_bits_from_the_host(config, backend):
+    losses, grads = two_micro_batches(decoder(config))
+    torch._dynamo.reset()
+    model = decoder(config, keep=True, backend=backend)
+    host, n = on_host(model, config), len(model.units)
+    kept_losses, kept_grads = two_micro_batches(model)
+    assert kept_losses == losses
+    assert all(torch.equal(a, b) for a, b in zip(kept_grads, grads, strict=True))
+    assert host.sent == 2 * [*range(n - 1)]
+    assert max(host.alive) == STAY
+
+
+@pytest.mark.parametrize("keep", (True, False))
+def test_attention_runs_once_for_each_block_if_kept(config, keep):
+    model = decoder(config, keep)
+    with Count() as count:
+        two_micro_batches(model)
+    assert count.ran == 2 * len(model.units) * (1 if keep else 2)
+    torch._dynamo.reset()
+    model = decoder(config, keep, "aot_eager")
+    two_micro_batches(model)  # traced
+    with profile() as profiler:
+        two_micro_batches(model)
+    ran = sum(event.count for event in profiler.key_averages() if event.key == KERNEL)
+    assert ran == 2 * len(model.units) * (1 if keep else 2)
+
+
+def test_a_forward_without_a_backward_leaves_nothing(config):
+    expected = decoder(config)
+    forward(expected).backward()
+    model = decoder(config)
+    host = on_host(model, config)
+    with torch.no_grad():
+        forward(model)
+    assert not host.sent
+    forward(model)  # its loss is dropped
+    forward(model).backward()
+    grads = zip(model.parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(p.grad, q.grad) for p, q in grads)
+
+
+def test_only_inputs_of_units_leave_the_device(config):
+    model = decoder(config)
+    model.on_host = ActivationsOnHost(6, (B, S, 1), torch.float32, CPU)
+    forward(model).backward()  # of another shape
+    assert not model.on_host.leaving
+
+
+def test_too_little_host_memory(monkeypatch):
+    n, shape, world = 6, (2, 32, 8), World(0, 1, 0, CPU)
+    memory = type("Memory", (), {"available": host_bytes(n, shape, torch.float32) - 1})
+    monkeypatch.setattr(activations_on_host.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(activations_on_host, "once_per_node", lambda world, function: function())
+    with pytest.raises(UserError, match="needs 0.0 GB of host memory, and 0.0 GB are free"):
+        keep_on_host(n, shape, torch.float32, world, print)
+    memory.available += 1
+    said = []
+    keep_on_host(n, shape, torch.float32, world, said.append)
+    assert said == ["activations on the host: 0.0 GB of 0.0 GB free"]
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_same_bits_as_on_the_device(processes, tmp_path):
+    model = AutoConfig.from_pretrained(parity.TINY)
+    model.save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(parity.TINY).save_pretrained(tmp_path / "model")
+    parity.write_rows(tmp_path / "data.jsonl")
+    cases = {}
+    for name, flags in CASES.items():
+        if ("--no_fsdp" in flags) == (processes == 1):
+            for where in ("device", "host"):
+                more = ["--use_activation_checkpointing", *flags, "--max_steps", "2"]
+                more += ["--activations_on_host"] * (where == "host")
+                case = f"{name}-{where}"
+                cases[case] = parity.argv(tmp_path, "model", tmp_path / case, 2, 1, *more)
+    found = train(tmp_path, "fsdp", processes, cases)
+    for name in {case.partition("-")[0] for case in cases}:
+        losses, ranks = found[f"{name}-host"]
+        assert losses == found[f"{name}-device"][0] and len(losses) == 2
+        for mine, other in zip(ranks, found[f"{name}-device"][1], strict=True):
+            assert [s["norm"] for s in mine["steps"]] == [s["norm"] for s in other["steps"]]
+            for key, value in mine["params"].items():
+                assert torch.equal(value, other["params"][key]), key
+
+
+# ---------------------------------------------------------------- estimates
+
+
+def settings(**more):
+    args = {
+        "micro_batch_size": 1, "grad_accum_steps": 1, "use_activation_checkpointing": True,
+        "activation_memory_budget": 1.0, "blocks_per_unit": 0, "reshard_after_forward": True,
+        "optimizer_on_host": False, "activations_on_host": False, "psgd_rank": 0,
+        "device_memory_gb": 0, "save_every": 0, "save_async": False,
+    }  # fmt: skip
+    return type("Args", (), args | more)
+
+
+def test_estimates(monkeypatch):
+    from llm_demo.model.source import load_config
+    from llm_demo.plan import Compute
+
+    config = load_config(ROOT / "models/qwen3-8b", ROWS)
+    train = type("Train", (), {"seq_len": ROWS, "single": True, "longest": ROWS})
+    compute = Compute(torch.bfloat16, "sdpa", True)
+    of = lambda compute, **more: sum(  # noqa: E731
+        estimate.of_fsdp(settings(**more), config, compute, train, 2, True)[0].values()
+    )
+    block = ROWS * config.hidden_size * 2 / 2**30
+    n = config.num_hidden_layers
+    saved = of(compute) - of(compute, activations_on_host=True)
+    assert saved == pytest.approx((n - STAY - 1) * block)
+    kept = compute._replace(keep_attention=True)
+    more = ROWS * attention_bytes(config, kept) * n / 2**30
+    assert attention_bytes(config, kept) == 32 * (128 * 2 + 4) and not attention_bytes(
+        config, compute
+    )
+    assert of(kept) - of(compute) == pytest.approx(more)
+    assert "host memory: 70.0 GB for the inputs" in estimate.table(
+        settings(activations_on_host=True), config, compute, train, 2, True, 1
+    )
+
+    need = of(kept)
+    choose = lambda train=train, attn="sdpa", **more: estimate.choose_attention_kept(  # noqa: E731
+        settings(**more), config, compute._replace(attn_impl=attn), train, 2, True, 1
+    )
+    assert choose(device_memory_gb=need / 0.85 + 1)[0]
+    assert not choose(device_memory_gb=need / 0.85 - 1)[0]
+    assert choose(attn="math", device_memory_gb=1000) == (False, "math is no fused kernel")
+    short = type("Train", (), {**vars(train), "longest": 8191})
+    assert choose(short, device_memory_gb=1000) == (False, "documents are short")
+    assert choose() == (False, "the memory of this device is not known")
