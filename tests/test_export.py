@@ -189,7 +189,7 @@ def test_upload_to_a_hub(tmp_path):
 
 
 def test_longer_rows_of_random_weights_are_described(tmp_path):
-    """A model without weights may be measured at any length; its export then has these positions."""
+    """A model without weights may be measured at any length. Its export has these positions."""
     source, tokenizer = ROOT / "models/qwen3-tiny", AutoTokenizer.from_pretrained(TINY)
     config = load_config(source, 4096)
     config.max_position_embeddings = 4096
