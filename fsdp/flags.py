@@ -42,6 +42,7 @@ class FsdpArgs:
         "Keep fp32 weights and AdamW's moments in host memory.",
         saves_memory=True,
     )
+    sequence_parallel: int = flag(1, "Ranks over which each row is spread.", at_least=1)
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
     lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
@@ -76,6 +77,10 @@ class FsdpArgs:
             raise UserError("--expert_parallel needs FSDP: drop --no_fsdp")
         if (args.expert_parallel or 1) > 1 and args.replicas != "1":
             raise UserError("--expert_parallel does not work with --replicas")
+        if args.sequence_parallel > 1 and args.fsdp is False:
+            raise UserError("--sequence_parallel needs FSDP: drop --no_fsdp")
+        if args.sequence_parallel > 1 and args.psgd_rank:
+            raise UserError("--psgd_rank does not work with --sequence_parallel")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_rank and args.optimizer_on_host:
