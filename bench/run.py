@@ -28,6 +28,7 @@ from llm_demo.files import ROOT, write_text
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl}
 ENGINES = [*LAUNCHERS, *PEERS]
+MOST_TOKENS = 1 << 22  # of random data: writing 512 rows of 131,072 takes minutes
 
 
 def main() -> int:
@@ -131,7 +132,7 @@ def measure(row: dict, timeout: float) -> dict:
 
 
 def command_of(row: dict, out: Path) -> list[str]:
-    model = str(ROOT / row["model"]) if (ROOT / row["model"]).is_dir() else row["model"]
+    model = model_of(row)
     flags = {
         "model_name_or_path": model,
         "train_json": data_of(row, model),
@@ -156,6 +157,22 @@ def command_of(row: dict, out: Path) -> list[str]:
     return command + row["flags"].split()
 
 
+def model_of(row: dict) -> str:
+    """The model's folder or hub id. A configuration without weights gets as many positions as rows
+    need: random weights know none."""
+    folder = ROOT / row["model"]
+    if not folder.is_dir():
+        return row["model"]
+    config = json.loads((folder / "config.json").read_text())
+    if any(folder.glob("*.safetensors")) or row["seq_len"] <= config["max_position_embeddings"]:
+        return str(folder)
+    longer = cache() / f"bench-{folder.name}-{row['seq_len']}"
+    longer.mkdir(parents=True, exist_ok=True)
+    config["max_position_embeddings"] = row["seq_len"]
+    write_text(longer / "config.json", json.dumps(config))
+    return str(longer)
+
+
 def environment_of(row: dict) -> dict:
     env = {**os.environ, "PYTHON": sys.executable}
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
@@ -177,8 +194,9 @@ def data_of(row: dict, model: str) -> str:
     if file.exists():
         return str(file)
     rng = np.random.default_rng(0)
-    lines = []
-    for _ in range(512 if row["data"] == "full" else max(512, 256 * S // 160)):
+    lines, most = [], max(8, MOST_TOKENS // S)
+    rows, documents = min(512, most), max(512, min(256, most) * S // 160)
+    for _ in range(rows if row["data"] == "full" else documents):
         if row["data"] == "full":
             document = {"input_ids": rng.integers(0, vocab, S).tolist()}
         else:  # 160 tokens on average; the last two thirds have labels

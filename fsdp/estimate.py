@@ -7,7 +7,7 @@ from llm_demo.device import this_device
 from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
+from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit, tokens_here
 from llm_demo.parallel.lowrank import TOGETHER
 
 PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
@@ -72,7 +72,7 @@ def of_fsdp(
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     whole = ends + sum(blocks)  # what a rank has when everything is gathered
     unit = largest_unit(unit_sizes(config, n, args.blocks_per_unit), blocks)
-    tokens = args.micro_batch_size * train.seq_len
+    tokens = tokens_here(args, train)
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
     if spread > 1:  # an estimate: all ranks' tokens, their sums, and the gradients of both

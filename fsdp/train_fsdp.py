@@ -268,7 +268,9 @@ def main() -> None:
         rows = heldout_rows(data.heldout, data_parallel, micro)
         total = torch.zeros(2, device=world.device)
         batches = batches_of(data.heldout, rows, micro)
-        for batch in progress(batches, "evaluating", rows.size // data_parallel // micro, "batches"):
+        for batch in progress(
+            batches, "evaluating", rows.size // data_parallel // micro, "batches"
+        ):
             index, targets = label_positions(batch.labels)
             total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
         return total

@@ -54,6 +54,7 @@ class FsdpPipeArgs:
             "router_aux_loss",
             "router_bias_update",
             "lora_rank",
+            "sequence_parallel",
         ),
         "it works with FSDP only: fsdp/launch_fsdp.sh",
     )

@@ -1,4 +1,4 @@
-"""Rows gathered from, or exchanged with, the ranks of a group, in a form that the compiler traces."""
+"""Rows gathered from the ranks of a group, or exchanged with them, as the compiler traces it."""
 
 import torch
 import torch.distributed as dist
