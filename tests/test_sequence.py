@@ -3,6 +3,7 @@ in one process, and of runs whose rows are not spread."""
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import test_lora as lora
@@ -14,9 +15,17 @@ from test_parity import assert_equal, plain_loop, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
 from bench.checkpoints import tensors
+from fsdp import estimate
+from fsdp.flags import FsdpArgs
+from llm_demo import plan
+from llm_demo.args import parse_args
 from llm_demo.data.batch import Part
 from llm_demo.data.packs import load_packs
+from llm_demo.errors import UserError
+from llm_demo.model import memory
+from llm_demo.model.attention import Heads
 from llm_demo.model.rotary import LongRope
+from llm_demo.model.sequence_spread import share_of_heads
 
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
 MATH, BUCKETED, SDPA = (["--attn_impl", name] for name in ("math", "bucketed", "sdpa"))
@@ -168,6 +177,55 @@ def test_evaluation_answers_and_resume_are_those_of_whole_rows(work):
 
 def test_documents_are_isolated_and_blocks_are_one_graph():
     torchrun(2, ROOT / "tests/sequence_worker.py")
+
+
+def test_heads_of_a_rank():
+    heads = Heads(12, 4, 16, 24)
+    assert share_of_heads(heads, 1) == heads
+    assert share_of_heads(heads, 2) == Heads(6, 2, 16, 24)
+    assert share_of_heads(heads, 12) == Heads(1, 1, 16, 24)
+    with pytest.raises(UserError, match="parallel 5 does not divide 12, the heads of queries"):
+        share_of_heads(heads, 5)
+    with pytest.raises(UserError, match="6 neither divides nor is a multiple of 4, the heads of"):
+        share_of_heads(heads, 6)
+
+
+@pytest.mark.parametrize("ranks, expected", [(1, (4, 2)), (2, (2, 1)), (4, (1, 1)), (3, None)])
+def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatch):
+    asked = []
+
+    def choose(impl, device, dtype, heads, single):
+        asked.append(heads[:2])
+        return "math", []
+
+    monkeypatch.setattr(plan, "from_rank0", lambda world, make: make())
+    monkeypatch.setattr(plan, "choose_attention", choose)
+    args = SimpleNamespace(
+        attn_impl="auto", compile=False, activation_memory_budget=1.0, sequence_parallel=ranks
+    )
+    how = None, SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], [], print
+    if expected:
+        plan.pick_compute(args, *how)
+        assert asked == [expected]
+    else:
+        with pytest.raises(UserError, match="does not divide 4"):
+            plan.pick_compute(args, *how)
+
+
+def test_an_estimate_counts_the_tokens_of_a_slice():
+    """What blocks keep is measured in sequence_worker.py."""
+    config, train = MODELS["tied"], SimpleNamespace(seq_len=1 << 17, single=True)
+    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="varlen", compile=True, lora=None)
+    found = []
+    for n in (1, 2, 4):
+        flags = ["--use_activation_checkpointing", "--sequence_parallel", str(n)]
+        args = parse_args("", FsdpArgs, argv=flags)
+        found.append(estimate.of_fsdp(args, config, compute, train, 4, True)[0])
+        kept = 4 * config.hidden_size * 2 * train.seq_len / n
+        again = memory.passing_bytes(args, config, compute, train)[0] * train.seq_len / n
+        assert found[-1]["activations"] == pytest.approx((kept + again) / 2**30)
+        assert found[-1]["weights"] == found[0]["weights"]
+    assert 0.5 < found[1]["activations"] / found[0]["activations"] < 0.8
 
 
 def test_positions_of_a_slice():
