@@ -71,6 +71,7 @@ _MOE = [
     )
     for engine in engines
 ]
+_LONG = {"seq_len": 131_072, "ckpt": True, "gpus": 2, "flags": "--sequence_parallel 2"}
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
 _NO_P2P = "NCCL_P2P_DISABLE=1"
 _SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
@@ -145,6 +146,17 @@ PRESETS = {
             ("models/qwen3-32b", 2, f"--lora_rank 16 {RESHARD} --device_memory_gb 46"),
         )
         for engine in ("fsdp", "trl")
+    ],
+    # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
+    "long": [
+        {**_LONG, "engine": "fsdp", "steps": 8},
+        {**_LONG, "engine": "torchtitan"},
+        {**_LONG, "engine": "fsdp", "steps": 8, "data": "packed"},
+        *({**_LONG, "engine": "fsdp", "model": LARGE, "seq_len": seq_len, "steps": steps,
+           "flags": f"{RESHARD} {_LONG['flags']}{more}"}
+          for seq_len, steps, more in (
+              (131_072, 5, ""), (262_144, 3, " --activations_on_host"),
+              (524_288, 2, " --activations_on_host"))),
     ],
     # all ways in one run, for each link
     "ways": _ways(),

@@ -28,6 +28,7 @@ from llm_demo.files import ROOT, write_text
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl}
 ENGINES = [*LAUNCHERS, *PEERS]
+MOST_TOKENS = 1 << 22  # of random data: writing 512 rows of 131,072 takes minutes
 
 
 def main() -> int:
@@ -177,8 +178,9 @@ def data_of(row: dict, model: str) -> str:
     if file.exists():
         return str(file)
     rng = np.random.default_rng(0)
-    lines = []
-    for _ in range(512 if row["data"] == "full" else max(512, 256 * S // 160)):
+    lines, most = [], max(8, MOST_TOKENS // S)
+    rows, documents = min(512, most), max(512, min(256, most) * S // 160)
+    for _ in range(rows if row["data"] == "full" else documents):
         if row["data"] == "full":
             document = {"input_ids": rng.integers(0, vocab, S).tolist()}
         else:  # 160 tokens on average; the last two thirds have labels

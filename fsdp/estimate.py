@@ -8,7 +8,14 @@ from llm_demo.errors import UserError
 from llm_demo.model.activations_on_host import host_bytes
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit
+from llm_demo.model.memory import (
+    GB,
+    PROCESS,
+    at_the_loss,
+    describe,
+    largest_unit,
+    tokens_here,
+)
 from llm_demo.parallel.lowrank import TOGETHER
 
 LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
@@ -54,7 +61,7 @@ def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int
     parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
     text = describe(parts * replicas, args.device_memory_gb)
     if args.activations_on_host:
-        shape = args.micro_batch_size, train.seq_len, config.hidden_size
+        shape = tokens_here(args, train), config.hidden_size
         inputs = replicas * ranks * host_bytes(config.num_hidden_layers, shape, compute.dtype) / GB
         text += f"\nhost memory: {inputs:.1f} GB for the inputs of all ranks' blocks"
     if args.optimizer_on_host:
@@ -98,7 +105,7 @@ def of_fsdp(
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     whole = ends + sum(blocks)  # what a rank has when everything is gathered
     unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
-    tokens = args.micro_batch_size * train.seq_len
+    tokens = tokens_here(args, train)
     accumulates = args.grad_accum_steps > 1
     activations, loss = at_the_loss(args, config, compute, train, [tokens] * n, head=True)
     if spread > 1:  # an estimate: all ranks' tokens, their sums, and the gradients of both

@@ -22,8 +22,7 @@ class FsdpArgs:
     )
     reshard_after_forward: bool = flag(
         False,
-        "Gather each block's weights in every forward and backward pass instead of once per step: "
-        "less memory, more communication.",
+        "Gather blocks' weights in every forward and backward, not once per step.",
         saves_memory=True,
     )
     replicas: str = flag(
@@ -47,6 +46,7 @@ class FsdpArgs:
         "Keep blocks' inputs in host memory until their backward.",
         saves_memory=True,
     )
+    sequence_parallel: int = flag(1, "Ranks over which each row is spread.", at_least=1)
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
     lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
@@ -57,16 +57,16 @@ class FsdpArgs:
         at_least=1,
     )
     router_bias_update: float = flag(
-        0.0, "How far DeepSeek's bias of experts follows their load in a step. 0: it stays."
+        0.0, "How far DeepSeek's bias of experts follows their load. 0: it stays."
     )
     router_aux_loss: float = flag(
         0.0,
-        "Weight of a loss that evens out the experts' load; costs another forward.",
+        "Weight of a loss that evens out experts' load, by another forward.",
     )
     copy_engines: bool | None = flag(
         None,
-        "In 16 bits, use copy engines, not NCCL kernels, to gather blocks and to exchange "
-        "gradients that aren't accumulated. Default: for large blocks over NVLink.",
+        "In 16 bits, gather blocks and exchange gradients by copy engines, not by NCCL's kernels. "
+        "Default: for large blocks over NVLink.",
     )
 
     @staticmethod
@@ -81,6 +81,10 @@ class FsdpArgs:
             raise UserError("--expert_parallel needs FSDP: drop --no_fsdp")
         if (args.expert_parallel or 1) > 1 and args.replicas != "1":
             raise UserError("--expert_parallel does not work with --replicas")
+        if args.sequence_parallel > 1 and args.fsdp is False:
+            raise UserError("--sequence_parallel needs FSDP: drop --no_fsdp")
+        if args.sequence_parallel > 1 and args.psgd_rank:
+            raise UserError("--psgd_rank does not work with --sequence_parallel")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_rank and args.optimizer_on_host:

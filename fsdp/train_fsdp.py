@@ -20,7 +20,7 @@ from fsdp.sharding import accumulate, precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards, not_optimized, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, label_positions, real_tokens, to_device
+from llm_demo.data.batch import Part, answers_of, label_positions, real_tokens, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import from_rank0, once_per_node, run, start
 from llm_demo.errors import UserError
@@ -32,6 +32,7 @@ from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
 from llm_demo.model.experts_spread import keep_part
 from llm_demo.model.lora import apply_lora
+from llm_demo.model.sequence_spread import from_owners, spread_rows
 from llm_demo.model.source import check_experts, is_mixture
 from llm_demo.model.weights import allocate, fill, loading
 from llm_demo.optim import (
@@ -46,7 +47,7 @@ from llm_demo.optim import (
 from llm_demo.parallel import copy_engines
 from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import REPLICA, SHARD, make_expert_mesh, make_mesh
+from llm_demo.parallel.mesh import REPLICA, SHARD, make_expert_mesh, make_mesh, make_row_group
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
@@ -66,7 +67,13 @@ def main() -> None:
         raise UserError(
             f"--expert_parallel {args.expert_parallel} does not divide {world.size}, the processes"
         )
-    n_shards = world.size // replicas
+    if world.size % args.sequence_parallel:
+        raise UserError(
+            f"--sequence_parallel {args.sequence_parallel} does not divide {world.size}, the "
+            "processes"
+        )
+    part = Part(world.rank % args.sequence_parallel, args.sequence_parallel)
+    n_shards, data_parallel = world.size // replicas, world.size // part.of
     mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     group = grid[SHARD].get_group()
     compresses = replicas > 1 and args.psgd_rank > 0
@@ -83,11 +90,18 @@ def main() -> None:
         way = f"FSDP2 with {replicas} replicas"
     if compresses:
         way += f", PowerSGD of rank {args.psgd_rank}"
+    if part.of > 1:
+        way += f", rows spread over {part.of} ranks"
     log.resolved(fsdp=sharded, parallelism=way)
-    plan = make_plan(args, world, log, data_parallel=world.size)
+    plan = make_plan(args, world, log, data_parallel)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, lora = args.micro_batch_size, args.grad_accum_steps, compute.lora
     check_experts(args, config)
+    if data.train.seq_len % part.of:
+        raise UserError(
+            f"--sequence_parallel {part.of} does not divide {data.train.seq_len}, the tokens of a "
+            "row: set --seq_len"
+        )
     for name in ("psgd_rank", "optimizer_on_host"):
         if getattr(args, name) and is_mixture(config):
             raise UserError(f"--{name} does not work with a mixture of experts")
@@ -124,6 +138,10 @@ def main() -> None:
     if spread > 1:
         of_experts = make_expert_mesh(world, spread)
         keep_part(lm, of_experts)
+    of_row = None
+    if part.of > 1:
+        of_row = make_row_group(world, part.of)
+        spread_rows(lm, of_row)
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
@@ -133,6 +151,7 @@ def main() -> None:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)
         model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
+        model.tail.group = of_row
         if args.freeze_router:
             model.routers.requires_grad_(False)
         if on_host:
@@ -145,7 +164,7 @@ def main() -> None:
         if on_host:
             log.say(once_per_node(world, lambda: prepare_host(model, world)))
         if args.activations_on_host:
-            shape = B, data.train.seq_len, config.hidden_size
+            shape = B, data.train.seq_len // part.of, config.hidden_size
             model.on_host = keep_on_host(len(blocks), shape, compute.dtype, world, log.say)
         allocate(model, world.device)
         if tied:  # allocated separately
@@ -207,18 +226,27 @@ def main() -> None:
     def forward(batch, index, targets=None, answers=None):
         shape = tuple(batch.input_ids.shape)
         documents = make_documents(batch.cu_seqlens, shape, compute.attn_impl, world.device)
-        inputs = to_device(world.device, batch.input_ids, batch.position_ids)
-        return model(*inputs, documents, *to_device(world.device, index, targets, answers))
+        inputs = map(part.of_rows, (batch.input_ids, batch.position_ids))
+        here, index = part.of_positions(index, shape[1])
+        labels = (x if x is None else x[here] for x in (targets, answers))
+        inputs, labels = to_device(world.device, *inputs), to_device(world.device, index, *labels)
+        return model(*inputs, documents, *labels)
+
+    def ask(batch, index):
+        tokens = forward(batch, index)
+        here, _ = part.of_positions(index, batch.input_ids.shape[1])
+        return from_owners(tokens, here, of_row) if of_row else tokens
 
     def batches_of(packs, rows, micro=B):
-        return micro_batches(packs, rows, world.rank, world.size, micro, data.max_docs)
+        replica = world.rank // part.of
+        return micro_batches(packs, rows, replica, data_parallel, micro, data.max_docs)
 
     @torch.no_grad()
     def count_choices(rows):
         """A pass over the step's rows, whose choices the auxiliary loss depends on."""
         model.routers.begin_pass()
         for batch in batches_of(data.train, rows):
-            model.routers.see(*to_device(world.device, real_tokens(batch)))
+            model.routers.see(*to_device(world.device, real_tokens(batch, part)))
             forward(batch, torch.zeros(1, dtype=torch.int64))
         clock.more["moe/aux_loss"] = model.routers.set_push(args.router_aux_loss, loss_scale.scale)
 
@@ -228,7 +256,7 @@ def main() -> None:
             count_choices(rows)
         for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
             if model.routers:
-                model.routers.see(*to_device(world.device, real_tokens(batch)))
+                model.routers.see(*to_device(world.device, real_tokens(batch, part)))
             if sharded:
                 accumulate(model, args.reshard_after_forward, i == accum - 1, every=on_host)
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
@@ -247,10 +275,12 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate(micro):
-        rows = heldout_rows(data.heldout, world.size, micro)
+        rows = heldout_rows(data.heldout, data_parallel, micro)
         total = torch.zeros(2, device=world.device)
         batches = batches_of(data.heldout, rows, micro)
-        for batch in progress(batches, "evaluating", rows.size // world.size // micro, "batches"):
+        for batch in progress(
+            batches, "evaluating", rows.size // data_parallel // micro, "batches"
+        ):
             index, targets = label_positions(batch.labels)
             total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
         return total
@@ -260,7 +290,7 @@ def main() -> None:
             low_rank.sum_errors()
         return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
 
-    train(args, world, plan, log, clock, checkpoints, step, evaluate, forward, state, facts)
+    train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
 
 
 def choose_spread(args, config, compute, train, world, log: Log) -> int:

@@ -54,6 +54,8 @@ class FsdpPipeArgs:
             "router_aux_loss",
             "router_bias_update",
             "lora_rank",
+            "sequence_parallel",
+            "activations_on_host",
         ),
         "it works with FSDP only: fsdp/launch_fsdp.sh",
     )

@@ -36,6 +36,7 @@ from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
 from llm_demo.model.lora import Lora, choose_lora, identity_of
+from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import (
     find_model,
     is_mixture,
@@ -261,7 +262,8 @@ def pick_compute(
     say: Callable,
 ) -> Compute:
     """Choose the attention backend and compilation, tested on rank 0."""
-    single, heads = all(p.single for p in packs), heads_of(config)
+    single = all(p.single for p in packs)
+    heads = share_of_heads(heads_of(config), getattr(args, "sequence_parallel", 1))
     pick = functools.partial(choose_attention, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:

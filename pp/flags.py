@@ -41,6 +41,8 @@ class PipeArgs:
     REFUSED: ClassVar = {
         "optimizer_on_host": "DeepSpeed's pipeline has no exact optimizer on the host; use FSDP",
         "lora_rank": "only fsdp/train_fsdp.py trains adapters",
+        "sequence_parallel": "only fsdp/train_fsdp.py spreads rows",
+        "activations_on_host": "only fsdp/train_fsdp.py moves activations to the host",
     }
 
     @staticmethod

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pathlib
 import re
 import resource
 import signal
@@ -300,6 +301,36 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     assert result["summary"]["reserved_mem_gb"] == [20.4]
     assert result["summary"]["median_slots_per_s"] == 2000
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
+
+
+def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism(monkeypatch):
+    from bench.peers import torchtitan
+
+    row = {**bench.DEFAULTS, "gpus": 4, "ga": 3, "seq_len": 4096, "flags": "--sequence_parallel 2"}
+    monkeypatch.setattr(torchtitan, "is_0_2", lambda: True)
+    command = torchtitan.command_of(row)
+    for name, value in (
+        ("parallelism.context_parallel_degree", "2"), ("training.global_batch_size", "6")
+    ):  # fmt: skip
+        assert command[command.index(f"--{name}") + 1] == value
+    said = 'environment: {"versions": {}}\nallocated at the peak: 2.0GiB\n'
+    said += "".join(f"step: {n} memory: 20.4GiB(14%) tps: 1,000\n" for n in (1, 10, 20))
+    found = torchtitan.read(row, said)  # 1,000 slots a second on each of 4 GPUs, 6 rows a step
+    assert found["summary"]["median_slots_per_s"] == 4000
+    assert found["summary"]["median_step_ms"] == pytest.approx(6 * 4096 / 4000 * 1e3)
+    assert found["config"]["global_batch"] == 6
+    alone = torchtitan.command_of({**row, "flags": ""})
+    assert alone[alone.index("--training.global_batch_size") + 1] == "12"
+    assert not any("context_parallel" in word for word in alone)
+
+
+def test_long_rows_have_few_tokens(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
+    monkeypatch.setattr(bench, "MOST_TOKENS", 1 << 14)
+    model = str(ROOT / "models/qwen3-tiny")
+    for data, lines in (("full", 16), ("packed", 512)):
+        row = {**bench.DEFAULTS, "data": data, "seq_len": 1024}
+        assert len(pathlib.Path(bench.data_of(row, model)).read_text().splitlines()) == lines
 
 
 def test_trls_row_has_medians_without_the_first_steps(monkeypatch):

@@ -131,6 +131,11 @@ LAUNCHED = [
     ("fsdp_pp", ONE_BLOCK, ["the model has 1 blocks, too few for 2 pieces"]),
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
     ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: it works with FSDP only"]),
+    (
+        "fsdp",
+        ["--sequence_parallel", "2", "--seq_len", "33"],
+        ["--sequence_parallel 2 does not divide 33, the tokens of a row: set --seq_len"],
+    ),
 ]
 
 
@@ -234,6 +239,21 @@ CASES += [
     ("pp", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
     ("zero", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
     ("fsdp_pp", ["--lora_rank", "4"], "--lora_rank: it works with FSDP only"),
+    ("pp", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py spreads"),
+    ("zero", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py spreads"),
+    ("fsdp_pp", ["--sequence_parallel", "2"], "--sequence_parallel: it works with FSDP only"),
+    ("fsdp", ["--sequence_parallel", "0"], "--sequence_parallel 0: must be at least 1"),
+    ("fsdp", ["--sequence_parallel", "2"], "--sequence_parallel 2 does not divide 1, the proc"),
+    (
+        "fsdp",
+        ["--sequence_parallel", "2", "--no_fsdp"],
+        "--sequence_parallel needs FSDP: drop --no_fsdp",
+    ),
+    (
+        "fsdp",
+        ["--sequence_parallel", "2", "--replicas", "all", "--psgd_rank", "4"],
+        "--psgd_rank does not work with --sequence_parallel",
+    ),
     ("pp", ["--optimizer_on_host"], "DeepSpeed's pipeline has no exact optimizer on the host"),
     ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1.0: must not be negative"),
     ("pp", ["--device_memory_gb", "30"], "--device_memory_gb limits GPU memory"),

@@ -19,4 +19,6 @@ class ZeroArgs:
     REFUSED: ClassVar = {
         "optimizer_on_host": "use --deepspeed_config zero/ds_zero2_offload.json, or FSDP",
         "lora_rank": "only fsdp/train_fsdp.py trains adapters",
+        "sequence_parallel": "only fsdp/train_fsdp.py spreads rows",
+        "activations_on_host": "only fsdp/train_fsdp.py moves activations to the host",
     }

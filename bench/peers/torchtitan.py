@@ -40,6 +40,16 @@ def gpus_of(row: dict) -> int:
     return row["gpus"] or torch.cuda.device_count()
 
 
+def ranks_of_row(row: dict) -> int:
+    """Over how many GPUs each row is spread: its context parallelism."""
+    found = re.search(r"--sequence_parallel (\d+)", row["flags"])
+    return int(found[1]) if found else 1
+
+
+def rows_of_step(row: dict) -> int:
+    return row["micro"] * row["ga"] * gpus_of(row) // ranks_of_row(row)
+
+
 def steps_of(row: dict) -> int:
     return max(row["steps"], 4 * LOGGED)
 
@@ -57,7 +67,7 @@ def command_of(row: dict) -> list[str]:
         "model.hf_assets_path": "/tmp",
         "metrics.log_freq": LOGGED,
         "training.local_batch_size": row["micro"],
-        "training.global_batch_size": row["micro"] * row["ga"] * gpus_of(row),
+        "training.global_batch_size": rows_of_step(row),
         "training.seq_len": row["seq_len"],
         "training.steps": steps_of(row),
         "activation_checkpoint.mode": "full" if row["ckpt"] else "none",
@@ -65,6 +75,8 @@ def command_of(row: dict) -> list[str]:
     }
     if found := re.search(r"--expert_parallel (\d+)", row["flags"]):
         options["parallelism.expert_parallel_degree"] = found[1]
+    if ranks_of_row(row) > 1:
+        options["parallelism.context_parallel_degree"] = ranks_of_row(row)
     command += ["--compile.enable", "--metrics.disable_color_printing"]
     return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
@@ -77,7 +89,8 @@ def read(row: dict, text: str) -> dict | None:
     if len(logged) < 3 or not allocated or not env:
         return None
     per_gpu = [tps for _, tps in logged[-3:]]  # the first line includes compilation
-    times = [row["micro"] * row["ga"] * row["seq_len"] / tps * 1e3 for tps in per_gpu]
+    slots = rows_of_step(row) * row["seq_len"] / gpus_of(row)  # of a step, for each GPU
+    times = [slots / tps * 1e3 for tps in per_gpu]
     summary = {
         "median_step_ms": statistics.median(times),
         "spread_step_ms": [min(times), max(times)],
@@ -85,7 +98,7 @@ def read(row: dict, text: str) -> dict | None:
         "peak_mem_gb": [max(allocated)],
         "reserved_mem_gb": [max(memory for memory, _ in logged)],
     }
-    config = {"global_batch": row["micro"] * row["ga"] * gpus_of(row), "seq_len": row["seq_len"]}
+    config = {"global_batch": rows_of_step(row), "seq_len": row["seq_len"]}
     return {"summary": summary, "config": config, "env": json.loads(env[1])}
 
 

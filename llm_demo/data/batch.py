@@ -16,6 +16,28 @@ class Batch(NamedTuple):
     n_tokens: torch.Tensor | None = None  # int64 [B], of each row before its padding
 
 
+class Part(NamedTuple):
+    """The slice of every row that a rank holds: number `at` of `of` equal ones."""
+
+    at: int = 0
+    of: int = 1
+
+    def of_rows(self, t: torch.Tensor) -> torch.Tensor:
+        """This slice of [B, S]: [B, S / of]."""
+        return t.chunk(self.of, 1)[self.at]
+
+    def of_positions(self, index: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which of the flat positions `index` [n] of whole rows lie here: bool [n]; their flat
+        positions in the slice)."""
+        own = seq_len // self.of
+        row, slot = index // seq_len, index % seq_len
+        here = slot // own == self.at
+        return here, (row * own + slot % own)[here]
+
+
+WHOLE = Part()
+
+
 def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
     """Move tensors to the device, skipping Nones. CPU tensors are pinned first: a copy from
     pageable memory blocks the host until the GPU finishes its queued work."""
@@ -34,10 +56,10 @@ def label_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index, labels.flatten()[index]
 
 
-def real_tokens(batch: Batch) -> torch.Tensor:
-    """Which slots are not padding: bool [B * S]."""
+def real_tokens(batch: Batch, part: Part = WHOLE) -> torch.Tensor:
+    """Which slots of a slice are not padding: bool [B * S / part.of]."""
     slots = torch.arange(batch.input_ids.shape[1], device=batch.n_tokens.device)
-    return (slots < batch.n_tokens[:, None]).flatten()
+    return part.of_rows(slots < batch.n_tokens[:, None]).flatten()
 
 
 def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

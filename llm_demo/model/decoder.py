@@ -109,13 +109,14 @@ class Tail(nn.Module):
     def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool = False):
         super().__init__()
         self.norm, self.lm_head, self.compiled, self.slim = norm, lm_head, compiled, slim
+        self.group = None  # of ranks with slices of the same rows
 
     def forward(self, hidden, index, targets=None, answers=None):
         hidden, weight = self.norm(hidden), self.lm_head.weight
         if targets is None:
             return next_tokens(hidden, weight, index)
         if answers is not None:
-            return score(hidden, weight, index, targets, answers, self.compiled)
+            return score(hidden, weight, index, targets, answers, self.compiled, self.group)
         return cross_entropy_sum(hidden, weight, index, targets, self.compiled, self.slim)
 
 

@@ -8,28 +8,25 @@ number of rows that the others send."""
 import functools
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llm_demo.model.experts import PRODUCTS, blocks_with_experts, sorted_experts
-
-GROUPS = {}  # by name: what the compiler sees
+from llm_demo.parallel.exchange import exchange_rows, gather_rows, known
 
 
 def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
     """Leave this rank's part of each block's experts to a model on the meta device. grid: parts of
     the experts x shards of such a part, over all ranks."""
     group = grid.get_group(0)
-    GROUPS[group.group_name] = group
     config = model.config
     config._experts_implementation = config._experts_implementation.replace("sorted", "spread")
     for experts in (block.mlp.experts for block in blocks_with_experts(model)):
         n = experts.num_experts // group.size()
         experts.grid, experts.first = grid, group.rank() * n
-        experts.spread_over = group.group_name, group.size()
+        experts.spread_over = known(group), group.size()
         for name, p in experts.named_parameters(recurse=False):
             setattr(experts, name, nn.Parameter(p[experts.first :][:n].clone()))
 
@@ -42,34 +39,6 @@ def spread_experts(product, self, hidden, index, weights):
     index = gather_rows(index, *over) - self.first
     index = index.where((index >= 0) & (index < n), n)  # another rank's
     return _SumForAll.apply(sorted_experts(product, self, hidden, index, weights), *over)
-
-
-@torch.library.custom_op("llm_demo::gather_rows", mutates_args=())
-def gather_rows(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-    """x [T, ...] of each rank -> [size T, ...], by rank."""
-    out = x.new_empty(size * len(x), *x.shape[1:])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, x.contiguous(), group=GROUPS[group])
-    return out
-
-
-@gather_rows.register_fake
-def _(x, group, size):
-    return x.new_empty(size * len(x), *x.shape[1:])
-
-
-@torch.library.custom_op("llm_demo::exchange_rows", mutates_args=())
-def exchange_rows(x: torch.Tensor, group: str) -> torch.Tensor:
-    """x [size T, ...] -> the same shape: part i comes from rank i, which had it for this rank."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=GROUPS[group])
-    return out
-
-
-@exchange_rows.register_fake
-def _(x, group):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _sum_for_all(x, group, size):

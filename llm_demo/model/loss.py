@@ -6,7 +6,9 @@ for one chunk of rows at a time, whose loss and gradients are computed at once."
 import functools
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
 
 HEAD_SLICE = 1 << 25  # elements of the head's gradient that exist in fp32 at a time
 CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long
@@ -43,20 +45,28 @@ def score(
     targets: torch.Tensor,
     answers: torch.Tensor,
     compiled: bool = False,
+    group: ProcessGroup | None = None,
 ) -> torch.Tensor:
     """(the result of `cross_entropy_sum`, the number of wrong answers): fp32 [2].
 
     An answer is wrong if one of its tokens is not the most likely one after the prompt and the
-    tokens before it: greedy decoding gives the others. answers: int64 [n] from `answers_of`."""
+    tokens before it: greedy decoding gives the others. answers: int64 [n] from `answers_of`. group:
+    of ranks with slices of the same rows, numbered together; each counts its share of the wrong
+    answers, so that the sum over ranks is their number."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     score_of_chunk = _compiled(_fused_score_of_chunk) if compiled else _score_of_chunk
     loss = torch.zeros((), device=rows.device)
-    wrong = torch.zeros(len(rows), device=rows.device)  # per answer: at most one per row
+    ranks = group.size() if group else 1
+    # per answer: at most one per row, and on every rank of a group as many
+    n = hidden[..., 0].numel() * ranks if group else len(rows)
+    wrong = torch.zeros(n, device=rows.device)
     for chunk in _chunks(len(rows)):
         loss_sum, misses = score_of_chunk(rows[chunk], weight, targets[chunk])
         loss += loss_sum
         wrong.index_add_(0, answers[chunk], misses)
-    return torch.stack((loss, (wrong > 0).sum()))
+    if group:
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group)
+    return torch.stack((loss, (wrong > 0).sum() / ranks))
 
 
 def next_tokens(hidden: torch.Tensor, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

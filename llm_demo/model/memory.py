@@ -53,7 +53,27 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     scores = 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
     # an estimate: the gradient of the experts' inputs, in the order of experts and of tokens
     rows = 2 * config.hidden_size * size
+    scores += _exchanged(args, config, compute)[1]
     return [each + scores + k * rows for each, k in zip(again, chosen, strict=True)]
+
+
+def tokens_here(args, train) -> int:
+    """Tokens of a micro-batch that a rank holds."""
+    return args.micro_batch_size * train.seq_len // getattr(args, "sequence_parallel", 1)
+
+
+def _exchanged(args, config, compute) -> tuple[int, int]:
+    """(bytes per token that a block keeps because its attention exchanges slices and heads, bytes
+    of what it sends and receives meanwhile)."""
+    n, size = getattr(args, "sequence_parallel", 1), torch.finfo(compute.dtype).bits // 8
+    if n == 1:
+        return 0, 0
+    queries, keys, width, values = heads_of(config)
+    repeated = max(keys, n)
+    sent = queries * width + repeated * (width + values)
+    # the output also as its product wants it, and the copies of keys and values
+    more = queries * values + (repeated - keys) * (width + values)
+    return more * size, 2 * sent * size
 
 
 def _chosen(config) -> list[int]:
@@ -64,8 +84,9 @@ def _chosen(config) -> list[int]:
 
 def _saved_by_blocks(args, config, compute, train) -> list[float]:
     """Bytes per token that each block keeps without checkpointing."""
+    exchanged = _exchanged(args, config, compute)[0]
     if not compute.compile:
-        return _saved_uncompiled(config, compute, train)
+        return [each + exchanged for each in _saved_uncompiled(config, compute, train)]
     lora = getattr(compute, "lora", None)
     more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
     size = torch.finfo(compute.dtype).bits // 8
@@ -85,7 +106,7 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
             kept += 4 * d + 4 * config.num_local_experts + k * (3 * 8 + 4)
         else:
             kept = (4 * d + attention + 3 * config.intermediate_size + more) * size
-        saved.append(kept * args.activation_memory_budget)
+        saved.append((kept + exchanged) * args.activation_memory_budget)
     return saved
 
 
@@ -215,7 +236,7 @@ def _saved_by_kernel(config, compute, train) -> float:
 
 def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
-    tokens = args.micro_batch_size * train.seq_len
+    tokens = tokens_here(args, train)
     slim = getattr(args, "optimizer_on_host", False) and tokens > CHUNK_ROWS
     rows = min(CHUNK_ROWS // 4 if slim else CHUNK_ROWS, tokens)
     weight = config.vocab_size * config.hidden_size
@@ -242,7 +263,7 @@ def at_the_loss(
     kept = sum(each) + sum(tokens) * attention_bytes(config, compute)
     passing = zip(tokens, passing_bytes(args, config, compute, train), strict=True)
     largest = max(each for count, each in passing if count)
-    passing = args.micro_batch_size * train.seq_len * largest
+    passing = tokens_here(args, train) * largest
     loss = loss_bytes(args, config, compute, train) if head else 0
     return (kept, loss) if loss >= passing else (kept + passing, 0)
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.data.batch import document_lengths
+from llm_demo.data.batch import WHOLE, document_lengths
 
 
 def rope_type(config) -> str:
@@ -26,6 +26,7 @@ class LongRope(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.part = WHOLE  # of each row, that this rank holds
         self.short_up_to = config.rope_parameters["original_max_position_embeddings"]
         frequencies = ROPE_INIT_FUNCTIONS["longrope"]
         for name, length in (("short", self.short_up_to), ("long", self.short_up_to + 1)):
@@ -34,8 +35,10 @@ class LongRope(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden, position_ids, cu_seqlens):
-        """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1]."""
-        lengths = document_lengths(cu_seqlens, tuple(position_ids.shape))
+        """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1], of whole
+        rows."""
+        B, S = position_ids.shape
+        lengths = self.part.of_rows(document_lengths(cu_seqlens, (B, S * self.part.of)))
         is_long = (lengths > self.short_up_to)[..., None]
         angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
         angles = torch.cat((angles, angles), dim=-1)

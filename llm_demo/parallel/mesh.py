@@ -1,14 +1,16 @@
 """The grid of processes, with a process group for each dimension, and a rank's part of a tensor."""
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llm_demo.device import World
 
 # dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
-# experts, and ranks with shards of one copy
+# experts, ranks with shards of one copy, and those with other rows or other slices of the same
 STAGE, REPLICA, EXPERT, SHARD = "stage", "replica", "expert", "shard"
+ROWS, SLICE = "rows", "slice"
 
 
 def make_mesh(world: World, **sizes: int) -> DeviceMesh:
@@ -24,6 +26,13 @@ def make_expert_mesh(world: World, n: int) -> DeviceMesh:
     all parts."""
     ranks = torch.arange(world.size).view(-1, n).T
     return DeviceMesh(world.device.type, ranks, mesh_dim_names=(EXPERT, SHARD))
+
+
+def make_row_group(world: World, n: int) -> ProcessGroup:
+    """The group of the n consecutive ranks that hold slices of the same rows as this one."""
+    ranks = torch.arange(world.size).view(-1, n)
+    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=(ROWS, SLICE))
+    return mesh.get_group(SLICE)
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,114 @@
+"""Of two ranks that hold halves of a row: documents do not see each other, and the compiler traces
+their blocks in one graph."""
+
+import itertools
+import os
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config
+
+from llm_demo.data.batch import Part, position_ids
+from llm_demo.model.attention import make_documents
+from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.model.memory import saved_bytes
+from llm_demo.model.sequence_spread import spread_rows
+
+CPU, S = torch.device("cpu"), 64
+CU = torch.tensor([0, 20, 45, 64, 64], dtype=torch.int32)  # the second over both halves
+CONFIG = Qwen3Config(
+    vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
+    num_attention_heads=4, num_key_value_heads=1, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def numbers(ids, labelled, impl, compiled=False):
+    """The loss of labels of one document, and all gradients of this rank."""
+    lm = skeleton(CONFIG, impl)
+    spread_rows(lm, dist.group.WORLD)
+    lm = lm.to_empty(device=CPU)
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(CONFIG)
+    torch.manual_seed(0)
+    for p in lm.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    unit = Blocks(list(lm.model.layers), checkpointing=False)
+    if compiled:
+        torch._dynamo.reset()
+        unit.forward = torch.compile(
+            unit.forward, backend="aot_eager", fullgraph=True, dynamic=False
+        )
+    model = DecoderLoss(lm, [unit])
+    start, end = CU[labelled], CU[labelled + 1] - 1
+    here, index = part.of_positions(torch.arange(start, end), S)
+    targets = ids[0, start + 1 : end + 1][here]
+    inputs = map(part.of_rows, (ids, position_ids(CU, (1, S))))
+    loss = model(*inputs, make_documents(CU, (1, S), impl, CPU), index, targets)
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in lm.parameters())]
+
+
+def check_kept(dtype, compiled):
+    """What a block keeps is what the estimate says."""
+    lm = skeleton(CONFIG, "sdpa")
+    spread_rows(lm, dist.group.WORLD)
+    lm = lm.to_empty(device=CPU).to(dtype)
+    lm.model.rotary_emb = type(lm.model.rotary_emb)(CONFIG)
+    torch.manual_seed(0)
+    for p in lm.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    shape, kept = (4, 256), {}
+    cu = torch.arange(0, 4 * 512 + 1, 512, dtype=torch.int32)
+    hidden = torch.randn(*shape, CONFIG.hidden_size, dtype=dtype, requires_grad=True)
+    positions = part.of_rows(position_ids(cu, (4, 512)))
+    rotary = lm.model.rotary_emb(hidden[:1], positions[:1])
+    unit = Blocks([lm.model.layers[0]], checkpointing=False)
+    if compiled:
+        torch._dynamo.reset()
+        unit = torch.compile(unit, backend="aot_eager_decomp_partition")
+
+    def keep(t):
+        kept[t.untyped_storage().data_ptr()] = t, t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = unit(hidden, rotary, positions, make_documents(cu, (4, 512), "sdpa", CPU))
+    for p in lm.parameters():
+        kept.pop(p.untyped_storage().data_ptr(), None)
+    assert out.shape == hidden.shape
+    real = sum(size for _, size in kept.values()) / hidden[..., 0].numel()
+    args = SimpleNamespace(
+        use_activation_checkpointing=False, activation_memory_budget=1.0, sequence_parallel=2
+    )
+    compute = SimpleNamespace(dtype=dtype, attn_impl="sdpa", compile=compiled)
+    found = saved_bytes(args, CONFIG, compute, SimpleNamespace(single=True, seq_len=512))[0]
+    assert abs(found / real - 1) < (0.1 if compiled else 0.03), (dtype, compiled, found, real)
+
+
+dist.init_process_group("gloo")
+part = Part(dist.get_rank(), 2)
+generator = torch.Generator().manual_seed(1)
+ids = torch.randint(0, 128, (1, S), generator=generator)
+for impl, (changed, labelled) in itertools.product(
+    ("math", "bucketed"), ((0, 1), (1, 0), (2, 1), (1, 2))
+):
+    others = ids.clone()
+    span = slice(CU[changed], CU[changed + 1])
+    others[:, span] = torch.randint(0, 128, others[:, span].shape, generator=generator)
+    one, other = numbers(ids, labelled, impl), numbers(others, labelled, impl)
+    total = one[0].clone()
+    dist.all_reduce(total)
+    assert total > 0
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b), (impl, changed, labelled)
+    own = torch.stack([numbers(x, changed, impl)[0] for x in (ids, others)])
+    dist.all_reduce(own)
+    assert own[0] != own[1], "the change changes nothing"
+plain, compiled = numbers(ids, 1, "math"), numbers(ids, 1, "math", compiled=True)
+for a, b in zip(plain, compiled, strict=True):
+    assert (a - b).norm() <= 1e-5 * a.norm()
+for how in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+    check_kept(*how)
+dist.barrier()
+dist.destroy_process_group()
+os._exit(0)
