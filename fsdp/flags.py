@@ -61,7 +61,7 @@ class FsdpArgs:
     )
     router_aux_loss: float = flag(
         0.0,
-        "Weight of a loss that evens out experts' load, by another forward.",
+        "Weight of a loss that evens out experts' load.",
     )
     copy_engines: bool | None = flag(
         None,
