@@ -227,15 +227,18 @@ def main() -> None:
         shape = tuple(batch.input_ids.shape)
         documents = make_documents(batch.cu_seqlens, shape, compute.attn_impl, world.device)
         inputs = map(part.of_rows, (batch.input_ids, batch.position_ids))
-        here, index = part.of_positions(index, shape[1])
-        labels = (x if x is None else x[here] for x in (targets, answers))
-        inputs, labels = to_device(world.device, *inputs), to_device(world.device, index, *labels)
-        return model(*inputs, documents, *labels)
+        if part.of > 1:
+            here, index = part.of_positions(index, shape[1])
+            targets, answers = (x if x is None else x[here] for x in (targets, answers))
+        labels = to_device(world.device, index, targets, answers)
+        return model(*to_device(world.device, *inputs), documents, *labels)
 
     def ask(batch, index):
         tokens = forward(batch, index)
+        if of_row is None:
+            return tokens
         here, _ = part.of_positions(index, batch.input_ids.shape[1])
-        return from_owners(tokens, here, of_row) if of_row else tokens
+        return from_owners(tokens, here, of_row)
 
     def batches_of(packs, rows, micro=B):
         replica = world.rank // part.of

@@ -14,6 +14,7 @@ from llm_demo.model.attention import make_documents
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.model.memory import saved_bytes
 from llm_demo.model.sequence_spread import spread_rows
+from llm_demo.run.comm import CommTimer
 
 CPU, S = torch.device("cpu"), 64
 CU = torch.tensor([0, 20, 45, 64, 64], dtype=torch.int32)  # the second over both halves
@@ -104,6 +105,12 @@ for impl, (changed, labelled) in itertools.product(
     own = torch.stack([numbers(x, changed, impl)[0] for x in (ids, others)])
     dist.all_reduce(own)
     assert own[0] != own[1], "the change changes nothing"
+timer = CommTimer(CPU, part.at, 2)
+timer.install()
+numbers(ids, 1, "math")
+timer.remove()
+# of each block: forward and backward, to heads and back
+assert sum(key[0] == "all_to_all_single" for key, *_ in timer.take()[0]) == 2 * 2 * 2
 plain, compiled = numbers(ids, 1, "math"), numbers(ids, 1, "math", compiled=True)
 for a, b in zip(plain, compiled, strict=True):
     assert (a - b).norm() <= 1e-5 * a.norm()

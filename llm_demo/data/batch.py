@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     def of_rows(self, t: torch.Tensor) -> torch.Tensor:
         """This slice of [B, S]: [B, S / of]."""
-        return t.chunk(self.of, 1)[self.at]
+        return t.chunk(self.of, 1)[self.at].contiguous()
 
     def of_positions(self, index: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(which of the flat positions `index` [n] of whole rows lie here: bool [n]; their flat

@@ -65,7 +65,7 @@ def score(
         loss += loss_sum
         wrong.index_add_(0, answers[chunk], misses)
     if group:
-        dist.all_reduce(wrong, dist.ReduceOp.MAX, group)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
     return torch.stack((loss, (wrong > 0).sum() / ranks))
 
 

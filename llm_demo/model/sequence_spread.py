@@ -55,15 +55,16 @@ def attend_spread(impl: str, module, q, k, v, attention_mask, *, documents=None,
     """As `attention.attend`, of this rank's slices: q [B, H, s, D], k [B, KV, s, D], v [B, KV, s,
     E] -> [B, s, H, E]. documents: of whole rows [B, S]."""
     group, n = module.spread_over
+    D, E = q.shape[-1], v.shape[-1]
     if k.shape[1] < n:
         k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))
     # for rank i share i of the heads: [n, B, s, h, D]
     shares = [x.unflatten(1, (n, -1)).permute(1, 0, 3, 2, 4) for x in (q, k, v)]
     rows = exchange_rows(torch.cat([x.flatten(3) for x in shares], -1), group)
     rows = rows.transpose(0, 1).flatten(1, 2)  # from rank i slice i: [B, S, ...]; a view if B is 1
-    each = [x.shape[3:] for x in shares]
-    parts = rows.split([h * width for h, width in each], -1)
-    q, k, v = (x.unflatten(-1, how).transpose(1, 2) for x, how in zip(parts, each, strict=True))
+    q, k, v = rows.split([x.shape[3] * x.shape[4] for x in shares], -1)
+    q, k = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k))
+    v = v.unflatten(-1, (-1, E)).transpose(1, 2)
     out, _ = attend(impl, module, q, k, v, attention_mask, documents=documents, **kwargs)
     out = exchange_rows(out.unflatten(1, (n, -1)).transpose(0, 1), group)  # [n, B, s, h, E]
     return out.permute(1, 2, 0, 3, 4).flatten(2, 3), None
