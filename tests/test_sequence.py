@@ -45,6 +45,8 @@ CASES = {  # name: (processes, ranks of a row, model, micro, accumulation, furth
     "four_llama": (4, 4, "llama", 1, 8, [*SDPA, *RECOMPUTED]),
 }
 
+SLOW = ("pairs_llama", "four_llama")
+
 
 def write_rows(file):
     """Ragged conversations, most of which cross the borders of slices, and some over all slices."""
@@ -81,12 +83,14 @@ def work(tmp_path_factory):
     return folder, results
 
 
-@pytest.mark.parametrize("processes", (2, 4))
-def test_equals_plain_loop(processes, work):
+@pytest.mark.parametrize(
+    "processes, quick", [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)]
+)
+def test_equals_plain_loop(processes, quick, work):
     folder, expected = work
     cases = {}
     for case, (n, ranks, model, micro, accum, more) in CASES.items():
-        if n == processes:
+        if n == processes and quick == (case not in SLOW):
             also = ["--sequence_parallel", str(ranks), *more]
             also += ["--pack_sequences", str(model != "llama")]
             model = "tied" if model == "lora" else model
