@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from llm_demo.dist import World
 from llm_demo.model import experts_choice
-from llm_demo.model.decoder import keep_choices
+from llm_demo.model.decoder import CHOICE, keeping
 from llm_demo.model.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
 from llm_demo.plan import pick_compute
@@ -168,7 +168,7 @@ def test_a_recomputed_block_takes_the_same_experts(name):
 
     ours.gate.forward = forward
     x = torch.randn(1, 60, D).double().requires_grad_()
-    how = {"use_reentrant": False, "context_fn": keep_choices}
+    how = {"use_reentrant": False, "context_fn": keeping([CHOICE])}
     y = torch.utils.checkpoint.checkpoint(ours, x, **how)
     y.square().sum().backward()
     assert len(chosen) == 2

@@ -1,11 +1,13 @@
 """Making and loading decoders: every name read, every value right, the same in every process."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from bench import checkpoints
@@ -197,9 +199,12 @@ def test_reading_a_model_takes_no_more_of_the_host_than_its_weights():
     assert result["peak"] - result["without"] < 1.3 * result["bytes"]
 
 
-def test_sequences_longer_than_the_model_knows():
+def test_sequences_longer_than_the_model_knows(tmp_path):
+    load_config(ROOT / "models/qwen3-tiny", 4096)  # without weights
+    shutil.copy(ROOT / "models/qwen3-tiny/config.json", tmp_path)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="--seq_len 4096: .* positions up to 2048"):
-        load_config(ROOT / "models/qwen3-tiny", 4096)
+        load_config(tmp_path, 4096)
 
 
 def test_a_folder_without_tokenizer(tmp_path):

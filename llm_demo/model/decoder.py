@@ -43,6 +43,14 @@ def skeleton(
     return model.train()
 
 
+CHOICE = torch.ops.aten.topk.default  # of a token's experts
+
+
+def keeping(operators: list):
+    """For `checkpoint`: what these operators return is kept, and all else computed again."""
+    return partial(create_selective_checkpoint_contexts, operators)
+
+
 class Blocks(nn.Module):
     """Consecutive decoder blocks, compiled, sharded or sent to a stage as one unit.
 
@@ -69,9 +77,9 @@ class Blocks(nn.Module):
             if self.checkpointing and torch.is_grad_enabled():
                 how, kept = {"use_reentrant": False, "preserve_rng_state": self.dropout}, self.kept
                 if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
-                    kept = [*kept, torch.ops.aten.topk.default]
+                    kept = [*kept, CHOICE]
                 if kept:
-                    how["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+                    how["context_fn"] = keeping(kept)
                 hidden = checkpoint(block, hidden, **how, **inputs)
             else:
                 hidden = block(hidden, **inputs)
