@@ -156,7 +156,7 @@ PRESETS = {
            "flags": f"{RESHARD} {_LONG['flags']}{more}"}
           for seq_len, steps, more in (
               (131_072, 5, ""), (262_144, 3, " --activations_on_host"),
-              (524_288, 2, " --activations_on_host"))),
+              (524_288, 3, " --activations_on_host"))),
     ],
     # all ways in one run, for each link
     "ways": _ways(),

@@ -14,6 +14,7 @@ from llm_demo.model.memory import (
     at_the_loss,
     describe,
     largest_unit,
+    passing_bytes,
     tokens_here,
 )
 from llm_demo.parallel.lowrank import TOGETHER
@@ -150,6 +151,12 @@ def of_fsdp(
             grads = (total + max(unit, ends)) * size
         else:
             grads = total * 4 + 2 * ends * size
+    first = 0  # of the backward of the first block, whose activations are recomputed
+    if args.use_activation_checkpointing:
+        first = tokens * max(passing_bytes(args, config, compute, train))
+        grads_of_blocks = grads
+        if sharded and not lora:
+            grads_of_blocks = (total - embedding) / ranks * 4 + unit * 4
     passing = 3 * SLOTS * SLICE * 4  # masters and moments on their way
     # PowerSGD's errors, and two sets of matrices that are multiplied together
     errors = 4 * total / ranks + 8 * min(total / ranks, max(TOGETHER, embedding / ranks))
@@ -159,5 +166,8 @@ def of_fsdp(
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},
     )
+    if first:
+        more = {"gradients": grads_of_blocks, "activations": first, "loss": 0}
+        moments += ({"weights": late, **rest, **more},)
     parts = max(moments, key=lambda parts: sum(parts.values()))
     return [{k: v / GB for k, v in parts.items()}] * ranks

@@ -83,6 +83,11 @@ class FsdpArgs:
             raise UserError("--expert_parallel does not work with --replicas")
         if args.sequence_parallel > 1 and args.fsdp is False:
             raise UserError("--sequence_parallel needs FSDP: drop --no_fsdp")
+        if args.seq_len % args.sequence_parallel:
+            raise UserError(
+                f"--sequence_parallel {args.sequence_parallel} does not divide --seq_len "
+                f"{args.seq_len}"
+            )
         if args.sequence_parallel > 1 and args.psgd_rank:
             raise UserError("--psgd_rank does not work with --sequence_parallel")
         if args.psgd_rank and args.replicas == "1":

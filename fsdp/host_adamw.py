@@ -184,11 +184,16 @@ class HostAdamW(torch.optim.AdamW):
         return event
 
 
+def host_need(model: nn.Module, world: World) -> int:
+    """Bytes of masters and moments of this node's ranks."""
+    return 12 * world.local_size * sum(local_part(p).numel() for p in model.parameters())
+
+
 def prepare_host(model: nn.Module, world: World) -> str:
     """Check this node's memory and keep this process, its threads and its memory near its GPU, on
     the GPU's NUMA node. Returns what to log. The model may still be on the meta device. Raises
     UserError if masters and moments of this node's ranks do not fit."""
-    need = 12 * world.local_size * sum(local_part(p).numel() for p in model.parameters())
+    need = host_need(model, world)
     free = psutil.virtual_memory().available
     if need > free:
         raise UserError(

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp import estimate
 from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp.fsdp2 import reduce_traffic
-from fsdp.host_adamw import HostAdamW, prepare_host
+from fsdp.host_adamw import HostAdamW, host_need, prepare_host
 from fsdp.sharding import accumulate, precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards, not_optimized, training_state
 from fsdp.units import plain_units, sharded_units
@@ -165,7 +165,8 @@ def main() -> None:
             log.say(once_per_node(world, lambda: prepare_host(model, world)))
         if args.activations_on_host:
             shape = B, data.train.seq_len // part.of, config.hidden_size
-            model.on_host = keep_on_host(len(blocks), shape, compute.dtype, world, log.say)
+            how = shape, compute.dtype, world, log.say, on_host and host_need(model, world)
+            model.on_host = keep_on_host(len(blocks), *how)
         allocate(model, world.device)
         if tied:  # allocated separately
             lm.lm_head.weight = lm.model.embed_tokens.weight

@@ -31,7 +31,7 @@ from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.generate import prompts_of, stop_tokens
 from llm_demo.model.loss import cross_entropy_sum
 from llm_demo.model.rotary import length_dependent_rope
-from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.source import find_model, load_config, load_tokenizer, position_limit
 from llm_demo.model.weights import open_weights
 from llm_demo.progress import progress
 
@@ -48,7 +48,7 @@ def main() -> None:
     dtype, _ = pick_dtype(args.dtype, device)
     if args.seq_len is None:  # so that all models get the same documents
         configs = [load_config(find_model(name), 1) for name in args.models]
-        args.seq_len = min(config.max_position_embeddings for config in configs)
+        args.seq_len = min(position_limit(config) for config in configs)
     results = []
     for name in args.models:
         results.append(evaluate(name, args, torch.device(device.type), dtype))
@@ -183,7 +183,7 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
     continuation stay within the model's positions."""
     stop = stop_tokens(tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    room = [model.config.max_position_embeddings - len(p) for p in prompts]
+    room = [position_limit(model.config) - len(p) for p in prompts]
     length = min(args.max_new_tokens, max(room, default=0))
     options = dict(do_sample=False, max_new_tokens=length, eos_token_id=stop, pad_token_id=pad)
     answers = None
@@ -216,7 +216,7 @@ def greedy(batch: int, model, prompts: list[list[int]], options: dict) -> list[l
             mask[k, longest - len(prompts[i]) :] = 1
         ids, mask = ids.to(model.device), mask.to(model.device)
         # the longest prompt's answer exceeds the model's positions; the excess is cut off later
-        room = model.config.max_position_embeddings - len(prompts[rows[-1]])
+        room = position_limit(model.config) - len(prompts[rows[-1]])
         limited = options | {"max_new_tokens": min(options["max_new_tokens"], room)}
         out = model.generate(input_ids=ids, attention_mask=mask, **limited)
         for k, i in enumerate(rows):

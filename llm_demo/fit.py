@@ -238,7 +238,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     ask = make_parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(find_model(ask.model, config_in=folder), ask.seq_len)
+        of_hub = not Path(ask.model).expanduser().is_dir()  # of which only config.json is read
+        config = load_config(find_model(ask.model, config_in=folder), ask.seq_len, trained=of_hub)
     found = list(choices(config, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 from fsdp import estimate
 from llm_demo.device import World
 from llm_demo.errors import UserError
-from llm_demo.model import activations_on_host
+from llm_demo.model import activations_on_host, memory
 from llm_demo.model.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
 from llm_demo.model.attention import make_documents
 from llm_demo.model.decoder import DecoderLoss, make_units, skeleton
@@ -205,11 +205,13 @@ def test_estimates(monkeypatch):
     config = load_config(ROOT / "models/qwen3-8b", ROWS)
     train = type("Train", (), {"seq_len": ROWS, "single": True, "longest": ROWS})
     compute = Compute(torch.bfloat16, "sdpa", True)
-    of = lambda compute, **more: sum(  # noqa: E731
-        estimate.of_fsdp(settings(**more), config, compute, train, 2, True)[0].values()
-    )
-    block = ROWS * config.hidden_size * 2 / 2**30
     n = config.num_hidden_layers
+
+    def of(compute, **more):
+        at = memory.at_the_loss(settings(**more), config, compute, train, [ROWS] * n, True)
+        return sum(at) / 2**30
+
+    block = ROWS * config.hidden_size * 2 / 2**30
     saved = of(compute) - of(compute, activations_on_host=True)
     assert saved == pytest.approx((n - STAY - 1) * block)
     kept = compute._replace(keep_attention=True)
@@ -222,7 +224,11 @@ def test_estimates(monkeypatch):
         settings(activations_on_host=True), config, compute, train, 2, True, 1
     )
 
-    need = of(kept)
+    (parts, _) = estimate.of_fsdp(settings(), config, kept, train, 2, True)
+    need = sum(parts.values())
+    # while the first block's activations are computed again, all others' gradients are there
+    (parts, _) = estimate.of_fsdp(settings(activations_on_host=True), config, compute, train, 2, 1)
+    assert parts["gradients"] > 14 and parts["activations"] > 10
     choose = lambda train=train, attn="sdpa", **more: estimate.choose_attention_kept(  # noqa: E731
         settings(**more), config, compute._replace(attn_impl=attn), train, 2, True, 1
     )

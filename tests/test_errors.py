@@ -134,7 +134,7 @@ LAUNCHED = [
     (
         "fsdp",
         ["--sequence_parallel", "2", "--seq_len", "33"],
-        ["--sequence_parallel 2 does not divide 33, the tokens of a row: set --seq_len"],
+        ["--sequence_parallel 2 does not divide --seq_len 33"],
     ),
 ]
 

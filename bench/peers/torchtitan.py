@@ -176,6 +176,8 @@ def qwen3_random_rows():
         Config = config_like(MetricsProcessor.Config)
 
     row = json.loads(os.environ[ROW])
+    if ranks_of_row(row) > 1:
+        sys.exit("error: context parallelism is measured with torchtitan 0.2 only")
     config = config_registry.qwen3_0_6b()
     config.model_spec = model_registry(FLAVORS[row["model"].rsplit("/", 1)[-1]])
     config.dump_folder = "/tmp/torchtitan"

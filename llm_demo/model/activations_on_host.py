@@ -19,17 +19,21 @@ STAY = 2  # inputs that stay on the device: while the last is used, the one befo
 
 
 class ActivationsOnHost:
-    """Host memory for the inputs of n units in one micro-batch, each of a shape and dtype."""
+    """Host memory for the inputs of n units in one micro-batch, each of a shape and dtype. Raises
+    UserError if it can't be pinned."""
 
     def __init__(self, n: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         self.shape, self.dtype, self.device, self.n = torch.Size(shape), dtype, device, n
         # the last unit's is needed first
-        self.buffers = [torch.empty(shape, dtype=dtype) for _ in range(n - 1)]
+        self.buffers = torch.empty(n - 1, *shape, dtype=dtype)
         self.stream = None
         if device.type != "cpu":
             self.stream = torch.get_device_module(device).Stream(device)
-            for buffer in self.buffers:
-                pin(buffer, self)
+            if len(self.buffers) and not pin(self.buffers, self):
+                raise UserError(
+                    "--activations_on_host: host memory can't be pinned: free memory, or raise the "
+                    "limit of locked memory (ulimit -l)"
+                )
         # by unit: (input on the device, the end of its copy to or from the host)
         self.leaving, self.coming = {}, {}
 
@@ -66,11 +70,10 @@ class ActivationsOnHost:
             self._fetch(i)
         if i > 0 and i - 1 not in self.leaving and i - 1 not in self.coming:
             self._fetch(i - 1)
-        self._drop(i)
-        if i in self.leaving:
-            return self.leaving[i][0]
-        t, copied = self.coming[i]
-        self._wait(copied)
+        t, copied = self.leaving[i] if i in self.leaving else self.coming[i]
+        if i in self.coming:
+            self._wait(copied)
+        self._drop(i - 1)  # autograd holds it now
         return t
 
     def _drop(self, after: int) -> None:
@@ -105,17 +108,18 @@ def host_bytes(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def keep_on_host(
-    n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable
+    n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable, others: int = 0
 ) -> ActivationsOnHost:
-    """ActivationsOnHost for a rank. Every rank calls. Raises UserError if this node has too little
-    memory."""
+    """ActivationsOnHost for a rank. Every rank calls. others: bytes of this node's memory that will
+    be taken besides. Raises UserError if it has too little."""
     need = world.local_size * host_bytes(n, shape, dtype)
 
     def check() -> str:
         free = psutil.virtual_memory().available
-        if need > free:
+        if need + others > free:
+            besides = f" besides the optimizer's {others / 2**30:.1f} GB" if others else ""
             raise UserError(
-                f"--activations_on_host needs {need / 2**30:.1f} GB of host memory, and "
+                f"--activations_on_host needs {need / 2**30:.1f} GB of host memory{besides}, and "
                 f"{free / 2**30:.1f} GB are free: use shorter rows or a smaller --micro_batch_size"
             )
         return f"activations on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free"

@@ -12,10 +12,8 @@ layout; Hugging Face models pass it to `attend` as a keyword argument, so no mod
     math           SDPA with a block-diagonal mask: slow and simple, the others' reference
 """
 
-import contextlib
 import functools
 import importlib
-import importlib.util
 import inspect
 from typing import NamedTuple
 
@@ -231,23 +229,19 @@ def _flash_attn(q, k, v, documents, scaling):
     return out.unflatten(0, (B, S))
 
 
-@functools.cache
-def fused_kernels() -> list:
-    """The operators behind the backends with fused kernels, as selective checkpointing names
-    them."""
-    for module in ("torch.nn.attention.varlen", "flash_attn.flash_attn_interface"):
-        if importlib.util.find_spec(module.partition(".")[0]):
-            with contextlib.suppress(ImportError):  # which register theirs
-                importlib.import_module(module)
-    names = [
-        f"aten._scaled_dot_product_{kind}"
-        for kind in ("cudnn_attention", "flash_attention", "efficient_attention",
-                     "flash_attention_for_cpu")
-    ]  # fmt: skip
-    names += ["torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward"]
+def fused_kernels(impl: str) -> list:
+    """The operators that backend `impl` may run, as selective checkpointing names them."""
+    if impl == "varlen":
+        importlib.import_module("torch.nn.attention.varlen")  # which registers it
+        names = ["torch_attn._varlen_attn"]
+    elif impl == "flash_attn":
+        importlib.import_module("flash_attn.flash_attn_interface")
+        names = ["flash_attn._flash_attn_varlen_forward"]
+    else:
+        kinds = "cudnn_attention", "flash_attention", "efficient_attention"
+        names = [f"aten._scaled_dot_product_{kind}" for kind in (*kinds, f"{kinds[1]}_for_cpu")]
     found = []
-    for name in names:
-        space, _, kernel = name.partition(".")
+    for space, kernel in (name.split(".") for name in names):
         if operator := getattr(getattr(torch.ops, space), kernel, None):
             found.append(operator.default)
     return found

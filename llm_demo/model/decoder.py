@@ -56,13 +56,12 @@ class Blocks(nn.Module):
 
     Several blocks of 16M parameters make a better unit than one: at small batches the host,
     launching kernels and running hooks, is slower than the GPU. checkpointing: recompute each
-    block's activations in the backward, except attention with keep_attention: then what its fused
-    kernel returns is kept."""
+    block's activations in the backward, except what the operators `kept` return."""
 
-    def __init__(self, blocks: list[nn.Module], checkpointing: bool, keep_attention: bool = False):
+    def __init__(self, blocks: list[nn.Module], checkpointing: bool, kept: list | None = None):
         super().__init__()
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
-        self.kept = attention.fused_kernels() if keep_attention else []
+        self.kept = kept or []
         self.dropout = any(getattr(m, "dropout", 0) for m in self.modules())  # only of adapters
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
@@ -102,10 +101,13 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> l
 def make_units(
     lm, config, blocks_per_unit: int, checkpointing: bool, keep_attention: bool = False
 ) -> list[Blocks]:
-    """The decoder's blocks in units, each compiled and sharded as one."""
-    units, i = [], 0
+    """The decoder's blocks in units, each compiled and sharded as one. keep_attention: blocks that
+    are recomputed keep what their fused attention kernel returned."""
+    units, i, kept = [], 0, []
+    if keep_attention:  # packed_varlen or spread_varlen
+        kept = attention.fused_kernels(config._attn_implementation.partition("_")[2])
     for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, keep_attention))
+        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, kept))
         i += size
     return units
 

@@ -57,8 +57,9 @@ def find_model(name: str, config_in: str | None = None) -> Path:
 ANY_LENGTH = ("default", "linear", "llama3")
 
 
-def load_config(folder: Path, max_len: int):
-    """The model's configuration. Raises UserError if this project can't train it exactly."""
+def load_config(folder: Path, max_len: int, trained: bool = False):
+    """The model's configuration. trained: it has weights, elsewhere. Raises UserError if this
+    project can't train it exactly."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
@@ -83,8 +84,9 @@ def load_config(folder: Path, max_len: int):
         except (KeyError, TypeError, ValueError, RuntimeError) as e:
             raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
     limit = position_limit(config)
-    if limit and max_len > limit and (open_weights(folder) or rope_type(config) not in ANY_LENGTH):
-        raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
+    if limit and max_len > limit:
+        if trained or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
+            raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
 
 
@@ -161,8 +163,8 @@ def position_limit(config) -> int | None:
     (https://huggingface.co/Qwen/Qwen3-8B#processing-long-texts)."""
     limit = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    if limit and rope_type(config) == "yarn" and "original_max_position_embeddings" in rope:
-        return max(limit, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    if limit and rope_type(config) == "yarn" and rope.get("factor"):
+        return max(limit, int(rope.get("original_max_position_embeddings", 0) * rope["factor"]))
     return limit
 
 
