@@ -10,7 +10,7 @@ import torch.distributed as dist
 from transformers import Qwen3Config
 
 from llm_demo.data.batch import Part, position_ids
-from llm_demo.model.attention import make_documents
+from llm_demo.model.attention import fused_kernels, make_documents
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.model.memory import saved_bytes
 from llm_demo.model.sequence_spread import spread_rows
@@ -24,7 +24,7 @@ CONFIG = Qwen3Config(
 )  # fmt: skip
 
 
-def numbers(ids, labelled, impl, compiled=False):
+def numbers(ids, labelled, impl, compiled=False, recomputed=False):
     """The loss of labels of one document, and all gradients of this rank."""
     lm = skeleton(CONFIG, impl)
     spread_rows(lm, dist.group.WORLD)
@@ -33,7 +33,7 @@ def numbers(ids, labelled, impl, compiled=False):
     torch.manual_seed(0)
     for p in lm.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    unit = Blocks(list(lm.model.layers), checkpointing=False)
+    unit = Blocks(list(lm.model.layers), recomputed, fused_kernels(impl) if recomputed else [])
     if compiled:
         torch._dynamo.reset()
         unit.forward = torch.compile(
@@ -105,15 +105,24 @@ for impl, (changed, labelled) in itertools.product(
     own = torch.stack([numbers(x, changed, impl)[0] for x in (ids, others)])
     dist.all_reduce(own)
     assert own[0] != own[1], "the change changes nothing"
-timer = CommTimer(CPU, part.at, 2)
-timer.install()
-numbers(ids, 1, "math")
-timer.remove()
-# of each block: forward and backward, to heads and back
-assert sum(key[0] == "all_to_all_single" for key, *_ in timer.take()[0]) == 2 * 2 * 2
-plain, compiled = numbers(ids, 1, "math"), numbers(ids, 1, "math", compiled=True)
-for a, b in zip(plain, compiled, strict=True):
-    assert (a - b).norm() <= 1e-5 * a.norm()
+
+
+def exchanges(*how, **more):
+    """What `numbers` returns, and how many exchanges it took."""
+    timer = CommTimer(CPU, part.at, 2)
+    timer.install()
+    found = numbers(*how, **more)
+    timer.remove()
+    return found, sum(key[0] == "all_to_all_single" for key, *_ in timer.take()[0])
+
+
+for impl, recomputed in (("math", False), ("sdpa", True)):
+    plain, exchanged = exchanges(ids, 1, impl)
+    assert exchanged == 2 * 2 * 2  # of each block: forward and backward, to heads and back
+    compiled, exchanged = exchanges(ids, 1, impl, compiled=True, recomputed=recomputed)
+    assert exchanged == 2 * 2 * (3 if recomputed else 2)
+    for a, b in zip(plain, compiled, strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm()
 for how in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
     check_kept(*how)
 dist.barrier()
