@@ -99,7 +99,7 @@ def flags(name):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("processes", (1, 2, 4))
+@pytest.mark.parametrize("processes", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
 def test_equals_peft(processes, work):
     folder, expected = work
     cases = {}
