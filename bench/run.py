@@ -71,7 +71,11 @@ def make_parser() -> argparse.ArgumentParser:
         ("seq_len", whole(1), "tokens per row"),
         ("model", str, "folder or hub id"),
         ("gpus", whole(), "number of processes; 0: one per GPU"),
-        ("data", str, "full: rows of random tokens; packed: random documents; or a data file"),
+        (
+            "data",
+            str,
+            "full: rows of random tokens; packed, mixed: random documents; or a file",
+        ),
     ):
         parser.add_argument(
             f"--{name}", type=lambda s, k=kind: [k(x) for x in s.split(",")],
@@ -168,10 +172,11 @@ def environment_of(row: dict) -> dict:
 
 
 def data_of(row: dict, model: str) -> str:
-    """Return a file of random tokens: full rows, or documents as long as GSM8K's.
+    """Return a file of random tokens: full rows, documents as long as GSM8K's, or mixed ones of
+    4,096 to 65,536 tokens.
 
     Only the step is timed, so tokens may be random; a fixed seed makes them the same everywhere."""
-    if row["data"] not in ("full", "packed"):
+    if row["data"] not in ("full", "packed", "mixed"):
         return row["data"]
     vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
     file = cache() / f"bench-{row['data']}-{vocab}-{S}.jsonl"
@@ -180,11 +185,14 @@ def data_of(row: dict, model: str) -> str:
     rng = np.random.default_rng(0)
     lines, most = [], max(8, MOST_TOKENS // S)
     rows, documents = min(512, most), max(512, min(256, most) * S // 160)
-    for _ in range(rows if row["data"] == "full" else documents):
+    count = {"full": rows, "packed": documents, "mixed": max(64, rows * S // 24_000)}
+    for _ in range(count[row["data"]]):
         if row["data"] == "full":
             document = {"input_ids": rng.integers(0, vocab, S).tolist()}
-        else:  # 160 tokens on average; the last two thirds have labels
-            n = int(np.clip(rng.lognormal(5.0, 0.35), 16, S))
+        else:  # 160 tokens on average, or 24,000; the last two thirds have labels
+            mixed = row["data"] == "mixed"
+            n = np.exp(rng.uniform(*np.log([4096, 65_536]))) if mixed else rng.lognormal(5.0, 0.35)
+            n = int(np.clip(n, 16, S))
             ids = rng.integers(0, vocab, n).tolist()
             document = {"input_ids": ids, "labels": [-100] * (n // 3) + ids[n // 3 :]}
         lines.append(f"{json.dumps(document)}\n")

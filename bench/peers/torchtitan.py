@@ -24,7 +24,6 @@ LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
 # torchtitan logs reserved memory; our rows have allocated memory, so we print that as well
 ALLOCATED = re.compile(r"allocated at the peak: ([\d.]+)GiB")
 ENVIRONMENT = re.compile(r"environment: (\{.*\})")
-LOGGED = 10  # steps between two lines of its log
 ROW = "BENCH_TORCHTITAN_ROW"  # for 0.3: the row to measure, as JSON
 
 
@@ -50,8 +49,13 @@ def rows_of_step(row: dict) -> int:
     return row["micro"] * row["ga"] * gpus_of(row) // ranks_of_row(row)
 
 
+def logged_of(row: dict) -> int:
+    """Steps between two lines of its log: a step of a long row takes seconds."""
+    return 10 if row["seq_len"] < 65_536 else 2
+
+
 def steps_of(row: dict) -> int:
-    return max(row["steps"], 4 * LOGGED)
+    return max(row["steps"], 4 * logged_of(row))
 
 
 def command_of(row: dict) -> list[str]:
@@ -65,7 +69,7 @@ def command_of(row: dict) -> list[str]:
         "model.name": NAME,
         "model.flavor": FLAVORS[row["model"].rsplit("/", 1)[-1]],
         "model.hf_assets_path": "/tmp",
-        "metrics.log_freq": LOGGED,
+        "metrics.log_freq": logged_of(row),
         "training.local_batch_size": row["micro"],
         "training.global_batch_size": rows_of_step(row),
         "training.seq_len": row["seq_len"],
@@ -181,7 +185,7 @@ def qwen3_random_rows():
     config = config_registry.qwen3_0_6b()
     config.model_spec = model_registry(FLAVORS[row["model"].rsplit("/", 1)[-1]])
     config.dump_folder = "/tmp/torchtitan"
-    config.metrics = Metrics.Config(log_freq=LOGGED, disable_color_printing=True)
+    config.metrics = Metrics.Config(log_freq=logged_of(row), disable_color_printing=True)
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Rows.Config()
     config.compile = CompileConfig(enable=True)
     config.activation_checkpoint = FullAC.Config() if row["ckpt"] else None

@@ -69,6 +69,12 @@ class Packs:
         return int(np.diff(self.doc_start).max(initial=0))
 
     @property
+    def attended(self) -> float:
+        """The mean length of a slot's document, 0 for padding: the slots that attention sees."""
+        lengths = np.diff(self.doc_start).astype(float)
+        return float((lengths**2).sum()) / (len(self) * self.seq_len)
+
+    @property
     def single(self) -> bool:
         """Whether every row holds at most one document."""
         return int(np.diff(self.row_start).max(initial=0)) <= 1

@@ -59,14 +59,15 @@ class Documents(NamedTuple):
 
 
 def make_documents(
-    cu_seqlens: torch.Tensor, shape: tuple[int, int], impl: str, device: torch.device, max_len=None
+    cu_seqlens: torch.Tensor, shape: tuple[int, int], impl: str, device: torch.device
 ) -> Documents:
     """Document layout of a micro-batch for backend `impl`.
 
     cu_seqlens: int32 [D+1] on any device. For buckets a GPU tensor costs a synchronisation; pass
-    the CPU's copy if there is one. max_len defaults to S."""
+    the CPU's copy if there is one."""
     B, S = shape
     buckets = mask = None
+    max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
     if impl.startswith("bucketed"):
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
@@ -76,7 +77,17 @@ def make_documents(
         doc = _document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
         causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
         mask = (doc[..., :, None] == doc[..., None, :]) & causal
-    return Documents(cu_seqlens, max_len or S, buckets, mask)
+    return Documents(cu_seqlens, max_len, buckets, mask)
+
+
+def _bound(longest: int, seq_len: int) -> int:
+    """An upper bound on document lengths. Fused kernels start a block of threads for each part of a
+    document of that length, most of them in vain if a long row has short documents. Compiled code
+    is made anew for each value, so there are few."""
+    if seq_len <= 8192:
+        return seq_len
+    bounds = (n for n in (1024, 4096, 16_384, 65_536) if n >= longest)
+    return min(next(bounds, seq_len), seq_len)
 
 
 def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:

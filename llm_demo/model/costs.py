@@ -62,10 +62,11 @@ def head_cost(config) -> Cost:
     return Cost(weights, weights, 6 * weights)
 
 
-def flops_of_slot(config, seq_len: int, adapters: int | None = None) -> float:
-    """Training FLOPs of one token slot through the whole model, the basis of MFU. adapters: their
-    parameters if the model is frozen, whose weights then have no gradients: 4 per active weight."""
-    parts = [*block_costs(config, seq_len), head_cost(config)]
+def flops_of_slot(config, attended: float, adapters: int | None = None) -> float:
+    """Training FLOPs of one token slot through the whole model, the basis of MFU. attended: the
+    mean length of a slot's document. adapters: their parameters if the model is frozen, whose
+    weights then have no gradients: 4 per active weight."""
+    parts = [*block_costs(config, attended), head_cost(config)]
     flops = sum(part.flops for part in parts)
     if adapters is None:
         return flops
