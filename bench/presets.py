@@ -150,12 +150,12 @@ PRESETS = {
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},
-        {**_LONG, "engine": "torchtitan"},
+        {**_LONG, "engine": "torchtitan", "steps": 8},
         *({**_LONG, "engine": "fsdp", "steps": 8, "data": data} for data in ("packed", "mixed")),
         *({**_LONG, "engine": "fsdp", "model": LARGE, "seq_len": seq_len, "steps": steps,
            "flags": f"{RESHARD} {_LONG['flags']}{more}"}
           for seq_len, steps, more in (
-              (131_072, 5, ""), (262_144, 3, " --activations_on_host"),
+              (131_072, 3, ""), (262_144, 3, " --activations_on_host"),
               (524_288, 1, " --activations_on_host"))),
     ],
     # all ways in one run, for each link
