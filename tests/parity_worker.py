@@ -57,15 +57,15 @@ def watch_fsdp(step, state):
             for sizes in [[shape.numel() for shape in shapes]]
         ]
         named = zip(local, zip(*parts, strict=True), strict=True)
-        return {n: torch.cat([of[r] for r in order_of(n) or range(len(of))]) for n, of in named}
+        return {n: torch.cat([of[r] for r in orders().get(n, range(len(of)))]) for n, of in named}
 
     @functools.cache
-    def order_of(name):
-        """The ranks in the order of their shards, if that is another: of experts spread over ranks,
-        those with the same ones follow each other."""
-        mesh = getattr(state()[name], "device_mesh", None)
-        if mesh and mesh.mesh_dim_names[0] == EXPERT:
-            return mesh.mesh.flatten().tolist()
+    def orders():
+        """{name: the ranks in the order of their shards} where that is another: of experts spread
+        over ranks, those with the same ones follow each other."""
+        meshes = {name: getattr(t, "device_mesh", None) for name, t in state().items()}
+        spread = {n: m for n, m in meshes.items() if m and m.mesh_dim_names[0] == EXPERT}
+        return {name: mesh.mesh.flatten().tolist() for name, mesh in spread.items()}
 
     def group_of(tensors):
         """The ranks that each hold a shard of these; None: they are not sharded."""
