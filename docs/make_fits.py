@@ -1,8 +1,10 @@
-"""Write the tables of what fits, in docs/fits.md and the README: python docs/make_fits.py
+"""Write the tables of what fits, in docs/fits.md, docs/long.md and the README:
+python docs/make_fits.py
 
 Memory is the search of llm_demo/fit.py, tokens per second are the rows under bench/results.
 tests/test_fit.py fails when the tables are stale."""
 
+import bisect
 import json
 import re
 import sys
@@ -22,7 +24,9 @@ PRESETS = ("teff", "speed", "memory", "zero", "lora")  # of bench/results/h200-x
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
 RANK = 16  # of adapters
 NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`"}
+HOST_GB = 128  # of memory for each card, where rows are as long as they fit
 MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
+LONGEST = re.compile(r"(<!-- longest -->\n).*?(<!-- end longest -->)", re.S)
 
 
 def cells() -> dict[tuple, fit.Choice | None]:
@@ -107,13 +111,44 @@ def short(found: dict) -> str:
     return text
 
 
+def longest(model: str, cards: tuple[int, int]) -> str:
+    """The longest row that fits, a power of two, and how."""
+
+    def fastest(power: int) -> tuple[fit.Choice, bool]:
+        words = f"{folder(model)} --cards {cards[0]} --memory {cards[1]} --seq_len {2**power}"
+        words += f" --tokens_a_step {2**power} --host_memory {cards[0] * HOST_GB}"
+        ask = fit.make_parser().parse_args(words.split())
+        return fit.best(list(fit.choices(load_config(folder(model), 2**power), ask, False)), ask)
+
+    powers = range(13, 21)
+    fitting = bisect.bisect_left(powers, True, key=lambda power: not fastest(power)[1])
+    if not fitting:
+        return "–"
+    flags = {**fastest(powers[fitting - 1])[0].flags}
+    del flags["micro_batch_size"], flags["grad_accum_steps"]
+    choice = fit.Choice("", flags, 0, 0, {}, 0)
+    return f"{2 ** (powers[fitting - 1] - 10)}k ({choice})"
+
+
+def long_rows() -> str:
+    heads = [f"{n} x {gb} GB" for n, gb in CARDS]
+    text = f"| model | {' | '.join(heads)} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
+    for model in ("0.6B", "4B", "8B", "14B"):
+        text += f"| {model} | {' | '.join(longest(model, cards) for cards in CARDS)} |\n"
+    return text
+
+
 def pages() -> dict[Path, str]:
     """Each page as it should be."""
     found = cells()
-    made = {ROOT / "docs/fits.md": table(found), ROOT / "README.md": short(found)}
+    made = (
+        (ROOT / "docs/fits.md", MARKED, table(found)),
+        (ROOT / "README.md", MARKED, short(found)),
+        (ROOT / "docs/long.md", LONGEST, long_rows()),
+    )
     return {
-        page: MARKED.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
-        for page, new in made.items()
+        page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
+        for page, marks, new in made
     }
 
 

@@ -1,5 +1,9 @@
 """Estimates a rank's peak memory under FSDP2 or in one process."""
 
+import bisect
+import functools
+import itertools
+
 import torch
 
 from fsdp.units import SLICE, SLOTS
@@ -13,6 +17,7 @@ from llm_demo.model.memory import (
     PROCESS,
     at_the_loss,
     describe,
+    keys_kept,
     largest_unit,
     passing_bytes,
     tokens_here,
@@ -43,33 +48,40 @@ def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
 
 def choose_attention_kept(
     args, config, compute, train, ranks: int, sharded: bool, spread: int
-) -> tuple[bool, str]:
-    """(whether blocks that are recomputed keep what attention returned, the reason)."""
-    if compute.attn_impl.endswith("math"):
-        return False, f"{compute.attn_impl} is no fused kernel"
+) -> tuple[int, str]:
+    """(how many of the last blocks, if recomputed, keep what attention returned, the reason)."""
     if train.longest < LONG:
-        return False, "documents are short"
+        return 0, "documents are short"
+    if keys_kept(config, compute, train):
+        return 0, f"{compute.attn_impl} is no fused kernel here"
     if not (capacity := args.device_memory_gb or this_device().memory_gb):
-        return False, "the memory of this device is not known"
-    compute = compute._replace(keep_attention=True)
-    parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
-    need = max(sum(rank.values()) for rank in parts)
-    return need < 0.85 * capacity, f"about {need:.0f} of {capacity:.0f} GB with it"
+        return 0, "the memory of this device is not known"
+
+    @functools.cache
+    def need(blocks: int) -> float:
+        kept = compute._replace(attention_kept=blocks)
+        parts = of_fsdp(args, config, kept, train, ranks, sharded, spread)
+        return max(sum(rank.values()) for rank in parts)
+
+    sizes = unit_sizes(config, config.num_hidden_layers, per_unit_of(args))
+    counts = [0, *itertools.accumulate(reversed(sizes))]  # of the last unit, the last two, ...
+    fit = bisect.bisect_left(counts, True, key=lambda n: need(n) >= 0.85 * capacity)
+    most = counts[max(0, fit - 1)]
+    tried = most or counts[1]
+    return most, f"about {need(tried):.0f} of {capacity:.0f} GB with {tried}"
 
 
 def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int, spread=1) -> str:
     """What --estimate prints. ranks: of one replica."""
     parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
     text = describe(parts * replicas, args.device_memory_gb)
-    if args.activations_on_host:
-        shape = tokens_here(args, train), config.hidden_size
-        inputs = replicas * ranks * host_bytes(config.num_hidden_layers, shape, compute.dtype) / GB
-        text += f"\nhost memory: {inputs:.1f} GB for the inputs of all ranks' blocks"
-    if args.optimizer_on_host:
-        host = replicas * of_host(config, ranks)
-        text += f"\nhost memory: {host:.1f} GB for all ranks, with their masters and moments"
-        if args.save_every and args.save_async:
-            text += ", as much again while checkpoints are written in the background"
+    if args.activations_on_host or args.optimizer_on_host:
+        host = replicas * of_host(args, config, compute, train, ranks)
+        what = ["masters and moments"] * args.optimizer_on_host
+        what += ["inputs of blocks"] * args.activations_on_host
+        text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(what)}"
+        if args.optimizer_on_host and args.save_every and args.save_async:
+            text += "; masters and moments again while checkpoints are written in the background"
     return text
 
 
@@ -84,10 +96,16 @@ def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> 
         )
 
 
-def of_host(config, ranks: int) -> float:
-    """GB (2**30 bytes) of a replica's ranks with --optimizer_on_host: masters and moments, and what
-    each process takes anyway."""
-    return 12 * parameters_of(config) / GB + ranks * PROCESS
+def of_host(args, config, compute, train, ranks: int) -> float:
+    """GB (2**30 bytes) of host memory that a replica's ranks take: what each process takes anyway,
+    masters and moments with --optimizer_on_host, inputs of blocks with --activations_on_host."""
+    need = ranks * PROCESS
+    if args.optimizer_on_host:
+        need += 12 * parameters_of(config) / GB
+    if getattr(args, "activations_on_host", False):
+        shape = tokens_here(args, train), config.hidden_size
+        need += ranks * host_bytes(config.num_hidden_layers, shape, compute.dtype) / GB
+    return need
 
 
 def per_unit_of(args) -> int:

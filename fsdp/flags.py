@@ -57,7 +57,7 @@ class FsdpArgs:
         at_least=1,
     )
     router_bias_update: float = flag(
-        0.0, "How far DeepSeek's bias of experts follows their load. 0: it stays."
+        0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."
     )
     router_aux_loss: float = flag(
         0.0,

@@ -8,7 +8,6 @@ forward, and the next forward starts meanwhile: each unit waits for its own weig
 AdamW on the host's cores takes longer than these copies should (bench/LOG.md), and numbers here are
 those of AdamW on the device."""
 
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from llm_demo.device import World, cores_near, pin
 from llm_demo.errors import UserError
 from llm_demo.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
 from llm_demo.parallel.mesh import local_part
-from llm_demo.process import usable_cores
+from llm_demo.process import stay_near
 
 
 class Part(NamedTuple):
@@ -190,9 +189,9 @@ def host_need(model: nn.Module, world: World) -> int:
 
 
 def prepare_host(model: nn.Module, world: World) -> str:
-    """Check this node's memory and keep this process, its threads and its memory near its GPU, on
-    the GPU's NUMA node. Returns what to log. The model may still be on the meta device. Raises
-    UserError if masters and moments of this node's ranks do not fit."""
+    """Check this node's memory and keep this process near its GPU. Returns what to log. The model
+    may still be on the meta device. Raises UserError if masters and moments of this node's ranks do
+    not fit."""
     need = host_need(model, world)
     free = psutil.virtual_memory().available
     if need > free:
@@ -200,8 +199,5 @@ def prepare_host(model: nn.Module, world: World) -> str:
             f"--optimizer_on_host needs {need / 2**30:.1f} GB of host memory for masters and "
             f"moments, and {free / 2**30:.1f} GB are free: use more nodes or a smaller model"
         )
-    near = set(cores_near(world.device)) & set(usable_cores())
-    if near:
-        os.sched_setaffinity(0, near)  # inherited by threads started from now on
-    where = f", {len(near)} cores of the GPU's NUMA node" if near else ""
+    where = stay_near(cores_near(world.device))
     return f"optimizer on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free{where}"

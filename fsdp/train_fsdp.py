@@ -92,6 +92,8 @@ def main() -> None:
         way += f", PowerSGD of rank {args.psgd_rank}"
     if part.of > 1:
         way += f", rows spread over {part.of} ranks"
+        if world.local_size % part.of:
+            log.say("warning: rows are spread over nodes, whose network every block then waits for")
     log.resolved(fsdp=sharded, parallelism=way)
     plan = make_plan(args, world, log, data_parallel)
     (_, config, weights, _), data, compute, horizon = plan[:4]
@@ -108,9 +110,11 @@ def main() -> None:
     spread = choose_spread(args, config, compute, data.train, world, log)
     if args.use_activation_checkpointing:
         how = args, config, compute, data.train, n_shards, sharded, spread
-        keeps, why = from_rank0(world, lambda: estimate.choose_attention_kept(*how))
-        log.say(f"attention: {'kept for' if keeps else 'computed again in'} the backward ({why})")
-        compute = compute._replace(keep_attention=keeps)
+        kept, why = from_rank0(world, lambda: estimate.choose_attention_kept(*how))
+        what = f"kept for the backward of {kept} of {config.num_hidden_layers} blocks"
+        log.say(f"attention: {what if kept else 'computed again in the backward'} ({why})")
+        compute = compute._replace(attention_kept=kept)
+        log.resolved(attention_kept=kept)
     if args.psgd_rank and compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (sharded and compute.dtype != torch.float32):
@@ -145,7 +149,7 @@ def main() -> None:
     flat = not (sharded or on_host) and compute.dtype != torch.float32
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
-        how = estimate.per_unit_of(args), args.use_activation_checkpointing, compute.keep_attention
+        how = estimate.per_unit_of(args), args.use_activation_checkpointing, compute.attention_kept
         blocks = make_units(lm, config, *how)
         if compute.compile:
             for unit in blocks:

@@ -184,7 +184,9 @@ class RunArgs:
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
     eval_batch_size: int = flag(0, "Rows per rank in evaluation. 0: --micro_batch_size.")
-    sample_tokens: int = flag(32, "Tokens per sample answer at the end of the run. 0: no samples.")
+    sample_tokens: int | None = flag(
+        None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."
+    )
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
     comm_timer: bool = flag(True, "Measure communication time in every step. Off: log it as 0.")
     profile_steps: str = flag(

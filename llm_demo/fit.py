@@ -7,6 +7,7 @@ Memory is what --estimate prints for bf16, compiled blocks, fused attention and 
 (llm_demo/model/step_time.py): a ranking, not a promise."""
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -30,19 +31,26 @@ from llm_demo.args import PlainParser, parse_args, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
+from llm_demo.model.attention import heads_of
 from llm_demo.model.cut import split
 from llm_demo.model.lora import Lora, choose_lora
+from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture, load_config
+from llm_demo.plan import Compute
 from pp.flags import PipeArgs
 
 FREE = 0.05  # of a card's memory, for what the estimate does not count
 LARGEST = 64  # micro-batch size
-COMPUTE = SimpleNamespace(dtype=torch.bfloat16, compile=True, attn_impl="varlen")
-DEVICE, CKPT, HOST, PIPE = WAYS = "on the device", "checkpointing", "host optimizer", "pipeline"
+COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
+DEVICE, CKPT, HOST, SPREAD, PIPE = WAYS = (
+    "on the device", "checkpointing", "host optimizer", "rows spread", "pipeline",
+)  # fmt: skip
+LONG = 8192  # tokens of a row from which on it may be spread over cards
 SHORT = {
     "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
     "activation_memory_budget": "budget", "reshard_after_forward": "reshard",
-    "optimizer_on_host": "host", "stages": "stages", "schedule": "", "lora_rank": "rank",
+    "optimizer_on_host": "host", "activations_on_host": "activations on host",
+    "sequence_parallel": "rows over", "stages": "stages", "schedule": "", "lora_rank": "rank",
 }  # fmt: skip
 
 
@@ -69,15 +77,22 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     if ask.lora_rank:
         rank = {"lora_rank": ask.lora_rank}
         lora = choose_lora(dataclasses.replace(flags_of(FsdpArgs), **rank), config, {})
-    for saved in ({}, {"activation_memory_budget": 0.6}, {"use_activation_checkpointing": True}):
-        for reshard, host in itertools.product((False, True), repeat=2):
+    ckpt = {"use_activation_checkpointing": True}
+    ways = [{}, {"activation_memory_budget": 0.6}, ckpt]
+    if ask.seq_len >= LONG:
+        ways.append({**ckpt, "activations_on_host": True})
+    for saved in ways:
+        both = False, True
+        for reshard, host, n in itertools.product(both, both, spreads(config, ask)):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
+            on["sequence_parallel"] = n if n > 1 else 0
             refused = is_mixture(config) and (host or "activation_memory_budget" in saved)
             refused |= host and bool(lora)
             if (ask.cards > 1 or not reshard) and not refused:
                 flags = {**rank, **saved, **{k: v for k, v in on.items() if v}}
                 yield from batches(config, ask, 1, flags, lora)
         pipeline = pipeline and not is_mixture(config) and not lora
+        pipeline = pipeline and "activations_on_host" not in saved
         if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
             for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
                 if stages * 2 <= config.num_hidden_layers:
@@ -85,28 +100,54 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
                     yield from batches(config, ask, stages, flags)
 
 
+def spreads(config, ask) -> list[int]:
+    """Over how many cards a row may be spread."""
+    if ask.seq_len < LONG:
+        return [1]
+    found = []
+    for n in (n for n in range(1, ask.cards + 1) if ask.cards % n == ask.seq_len % n == 0):
+        with contextlib.suppress(UserError):
+            share_of_heads(heads_of(config), n)
+            found.append(n)
+    return found
+
+
 def batches(config, ask, stages: int, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
-    compute = SimpleNamespace(**vars(COMPUTE), lora=lora)
-    replicas, defaults = ask.cards // stages, flags_of(PipeArgs if stages > 1 else FsdpArgs)
+    compute = COMPUTE._replace(lora=lora)
+    defaults = flags_of(PipeArgs if stages > 1 else FsdpArgs)
+    cards = ask.cards // stages  # that each hold a part of the same stage
+    replicas = cards // flags.get("sequence_parallel", 1)
     rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
-    train = SimpleNamespace(seq_len=ask.seq_len, single=True, doc_start=np.array([0, ask.seq_len]))
+    train = SimpleNamespace(
+        seq_len=ask.seq_len, longest=ask.seq_len, single=True, doc_start=np.array([0, ask.seq_len])
+    )
     smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}
     for accum, micro in smallest.items():
         batch = {"micro_batch_size": micro, "grad_accum_steps": accum}
         args, host = dataclasses.replace(defaults, **batch, **flags), 0.0
-        speed = ask.seq_len, replicas, ask.tflops, ask.bandwidth
+        speed = ask.seq_len, cards, ask.tflops, ask.bandwidth
         if stages > 1:
             if args.schedule == "dualpipev" and accum < max(4, 2 * stages):
                 continue
             way, parts = PIPE, of_stages(args, config, train, replicas)
             seconds = step_time.of_pipeline(args, config, *speed)
         else:
-            parts = estimate.of_fsdp(args, config, compute, train, replicas, replicas > 1)
+            if args.use_activation_checkpointing and train.longest >= estimate.LONG:
+                within = dataclasses.replace(args, device_memory_gb=ask.memory)
+                how = within, config, compute, train, cards, cards > 1, 1
+                kept, _ = estimate.choose_attention_kept(*how)
+                compute = COMPUTE._replace(lora=lora, attention_kept=kept)
+            parts = estimate.of_fsdp(args, config, compute, train, cards, cards > 1)
             way = CKPT if args.use_activation_checkpointing else DEVICE
-            seconds = step_time.of_fsdp(args, config, *speed, lora and lora.parameters)
+            more = lora and lora.parameters, compute.attention_kept / config.num_hidden_layers
+            seconds = step_time.of_fsdp(args, config, *speed, *more)
             if args.optimizer_on_host:
-                way, host = HOST, estimate.of_host(config, replicas)
+                way = HOST
+            if replicas < cards:
+                way = SPREAD
+            if args.optimizer_on_host or args.activations_on_host:
+                host = estimate.of_host(args, config, compute, train, cards)
         tokens = micro * accum * replicas * ask.seq_len
         fullest = max(parts, key=lambda parts: sum(parts.values()))
         yield Choice(way, {**batch, **flags}, seconds, tokens, fullest, host)
@@ -163,7 +204,9 @@ def line(choice: Choice, ask) -> str:
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
-    host = f"{first.host:.1f} GB for masters and moments" if first.host else "no optimizer there"
+    kept = ["masters and moments"] * ("optimizer_on_host" in first.flags)
+    kept += ["inputs of blocks"] * ("activations_on_host" in first.flags)
+    host = f"{first.host:.1f} GB for {' and '.join(kept)}" if kept else "no optimizer there"
     unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
     lines = [
         line(first, ask),

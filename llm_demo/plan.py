@@ -30,7 +30,7 @@ from llm_demo.device import (
 )
 from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.errors import UserError
-from llm_demo.model.attention import heads_of
+from llm_demo.model.attention import Heads, heads_of
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
@@ -55,6 +55,8 @@ PATHS = {
     "output_dir", "deepspeed_config", "local_rank",
 }  # fmt: skip
 
+LONG_ROW = 8192  # tokens of a row above which sample answers have to be asked for
+
 
 class Source(NamedTuple):
     """The model's files and tokenizer."""
@@ -77,7 +79,7 @@ class Compute(NamedTuple):
     compile: bool
     product: str = "looped"  # of experts, see model/experts.py
     lora: Lora | None = None  # adapters: the model itself is frozen
-    keep_attention: bool = False  # with activation checkpointing: do not compute it again
+    attention_kept: int = 0  # the last blocks whose attention is not recomputed
 
 
 class Horizon(NamedTuple):
@@ -121,6 +123,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
     source = find_source(args, world, seq_len, say)
+    heads = share_of_heads(heads_of(source.config), getattr(args, "sequence_parallel", 1))
     limit = min(
         filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
     )
@@ -130,10 +133,18 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     config = {"model configuration": fingerprint(source.config)}
     same_on_all_nodes(world, train.stats["identity"] | held | config)
     data = Data(train, heldout, max(2, *(p.max_docs for p in packs)))
-    sample_tokens = fit_window(source.config, args.sample_tokens, packs, say)
+    sample_tokens = args.sample_tokens
+    if sample_tokens is None:
+        sample_tokens = 32 if train.seq_len <= LONG_ROW else 0
+        if not sample_tokens:
+            say(
+                f"answers: none, since each token would take a forward over {train.seq_len:,} "
+                "slots; --sample_tokens asks for them"
+            )
+    sample_tokens = fit_window(source.config, sample_tokens, packs, say)
     refuse_unknown_tokens(source.config, packs)
 
-    compute = pick_compute(args, world, device, dtype, source.config, packs, say)
+    compute = pick_compute(args, world, device, dtype, source.config, heads, packs, say)
     lora = pick_lora(args, world, source, dtype_name, say)
     compute = compute._replace(lora=lora)
     usual = usual_lr(bool(source.weights), lora)
@@ -258,12 +269,12 @@ def pick_compute(
     device: Device,
     dtype: torch.dtype,
     config,
+    heads: Heads,
     packs: list[Packs],
     say: Callable,
 ) -> Compute:
-    """Choose the attention backend and compilation, tested on rank 0."""
+    """Choose the attention backend and compilation, tested on rank 0. heads: of a rank."""
     single = all(p.single for p in packs)
-    heads = share_of_heads(heads_of(config), getattr(args, "sequence_parallel", 1))
     pick = functools.partial(choose_attention, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:

@@ -52,6 +52,16 @@ def usable_cores() -> list[int]:
         return list(range(os.cpu_count() or 1))
 
 
+def stay_near(cores: list[int]) -> str:
+    """Keep this process, its threads and its memory near a GPU, on the cores of the GPU's NUMA
+    node. Returns what to log, "" if this process may use none of them."""
+    near = set(cores) & set(usable_cores())
+    if not near:
+        return ""
+    os.sched_setaffinity(0, near)  # inherited by threads started from now on
+    return f", {len(near)} cores of the GPU's NUMA node"
+
+
 def end_with_parent(parent: int) -> None:
     """Kill this process when `parent`, the process that started it, ends in any way.
 

@@ -214,13 +214,13 @@ def test_estimates(monkeypatch):
     block = ROWS * config.hidden_size * 2 / 2**30
     saved = of(compute) - of(compute, activations_on_host=True)
     assert saved == pytest.approx((n - STAY - 1) * block)
-    kept = compute._replace(keep_attention=True)
-    more = ROWS * attention_bytes(config, kept) * n / 2**30
-    assert attention_bytes(config, kept) == 32 * (128 * 2 + 4) and not attention_bytes(
-        config, compute
-    )
-    assert of(kept) - of(compute) == pytest.approx(more)
-    assert "host memory: 70.0 GB for the inputs" in estimate.table(
+    kept = compute._replace(attention_kept=n)
+    more = ROWS * attention_bytes(config, kept) / 2**30
+    assert attention_bytes(config, kept) == 32 * (128 * 2 + 4)
+    for count in (1, n):
+        kept = compute._replace(attention_kept=count)
+        assert of(kept) - of(compute) == pytest.approx(count * more)
+    assert "host memory: 74.2 GB for all ranks, with inputs of blocks" in estimate.table(
         settings(activations_on_host=True), config, compute, train, 2, True, 1
     )
 
@@ -232,9 +232,10 @@ def test_estimates(monkeypatch):
     choose = lambda train=train, attn="sdpa", **more: estimate.choose_attention_kept(  # noqa: E731
         settings(**more), config, compute._replace(attn_impl=attn), train, 2, True, 1
     )
-    assert choose(device_memory_gb=need / 0.85 + 1)[0]
-    assert not choose(device_memory_gb=need / 0.85 - 1)[0]
-    assert choose(attn="math", device_memory_gb=1000) == (False, "math is no fused kernel")
+    assert choose(device_memory_gb=need / 0.85 + 1)[0] == n
+    assert choose(device_memory_gb=(need - 9.5 * more) / 0.85)[0] == n - 10
+    assert choose(device_memory_gb=20)[0] == 0
+    assert choose(attn="math", device_memory_gb=1000) == (0, "math is no fused kernel here")
     short = type("Train", (), {**vars(train), "longest": 8191})
-    assert choose(short, device_memory_gb=1000) == (False, "documents are short")
-    assert choose() == (False, "the memory of this device is not known")
+    assert choose(short, device_memory_gb=1000) == (0, "documents are short")
+    assert choose() == (0, "the memory of this device is not known")

@@ -334,12 +334,18 @@ def test_another_process_hits_the_cache(tmp_path):
         assert pool.apply(_stats, [path]) == stats | {"cache_hit": True}
 
 
-def test_describe_example(tmp_path):
+def test_describe_example(tmp_path, monkeypatch):
     path = tmp_path / "x.jsonl"
     path.write_text(json.dumps({"prompt": "hi", "completion": "y\u00e9"}) + "\n")
     packs = load(str(path))
     text = "<S>user\nhi<E>\n<S>assistant\n⟦yé<E>⟧\n"
     assert describe_example(packs, make_tokenizer()) == text
+
+    path.write_text(json.dumps({"text": TEXTS[12] * 3}) + "\n")  # 15 letters, thrice, and the end
+    packs, text = load(str(path), seq_len=64), TEXTS[12] * 3
+    monkeypatch.setattr(data, "SHOWN", 5)
+    first, last = describe_example(packs, make_tokenizer()).split("\n[... 36 tokens ...]\n")
+    assert first == f"{text[0]}⟦{text[1:5]}⟧" and last == f"⟦{text[-4:]}<E>⟧"
 
 
 def test_heldout_beside(tmp_path):

@@ -1,6 +1,7 @@
 """Both launchers as a user starts them: real processes, another folder, the bundled model."""
 
 import fcntl
+import itertools
 import json
 import os
 import random
@@ -19,6 +20,8 @@ import torch
 from conftest import ROOT, python, run
 from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from llm_demo.data.packs import load_packs
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
@@ -174,8 +177,15 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     assert losses(folder / f"math {kind}")[:2] == pytest.approx(first[:2], rel=bound)
 
     # MFU by hand. A block has 98,304 weights in attention and 294,912 in its MLP, and attends to
-    # 128 slots with 6 heads of 32; there are 6 blocks, and a head of 192 x 4,096.
-    block = 6 * (98_304 + 294_912) + 12 * 6 * 32 * 128
+    # a slot's document with 6 heads of 32; there are 6 blocks, and a head of 192 x 4,096.
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
+    packs = load_packs(str(folder / "my data.jsonl"), tokenizer, seq_len=128)
+    lengths = [n for i in range(len(packs)) for n in packs.lengths(i)]
+    assert sum(lengths) == 128 * len(packs)  # with padding, which nothing attends to
+    real = [end - start for start, end in itertools.pairwise(packs.doc_start.tolist())]
+    attended = sum(n * n for n in real) / sum(lengths)
+    assert 32 < attended < 128
+    block = 6 * (98_304 + 294_912) + 12 * 6 * 32 * attended
     flops = 8 * 128 * (6 * block + 6 * 192 * 4096)  # of a step: 8 rows of 128 slots
     steps = [r for r in metrics(folder / f"math {kind}") if "train/loss" in r]
     for step in steps:  # two ranks, 0.25 TFLOP/s each

@@ -11,7 +11,7 @@ from conftest import ROOT, smaller_model, torchrun
 from bench.checkpoints import tensors
 from fsdp import host_adamw
 from fsdp.units import Unit
-from llm_demo import device
+from llm_demo import device, process
 from llm_demo.device import World
 from llm_demo.errors import UserError
 
@@ -133,9 +133,9 @@ def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):
     (pci / "numa_node").write_text("-1\n")  # one node only
     assert device.cores_near(gpu, tmp_path) == []
     monkeypatch.setattr(host_adamw, "cores_near", lambda d: [2, 3, 4, 9])
-    monkeypatch.setattr(host_adamw, "usable_cores", lambda: [0, 1, 2, 3])
+    monkeypatch.setattr(process, "usable_cores", lambda: [0, 1, 2, 3])
     bound = []
-    monkeypatch.setattr(host_adamw.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    monkeypatch.setattr(process.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
     said = host_adamw.prepare_host(sharded(1), CPU)
     assert bound == [{2, 3}] and said.endswith("2 cores of the GPU's NUMA node")
 

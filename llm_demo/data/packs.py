@@ -24,6 +24,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import cache_folder, disk_full
 
 CACHE_VERSION = 3  # increase it when the output of records.py, labels.py or packing.py changes
+SHOWN = 400  # tokens from each end of a long example
 
 
 def load_packs(
@@ -128,14 +129,23 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
 
 
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
-    """The first document of a row as text, learnt tokens in brackets."""
+    """The first document of a row as text, learnt tokens in brackets. Only the beginning and the
+    end of a long one."""
     ids, labels, lengths = packs.row(row)
     ids, is_label = ids[: lengths[0]], np.append(False, labels[: lengths[0] - 1] != IGNORE_INDEX)
-    text = ""
-    for span in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(is_label)) + 1):
-        piece = tokenizer.decode(ids[span].tolist(), clean_up_tokenization_spaces=False)
-        text += f"⟦{piece}⟧" if is_label[span[0]] else piece
-    return text
+    whole = np.arange(len(ids))
+    if (left_out := len(ids) - 2 * SHOWN) <= 0:
+        parts = [whole]
+    else:
+        parts = [whole[:SHOWN], whole[-SHOWN:]]
+    texts = []
+    for part in parts:
+        text = ""
+        for span in np.split(part, np.flatnonzero(np.diff(is_label[part])) + 1):
+            piece = tokenizer.decode(ids[span].tolist(), clean_up_tokenization_spaces=False)
+            text += f"⟦{piece}⟧" if is_label[span[0]] else piece
+        texts.append(text)
+    return f"\n[... {left_out:,} tokens ...]\n".join(texts)
 
 
 def heldout_beside(train_json: str) -> str | None:

@@ -11,9 +11,10 @@ import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from llm_demo.device import World, pin
+from llm_demo.device import World, cores_near, pin
 from llm_demo.dist import once_per_node
 from llm_demo.errors import UserError
+from llm_demo.process import stay_near
 
 STAY = 2  # inputs that stay on the device: while the last is used, the one before is copied
 
@@ -110,8 +111,9 @@ def host_bytes(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def keep_on_host(
     n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable, others: int = 0
 ) -> ActivationsOnHost:
-    """ActivationsOnHost for a rank. Every rank calls. others: bytes of this node's memory that will
-    be taken besides. Raises UserError if it has too little."""
+    """ActivationsOnHost for a rank, which from now on stays near its GPU. Every rank calls. others:
+    bytes of this node's memory that will be taken besides. Raises UserError if it has too little.
+    """
     need = world.local_size * host_bytes(n, shape, dtype)
 
     def check() -> str:
@@ -122,7 +124,8 @@ def keep_on_host(
                 f"--activations_on_host needs {need / 2**30:.1f} GB of host memory{besides}, and "
                 f"{free / 2**30:.1f} GB are free: use shorter rows or a smaller --micro_batch_size"
             )
-        return f"activations on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free"
+        said = f"activations on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free"
+        return said + stay_near(cores_near(world.device))
 
     say(once_per_node(world, check))
     return ActivationsOnHost(n, shape, dtype, world.device)

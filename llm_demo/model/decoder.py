@@ -99,15 +99,16 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> l
 
 
 def make_units(
-    lm, config, blocks_per_unit: int, checkpointing: bool, keep_attention: bool = False
+    lm, config, blocks_per_unit: int, checkpointing: bool, attention_kept: int = 0
 ) -> list[Blocks]:
-    """The decoder's blocks in units, each compiled and sharded as one. keep_attention: blocks that
-    are recomputed keep what their fused attention kernel returned."""
-    units, i, kept = [], 0, []
-    if keep_attention:  # packed_varlen or spread_varlen
+    """The decoder's blocks in units, each compiled and sharded as one. attention_kept: so many of
+    the last blocks, if recomputed, keep what their fused attention kernel returned."""
+    units, i, n, kept = [], 0, config.num_hidden_layers, []
+    if attention_kept:  # packed_varlen or spread_varlen
         kept = attention.fused_kernels(config._attn_implementation.partition("_")[2])
-    for size in unit_sizes(config, config.num_hidden_layers, blocks_per_unit):
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, kept))
+    for size in unit_sizes(config, n, blocks_per_unit):
+        keeps = kept if i >= n - attention_kept else []
+        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, keeps))
         i += size
     return units
 

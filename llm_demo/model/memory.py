@@ -23,6 +23,8 @@ from llm_demo.model.lora import apply_lora
 from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE
 
 GB = 2**30
+# per chosen expert with its probability: kept, so that the recomputation has the same ones
+CHOICES = 12
 PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 
 
@@ -30,31 +32,54 @@ def saved_bytes(args, config, compute, train) -> list[float]:
     """Bytes per token that each block keeps for the backward."""
     if args.use_activation_checkpointing:
         hidden = config.hidden_size * torch.finfo(compute.dtype).bits // 8
-        # the chosen experts too, with their probabilities, so that the recomputation has the same
-        return [hidden + 12 * k for k in _chosen(config)]
+        return [hidden + CHOICES * k for k in _chosen(config)]
     return _saved_by_blocks(args, config, compute, train)
 
 
 def attention_bytes(config, compute) -> int:
-    """Bytes per token that each block keeps of attention: its output and the logarithms of the
-    sums."""
-    if not getattr(compute, "keep_attention", False):
-        return 0
+    """Bytes per token of what a block's attention returned: its output, as wide as the kernel has
+    it, and the logarithms of the sums."""
     heads = heads_of(config)
-    return heads.queries * (heads.values * torch.finfo(compute.dtype).bits // 8 + 4)
+    width = max(heads.width, heads.values) if _pads(compute) else heads.values
+    return heads.queries * (width * torch.finfo(compute.dtype).bits // 8 + 4)
 
 
 def passing_bytes(args, config, compute, train) -> list[float]:
-    """Bytes per token that exist only while a block's backward runs: recomputed activations, and
-    the gradients of the probabilities if attention is not a fused kernel."""
+    """Bytes per token that exist only while a block's backward runs: recomputed activations with
+    the gradients beside them, and the gradients of the probabilities if attention is not a fused
+    kernel."""
     chosen, size = _chosen(config), torch.finfo(compute.dtype).bits // 8
     recomputed = args.use_activation_checkpointing
     again = _saved_by_blocks(args, config, compute, train) if recomputed else [0] * len(chosen)
-    scores = 2 * config.num_attention_heads * _keys_kept(config, compute, train) * 4
-    # an estimate: the gradient of the experts' inputs, in the order of experts and of tokens
-    rows = 2 * config.hidden_size * size
+    scores = 2 * config.num_attention_heads * keys_kept(config, compute, train) * 4
     scores += _exchanged(args, config, compute)[1]
-    return [each + scores + k * rows for each, k in zip(again, chosen, strict=True)]
+    dense = 0
+    if recomputed:
+        # of the feed-forward network's product, or those of attention when the network's
+        # activations are gone
+        network = config.intermediate_size * size
+        dense = max(network, _attention_gradients(args, config, compute, train) - 3 * network)
+    # an estimate: of the experts' inputs, in the order of experts and of tokens
+    experts = [2 * k * config.hidden_size * size for k in chosen]
+    grads = [of_experts or dense for of_experts in experts]
+    return [each + scores + more for each, more in zip(again, grads, strict=True)]
+
+
+def _attention_gradients(args, config, compute, train) -> float:
+    """Bytes per token of the gradients of a fused kernel's output, queries, keys and values, as
+    flash attention and cuDNN have them: of queries also in fp32, of keys and values also for each
+    head of queries."""
+    if keys_kept(config, compute, train):
+        return 0
+    queries, keys, width, values = heads_of(config)
+    grouped = queries if keys < queries else 0
+    size = torch.finfo(compute.dtype).bits // 8
+    exchanged = 2 * (getattr(args, "sequence_parallel", 1) > 1)
+    numbers = queries * (width + (1 + exchanged) * values) + (keys + grouped) * (width + values)
+    rounded = 0  # flash attention has 128 more rows for each document
+    if _pads(compute) and not train.single:
+        rounded = 128 * (len(train.doc_start) - 1) / int(train.doc_start[-1])
+    return numbers * size + queries * width * 4 * (1 + rounded)
 
 
 def tokens_here(args, train) -> int:
@@ -209,7 +234,7 @@ def _count(block, config, compute, moved: str, tokens: int) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def _keys_kept(config, compute, train) -> float:
+def keys_kept(config, compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: none by a fused kernel."""
     device = this_device() if compute.attn_impl == "bucketed" else None
     plain = device and device.vendor == "amd" and why_not("varlen", device, compute.dtype, False)
@@ -225,7 +250,7 @@ def _keys_kept(config, compute, train) -> float:
 def _saved_by_kernel(config, compute, train) -> float:
     """Bytes per token kept besides q, k, v and the output if attention is not one fused kernel."""
     heads, _, width, values = heads_of(config)
-    if keys := _keys_kept(config, compute, train):
+    if keys := keys_kept(config, compute, train):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
         return heads * (2 * width + values) * 4 + heads * keys * 4
     if compute.attn_impl == "bucketed" and not train.single:
@@ -257,10 +282,12 @@ def at_the_loss(
     """(bytes of activations, bytes of the loss) when their sum is largest. tokens: kept by each
     block of the model, 0 if it is elsewhere; head: whether the loss is computed here."""
     saved = saved_bytes(args, config, compute, train)
-    each = sorted(count * of_token for count, of_token in zip(tokens, saved, strict=True))
-    if getattr(args, "activations_on_host", False):
-        each = each[-STAY - 1 :]
-    kept = sum(each) + sum(tokens) * attention_bytes(config, compute)
+    kept = sum(count * of_token for count, of_token in zip(tokens, saved, strict=True))
+    if getattr(args, "activations_on_host", False):  # a few inputs, but all choices
+        inputs = config.hidden_size * torch.finfo(compute.dtype).bits // 8
+        kept -= sum(tokens[STAY + 1 :]) * inputs
+    if n := getattr(compute, "attention_kept", 0):
+        kept += sum(tokens[-n:]) * attention_bytes(config, compute)
     passing = zip(tokens, passing_bytes(args, config, compute, train), strict=True)
     largest = max(each for count, each in passing if count)
     passing = tokens_here(args, train) * largest

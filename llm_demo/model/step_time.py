@@ -3,15 +3,18 @@
     micro-batches x (LAUNCH + (tokens of one + OVERHEAD) x FLOPs of a token / FLOP/s)
     + exposed part of communication + exposed part of the host's update
 
-FLOPs are those of the MFU; checkpointing adds 0.7 of the blocks' forward, a memory budget b adds
-(1 - b) / 10 of it. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32
+FLOPs are those of the MFU, of attention half, since it is causal. Checkpointing adds 0.7 of the
+blocks' forward without attention, and attention's unless that is kept; a memory budget b adds
+(1 - b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32
 gradients once (optimizer on the host: in bf16, every micro-batch). Of a transfer, at least a third
-is exposed, and what lasts longer than the compute beside it. A pipeline idles for stages - 1
-micro-batches of a stage, DualPipeV half as long, and waits for all it sends.
+is exposed, and what lasts longer than the compute beside it; nothing is computed while rows that
+are spread exchange slices for heads. A pipeline idles for stages - 1 micro-batches of a stage,
+DualPipeV half as long, and waits for all it sends.
 
 The constants fit the rows of docs/benchmarks.md and docs/speed.md (H200, three links;
 tests/test_fit.py)."""
 
+from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, parameters_of
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
@@ -19,14 +22,30 @@ OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients t
 PCIE = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
 
 
-def micro_batch(args, config, seq_len: int, tflops: float, adapters: int | None = None) -> float:
-    """Seconds that one card would take for a micro-batch through the whole model. adapters: their
-    parameters if the model is frozen."""
-    blocks = sum(block.flops for block in block_costs(config, seq_len))
-    again = 0.7 if args.use_activation_checkpointing else (1 - args.activation_memory_budget) / 10
-    flops = flops_of_slot(config, seq_len, adapters) + again * blocks / 3
-    tokens = args.micro_batch_size * seq_len + OVERHEAD
-    return max(LEAST, LAUNCH + tokens * flops / (tflops * 1e12))
+def micro_batch(
+    args, config, seq_len: int, tflops: float, adapters: int | None = None, kept: float = 0
+) -> float:
+    """Seconds that one card would take for a micro-batch, or its slice of one, through the whole
+    model. adapters: their parameters if the model is frozen; kept: the share of blocks whose
+    attention is not computed again."""
+    blocks, products = (sum(b.flops for b in block_costs(config, s)) for s in (seq_len / 2, 0))
+    again = (1 - args.activation_memory_budget) / 10 * blocks
+    if args.use_activation_checkpointing:
+        again = 0.7 * products + (1 - kept) * (blocks - products)
+    flops = flops_of_slot(config, seq_len / 2, adapters) + again / 3
+    slots = args.micro_batch_size * seq_len / getattr(args, "sequence_parallel", 1)
+    return max(LEAST, LAUNCH + (slots + OVERHEAD) * flops / (tflops * 1e12))
+
+
+def exchanges(args, config, seq_len: int, bandwidth: float) -> float:
+    """Seconds that a card exchanges slices of rows for heads in a micro-batch: forward, backward,
+    and once more if blocks are recomputed."""
+    n = getattr(args, "sequence_parallel", 1)
+    queries, keys, width, values = heads_of(config)
+    numbers = queries * (width + values) + max(keys, n) * (width + values)
+    slots = args.micro_batch_size * seq_len / n * config.num_hidden_layers
+    times = 3 if args.use_activation_checkpointing else 2
+    return times * slots * 2 * numbers * (1 - 1 / n) / (bandwidth * 1e9)
 
 
 def exposed(seconds: float, beside: float) -> float:
@@ -42,9 +61,16 @@ def of_fsdp(
     tflops: float,
     bandwidth: float,
     adapters: int | None = None,
+    kept: float = 0,
 ) -> float:
     """bandwidth: GB/s (10**9 bytes) that a card receives from the others."""
-    micro, accum = micro_batch(args, config, seq_len, tflops, adapters), args.grad_accum_steps
+    micro = micro_batch(args, config, seq_len, tflops, adapters, kept)
+    accum = args.grad_accum_steps
+    if getattr(args, "activations_on_host", False):  # there and back
+        slots = args.micro_batch_size * seq_len / args.sequence_parallel
+        inputs = 4 * config.hidden_size * slots * config.num_hidden_layers
+        micro += exposed(inputs / PCIE, micro)
+    micro += exchanges(args, config, seq_len, bandwidth)
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
     weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if on_host else 4
     trained = parameters_of(config) if adapters is None else adapters

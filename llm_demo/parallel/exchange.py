@@ -30,7 +30,10 @@ def _(x, group, size):
 @torch.library.custom_op("llm_demo::exchange_rows", mutates_args=())
 def exchange_rows(x: torch.Tensor, group: str) -> torch.Tensor:
     """x [size T, ...] -> the same shape: part i comes from rank i, which had it for this rank. Done
-    twice it is undone, so it is its own backward."""
+    twice it is undone, so it is its own backward.
+
+    A group's ranks exchange in the order of their graphs, which are equal: of the same rows, and of
+    the same compiled code, for what it depends on is that of whole rows."""
     x = x.contiguous()
     out = torch.empty_like(x)  # contiguous: gloo fills any other wrongly
     dist.all_to_all_single(out, x, group=GROUPS[group])
