@@ -73,7 +73,6 @@ def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypat
         assert f"host memory: {choice.host:.1f} GB" in done.stdout
     elif way == fit.SPREAD:
         assert "--sequence_parallel 2" in " ".join(map(str, command))
-        assert "attention: computed again in the backward" in done.stdout
     else:
         assert more in " ".join(map(str, command)) and "adapters: rank 16" in done.stdout
 
