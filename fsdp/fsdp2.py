@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp.sharding import WithExperts
 from fsdp.units import Unit
 from llm_demo.device import World
 from llm_demo.model.compiling import compiled, compiled_add, sum_into
@@ -70,12 +71,12 @@ def reduce_traffic(
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
-            adds = sums.get(unit) if replicas == 1 else None
+            adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
             how = (dtype, ranks, compiles, by_engines, timed, adds, scratch)
             unit.set_custom_reduce_scatter(SumInFp32(*how))
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))
-        elif unit in sums and not isinstance(unit, Blocks):
+        elif unit in sums and not isinstance(unit, Blocks | WithExperts):
             if hasattr(unit, "set_custom_all_gather"):
                 unit.set_custom_all_gather(GatherIntoScratch(scratch))
             else:

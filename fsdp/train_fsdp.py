@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp import estimate
@@ -104,9 +103,8 @@ def main() -> None:
             f"--sequence_parallel {part.of} does not divide {data.train.seq_len}, the tokens of a "
             "row: set --seq_len"
         )
-    for name in ("psgd_rank", "optimizer_on_host"):
-        if getattr(args, name) and is_mixture(config):
-            raise UserError(f"--{name} does not work with a mixture of experts")
+    if args.psgd_rank and is_mixture(config):
+        raise UserError("--psgd_rank does not work with a mixture of experts")
     spread = choose_spread(args, config, compute, data.train, world, log)
     if args.use_activation_checkpointing:
         how = args, config, compute, data.train, n_shards, sharded, spread
@@ -159,7 +157,8 @@ def main() -> None:
         if args.freeze_router:
             model.routers.requires_grad_(False)
         if on_host:
-            for p in lm.parameters():  # on the meta device
+            in_fp32 = set(model.routers.parameters()) if model.routers else set()
+            for p in set(lm.parameters()) - in_fp32:  # on the meta device
                 p.data = p.data.to(compute.dtype)
         tied = config.tie_word_embeddings
         if sharded:
@@ -203,9 +202,6 @@ def main() -> None:
         optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
         optimized.follow(optimizer)
     loss_scale = LossScale(compute.dtype, world.device)
-    holders = grid
-    if on_host and sharded and world.device.type != "cpu":
-        holders = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
     low_rank = None
     if compresses:
         exact = args.warmup_steps if args.psgd_start is None else args.psgd_start
@@ -219,7 +215,7 @@ def main() -> None:
     if model.routers:
         clock.router_load = model.routers.take_load
     fixed = () if lora else not_optimized(model)  # a frozen base is not in checkpoints
-    state = functools.partial(training_state, optimized.views, optimizer, holders, low_rank, fixed)
+    state = functools.partial(training_state, optimized.views, optimizer, grid, low_rank, fixed)
     if checkpoints.path:
         fill_adam_state(optimizer, checkpoints.facts["adam_steps"])
         tensors = state()

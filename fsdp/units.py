@@ -1,7 +1,8 @@
 """The parameters of a model in units, each with the sum of a step's gradients: flat, in fp32, on
 the device. Under FSDP2 a unit is what is gathered and reduced together, and this rank's part of it.
 
-Parameters are in the compute dtype, and FSDP2 would round their reduced gradients to it."""
+Parameters are in the compute dtype, except routers, and FSDP2 would round their reduced gradients
+to it."""
 
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from llm_demo.errors import UserError
 from llm_demo.model.compiling import add_into, compiled, compiled_add, sum_into
 from llm_demo.model.decoder import DecoderLoss
+from llm_demo.model.experts import Routers
 from llm_demo.parallel.mesh import local_part, shards_of
 
 # For the optimizer on the host (host_adamw.py):
@@ -76,7 +78,7 @@ def plain_units(model: DecoderLoss, compiles: bool) -> list[Unit]:
 def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:
     """The units of an FSDP2 model, in the order of the forward. FSDP2 hands each its gradients."""
     units = []
-    for module in model.modules():
+    for module in sorted(model.modules(), key=lambda m: not isinstance(m, Routers)):
         if not isinstance(module, FSDPModule):
             continue
         state = module._get_fsdp_state()

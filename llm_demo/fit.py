@@ -86,7 +86,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
         for reshard, host, n in itertools.product(both, both, spreads(config, ask)):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
             on["sequence_parallel"] = n if n > 1 else 0
-            refused = is_mixture(config) and (host or "activation_memory_budget" in saved)
+            refused = is_mixture(config) and "activation_memory_budget" in saved
             refused |= host and bool(lora)
             if (ask.cards > 1 or not reshard) and not refused:
                 flags = {**rank, **saved, **{k: v for k, v in on.items() if v}}

@@ -123,7 +123,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
     source = find_source(args, world, seq_len, say)
-    heads = share_of_heads(heads_of(source.config), getattr(args, "sequence_parallel", 1))
+    heads_of_rank(args, source.config)  # refuses what does not divide them, before data is read
     limit = min(
         filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
     )
@@ -144,7 +144,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     sample_tokens = fit_window(source.config, sample_tokens, packs, say)
     refuse_unknown_tokens(source.config, packs)
 
-    compute = pick_compute(args, world, device, dtype, source.config, heads, packs, say)
+    compute = pick_compute(args, world, device, dtype, source.config, packs, say)
     lora = pick_lora(args, world, source, dtype_name, say)
     compute = compute._replace(lora=lora)
     usual = usual_lr(bool(source.weights), lora)
@@ -263,18 +263,21 @@ def refuse_unknown_tokens(config, packs: list[Packs]) -> None:
                 )
 
 
+def heads_of_rank(args: Args, config) -> Heads:
+    return share_of_heads(heads_of(config), getattr(args, "sequence_parallel", 1))
+
+
 def pick_compute(
     args: Args,
     world: World,
     device: Device,
     dtype: torch.dtype,
     config,
-    heads: Heads,
     packs: list[Packs],
     say: Callable,
 ) -> Compute:
-    """Choose the attention backend and compilation, tested on rank 0. heads: of a rank."""
-    single = all(p.single for p in packs)
+    """Choose the attention backend and compilation, tested on rank 0."""
+    single, heads = all(p.single for p in packs), heads_of_rank(args, config)
     pick = functools.partial(choose_attention, args.attn_impl, device, dtype, heads, single)
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:

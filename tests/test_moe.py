@@ -33,12 +33,16 @@ MODELS = {
 }  # fmt: skip
 MODELS["skewed"] = MODELS["deepseek"]
 RESHARD = ["--reshard_after_forward"]
+SPREAD_2 = ["--expert_parallel", "2"]
 ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (4, 1)]),
     "spread": ("fsdp", 2, ["--expert_parallel", "2"], [(1, 4), (4, 1), (2, 2)]),
     "spread_by_2": ("fsdp", 4, ["--expert_parallel", "2"], [(2, 1), (1, 2)]),
     "spread_by_4": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4"], [(1, 2), (2, 1)]),
+    "host_one": ("fsdp", 1, ["--no_fsdp", "--optimizer_on_host"], [(2, 4), (8, 1)]),
+    "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (1, 4)]),
+    "host_spread": ("fsdp", 2, [*RESHARD, "--optimizer_on_host", *SPREAD_2], [(1, 4), (4, 1)]),
     "reshard": ("fsdp", 2, RESHARD, [(4, 1), (2, 2)]),
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (1, 8)]),
     "twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4), (1, 4)]),
@@ -178,6 +182,33 @@ def test_resumes_with_deepseeks_bias_and_frozen_routers(
             assert mine[:2] == pytest.approx(true[:2], rel=1e-5)
             assert mine[2:] == true[2:] or not updates  # which counts padding
         assert all(torch.equal(whole[name], end[name]) for name in biases)
+
+
+@pytest.mark.parametrize("model, n", [("qwen", "1"), ("deepseek", "2")])
+def test_the_optimizer_on_the_host_has_the_same_bits(model, n, work, tmp_path):
+    """In bf16 with fp32 routers, experts on every rank or spread; and from one to the other."""
+    flags = [
+        "--model_name_or_path", work[0] / model, "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "3", "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--save_every", "2", "--keep_last", "0",
+        "--dtype", "bf16", "--micro_batch_size", "4", "--expert_parallel", n,
+    ]  # fmt: skip
+    flags += ["--router_bias_update", "0.01"] * (model == "deepseek")
+    more = {"device": [], "host": ["--optimizer_on_host"]}
+    for name, other in (("device", "host"), ("host", "device")):
+        middle = tmp_path / name / "checkpoints/step_00000002"
+        more[f"{other}-from-{name}"] = [*more[other], "--resume", middle]
+    runs = [[*flags, *own, "--output_dir", tmp_path / name] for name, own in more.items()]
+    run_all("fsdp", 2, runs, tmp_path)
+    names = "train/loss", "train/grad_norm", "moe/load"
+    expected = metrics(tmp_path / "device", *names)
+    whole = tensors_of(tmp_path / "device/checkpoints/step_00000003")
+    assert all(t.any() for name, t in whole.items() if ".experts." in name or ".gate." in name)
+    for name in (n for n in more if n != "device"):
+        assert metrics(tmp_path / name, *names) == expected[2 if "-from-" in name else 0 :]
+        found = tensors_of(tmp_path / name / "checkpoints/step_00000003")
+        assert found.keys() == whole.keys()
+        assert all(torch.equal(t, whole[key]) for key, t in found.items())
 
 
 def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):

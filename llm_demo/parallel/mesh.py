@@ -1,5 +1,7 @@
 """The grid of processes, with a process group for each dimension, and a rank's part of a tensor."""
 
+import functools
+
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,6 +37,13 @@ def make_row_group(world: World, n: int) -> ProcessGroup:
     return mesh.get_group(SLICE)
 
 
+@functools.cache
+def on_device(mesh: DeviceMesh, device: str) -> DeviceMesh:
+    """The same mesh for tensors on another type of device. Collective."""
+    same = mesh.device_type == device
+    return mesh if same else DeviceMesh(device, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
 def local_part(t: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without gradient: all of it unless it is sharded."""
     return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
@@ -49,7 +58,9 @@ def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     """A tensor sharded like another, described on the grid of all ranks: so every rank names the
     same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
     experts that are spread over ranks."""
+    grid = on_device(grid, local.device.type)
     if own := getattr(like, "grid", None):
+        own = on_device(own, local.device.type)
         how = {"shape": (own.size(0) * len(like), *like.shape[1:]), "stride": like.stride()}
         return DTensor.from_local(local, own, [Shard(0), Shard(0)], **how)
     replicated = [Replicate()] * (grid.ndim - len(like.placements))
