@@ -60,7 +60,7 @@ def reduce_traffic(
     for unit in model.modules():
         if not isinstance(unit, FSDPModule) or isinstance(unit, Routers):  # which stay in fp32
             continue
-        ranks = getattr(unit, "group", group)
+        ranks = unit.group if isinstance(unit, WithExperts) else group
         # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from
         # node to node: less with more than two GPUs per node.
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
