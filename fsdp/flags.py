@@ -97,8 +97,6 @@ class FsdpArgs:
                 "--psgd_rank keeps its errors on the device: drop --optimizer_on_host, or use "
                 "exact sums"
             )
-        if args.freeze_router and args.optimizer_on_host:
-            raise UserError("--freeze_router does not work with --optimizer_on_host")
         if args.activations_on_host and not args.use_activation_checkpointing:
             raise UserError("--activations_on_host needs --use_activation_checkpointing")
         if args.activations_on_host and args.blocks_per_unit > 1:

@@ -212,6 +212,11 @@ class ExpertArgs:
 
     freeze_router: bool = flag(False, "Do not train the routers.")
 
+    @staticmethod
+    def check(args) -> None:
+        if args.freeze_router and getattr(args, "optimizer_on_host", False):
+            raise UserError("--freeze_router does not work with --optimizer_on_host")
+
 
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 
