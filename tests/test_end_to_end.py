@@ -243,6 +243,7 @@ def test_trained_weights_epochs_and_evaluation(folder):
     assert len(evaluated) >= 3 and evaluated[0] == pytest.approx(true, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")
 def test_three_stages(first_runs, folder):
     flags = ("--train_json", "my data.jsonl", "--stages", "3", "--sample_tokens", "0")

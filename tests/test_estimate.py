@@ -361,7 +361,9 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
     assert found[block] == pytest.approx(real, rel=0.02)
 
 
-@pytest.mark.parametrize("block", [0, 1], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "block", [pytest.param(0, marks=pytest.mark.slow, id="dense"), pytest.param(1, id="experts")]
+)
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_compiled_blocks_keep_what_the_partitioner_keeps(kind, block):
     real = really_kept(KINDS[kind], "sdpa", torch.bfloat16, block, compiled=True)

@@ -99,12 +99,18 @@ def flags(name):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("processes", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
-def test_equals_peft(processes, work):
+QUICK = ("plain", "two")
+
+
+@pytest.mark.parametrize(
+    "processes, quick",
+    [(1, True), (2, True), *(pytest.param(n, False, marks=pytest.mark.slow) for n in (2, 4))],
+)
+def test_equals_peft(processes, quick, work):
     folder, expected = work
     cases = {}
     for engine, (n, more, splits) in ENGINES.items():
-        if n != processes:
+        if n != processes or quick != (engine in QUICK):
             continue
         for name, (micro, accum) in zip(parity.MODELS, splits, strict=True):
             recomputed = (engine, name) in (

@@ -49,6 +49,7 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "gathered_again": ("fsdp_pp", 4, RESHARD, [(1, 4), (2, 2)]),
     "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
 }
+SLOW = ("host_one", "host", "reshard", "twice", "zbv")  # whose parts the others have
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +74,18 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(work):
-    """(script, processes) -> what `train` found for all engines that want these, in one launch."""
+    """(script, processes, quick) -> what `train` found for all engines that want these, in one
+    launch."""
 
     @functools.cache
-    def once(*wanted):
+    def once(*wanted, quick):
         cases = {}
         for engine, (*how, flags, splits) in ENGINES.items():
             recomputed = "false" if engine == "zbv" else "true"  # which it refuses
             checkpointing = {"qwen": recomputed, "deepseek": "false", "skewed": "true"}
-            for model, split in zip(MODELS, splits, strict=False) if wanted == tuple(how) else ():
+            if wanted != tuple(how) or quick != (engine not in SLOW):
+                continue
+            for model, split in zip(MODELS, splits, strict=False):
                 more = [*flags, "--use_activation_checkpointing", checkpointing[model]]
                 more += ["--max_steps", str(STEPS)]
                 name = f"{engine}-{model}"
@@ -91,10 +95,13 @@ def trained(work):
     return once
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ENGINES],
+)
 def test_equals_plain_loop(engine, work, trained):
     kind, processes, *_, splits = ENGINES[engine]
-    found = trained(kind, processes)
+    found = trained(kind, processes, quick=engine not in SLOW)
     for model, _ in zip(MODELS, splits, strict=False):
         losses, ranks = found[f"{engine}-{model}"]
         for rank in ranks:  # DeepSeek's bias is no parameter, and no flag lets it change
@@ -184,7 +191,9 @@ def test_resumes_with_deepseeks_bias_and_frozen_routers(
         assert all(torch.equal(whole[name], end[name]) for name in biases)
 
 
-@pytest.mark.parametrize("model, n", [("qwen", "1"), ("deepseek", "2")])
+@pytest.mark.parametrize(
+    "model, n", [pytest.param("qwen", "1", marks=pytest.mark.slow), ("deepseek", "2")]
+)
 def test_the_optimizer_on_the_host_has_the_same_numbers(model, n, work, tmp_path):
     """In bf16 with fp32 routers, experts on every rank or spread; and from one to the other."""
     flags = [

@@ -258,13 +258,14 @@ QUICK = {
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
-    "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "replicas": OTHER_HALF,
+    "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
+    "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
-ONLY_SLOW = ("host_four", "replicas_four")  # test_replicas.py has a quick one
+ONLY_SLOW = ("host_one", "host_four", "replicas_four")
 ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_gpipe", "fpp_reshard", "fpp_zbv", "fpp_dualpipev")
 ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
-ONE_HALF = ("host_one", "host", *ONLY_SLOW)
+ONE_HALF = ("host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
@@ -280,13 +281,15 @@ LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_
 LOW_PRECISION += ("fpp_twice",)
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
 SLOW_LOW_PRECISION |= {("fpp_one", "bf16"), ("fpp_one", "fp16"), ("fpp_twice", "fp16")}
+SLOW_LOW_PRECISION |= {("plain", "bf16"), ("plain", "fp16"), ("host", "bf16")}
+SLOW_LOW_PRECISION |= {("fpp_four", "bf16"), ("fpp_four", "fp16")}
 
 
 def launches():
     """(engine, quick) for each launch that the tests compare."""
     for engine, (kind, *_) in ENGINES.items():
         gpu = [pytest.mark.gpu] * ("compiled" in engine)
-        slow = kind == "zero" or engine in ONLY_SLOW
+        slow = kind == "zero" or engine in ONLY_SLOW or HALVES.get(engine) == ()
         if not slow:
             yield pytest.param(engine, True, marks=gpu, id=engine)
         if slow or engine in HALVES:
@@ -303,7 +306,7 @@ def test_equals_plain_loop(engine, quick, work, trained):
     found = trained(kind, processes, quick)
     cases = {n: f for n, f in found.items() if n.startswith(f"{engine}-")}
     cases = {n: f for n, f in cases.items() if n.split("-")[1] in MODELS}
-    half = engine in HALVES or engine in ONE_HALF
+    half = HALVES.get(engine) or engine in ONE_HALF
     assert len(cases) == (1 if half else 2) * len(MODELS) - len(SKIPPED) * ("--compile" in flags)
     for name, (losses, ranks) in cases.items():
         assert_equal(losses, ranks, work[1][name.split("-")[1]])

@@ -9,6 +9,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from llm_demo.errors import UserError
 from llm_demo.model import attention
@@ -27,7 +28,7 @@ def skeleton(
 
     weights: the source of the weights. Raises UserError naming a tensor that is missing there, has
     another shape, or is not in the model. product: of experts, see experts.PRODUCTS."""
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), no_init_weights():
         model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
