@@ -162,7 +162,7 @@ def test_too_little_host_memory(monkeypatch):
     assert said == ["activations on the host: 0.0 GB of 0.0 GB free"]
 
 
-@pytest.mark.parametrize("processes", (1, 2))
+@pytest.mark.parametrize("processes", (pytest.param(1, marks=pytest.mark.slow), 2))
 def test_same_bits_as_on_the_device(processes, tmp_path):
     model = AutoConfig.from_pretrained(parity.TINY)
     model.save_pretrained(tmp_path / "model")

@@ -49,7 +49,7 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "gathered_again": ("fsdp_pp", 4, RESHARD, [(1, 4), (2, 2)]),
     "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
 }
-SLOW = ("host_one", "host", "reshard", "twice", "zbv")  # whose parts the others have
+SLOW = ("spread_by_4", "host_one", "host", "reshard", "twice", "zbv")  # whose parts the others have
 
 
 @pytest.fixture(scope="module")
