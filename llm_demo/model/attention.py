@@ -5,7 +5,8 @@ layout; Hugging Face models pass it to `attend` as a keyword argument, so no mod
 
     sdpa           plain causal SDPA, if each row is a single document: padding comes last
     varlen         torch's varlen_attn: one fused kernel over all documents
-    flash_attn     the same, from the flash-attn package
+    varlen_cudnn   the same, but documents of 4,096 tokens or more one by one by cuDNN's kernel
+    flash_attn     as varlen, from the flash-attn package
     bucketed       gather documents of similar length into padded buckets, plain causal SDPA,
                    scatter back: any SDPA backend, fused if there is a kernel
     bucketed_math  the same without fused kernels, for GPUs that have none
@@ -25,6 +26,7 @@ from transformers import AttentionInterface
 from llm_demo.data.batch import _document_of, to_device
 from llm_demo.errors import UserError
 from llm_demo.model.costs import head_widths
+from llm_demo.model.long_documents import LONG, attend_documents
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
@@ -56,18 +58,27 @@ class Documents(NamedTuple):
     max_len: int  # upper bound on document lengths
     buckets: Buckets | None = None  # also None if every document is a whole row
     mask: torch.Tensor | None = None  # bool [B, 1, S, S]
+    boundaries: torch.Tensor | None = None  # cu_seqlens on the CPU
+    long: int = LONG  # tokens of a document that is computed alone
 
 
 def make_documents(
-    cu_seqlens: torch.Tensor, shape: tuple[int, int], impl: str, device: torch.device
+    cu_seqlens: torch.Tensor,
+    shape: tuple[int, int],
+    impl: str,
+    device: torch.device,
+    long: int | None = None,
 ) -> Documents:
     """Document layout of a micro-batch for backend `impl`.
 
-    cu_seqlens: int32 [D+1] on any device. For buckets a GPU tensor costs a synchronisation; pass
-    the CPU's copy if there is one."""
+    cu_seqlens: int32 [D+1] on any device. For buckets and varlen_cudnn a GPU tensor costs a
+    synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, by default
+    LONG."""
     B, S = shape
-    buckets = mask = None
+    buckets = mask = boundaries = None
     max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
+    if impl == "varlen_cudnn":
+        boundaries, max_len = cu_seqlens.cpu(), S
     if impl.startswith("bucketed"):
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
@@ -77,7 +88,7 @@ def make_documents(
         doc = _document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
         causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
         mask = (doc[..., :, None] == doc[..., None, :]) & causal
-    return Documents(cu_seqlens, max_len, buckets, mask)
+    return Documents(cu_seqlens, max_len, buckets, mask, boundaries, long or LONG)
 
 
 def _bound(longest: int, seq_len: int) -> int:
@@ -230,6 +241,15 @@ def _torch_varlen():
 
 
 @one_width
+def _varlen_cudnn(q, k, v, documents, scaling):
+    B, _, S, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu, boundaries, long = documents.cu_seqlens, documents.boundaries, documents.long
+    out, _ = attend_documents(q, k, v, cu, boundaries, long, scaling)
+    return out.unflatten(0, (B, S))
+
+
+@one_width
 def _flash_attn(q, k, v, documents, scaling):
     from flash_attn import flash_attn_varlen_func
 
@@ -245,6 +265,8 @@ def fused_kernels(impl: str) -> list:
     if impl == "varlen":
         importlib.import_module("torch.nn.attention.varlen")  # which registers it
         names = ["torch_attn._varlen_attn"]
+    elif impl == "varlen_cudnn":
+        names = ["llm_demo.attend_documents"]
     elif impl == "flash_attn":
         importlib.import_module("flash_attn.flash_attn_interface")
         names = ["flash_attn._flash_attn_varlen_forward"]
@@ -261,6 +283,7 @@ def fused_kernels(impl: str) -> list:
 BACKENDS = {
     "sdpa": _sdpa,
     "varlen": _varlen,
+    "varlen_cudnn": _varlen_cudnn,
     "flash_attn": _flash_attn,
     "bucketed": _bucketed,
     "bucketed_math": _bucketed_math,

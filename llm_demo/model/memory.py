@@ -147,7 +147,7 @@ def _latent_attention(config, shape, compute) -> int:
 
 
 def _pads(compute) -> bool:
-    return compute.attn_impl in ("varlen", "flash_attn")
+    return compute.attn_impl in ("varlen_cudnn", "varlen", "flash_attn")
 
 
 class _Attention(torch.autograd.Function):
