@@ -31,7 +31,7 @@ RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
 PACKED = {"tied": True, "untied": True, "llama": False}
 ENGINES = {  # (processes, further flags, (micro, accumulation) for each model)
-    "plain": (1, ["--no_fsdp"], [(8, 1), (1, 8), (2, 4)]),
+    "plain": (1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
     "two": (2, [], [(1, 4), (4, 1), (2, 2)]),
     "two_reshard": (2, ["--reshard_after_forward"], [(4, 1), (2, 2), (1, 4)]),
     "four": (4, ["--reshard_after_forward"], [(1, 2), (2, 1), (2, 1)]),
