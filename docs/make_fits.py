@@ -59,7 +59,8 @@ def cell(choice: fit.Choice | None) -> str:
         return "–"
     flags = {k: v for k, v in choice.flags.items() if k not in ("grad_accum_steps", "lora_rank")}
     words = str(choice._replace(flags=flags)).removeprefix("micro ").removesuffix(", host")
-    return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
+    script = {fit.PIPE: "pp ", fit.GRID: "fsdp_pp "}.get(choice.way, "")
+    return script + (words.replace(", stages 2", "") if script else words)
 
 
 def measured(model: str, way: str) -> str:

@@ -27,6 +27,8 @@ import torch
 
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
+from fsdp_pp import estimate as grid_estimate
+from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.args import PlainParser, parse_args, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
@@ -42,9 +44,12 @@ from pp.flags import PipeArgs
 FREE = 0.05  # of a card's memory, for what the estimate does not count
 LARGEST = 64  # micro-batch size
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
-DEVICE, CKPT, HOST, SPREAD, PIPE = WAYS = (
+DEVICE, CKPT, HOST, SPREAD, PIPE, GRID = WAYS = (
     "on the device", "checkpointing", "host optimizer", "rows spread", "pipeline",
+    "FSDP pipeline",
 )  # fmt: skip
+LAUNCHERS = {PIPE: "pp/launch_pp.sh", GRID: "fsdp_pp/launch_fsdp_pp.sh"}
+FLAGS = {PIPE: PipeArgs, GRID: FsdpPipeArgs}  # of the others: FsdpArgs
 LONG = 8192  # tokens of a row from which on it may be spread over cards
 SHORT = {
     "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
@@ -90,14 +95,29 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
             refused |= host and bool(lora)
             if (ask.cards > 1 or not reshard) and not refused:
                 flags = {**rank, **saved, **{k: v for k, v in on.items() if v}}
-                yield from batches(config, ask, 1, flags, lora)
-        pipeline = pipeline and not is_mixture(config) and not lora
-        pipeline = pipeline and "activations_on_host" not in saved
-        if pipeline and ask.cards % 2 == 0 and importlib.util.find_spec("deepspeed"):
-            for stages, kind in itertools.product({2, ask.cards}, ("1f1b", "dualpipev")):
-                if stages * 2 <= config.num_hidden_layers:
-                    flags = {**saved, "stages": stages, "schedule": kind}
-                    yield from batches(config, ask, stages, flags)
+                yield from batches(config, ask, DEVICE, flags, lora)
+        refused = is_mixture(config) and "activation_memory_budget" in saved
+        refused |= bool(lora) or "activations_on_host" in saved
+        if pipeline and not refused and ask.cards % 2 == 0:
+            yield from pipelines(config, ask, saved)
+
+
+def pipelines(config, ask, saved: dict) -> Iterator[Choice]:
+    """FSDP in a pipeline where DeepSpeed's has no such schedule, or keeps a stage's weights whole.
+    DeepSpeed's takes no experts."""
+    deepspeed = not is_mixture(config) and importlib.util.find_spec("deepspeed")
+    for stages in sorted({2, ask.cards}):
+        if stages * 2 > config.num_hidden_layers:
+            continue
+        flags = {**saved, "stages": stages}
+        for kind in ("1f1b", "dualpipev") if deepspeed else ():
+            yield from batches(config, ask, PIPE, {**flags, "schedule": kind})
+        if ask.cards > stages or not deepspeed:
+            yield from batches(config, ask, GRID, {**flags, "schedule": "1f1b"})
+        if ask.cards > stages:
+            resharded = {**flags, "schedule": "1f1b", "reshard_after_forward": True}
+            yield from batches(config, ask, GRID, resharded)
+        yield from batches(config, ask, GRID, {**flags, "schedule": "interleaved"})
 
 
 def spreads(config, ask) -> list[int]:
@@ -112,10 +132,10 @@ def spreads(config, ask) -> list[int]:
     return found
 
 
-def batches(config, ask, stages: int, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
+def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
-    compute = COMPUTE._replace(lora=lora)
-    defaults = flags_of(PipeArgs if stages > 1 else FsdpArgs)
+    compute, stages = COMPUTE._replace(lora=lora), flags.get("stages", 1)
+    defaults = flags_of(FLAGS.get(way, FsdpArgs))
     cards = ask.cards // stages  # that each hold a part of the same stage
     replicas = cards // flags.get("sequence_parallel", 1)
     rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
@@ -130,7 +150,9 @@ def batches(config, ask, stages: int, flags: dict, lora: Lora | None = None) -> 
         if stages > 1:
             if args.schedule == "dualpipev" and accum < max(4, 2 * stages):
                 continue
-            way, parts = PIPE, of_stages(args, config, train, replicas)
+            if args.schedule == "interleaved" and accum % stages:
+                continue
+            parts = (of_stages if way == PIPE else of_grid)(args, config, train, replicas)
             seconds = step_time.of_pipeline(args, config, *speed)
         else:
             if args.use_activation_checkpointing and train.longest >= estimate.LONG:
@@ -169,6 +191,13 @@ def of_stages(args, config, train, replicas: int) -> list[dict[str, float]]:
     return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
 
 
+def of_grid(args, config, train, replicas: int) -> list[dict[str, float]]:
+    pieces = args.stages * (1 + (args.schedule == "interleaved"))
+    how = args.partition, train.seq_len, args.use_activation_checkpointing
+    counts = split(config, pieces, *how)
+    return grid_estimate.of_stages(args, config, COMPUTE, train, replicas, counts)
+
+
 def lacking(choice: Choice, ask) -> float:
     """What is missing, as shares of the memory of a card and of the host; 0 if the choice fits."""
     card = max(0, choice.memory / usable(ask) - 1)
@@ -192,7 +221,7 @@ def best(found: list[Choice], ask) -> tuple[Choice, bool]:
 
 def line(choice: Choice, ask) -> str:
     """The command to paste."""
-    launcher = ROOT / ("pp/launch_pp.sh" if choice.way == PIPE else "fsdp/launch_fsdp.sh")
+    launcher = ROOT / LAUNCHERS.get(choice.way, "fsdp/launch_fsdp.sh")
     if launcher.is_relative_to(Path.cwd()):
         launcher = launcher.relative_to(Path.cwd())
     flags = {"model_name_or_path": ask.model, "seq_len": ask.seq_len, **choice.flags}

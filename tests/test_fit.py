@@ -53,7 +53,8 @@ def best_of(way, more=""):
 
 @pytest.mark.parametrize(
     "way, seq_len, more",
-    [(fit.HOST, 128, ""), (fit.DEVICE, 128, "--lora_rank 16"), (fit.SPREAD, 8192, "")],
+    [(fit.HOST, 128, ""), (fit.DEVICE, 128, "--lora_rank 16"), (fit.SPREAD, 8192, ""),
+     (fit.GRID, 128, "")],
 )
 def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypatch):
     # a CPU whose memory is not known keeps no attention
@@ -73,6 +74,8 @@ def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypat
         assert f"host memory: {choice.host:.1f} GB" in done.stdout
     elif way == fit.SPREAD:
         assert "--sequence_parallel 2" in " ".join(map(str, command))
+    elif way == fit.GRID:
+        assert "--schedule interleaved" in " ".join(map(str, command))
     else:
         assert more in " ".join(map(str, command)) and "adapters: rank 16" in done.stdout
 
@@ -98,7 +101,8 @@ def test_the_script_accepts_the_flags(way):
     for line in lines:
         _, _, launcher, *flags = shlex.split(line)
         check_flags([str(read_launcher(ROOT / launcher)[0]), *flags])
-        assert ("pp/launch" in launcher) == (way == fit.PIPE) == ("--stages" in flags)
+        assert launcher.endswith(fit.LAUNCHERS.get(way, "/fsdp/launch_fsdp.sh"))
+        assert ("--stages" in flags) == (way in fit.LAUNCHERS)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +147,7 @@ def test_what_is_printed(capsys):
     assert host.startswith("host memory: 95.7 GB")
     assert [way.split("  ")[1] for way in ways] == [w for w in fit.WAYS if w != fit.SPREAD]
     assert [("chosen" in way, "GB too much" in way) for way in ways] == [
-        (False, True), (False, True), (True, False), (False, True),
+        (False, True), (False, True), (True, False), (False, True), (False, True),
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ blocks' forward without attention, and attention's unless that is kept; a memory
 gradients once (optimizer on the host: in bf16, every micro-batch). Of a transfer, at least a third
 is exposed, and what lasts longer than the compute beside it; nothing is computed while rows that
 are spread exchange slices for heads. A pipeline idles for stages - 1 micro-batches of a stage,
-DualPipeV half as long, and waits for all it sends.
+half as long with two pieces a stage, and waits for all it sends.
 
 The constants fit the rows of docs/benchmarks.md and docs/speed.md (H200, three links;
 tests/test_fit.py)."""
@@ -85,10 +85,14 @@ def of_fsdp(
 def of_pipeline(args, config, seq_len: int, replicas: int, tflops: float, bandwidth: float):
     micro, accum = micro_batch(args, config, seq_len, tflops), args.grad_accum_steps
     stages, v = args.stages, args.schedule == "dualpipev"
+    pieces = 2 if v or args.schedule == "interleaved" else 1  # of a stage
     tokens = accum * args.micro_batch_size * seq_len
-    sent = 4 * config.hidden_size * tokens * (1 + v)  # hidden states and their gradients in bf16
+    sent = 4 * config.hidden_size * tokens * pieces  # hidden states and their gradients in bf16
     if config.tie_word_embeddings and not v:
         sent += 4 * head_cost(config).parameters
-    shared = 6 * parameters_of(config) / stages * (1 - 1 / replicas)
-    step = (accum + (stages - 1) / (1 + v)) * micro / stages + sent / (bandwidth * 1e9)
-    return step + exposed(shared / (bandwidth * 1e9), micro / stages)
+    reshard = getattr(args, "reshard_after_forward", False)
+    weights = 2 * (2 * accum if reshard else 1)
+    shared = (weights + 4) * parameters_of(config) / stages * (1 - 1 / replicas)
+    step = (accum + (stages - 1) / pieces) * micro / stages + sent / (bandwidth * 1e9)
+    beside = micro / stages * (accum if reshard else 1)
+    return step + exposed(shared / (bandwidth * 1e9), beside)
