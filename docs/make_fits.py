@@ -40,7 +40,7 @@ def cells() -> dict[tuple, fit.Choice | None]:
             lora = fit.make_parser().parse_args([*words.split(), "--lora_rank", str(RANK)])
             every = list(fit.choices(config, ask))
             for way, several in (
-                (DEVICE, [c for c in every if c.way != fit.HOST]),
+                (DEVICE, [c for c in every if c.way not in (fit.HOST, fit.GRID)]),
                 (HOST, [c for c in every if c.way == fit.HOST]),
                 (ADAPTERS, list(fit.choices(config, lora))),
             ):
@@ -59,8 +59,7 @@ def cell(choice: fit.Choice | None) -> str:
         return "–"
     flags = {k: v for k, v in choice.flags.items() if k not in ("grad_accum_steps", "lora_rank")}
     words = str(choice._replace(flags=flags)).removeprefix("micro ").removesuffix(", host")
-    script = {fit.PIPE: "pp ", fit.GRID: "fsdp_pp "}.get(choice.way, "")
-    return script + (words.replace(", stages 2", "") if script else words)
+    return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
 
 
 def measured(model: str, way: str) -> str:

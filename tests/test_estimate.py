@@ -364,7 +364,7 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
 @pytest.mark.parametrize(
     "block", [pytest.param(0, marks=pytest.mark.slow, id="dense"), pytest.param(1, id="experts")]
 )
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "deepseek_v3"])
 def test_compiled_blocks_keep_what_the_partitioner_keeps(kind, block):
     real = really_kept(KINDS[kind], "sdpa", torch.bfloat16, block, compiled=True)
     args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)

@@ -91,8 +91,6 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     })  # fmt: skip
     runs("pp", 4, {  # two replicas of two stages: ZeRO-1 shards masters and moments
         "pp": [*fp32, *fsdp], "pp-again": resumed("pp", *fp32, *fsdp, "--no_save_async"),
-        "ppb": [*BF16, *fsdp], "ppb-again": resumed("ppb", *BF16, *fsdp),
-        "4-stages-from-fsdp": resumed("fsdp", *fp32, *pp, "--stages", "4"),
     })  # fmt: skip
     zero3 = ZERO["zero3"]
     runs("zero", 2, {
@@ -104,9 +102,9 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
         "fsdp-from-pp": resumed("pp", *fp32, *pp),
         "fsdp-from-zero": resumed("zero", *fp32, *pp),
     })  # fmt: skip
-    for name in ("fsdp", "fsdp16", "ordered", "pp", "ppb", "zero"):
+    for name in ("fsdp", "fsdp16", "ordered", "pp", "zero"):
         assert_same(runs.folder, name, f"{name}-again")
-    others = [f"{way}-from-fsdp" for way in ("4-stages", "plain", "host", "zero")]
+    others = [f"{way}-from-fsdp" for way in ("plain", "host", "zero")]
     others += [f"fsdp-from-{way}" for way in ("host", "pp", "zero")]
     for name in others:
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
@@ -122,13 +120,14 @@ def test_goes_on_on_still_other_shapes(runs):
         "pair": [*fp32, *three],
         "v-from-first": resumed("first", *one, *six, "--schedule", "dualpipev"),
         "pp-from-order": resumed("order", *fp32, *three, *ORDER),
+        "4-stages-from-first": resumed("first", *fp32, *six, "--stages", "4"),
     })  # fmt: skip
     runs("zero", 2, {"zero-from-order": resumed("order", *fp32, *three, *ZERO["zero3"], *ORDER)})
     two = ["--replicas", "2"]  # of two shards
     runs("fsdp", 4, {"replicas-from-first": resumed("first", *one, *three, *two)})
     runs("pp", 1, {"1-stage-from-pair": resumed("pair", *fp32, *six, "--stages", "1")})
     for name in ("v-from-first", "replicas-from-first", "pp-from-order", "zero-from-order",
-                 "1-stage-from-pair"):  # fmt: skip
+                 "1-stage-from-pair", "4-stages-from-first"):  # fmt: skip
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 
 
@@ -163,9 +162,12 @@ def test_goes_on_to_the_bit_in_the_other_16_bits(runs):
     }  # fmt: skip
     again = {f"{name}-again": resumed(name, *flags) for name, flags in cases.items()}
     runs("fsdp", 2, {**cases, **again})
-    pp16 = [*FP16, *three]
-    runs("pp", 4, {"pp16": pp16, "pp16-again": resumed("pp16", *pp16)})
-    for name in (*cases, "pp16"):
+    pp16, ppb = [*FP16, *three], [*BF16, *three]
+    runs("pp", 4, {
+        "pp16": pp16, "pp16-again": resumed("pp16", *pp16),
+        "ppb": ppb, "ppb-again": resumed("ppb", *ppb),
+    })  # fmt: skip
+    for name in (*cases, "pp16", "ppb"):
         assert_same(runs.folder, name, f"{name}-again")
 
 

@@ -141,13 +141,13 @@ def test_evaluation_answers_and_resume_are_those_of_whole_rows(work):
         listed.append({"argv": [str(f) for f in flags if f != "--no_save"], "quiet": True})
 
     at = folder / "spread/checkpoints/step_00000004"
-    case("whole", 1, 1)
-    case("spread", 2, 2, "--eval_batch_size", 3)
-    case("again", 2, 2, "--resume", at)
-    case("whole_again", 1, 1, "--resume", at)
-    case("dry", 2, 2, "--dry_run")
+    case("whole", 1, 2)
+    case("spread", 2, 4, "--eval_batch_size", 3)
+    case("again", 2, 4, "--resume", at)
+    case("whole_again", 1, 2, "--resume", at)
+    case("dry", 2, 4, "--dry_run")
     (folder / "quiet.json").write_text(json.dumps(listed))
-    torchrun(4, ROOT / "tests/parity_worker.py", "fsdp", folder / "quiet.json")
+    torchrun(2, ROOT / "tests/parity_worker.py", "fsdp", folder / "quiet.json")
 
     def read(name):
         lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
