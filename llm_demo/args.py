@@ -67,7 +67,7 @@ class ModelArgs:
         None, "File with a Jinja chat template. Default: the tokenizer's own."
     )
     attn_impl: Literal[
-        "auto", "sdpa", "varlen", "varlen_cudnn", "flash_attn", "bucketed", "bucketed_math", "math"
+        "auto", "sdpa", "varlen_cudnn", "varlen", "flash_attn", "bucketed", "bucketed_math", "math"
     ] = flag("auto", "Attention backend. auto: the fastest that runs here; the log says why.")
     use_activation_checkpointing: bool = flag(
         False,

@@ -64,7 +64,16 @@ def drawn_on() -> str:
 
 def is_sm80(device: Device) -> bool:
     """Whether this is an NVIDIA GPU of the Ampere generation or later."""
-    return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= 80
+    return _is_sm(device, 80)
+
+
+def is_sm90(device: Device) -> bool:
+    """Whether this is an NVIDIA GPU of the Hopper generation or later."""
+    return _is_sm(device, 90)
+
+
+def _is_sm(device: Device, least: int) -> bool:
+    return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= least
 
 
 def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:

@@ -278,7 +278,10 @@ def pick_compute(
 ) -> Compute:
     """Choose the attention backend and compilation, tested on rank 0."""
     single, heads = all(p.single for p in packs), heads_of_rank(args, config)
-    pick = functools.partial(choose_attention, args.attn_impl, device, dtype, heads, single)
+    longest = max((p.longest for p in packs), default=0)
+    pick = functools.partial(
+        choose_attention, args.attn_impl, device, dtype, heads, single, longest=longest
+    )
     attn_impl, rejected = from_rank0(world, pick)
     for reason in rejected:
         say(f"attention: not {reason}")

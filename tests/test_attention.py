@@ -138,7 +138,7 @@ def long_documents_on_a_cpu(monkeypatch):
         return backward(grad, q, k, v, out, sums[None].contiguous(), 0.0, True, scale=scale)
 
     def each(cu, longest):
-        assert cu[0] == 0 and longest == cu.diff().max()
+        assert cu[0] == 0 and longest == max(2, cu.diff().max())
         calls.append(len(cu) - 1)
         return [slice(*ends) for ends in itertools.pairwise(cu.tolist()) if ends[0] < ends[1]]
 
@@ -409,6 +409,7 @@ def test_comparison_used_by_the_probe(impl, monkeypatch):
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
 MI300 = Device("cuda", "amd", "AMD Instinct MI300X", "gfx942", 192.0)
 H100 = Device("cuda", "nvidia", "NVIDIA H100 80GB HBM3", "sm_90", 80.0)
+A100 = Device("cuda", "nvidia", "NVIDIA A100-SXM4-80GB", "sm_80", 80.0)
 V100 = Device("cuda", "nvidia", "Tesla V100", "sm_70", 32.0)
 CPU = Device("cpu", "cpu", "CPU, 2 cores", "", 0.0)
 
@@ -418,12 +419,13 @@ def works(impl, dtype, heads):
 
 
 def pick(
-    device, dtype=torch.bfloat16, asked="auto", ask=works, flash=False, varlen=True, single=False
-):
+    device, dtype=torch.bfloat16, asked="auto", ask=works, flash=False, varlen=True, single=False,
+    longest=1024,
+):  # fmt: skip
     packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_choice.importlib.util, "find_spec", lambda n: packages[n] or None)
-        return choose_attention(asked, device, dtype, HEADS, single, ask)
+        return choose_attention(asked, device, dtype, HEADS, single, ask, longest)
 
 
 @pytest.mark.parametrize(
@@ -439,6 +441,15 @@ def pick(
         (MI300, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
         (H100, {}, "varlen", "sdpa: rows hold several documents"),
         (H100, {"varlen": False, "flash": True}, "flash_attn", "it came with 2.10"),
+        (H100, {"longest": 4096}, "varlen_cudnn", "sdpa: rows hold several documents"),
+        (H100, {"longest": 4095}, "varlen", "sdpa: rows hold several documents"),
+        (A100, {"longest": 4096}, "varlen", "sdpa: rows hold several documents"),
+        (MI300, {"longest": 4096}, "varlen", "sdpa: rows hold several documents"),
+        (CPU, {"longest": 4096}, "bucketed", "varlen: has no CPU kernel"),
+        (H100, {"longest": 4096, "ask": lambda impl, *_: "wrong" if impl == "varlen_cudnn" else
+                None}, "varlen", "varlen_cudnn: wrong"),
+        (H100, {"longest": 4096, "dtype": torch.float32}, "bucketed",
+         "varlen_cudnn: needs bf16 or fp16"),
         (H100, {"varlen": False}, "bucketed", "the flash-attn package is not installed"),
         (H100, {"dtype": torch.float32}, "bucketed", "varlen: needs bf16 or fp16"),
         (V100, {"dtype": torch.float16, "flash": True}, "bucketed", "has no kernel for sm_70"),
@@ -462,7 +473,7 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
         pick(H100, asked="varlen", ask=lambda *_: "crashed")
     with pytest.raises(UserError, match="--attn_impl sdpa can't run .* several documents"):
         pick(H100, asked="sdpa")
-    with pytest.raises(UserError, match="choose from auto, sdpa, varlen"):
+    with pytest.raises(UserError, match="choose from auto, sdpa, varlen_cudnn"):
         pick(H100, asked="flash")
     with pytest.raises(UserError, match="varlen_cudnn can't run on .* cuDNN is for NVIDIA GPUs"):
         pick(MI300, asked="varlen_cudnn")

@@ -157,7 +157,7 @@ EARLY = [
     ("fsdp", "--lr nan", "--lr nan: must be a finite number"),
     ("fsdp", "--learning_rate 1", "unknown argument --learning_rate; did you mean --lr?"),
     ("fsdp", "--overlong wrap", "--overlong wrap: choose from truncate, split, drop"),
-    ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen, varlen_cudnn, "
+    ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen_cudnn, varlen, "
      "flash_attn, bucketed, bucketed_math, math"),
     ("fsdp", "--save maybe", "--save maybe: must be true or false"),
     ("fsdp", "--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),

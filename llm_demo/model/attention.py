@@ -4,8 +4,8 @@ A row of a batch holds several documents that must not see each other. `Document
 layout; Hugging Face models pass it to `attend` as a keyword argument, so no model is changed.
 
     sdpa           plain causal SDPA, if each row is a single document: padding comes last
+    varlen_cudnn   documents of 4,096 tokens or more one by one by cuDNN's kernel, others as varlen
     varlen         torch's varlen_attn: one fused kernel over all documents
-    varlen_cudnn   the same, but documents of 4,096 tokens or more one by one by cuDNN's kernel
     flash_attn     as varlen, from the flash-attn package
     bucketed       gather documents of similar length into padded buckets, plain causal SDPA,
                    scatter back: any SDPA backend, fused if there is a kernel
@@ -282,8 +282,8 @@ def fused_kernels(impl: str) -> list:
 
 BACKENDS = {
     "sdpa": _sdpa,
-    "varlen": _varlen,
     "varlen_cudnn": _varlen_cudnn,
+    "varlen": _varlen,
     "flash_attn": _flash_attn,
     "bucketed": _bucketed,
     "bucketed_math": _bucketed_math,

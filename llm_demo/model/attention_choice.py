@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-from llm_demo.device import DTYPES, Device, is_sm80
+from llm_demo.device import DTYPES, Device, is_sm80, is_sm90
 from llm_demo.errors import UserError
-from llm_demo.model.attention import BACKENDS, IMPLS, make_documents
+from llm_demo.model.attention import BACKENDS, IMPLS, LONG, make_documents
 from llm_demo.probe import probe_once
 
 
@@ -44,19 +44,21 @@ def has_fused_kernels(device: Device) -> bool:
 
 
 def choose_attention(
-    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None
+    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None, longest=0
 ) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
     heads: as attention.Heads. single: as in why_not. probe(impl, dtype,
-    heads) -> error or None is called for each candidate on a GPU. Raises UserError if a requested
-    backend can't run."""
+    heads) -> error or None is called for each candidate on a GPU. longest: tokens of the longest
+    document. Raises UserError if a requested backend can't run."""
     if asked != "auto" and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
     probe = probe or probe_backend
     reasons = []
-    automatic = [impl for impl in IMPLS if impl != "varlen_cudnn"]  # not measured in training
-    for impl in automatic if asked == "auto" else (asked,):
+    impls = IMPLS if asked == "auto" else (asked,)
+    if asked == "auto" and not (longest >= LONG and is_sm90(device)):
+        impls = [impl for impl in IMPLS if impl != "varlen_cudnn"]  # no gain, or not measured
+    for impl in impls:
         problem = why_not(impl, device, dtype, single)
         if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
             # without fused kernels, buckets gain more by computing less padding

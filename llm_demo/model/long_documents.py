@@ -30,7 +30,9 @@ def _parts(boundaries: Tensor, long: int) -> Iterator[_Part]:
     for i in [*(lengths >= long).nonzero().flatten().tolist(), len(lengths)]:
         start, end = boundaries[at].item(), boundaries[i].item()
         if start < end:
-            yield _Part(slice(start, end), slice(at, i), int(lengths[at:i].max()), 0)
+            # not 1: flash then takes each document for one query, also empty ones
+            longest = max(2, int(lengths[at:i].max()))
+            yield _Part(slice(start, end), slice(at, i), longest, 0)
         if i < len(lengths):
             n = int(lengths[i])
             yield _Part(slice(end, end + n), slice(i, i + 1), n, padded_length(n))
