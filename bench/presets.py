@@ -158,6 +158,13 @@ PRESETS = {
               (131_072, 3, ""), (262_144, 3, " --activations_on_host"),
               (524_288, 1, " --activations_on_host"))),
     ],
+    # long documents in packed rows: by flash, and one by one by cuDNN
+    "documents": [
+        {"engine": "fsdp", "micro": micro, "ckpt": True, "gpus": 1, "seq_len": seq_len,
+         "steps": steps, "data": "mixed", "flags": f"--attn_impl {impl}"}
+        for seq_len, micro, steps in ((131_072, 1, 6), (32_768, 2, 12), (8192, 8, 12))
+        for impl in ("varlen", "varlen_cudnn")
+    ],
     # all ways in one run, for each link
     "ways": _ways(),
     "ways_no_p2p": _ways(_NO_P2P, 10),
