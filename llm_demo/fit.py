@@ -27,7 +27,7 @@ import torch
 
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
-from fsdp_pp import estimate as grid_estimate
+from fsdp_pp import estimate as sharded
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.args import PlainParser, parse_args, whole
 from llm_demo.errors import UserError
@@ -122,8 +122,8 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
 
 
 def pipelines(config, ask, saved: dict) -> Iterator[Choice]:
-    """FSDP in a pipeline where DeepSpeed's has no such schedule, or keeps a stage's weights whole.
-    DeepSpeed's takes no experts."""
+    """DeepSpeed's pipeline, which takes no experts, and FSDP inside a pipeline where that differs:
+    by sharded stages or by the interleaved schedule."""
     deepspeed = not is_mixture(config) and importlib.util.find_spec("deepspeed")
     for stages in sorted({2, ask.cards}):
         if stages * 2 > config.num_hidden_layers:
@@ -171,7 +171,7 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
                 continue
             if args.schedule == "interleaved" and accum % stages:
                 continue
-            parts = (of_stages if way == PIPE else of_grid)(args, config, train, replicas)
+            parts = of_stages(way, args, config, train, replicas)
             seconds = step_time.of_pipeline(args, config, *speed)
         else:
             if args.use_activation_checkpointing and train.longest >= estimate.LONG:
@@ -199,22 +199,17 @@ def flags_of(group: type):
     return parse_args("", group, argv=[])
 
 
-def of_stages(args, config, train, replicas: int) -> list[dict[str, float]]:
-    from pp import estimate  # after the flags: importing DeepSpeed takes seconds
-
-    pieces = args.stages * (1 + (args.schedule == "dualpipev"))
+def of_stages(way: str, args, config, train, replicas: int) -> list[dict[str, float]]:
+    pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
     how = args.partition, train.seq_len, args.use_activation_checkpointing
     counts = split(config, pieces, *how)
+    if way == GRID:
+        return sharded.of_stages(args, config, COMPUTE, train, replicas, counts)
+    from pp import estimate  # after the flags: importing DeepSpeed takes seconds
+
     steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
     held = estimate.pieces_held(args.schedule, args.stages, counts, steady)
     return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
-
-
-def of_grid(args, config, train, replicas: int) -> list[dict[str, float]]:
-    pieces = args.stages * (1 + (args.schedule == "interleaved"))
-    how = args.partition, train.seq_len, args.use_activation_checkpointing
-    counts = split(config, pieces, *how)
-    return grid_estimate.of_stages(args, config, COMPUTE, train, replicas, counts)
 
 
 def lacking(choice: Choice, ask) -> float:

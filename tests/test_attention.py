@@ -14,7 +14,7 @@ from llm_demo import probe
 from llm_demo.data.batch import position_ids
 from llm_demo.device import Device, peak_tflops, pick_dtype, this_device
 from llm_demo.errors import UserError
-from llm_demo.model import attention, attention_choice, long_documents
+from llm_demo.model import attention, attention_choice
 from llm_demo.model.attention import BACKENDS, make_documents
 from llm_demo.model.attention_choice import choose_attention, compare_with_math
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
@@ -66,18 +66,22 @@ def each_alone(q, k, v, scaling):
     return expected
 
 
+def assert_equals_each_alone(impl, values, long=None, dtype=torch.float64, rtol=1e-9, atol=1e-12):
+    """Output and gradients of a backend. values: width of a value; queries and keys have 16."""
+    torch.manual_seed(0)
+    shapes = (4, 16), (2, 16), (2, values)
+    qkv = [torch.randn(B, n, S, width, dtype=dtype, requires_grad=True) for n, width in shapes]
+    documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"), long)
+    outs = BACKENDS[impl](*qkv, documents, 0.3), each_alone(*qkv, 0.3)
+    up = torch.randn_like(outs[1])
+    found, expected = ([out, *torch.autograd.grad(out, qkv, up)] for out in outs)
+    for a, e in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=rtol, atol=atol)
+
+
 @pytest.mark.parametrize("impl", ON_CPU)
 def test_equals_attention_over_each_document_alone(impl):
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(B, n, S, 16, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
-    documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"))
-    out = BACKENDS[impl](q, k, v, documents, 0.3)
-    expected = each_alone(q, k, v, 0.3)
-    torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12)
-    up = torch.randn_like(out)
-    mine = torch.autograd.grad(out, (q, k, v), up)
-    for a, e in zip(mine, torch.autograd.grad(expected, (q, k, v), up), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
+    assert_equals_each_alone(impl, values=16)
 
 
 @pytest.fixture
@@ -106,119 +110,8 @@ def on_a_cpu(monkeypatch):
 @pytest.mark.parametrize("values", [8, 16, 24])
 @pytest.mark.parametrize("impl", [*ON_CPU, "varlen", "flash_attn"])
 def test_values_of_another_width(impl, values, on_a_cpu):
-    torch.manual_seed(0)
-    shapes = (4, 16), (2, 16), (2, values)
-    leaves = [torch.randn(B, n, S, width, dtype=torch.float64) for n, width in shapes]
-    documents = make_documents(boundaries(), (B, S), impl, torch.device("cpu"))
-    up = torch.randn(B, S, 4, values, dtype=torch.float64)
     for _ in range(2):
-        q, k, v = (x.requires_grad_() for x in leaves)
-        out = BACKENDS[impl](q, k, v, documents, 0.3)
-        expected = each_alone(q, k, v, 0.3)
-        torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-12)
-        mine = torch.autograd.grad(out, (q, k, v), up)
-        for a, e in zip(mine, torch.autograd.grad(expected, (q, k, v), up), strict=True):
-            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-12)
-
-
-@pytest.fixture
-def long_documents_on_a_cpu(monkeypatch):
-    """The kernels of varlen_cudnn for CPUs, as strict about what they are given."""
-    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    calls = []
-
-    def forward_of_one(q, k, v, scale):
-        assert q.shape[2] == k.shape[2] and q.shape[2] % 64 == 0
-        calls.append("one")
-        return forward(q, k, v, 0.0, True, scale=scale)
-
-    def backward_of_one(grad, q, k, v, out, sums, scale):
-        assert sums.shape == q.shape[1:3]
-        return backward(grad, q, k, v, out, sums[None].contiguous(), 0.0, True, scale=scale)
-
-    def each(cu, longest):
-        assert cu[0] == 0 and longest == max(2, cu.diff().max())
-        calls.append(len(cu) - 1)
-        return [slice(*ends) for ends in itertools.pairwise(cu.tolist()) if ends[0] < ends[1]]
-
-    def alone(*tensors):
-        return [x.transpose(0, 1)[None] for x in tensors]
-
-    def forward_of_short(q, k, v, cu, longest, scale):
-        found = [forward(*alone(q[at], k[at], v[at]), 0.0, True, scale=scale)
-                 for at in each(cu, longest)]  # fmt: skip
-        return torch.cat([o[0].transpose(0, 1) for o, _ in found]), torch.cat(
-            [sums[0] for _, sums in found], 1
-        )
-
-    def backward_of_short(grad, q, k, v, out, sums, cu, longest, scale):
-        found = [
-            backward(*alone(*(x[at] for x in (grad, q, k, v, out))),
-                     sums[None, :, at].contiguous(), 0.0, True, scale=scale)
-            for at in each(cu, longest)
-        ]  # fmt: skip
-        return [torch.cat([x[0].transpose(0, 1) for x in of]) for of in zip(*found, strict=True)]
-
-    for kernel in (forward_of_one, backward_of_one, forward_of_short, backward_of_short):
-        monkeypatch.setattr(long_documents, kernel.__name__, kernel)
-    return calls
-
-
-@pytest.mark.parametrize(
-    "long, calls",
-    [
-        (1, ["one"] * 9),
-        (64, [1, "one", 2, "one", 1, "one", "one", "one"]),
-        (999, [24]),
-    ],
-)
-@pytest.mark.parametrize("values", [8, 16, 24])
-def test_long_documents_one_by_one(values, long, calls, long_documents_on_a_cpu):
-    torch.manual_seed(0)
-    shapes = (4, 16), (2, 16), (2, values)
-    q, k, v = (torch.randn(B, n, S, width, requires_grad=True) for n, width in shapes)
-    documents = make_documents(boundaries(), (B, S), "varlen_cudnn", torch.device("cpu"), long)
-    out = BACKENDS["varlen_cudnn"](q, k, v, documents, 0.3)
-    assert long_documents_on_a_cpu == calls
-    expected = each_alone(q, k, v, 0.3)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    up = torch.randn_like(out)
-    mine = torch.autograd.grad(out, (q, k, v), up)
-    for a, e in zip(mine, torch.autograd.grad(expected, (q, k, v), up), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
-
-
-def test_long_documents_are_one_operator(long_documents_on_a_cpu):
-    """Known to the compiler with its shapes and gradients, whatever the lengths of documents."""
-    q, k, v = (torch.randn(B * S, n, 16, requires_grad=True) for n in (4, 2, 2))
-    cu = boundaries()
-    torch.library.opcheck(long_documents.attend_documents, (q, k, v, cu, cu, 64, 0.3))
-
-    def attend(q, k, v, documents):
-        return BACKENDS["varlen_cudnn"](q, k, v, documents, 0.3)
-
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(attend, backend=count, fullgraph=True, dynamic=False)
-    qkv = [x.detach().view(B, S, -1, 16).transpose(1, 2) for x in (q, k, v)]
-    for lengths in (LENGTHS, [[S]] * 4, [[1] * 4 + [S - 4]] * 4):
-        cu = boundaries(lengths)
-        documents = make_documents(cu, (B, S), "varlen_cudnn", torch.device("cpu"), 64)
-        assert torch.equal(compiled(*qkv, documents), attend(*qkv, documents))
-    assert len(graphs) == 1
-
-
-def test_long_documents_take_few_lengths():
-    lengths = range(4096, 2**17 + 1)
-    padded = [long_documents.padded_length(n) for n in lengths]
-    assert len(set(padded)) == 5 * 16 + 1
-    assert all(n <= p <= 1.0625 * n and p % 256 == 0 for n, p in zip(lengths, padded, strict=True))
-    assert [long_documents.padded_length(n) for n in (1, 64, 65, 1025)] == [64, 64, 128, 1088]
+        assert_equals_each_alone(impl, values)
 
 
 def test_full_rows_with_values_of_another_width():

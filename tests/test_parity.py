@@ -350,8 +350,7 @@ def test_zero_equals_plain_loop(work, trained):
 )
 def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
     """The same masters, weights rounded alike, gradients summed in fp32: the first two steps are
-    equal. Later a weight may round to the other side, on some CPUs and not on others: that moved
-    parameters by up to 1.2e-4."""
+    equal. Later a weight may round to the other side."""
     theirs, (expected, _) = trained("fsdp", 2, True)[f"fsdp-{dtype}"]
     # FSDP's gradients, as AdamW receives them, are scaled. ZeRO's are scaled by twice as much until
     # they are averaged: the smallest in fp16 round otherwise.
@@ -367,4 +366,4 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
             for name, grad in true["grads"].items():
                 assert relative(mine["grads"][name], grad / scale) < bound, f"{engine}, {name}"
         for name, param in expected["params"].items():
-            assert relative(ranks[0]["params"][name], param) < max(10 * bound, 1e-3), name
+            assert relative(ranks[0]["params"][name], param) < 10 * bound, f"{engine}, {name}"

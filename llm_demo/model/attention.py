@@ -72,8 +72,8 @@ def make_documents(
     """Document layout of a micro-batch for backend `impl`.
 
     cu_seqlens: int32 [D+1] on any device. For buckets and varlen_cudnn a GPU tensor costs a
-    synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, by default
-    LONG."""
+    synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or LONG
+    by default."""
     B, S = shape
     buckets = mask = boundaries = None
     max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)

@@ -1,8 +1,9 @@
 """Attention over packed documents in one operator: long ones by cuDNN, the others by flash.
 
-cuDNN's kernel for a whole row has about twice the rate of the flash kernel behind `varlen_attn`.
-It prepares each new length for about 50 ms, so long documents are padded to few lengths. cuDNN's
-own kernel for packed documents gave us wrong gradients in PyTorch 2.11: see bench/LOG.md."""
+On an H200 cuDNN's kernel for a whole row is about twice as fast as the flash kernel behind
+`varlen_attn`. It takes about 50 ms to prepare for a new length, so long documents are padded to a
+few lengths. cuDNN's own kernel for packed documents gave wrong gradients in PyTorch 2.11: see
+bench/LOG.md."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LONG = 4096  # tokens; for shorter documents cuDNN gains less than padding and more calls cost
+LONG = 4096  # tokens; with shorter documents, padding and more calls cost more than cuDNN saves
 
 aten = torch.ops.aten
 
@@ -30,7 +31,7 @@ def _parts(boundaries: Tensor, long: int) -> Iterator[_Part]:
     for i in [*(lengths >= long).nonzero().flatten().tolist(), len(lengths)]:
         start, end = boundaries[at].item(), boundaries[i].item()
         if start < end:
-            # not 1: flash then takes each document for one query, also empty ones
+            # At 1, the flash kernel expects a query of every document, and some are empty.
             longest = max(2, int(lengths[at:i].max()))
             yield _Part(slice(start, end), slice(at, i), longest, 0)
         if i < len(lengths):

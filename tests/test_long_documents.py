@@ -1,0 +1,102 @@
+"""The backend varlen_cudnn with stand-ins for its kernels, which need a GPU: test_attention.py."""
+
+import itertools
+
+import pytest
+import torch
+from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
+
+from llm_demo.model import attention, long_documents
+from llm_demo.model.attention import BACKENDS, make_documents
+
+
+@pytest.fixture
+def long_documents_on_a_cpu(monkeypatch):
+    """The kernels of varlen_cudnn for CPUs, as strict about what they are given."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    calls = []
+
+    def forward_of_one(q, k, v, scale):
+        assert q.shape[2] == k.shape[2] and q.shape[2] % 64 == 0
+        calls.append("one")
+        return forward(q, k, v, 0.0, True, scale=scale)
+
+    def backward_of_one(grad, q, k, v, out, sums, scale):
+        assert sums.shape == q.shape[1:3]
+        return backward(grad, q, k, v, out, sums[None].contiguous(), 0.0, True, scale=scale)
+
+    def each(cu, longest):
+        assert cu[0] == 0 and longest == max(2, cu.diff().max())
+        return [slice(*ends) for ends in itertools.pairwise(cu.tolist()) if ends[0] < ends[1]]
+
+    def alone(*tensors):
+        return [x.transpose(0, 1)[None] for x in tensors]
+
+    def forward_of_short(q, k, v, cu, longest, scale):
+        calls.append(len(cu) - 1)
+        found = [forward(*alone(q[at], k[at], v[at]), 0.0, True, scale=scale)
+                 for at in each(cu, longest)]  # fmt: skip
+        return torch.cat([o[0].transpose(0, 1) for o, _ in found]), torch.cat(
+            [sums[0] for _, sums in found], 1
+        )
+
+    def backward_of_short(grad, q, k, v, out, sums, cu, longest, scale):
+        found = [
+            backward(*alone(*(x[at] for x in (grad, q, k, v, out))),
+                     sums[None, :, at].contiguous(), 0.0, True, scale=scale)
+            for at in each(cu, longest)
+        ]  # fmt: skip
+        return [torch.cat([x[0].transpose(0, 1) for x in of]) for of in zip(*found, strict=True)]
+
+    for kernel in (forward_of_one, backward_of_one, forward_of_short, backward_of_short):
+        monkeypatch.setattr(long_documents, kernel.__name__, kernel)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "long, calls",
+    [
+        (1, ["one"] * 9),
+        (64, [1, "one", 2, "one", 1, "one", "one", "one"]),
+        (999, [24]),
+    ],
+)
+@pytest.mark.parametrize("values", [8, 16, 24])
+def test_long_documents_one_by_one(values, long, calls, long_documents_on_a_cpu):
+    assert_equals_each_alone("varlen_cudnn", values, long, torch.float32, 1e-5, 1e-6)
+    assert long_documents_on_a_cpu == calls
+
+
+def test_long_documents_are_one_operator(long_documents_on_a_cpu):
+    """Known to the compiler with its shapes and gradients, whatever the lengths of documents."""
+    q, k, v = (torch.randn(B * S, n, 16, requires_grad=True) for n in (4, 2, 2))
+    cu = boundaries()
+    torch.library.opcheck(long_documents.attend_documents, (q, k, v, cu, cu, 64, 0.3))
+
+    def attend(q, k, v, documents):
+        return BACKENDS["varlen_cudnn"](q, k, v, documents, 0.3)
+
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(attend, backend=count, fullgraph=True, dynamic=False)
+    qkv = [x.detach().view(B, S, -1, 16).transpose(1, 2) for x in (q, k, v)]
+    for lengths in (LENGTHS, [[S]] * 4, [[1] * 4 + [S - 4]] * 4):
+        cu = boundaries(lengths)
+        documents = make_documents(cu, (B, S), "varlen_cudnn", torch.device("cpu"), 64)
+        assert torch.equal(compiled(*qkv, documents), attend(*qkv, documents))
+    assert len(graphs) == 1
+    kept = attention.fused_kernels("varlen_cudnn")  # instead of computed again
+    assert kept == [torch.ops.llm_demo.attend_documents.default]
+
+
+def test_long_documents_take_few_lengths():
+    lengths = range(4096, 2**17 + 1)
+    padded = [long_documents.padded_length(n) for n in lengths]
+    assert len(set(padded)) == 5 * 16 + 1
+    assert all(n <= p <= 1.0625 * n and p % 256 == 0 for n, p in zip(lengths, padded, strict=True))
+    assert [long_documents.padded_length(n) for n in (1, 64, 65, 1025)] == [64, 64, 128, 1088]
