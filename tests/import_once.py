@@ -129,14 +129,19 @@ def serve(listener: socket.socket, owner: socket.socket) -> dict:
     import contextlib
     import gc
     import importlib
+    import inspect
     import selectors
     import threading
+    import weakref
 
     imported = json.dumps(read_by_imports(os.environ))  # before packages set something there
     for name in PACKAGES:
         with contextlib.suppress(ModuleNotFoundError):  # another version lacks it
             importlib.import_module(name)
     assert threading.active_count() == 1, threading.enumerate()
+    for finalizer in weakref.finalize._registry:
+        finalizer.atexit = False  # of the imports: each fork would take apart torch's libraries
+    inspect.getmodule(serve)  # its table of files, which torch.library asks for every operator
     gc.collect()
     gc.freeze()  # forks share these objects as long as nobody writes to them
 

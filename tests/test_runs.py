@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, python, run
+from conftest import ROOT, python, run, smaller_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import make, save, state
@@ -55,6 +55,7 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
     row = '{"prompt": "Why?", "completion": "Because it is so."}\n'
     (tmp_path / "data.jsonl").write_text(row * 40)
+    smaller_model(tmp_path / "tiny")
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
@@ -75,7 +76,8 @@ def train(tmp_path, monkeypatch):
         script = script_of(kind)
         more = {"fsdp": "--no_fsdp", "pp": "--stages 1"}[kind]
         argv = (
-            f"--train_json data.jsonl --seq_len 32 --sample_tokens 0 --output_dir out {more} "
+            f"--train_json data.jsonl --model_name_or_path tiny "
+            f"--seq_len 32 --sample_tokens 0 --output_dir out {more} "
             f"--warmup_steps 0 --lr 1e-3 --no_comm_timer {flags}"
         ).split()
         monkeypatch.setattr(sys, "argv", [script.__file__, *argv])
@@ -146,9 +148,9 @@ def model_with(folder, spoil=None):
     """A folder with the small model and random weights, spoilt."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shutil.copytree(TINY, folder)
+    smaller_model(folder)
     torch.manual_seed(0)
-    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
+    lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if spoil:
         spoil(dict(lm.named_parameters()))
     lm.save_pretrained(folder)

@@ -10,7 +10,7 @@ import test_lora as lora
 import test_moe as moe
 import test_parity as parity
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, smaller_tokenizer, torchrun
 from test_parity import assert_equal, plain_loop, train
 from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
 
@@ -62,7 +62,7 @@ def write_rows(file):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequence")
-    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    tokenizer = AutoTokenizer.from_pretrained(smaller_tokenizer(folder / "tokenizer"))
     write_rows(folder / "data.jsonl")
     data, results = str(folder / "data.jsonl"), {}
     packed, single = (
