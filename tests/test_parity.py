@@ -1,6 +1,7 @@
 """Loss, every gradient, the clip norm and the parameters after 5 steps, of every engine, against a
 plain loop: one process, Hugging Face's own model and attention, one document at a time."""
 
+import copy
 import functools
 import json
 
@@ -20,7 +21,7 @@ GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"  # a CPU and a GPU differ by 1.3e-5 in the same plain loop
 TINY = ROOT / "models/qwen3-tiny"
 SIZES = dict(
-    vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+    vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
     initializer_range=0.05,
 )  # fmt: skip
@@ -29,6 +30,15 @@ MODELS = {
     "untied": Qwen3Config(tie_word_embeddings=False, **SIZES),
     "llama": LlamaConfig(tie_word_embeddings=False, mlp_bias=True, **SIZES),
 }
+
+
+def smaller_vocabulary(models, folder):
+    """({name: configuration} with a vocabulary of 512, a tokenizer for it, written to `folder`)."""
+    tokenizer = AutoTokenizer.from_pretrained(smaller_tokenizer(folder))
+    models = copy.deepcopy(models)
+    for config in models.values():
+        config.vocab_size = len(tokenizer)
+    return models, tokenizer
 
 
 def write_rows(file):
@@ -46,11 +56,11 @@ def write_rows(file):
 def work(tmp_path_factory):
     """Models with weights, ragged data, and the plain loop's results for each model."""
     folder = tmp_path_factory.mktemp("parity")
-    tokenizer = AutoTokenizer.from_pretrained(smaller_tokenizer(folder / "tokenizer"))
+    models, tokenizer = smaller_vocabulary(MODELS, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
     packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
     results = {}
-    for name, config in MODELS.items():
+    for name, config in models.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / name)

@@ -10,9 +10,9 @@ import test_lora as lora
 import test_moe as moe
 import test_parity as parity
 import torch
-from conftest import ROOT, smaller_tokenizer, torchrun
+from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
-from transformers import AutoModelForCausalLM, AutoTokenizer, Phi3Config
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from bench.checkpoints import tensors
 from fsdp import estimate
@@ -53,7 +53,7 @@ def write_rows(file):
     parity.write_rows(file)
     rows = []
     for i in range(8):
-        answer = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma", "delta", "epsilon") * 4)
+        answer = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma", "delta", "epsilon") * 3)
         turns = [{"role": "user", "content": "why"}, {"role": "assistant", "content": answer}]
         rows.append(json.dumps({"messages": turns}))
     file.write_text("\n".join([file.read_text(), *rows]))
@@ -62,14 +62,14 @@ def write_rows(file):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sequence")
-    tokenizer = AutoTokenizer.from_pretrained(smaller_tokenizer(folder / "tokenizer"))
+    models, tokenizer = parity.smaller_vocabulary(MODELS, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
     data, results = str(folder / "data.jsonl"), {}
     packed, single = (
         load_packs(data, tokenizer, seq_len=parity.SEQ_LEN, pack=pack) for pack in (True, False)
     )
     assert single.longest > 0.8 * parity.SEQ_LEN
-    for name, config in MODELS.items():
+    for name, config in models.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / name)
