@@ -17,9 +17,13 @@ from conftest import ROOT, environment, processes_with, python
 
 from llm_demo import dist, probe, process
 
-SHELLS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
-SCRIPTS = {"fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py"}
+SCRIPTS = {
+    "fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py",
+    "zero": "zero/train_zero.py", "fsdp_pp": "fsdp_pp/train_fsdp_pp.py",
+}  # fmt: skip
+SHELLS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 KINDS = {"fsdp": "torchrun", "pp": "deepspeed"}
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in SCRIPTS if kind not in KINDS]
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
 
 # A rank that neither imports this project nor ends on SIGTERM.
@@ -90,7 +94,7 @@ def test_no_rank_outlives_its_launcher(kind, tmp_path):
     wait_for(lambda: not running(ranks), seconds=10)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *SLOW])
 def test_a_closed_terminal_saves(kind, tmp_path):
     """A real terminal: SIGHUP to the group, and whatever is printed from then on fails."""
 
@@ -126,7 +130,13 @@ def test_a_closed_terminal_saves(kind, tmp_path):
 MOMENTS = {"fsdp": (0.05, 0.5, "ranks"), "pp": (0.2, 1.5, "ranks")}
 
 
-@pytest.mark.parametrize("kind, moment", [(kind, m) for kind in MOMENTS for m in MOMENTS[kind]])
+@pytest.mark.parametrize(
+    "kind, moment",
+    [
+        *((kind, moment) for kind in MOMENTS for moment in MOMENTS[kind]),
+        *(pytest.param(*kind.values, "ranks", marks=kind.marks) for kind in SLOW),
+    ],
+)
 def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
     launcher = started(["bash", SHELLS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"])
     ranks = []

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import resource
@@ -37,6 +38,7 @@ from llm_demo.run import folder as run_folder
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
 KINDS = ["fsdp", "pp"]
+ALL = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zero", "fsdp_pp"))]
 LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
 
 
@@ -74,7 +76,7 @@ def train(tmp_path, monkeypatch):
             lock.close()
         locks.clear()
         script = script_of(kind)
-        more = {"fsdp": "--no_fsdp", "pp": "--stages 1"}[kind]
+        more = {"fsdp": "--no_fsdp", "zero": ""}.get(kind, "--stages 1")
         argv = (
             f"--train_json data.jsonl --model_name_or_path tiny "
             f"--seq_len 32 --sample_tokens 0 --output_dir out {more} "
@@ -89,11 +91,8 @@ def train(tmp_path, monkeypatch):
 
 
 def script_of(kind):
-    if kind == "pp":
-        import pp.pp_train as script
-    else:
-        import fsdp.train_fsdp as script
-    return script
+    names = {"fsdp": "fsdp.train_fsdp", "pp": "pp.pp_train", "zero": "zero.train_zero"}
+    return importlib.import_module(names.get(kind, "fsdp_pp.train_fsdp_pp"))
 
 
 def raises(error):
@@ -118,7 +117,7 @@ def contents(folder):
 # ---------------------------------------------------------------- refused runs
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
     weights = load_file(model_with(tmp_path / "lacking") / "model.safetensors")
@@ -134,7 +133,7 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
     assert contents(tmp_path / "out") == before and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_dry_run_finds_what_only_a_forward_pass_refuses(kind, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
     refuse = raises(UserError("this model's attention"))
@@ -230,7 +229,7 @@ def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):
 # ---------------------------------------------------------------- not finite
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("log_every", [1, 7])
 def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path):
     """Of a model whose weights are NaN."""
@@ -402,7 +401,7 @@ def test_a_file_over_the_limit_is_called_that(tmp_path):
         assert "inline_container" not in said
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):
     """metrics.jsonl grows beyond the limit; --output_dir is named."""
     begin = log.Log.open
@@ -448,7 +447,7 @@ def test_other_errors_are_not_called_a_full_disk():
 # ---------------------------------------------------------------- a folder deleted under a run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("flags", ["--save false", "--save_every 2 --log_every 9"])
 def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, monkeypatch):
     end_step = clock.Clock.end_step
@@ -623,7 +622,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
     assert len(set(seen)) > 4  # it moved
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_a_resumed_fp16_run_takes_the_checkpoints_loss_scale(kind, train, tmp_path):
     """After 998 good steps at a scale of 512. DeepSpeed doubles it a step later than we do."""
     flags = "--dtype fp16 --micro_batch_size 1 --eval_json none --save_every 1 --keep_last 0"
@@ -638,7 +637,7 @@ def test_a_resumed_fp16_run_takes_the_checkpoints_loss_scale(kind, train, tmp_pa
         json.loads((out / f"checkpoints/step_0000000{i}/trainer.json").read_text())["loss_scale"]
         for i in (2, 3, 4)
     ]
-    third = {"fsdp": (1024, 0), "pp": (512, 1000)}[kind]
+    third = (512, 1000) if kind in ("pp", "zero") else (1024, 0)
     assert [(s["scale"], s["good_steps"]) for s in scales] == [(512, 999), third, (1024, 1)]
 
 
