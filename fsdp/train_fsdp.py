@@ -148,7 +148,7 @@ def main() -> None:
     compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
     with loading(weights, n_shards):
         how = estimate.per_unit_of(args), args.use_activation_checkpointing, compute.attention_kept
-        blocks = make_units(lm, config, *how)
+        blocks = make_units(lm, *how)
         if compute.compile:
             for unit in blocks:
                 compile_forward(unit, args.activation_memory_budget)

@@ -57,7 +57,7 @@ def config():
 
 def decoder(config, keep=0, backend=None):
     lm = skeleton(config, "sdpa")
-    units = make_units(lm, config, 1, True, keep)
+    units = make_units(lm, 1, True, keep)
     for unit in units if backend else ():
         unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend, fullgraph=True)
     model = DecoderLoss(lm, units)

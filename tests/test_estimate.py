@@ -1,6 +1,5 @@
 """The memory expected, against the peaks measured on GPUs that are kept under bench/results."""
 
-import copy
 import functools
 import json
 import re
@@ -292,7 +291,7 @@ def really_kept(config, impl, dtype, block, documents_of=128, compiled=False, lo
     """Bytes per token that a forward of a block keeps, in memory."""
     cpu, rows, product = torch.device("cpu"), 4, "grouped" if compiled else "looped"
     torch.manual_seed(0)
-    lm = skeleton(copy.deepcopy(config), impl, product=product)
+    lm = skeleton(config, impl, product=product)
     Routers(blocks_with_experts(lm))
     if lora:
         apply_lora(lm, lora, dtype)

@@ -76,7 +76,7 @@ def test_parameters_of_each_block_are_the_models(name):
     ends = lm.get_input_embeddings().weight.numel() * (2 - config.tie_word_embeddings)
     assert parameters_of(config) == ends + sum(block.parameters for block in block_costs(config, 0))
     if name in TINY:  # a tied head counts once
-        lm = skeleton(copy.deepcopy(config), "math")
+        lm = skeleton(config, "math")
         assert parameters_of(config) == sum(p.numel() for p in lm.parameters() if p.ndim > 1)
 
 
@@ -144,17 +144,26 @@ def test_units_of_blocks_of_different_sizes():
     assert unit_sizes(tiny, 4, 3) == [2, 2] and unit_sizes(tiny, 4, 4) == [4]
     assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
     assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
-    lm = skeleton(copy.deepcopy(TINY["qwen3"]), "math")
-    units = make_units(lm, lm.config, 0, False)
+    lm = skeleton(TINY["qwen3"], "math")
+    units = make_units(lm, 0, False)
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
     assert math.prod(len(unit.blocks) for unit in units) == 2
 
 
+def test_a_skeleton_leaves_its_configuration_as_it_is():
+    config = copy.deepcopy(TINY["qwen3"])
+    before = dict(vars(config))
+    lm = skeleton(config, "math", product="grouped")
+    assert vars(config) == before
+    assert lm.config._attn_implementation == "packed_math"
+    assert lm.config._experts_implementation == "sorted_grouped"
+
+
 def random_model(name):
     """(a model, its buffers in files): biases that choose experts are not zero."""
     torch.manual_seed(0)
-    config = copy.deepcopy(TINY[name])  # a skeleton changes its own
+    config = copy.deepcopy(TINY[name])  # the model changes its own
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
     for bias in biases.values():
@@ -301,7 +310,7 @@ def test_the_log_names_both_sizes(alone):
 
 
 def test_random_models_have_zero_biases():
-    lm = skeleton(copy.deepcopy(TINY["deepseek"]), "math")
+    lm = skeleton(TINY["deepseek"], "math")
     part = materialise(lm, "model.layers.2", None, 0, torch.device("cpu"))
     bias = part.mlp.gate.e_score_correction_bias
     assert bias.hf_name == "model.layers.2.mlp.gate.e_score_correction_bias"

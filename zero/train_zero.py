@@ -62,7 +62,7 @@ def main() -> None:
     join(world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    units = make_units(lm, config, args.blocks_per_unit, args.use_activation_checkpointing)
+    units = make_units(lm, args.blocks_per_unit, args.use_activation_checkpointing)
     if compute.compile:
         for unit in units:
             compile_forward(unit, args.activation_memory_budget)

@@ -1,6 +1,7 @@
 """A Hugging Face decoder built block by block, so that no process holds more than it keeps."""
 
 import contextlib
+import copy
 import itertools
 from functools import partial
 
@@ -29,7 +30,10 @@ def skeleton(
     weights: the source of the weights. Raises UserError naming a tensor that is missing there, has
     another shape, or is not in the model. product: of experts, see experts.PRODUCTS."""
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{attn_impl}")
+        # a copy, in which the model notes its kernels
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation=f"packed_{attn_impl}"
+        )
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
     model.float()
@@ -100,11 +104,12 @@ def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> l
 
 
 def make_units(
-    lm, config, blocks_per_unit: int, checkpointing: bool, attention_kept: int = 0
+    lm, blocks_per_unit: int, checkpointing: bool, attention_kept: int = 0
 ) -> list[Blocks]:
     """The decoder's blocks in units, each compiled and sharded as one. attention_kept: so many of
     the last blocks, if recomputed, keep what their fused attention kernel returned."""
-    units, i, n, kept = [], 0, config.num_hidden_layers, []
+    config, units, i = lm.config, [], 0
+    n, kept = config.num_hidden_layers, []
     if attention_kept:  # packed_varlen or spread_varlen
         kept = attention.fused_kernels(config._attn_implementation.partition("_")[2])
     for size in unit_sizes(config, n, blocks_per_unit):

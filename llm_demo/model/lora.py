@@ -4,7 +4,6 @@ Source: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021). T
 keeps its own weight under its own name, so that files, sharding and estimates need not know of it;
 the factors have the names that PEFT gives them in its files."""
 
-import copy
 import math
 import zlib
 from pathlib import Path
@@ -119,7 +118,7 @@ def choose_lora(args, config, base: dict) -> Lora:
     transformers. Raises UserError for layers that it lacks, and a rank larger than a matrix."""
     if is_mixture(config):
         raise UserError("--lora_rank does not work with a mixture of experts")
-    layers = linear_layers(skeleton(copy.deepcopy(config), "sdpa"))
+    layers = linear_layers(skeleton(config, "sdpa"))
     names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     asked = list(names)
     if args.lora_targets != ALL:

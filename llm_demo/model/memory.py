@@ -3,7 +3,6 @@
 The peak is at one of two moments: at the loss, with all activations and a chunk's logits, or at the
 end of the backward, with all gradients."""
 
-import copy
 import functools
 import itertools
 
@@ -190,7 +189,6 @@ ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_expert
 
 def _saved_uncompiled(config, compute, train) -> list[float]:
     """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
-    config = copy.deepcopy(config)  # in which the model notes its kernels
     lm = skeleton(config, "counted", product="counted")
     if lora := getattr(compute, "lora", None):
         apply_lora(lm, lora, compute.dtype)
