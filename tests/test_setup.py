@@ -291,12 +291,13 @@ def test_a_fresh_machine_then_nothing_to_do(machine):
     assert "keeping torch 2.13.0+cpu" in result.stdout and "[dev]" in result.stdout
 
 
-def test_an_activated_venv_that_is_unfinished_is_made_anew(machine):
+def test_an_activated_venv_that_is_unfinished_is_made_anew(machine, bare_python):
     fill(machine.wheels)
     venv = machine.repo / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     (venv / ".made-by-setup-sh").touch()  # as an interrupted run leaves it
-    path = f"{venv}/bin:{machine.bin}:{os.environ['PATH']}"
+    # the tests may run in an activated environment, whose python must not be found
+    path = f"{venv}/bin:{machine.bin}:{bare_python.parent}:{os.environ['PATH']}"
     result = machine.setup(PYTHON="", VIRTUAL_ENV=str(venv), PATH=path)
     assert result.returncode == 0, result.stdout + result.stderr
     assert run(machine.venv_python, "import pip, deepspeed; print('yes')") == "yes"
