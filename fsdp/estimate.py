@@ -10,7 +10,7 @@ from fsdp.units import SLICE, SLOTS
 from llm_demo.device import this_device
 from llm_demo.errors import UserError
 from llm_demo.model.activations_on_host import host_bytes
-from llm_demo.model.costs import block_costs, head_cost, parameters_of
+from llm_demo.model.costs import block_costs, experts_of, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import (
     GB,
@@ -33,7 +33,7 @@ def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
     if not capacity:
         return 1, "the memory of this device is not known"
     ranks = range(1, min(world.local_size, world.size) + 1)
-    need, n_experts = {}, config.num_local_experts
+    need, n_experts = {}, experts_of(config)
     for n in (n for n in ranks if world.size % n == world.local_size % n == n_experts % n == 0):
         parts = of_fsdp(args, config, compute, train, world.size, True, n)
         need[n] = max(sum(rank.values()) for rank in parts)

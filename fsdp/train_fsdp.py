@@ -27,7 +27,7 @@ from llm_demo.loop import prepare, train
 from llm_demo.model.activations_on_host import keep_on_host
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import param_count
+from llm_demo.model.costs import experts_of, param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
 from llm_demo.model.experts_spread import keep_part
 from llm_demo.model.lora import apply_lora
@@ -301,7 +301,7 @@ def choose_spread(args, config, compute, train, world, log: Log) -> int:
     """Over how many ranks each block's experts are spread. Logs the reason. Raises UserError."""
     if not is_mixture(config) or world.size == 1 and not args.expert_parallel:
         return 1
-    asked, experts = args.expert_parallel, config.num_local_experts
+    asked, experts = args.expert_parallel, experts_of(config)
     if asked and experts % asked:
         raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
     n, why = asked, "as requested"

@@ -14,13 +14,20 @@ from conftest import ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
-from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from llm_demo import export, fit
 from llm_demo.errors import UserError
 from llm_demo.model.costs import (
     active_of,
     block_costs,
+    experts_of,
     flops_of_slot,
     head_cost,
     mixed_blocks,
@@ -50,6 +57,13 @@ TINY = {
     "qwen3, every second": Qwen3MoeConfig(
         num_experts=6, num_key_value_heads=2, head_dim=8, decoder_sparse_step=2, **SIZES
     ),
+    "qwen2": Qwen2MoeConfig(
+        num_experts=6,
+        num_key_value_heads=2,
+        shared_expert_intermediate_size=20,
+        mlp_only_layers=[2],
+        **SIZES,
+    ),
     "deepseek": DeepseekV3Config(
         first_k_dense_replace=1, q_lora_rank=20, n_shared_experts=2, **LATENT
     ),
@@ -70,7 +84,7 @@ def test_parameters_of_each_block_are_the_models(name):
         unused = 0
         if hasattr(block.mlp, "experts"):
             experts = sum(p.numel() for p in block.mlp.experts.parameters())
-            n = config.num_local_experts
+            n = experts_of(config)
             unused = experts * (n - config.num_experts_per_tok) // n
         assert cost.active == cost.parameters - unused
     ends = lm.get_input_embeddings().weight.numel() * (2 - config.tie_word_embeddings)
@@ -354,6 +368,20 @@ def test_configurations_that_cannot_be_trained_exactly(message, tmp_path, record
     assert "\n" not in str(raised.value)
 
 
+def test_configurations_of_qwen2_with_experts(tmp_path):
+    config = json.loads(TINY["qwen2"].to_json_string(use_diff=False))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load_config(tmp_path, 64)
+    for change, message in (
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
+        ({"num_experts": 1}, "num_experts_per_tok 2 does not choose from 1 experts"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0: at least 1"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=message):
+            load_config(tmp_path, 64)
+
+
 def test_configurations_of_qwen3_with_experts(tmp_path):
     config = json.loads(TINY["qwen3"].to_json_string(use_diff=False))
     for change, message in (
@@ -406,7 +434,7 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     assert len(files) >= shards
     tensors = {n: t for file in files for n, t in load_file(file).items()}
     assert not any(n.endswith(("gate_up_proj", "experts.down_proj")) for n in tensors)
-    experts = sum(mixed_blocks(model.config)) * model.config.num_local_experts
+    experts = sum(mixed_blocks(model.config)) * experts_of(model.config)
     assert sum(".mlp.experts." in n for n in tensors) == 3 * experts
     assert sum(t.nbytes for t in tensors.values()) == pytest.approx(size, rel=0.01)
     if shards > 1:
@@ -417,7 +445,7 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     assert getattr(again.config, "num_mtp_layers", 0) == 0
     ids, state = torch.randint(0, 97, (2, 33)), again.state_dict()
     for key, true in model.state_dict().items():
-        if true.ndim == 1 and key.endswith("bias"):
+        if key.endswith("e_score_correction_bias"):
             assert state[key].dtype == torch.float32 and true.any()
         assert torch.equal(state[key], true.to(state[key].dtype)), key
     if dtype == "fp32":

@@ -23,8 +23,10 @@ def block_costs(config, seq_len: int) -> list[Cost]:
     costs = {}  # with experts or not -> cost
     for with_experts in {*mixed}:  # reading a configuration is slow
         if with_experts:
-            expert, n = 3 * d * config.moe_intermediate_size, config.num_local_experts
-            always = attention + d * n + expert * (getattr(config, "n_shared_experts", 0) or 0)
+            expert, n = 3 * d * config.moe_intermediate_size, experts_of(config)
+            always = attention + d * n + 3 * d * shared_width(config)
+            if config.model_type == "qwen2_moe":  # the shared expert's gate
+                always += d
             routed, active = expert * n, always + expert * config.num_experts_per_tok
         else:
             always = active = attention + 3 * d * config.intermediate_size
@@ -34,10 +36,23 @@ def block_costs(config, seq_len: int) -> list[Cost]:
     return [costs[with_experts] for with_experts in mixed]
 
 
+def experts_of(config) -> int:
+    """Routed experts of each block that has any; 0 without."""
+    names = ("num_local_experts", "num_experts")  # qwen2_moe has only the second
+    return next((n for name in names if (n := getattr(config, name, 0))), 0)
+
+
+def shared_width(config) -> int:
+    """Width of the shared experts of a block together."""
+    if config.model_type == "qwen2_moe":
+        return config.shared_expert_intermediate_size
+    return config.moe_intermediate_size * (getattr(config, "n_shared_experts", 0) or 0)
+
+
 def mixed_blocks(config) -> list[bool]:
     """For each block, whether it has routed experts in place of one feed-forward network."""
     n = config.num_hidden_layers
-    if not getattr(config, "num_local_experts", 0):
+    if not experts_of(config):
         return [False] * n
     if config.model_type == "deepseek_v3":
         return [block >= config.first_k_dense_replace for block in range(n)]

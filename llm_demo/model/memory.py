@@ -15,7 +15,7 @@ from llm_demo.device import this_device
 from llm_demo.model.activations_on_host import STAY
 from llm_demo.model.attention import BUCKET, heads_of, one_width
 from llm_demo.model.attention_choice import why_not
-from llm_demo.model.costs import head_size, latent, mixed_blocks
+from llm_demo.model.costs import experts_of, head_size, latent, mixed_blocks, shared_width
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.model.lora import apply_lora
@@ -115,19 +115,23 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
     size = torch.finfo(compute.dtype).bits // 8
     d, shape = config.hidden_size, heads_of(config)
-    # Both residuals and both norms' outputs; q, k before and after rotation, v, the attention
-    # output; gate, up and their product. The compiler recomputes what is cheap.
-    attention = 3 * (shape.queries + shape.keys) * shape.width
+    # Both residuals and both norms' outputs; q and k, v, the attention output; gate, up and their
+    # product. Qwen3 normalises q and k, and keeps them before that too. The compiler recomputes
+    # what is cheap.
+    times = 3 if config.model_type.startswith("qwen3") else 2
+    attention = times * (shape.queries + shape.keys) * shape.width
     if latent(config):
         attention = _latent_attention(config, shape, compute)
     saved = []
     for k in _chosen(config):
         if k:
             inner = config.moe_intermediate_size
-            always = 3 * inner * getattr(config, "n_shared_experts", 0)
+            always = 3 * shared_width(config)
+            if config.model_type == "qwen2_moe":  # what the shared expert's gate multiplies
+                always += d
             kept = (4 * d + attention + always + k * (d + 3 * inner)) * size
             # the router's input and probabilities in fp32, the choices in three orders, the weights
-            kept += 4 * d + 4 * config.num_local_experts + k * (3 * 8 + 4)
+            kept += 4 * d + 4 * experts_of(config) + k * (3 * 8 + 4)
         else:
             kept = (4 * d + attention + 3 * config.intermediate_size + more) * size
         saved.append((kept + exchanged) * args.activation_memory_budget)

@@ -9,14 +9,14 @@ from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.errors import UserError
 from llm_demo.files import write_json
-from llm_demo.model.costs import mixed_blocks
+from llm_demo.model.costs import experts_of, mixed_blocks, shared_width
 from llm_demo.model.rotary import LongRope, rope_type
 from llm_demo.model.weights import open_weights
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
 # silently train them wrongly.
-EXPERTS = ("qwen3_moe", "deepseek_v3")
+EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", *EXPERTS)
 
 
@@ -92,14 +92,17 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
 
 def problem_of_experts(config) -> str | None:
     """Why the experts of a configuration can't be trained exactly, if so."""
-    n, chosen = config.num_local_experts, config.num_experts_per_tok
+    n, chosen = experts_of(config), config.num_experts_per_tok
     if n < 1 or chosen is None or not 1 <= chosen <= n:
         return f"num_experts_per_tok {chosen} does not choose from {n} experts"
-    if config.model_type == "qwen3_moe":
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
         if config.decoder_sparse_step < 1:
             return f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
         if not any(mixed_blocks(config)):
             return "mlp_only_layers and decoder_sparse_step leave no block with experts"
+        width = shared_width(config)
+        if width < 1 and config.model_type == "qwen2_moe":
+            return f"shared_expert_intermediate_size {width}: at least 1 is supported"
         return None
     # transformers reads none of these, and computes as if they were so
     known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
