@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import warnings
 from collections import defaultdict
 from pathlib import Path
 
@@ -49,8 +50,10 @@ class StepProfiler:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.world.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.profile = torch.profiler.profile(activities=activities, acc_events=True)
-        self.profile.start()
+        with warnings.catch_warnings():  # before PyTorch 2.13; there is no second cycle
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            self.profile = torch.profiler.profile(activities=activities)
+            self.profile.start()
 
     def stop(self, folder: Path) -> dict:
         """Write trace_rank*.json.gz and profile.txt to `folder`; returns all ranks' figures."""
@@ -58,9 +61,9 @@ class StepProfiler:
         self.profile.stop()
         path = folder / f"trace_rank{self.world.rank}.json"
         self.profile.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text())
-        with gzip.open(f"{path}.gz", "wt", compresslevel=3) as f:
-            json.dump(trace, f)
+        text = path.read_bytes()
+        trace = json.loads(text)
+        Path(f"{path}.gz").write_bytes(gzip.compress(text, compresslevel=3))
         path.unlink()
         self.profile = None
         n = self.last - self.first + 1
