@@ -1,4 +1,4 @@
-"""Python processes that start with torch, transformers and DeepSpeed imported.
+"""Python processes that start with torch, transformers, DeepSpeed and this project imported.
 
 Importing these takes 4 s of processor time, and a launch pays it three times: in the launcher and
 in each rank, which adds 1 s to 3 s for what DeepSpeed imports when its engine is made. Here one
@@ -10,6 +10,9 @@ process imports them once, and every further process is a fork of it.
                                        ask at PYTHON.socket, pass on arguments, environment, folder,
                                        limits and open files, forward signals, end as the fork ends.
                                        If this process is killed, the fork is killed too.
+
+The project's own modules are found as imported where a fork looks for them in this repository. Its
+packages' __init__ run in each fork, and so does what a fork runs as __main__.
 
 A fork can't undo an import. Where the environment says something else that packages read while they
 are imported (HF_HUB_OFFLINE), where another folder of PYTHONPATH has one of them, or for -c,
@@ -37,6 +40,7 @@ PACKAGES = (
     "torch._inductor.compile_fx", "torch.distributed.pipelining", "torch.utils.serialization",
     "networkx", "psutil", "safetensors.torch",
 )  # fmt: skip
+OWN = ("fsdp.train_fsdp", "fsdp_pp.train_fsdp_pp", "pp.pp_train", "zero.train_zero")
 READ_BY_IMPORTS = (
     "PYTHON", "OMP_", "MKL_", "TORCH", "PYTORCH", "TRITON_", "HF_", "TRANSFORMERS_", "DS_",
     "LD_",
@@ -123,6 +127,34 @@ def receive(connection) -> str:
 # ---------------------------------------------------------------- the process that is forked
 
 
+class Kept:
+    """Finds modules that were imported before the fork, in the same folders, and gives them back as
+    they are. Packages at the top are imported anew."""
+
+    def __init__(self):
+        tops = {name.split(".")[0] for name in OWN} | {"llm_demo"}
+        names = [name for name in sys.modules if name.split(".")[0] in tops]
+        found = {name: sys.modules.pop(name) for name in names}
+        self.modules = {name: module for name, module in found.items() if name not in tops}
+        self.folders = {name: [*found[name.rpartition(".")[0]].__path__] for name in self.modules}
+
+    def find_spec(self, name, path=None, target=None):
+        from importlib.machinery import ModuleSpec
+
+        if name in self.modules and self.folders[name] == [*path]:
+            return ModuleSpec(name, self, is_package=hasattr(self.modules[name], "__path__"))
+        return None
+
+    def create_module(self, spec):
+        module = self.modules[spec.name]
+        spec.loader_state = module.__spec__  # which importing replaces
+        return module
+
+    def exec_module(self, module):
+        module.__spec__ = module.__spec__.loader_state
+        module.__loader__ = module.__spec__.loader
+
+
 def serve(listener: socket.socket, owner: socket.socket) -> dict:
     """Fork for every request until the other end of `owner` is closed; returns in each fork, with
     its request."""
@@ -138,6 +170,9 @@ def serve(listener: socket.socket, owner: socket.socket) -> dict:
     for name in PACKAGES:
         with contextlib.suppress(ModuleNotFoundError):  # another version lacks it
             importlib.import_module(name)
+    for name in OWN:
+        importlib.import_module(name)
+    sys.meta_path.insert(0, Kept())
     assert threading.active_count() == 1, threading.enumerate()
     for finalizer in weakref.finalize._registry:
         finalizer.atexit = False  # of the imports: each fork would take apart torch's libraries
@@ -229,6 +264,8 @@ def become(request: dict) -> tuple:
 
         sys.path[0] = os.getcwd()
         sys.argv = rest
+        for name in (rest[0], f"{rest[0]}.__main__"):
+            sys.meta_path[0].modules.pop(name, None)
         _, spec, code = runpy._get_module_details(rest[0])
         sys.argv = [spec.origin, *rest[1:]]
         main.__file__, main.__spec__, main.__package__ = spec.origin, spec, spec.parent
