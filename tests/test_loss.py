@@ -118,3 +118,46 @@ def test_next_tokens():
     index = torch.tensor([0, 13, 29])
     expected = (hidden.flatten(0, 1)[index] @ weight.T).argmax(-1)
     assert torch.equal(next_tokens(hidden, weight, index), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [50, 8192, 151_936])
+def test_the_kernel_equals_double_precision(columns, dtype):
+    """Also where the first columns have no probability, and where exp of a logit overflows."""
+    torch.manual_seed(0)
+    logits = (torch.randn(37, columns, device="cuda") * 30).to(dtype)
+    logits[3, : columns // 2] = -torch.inf
+    targets = torch.randint(columns // 2, columns, (37,), device="cuda")
+    wide = logits.double().requires_grad_()
+    expected = F.cross_entropy(wide, targets, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, wide)
+    found = loss._kernel("cuda")(logits, targets)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
+    bound = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    torch.testing.assert_close(logits.double(), gradient, rtol=bound, atol=1e-6)
+    again = wide.detach().to(dtype)
+    assert torch.equal(loss._kernel("cuda")(again, targets), found)
+    assert torch.equal(again, logits)  # the same bits each time
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_the_kernel_passes_on_what_is_not_finite(value):
+    logits = torch.randn(2, 20_000, device="cuda")
+    logits[1, 19_000] = value
+    total = loss._kernel("cuda")(logits, torch.tensor([5, 7], device="cuda"))
+    assert not total.isfinite() and logits[0].isfinite().all() and not logits[1].isfinite().all()
+
+
+@pytest.mark.gpu
+def test_the_compiled_loss_uses_the_kernel_and_equals_plain():
+    hidden, weight, labels = (t.detach().cuda() for t in case(17, torch.float32))
+    hidden.requires_grad_(), weight.requires_grad_()
+    assert loss._kernel("cuda") is not None and loss._kernel("cpu") is None
+    mine = cross_entropy_sum(hidden, weight, *label_positions(labels), compiled=True)
+    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(mine, plain)
+    grads = torch.autograd.grad(mine * 3, (hidden, weight))
+    for a, e in zip(grads, torch.autograd.grad(plain * 3, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, e)

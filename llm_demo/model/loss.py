@@ -4,6 +4,7 @@ With a vocabulary of 152k, logits are by far the largest tensor of a micro-batch
 for one chunk of rows at a time, whose loss and gradients are computed at once."""
 
 import functools
+import importlib.util
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,14 @@ def cross_entropy_sum(
 
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
     dtype; if frozen, it gets no gradient. index, targets: int64 [n] from label_positions. Softmax
-    and sums are in fp32. compiled: use torch.compile, two passes over a chunk's logits instead of
-    six. slim: chunks of a quarter of the size if there are several."""
+    and sums are in fp32. compiled: use one Triton kernel, or torch.compile where there is no
+    Triton, instead of six passes over a chunk's logits. slim: chunks of a quarter of the size if
+    there are several."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_loss_of_logits, _scaled)
     if compiled:
-        functions = (_compiled(_fused_loss_of_logits), _compiled(_fused_scaled))
+        kernel = _kernel(rows.device.type) or _compiled(_loss_of_logits)
+        functions = (kernel, _compiled(_fused_scaled))
     chunks = _chunks(len(rows), CHUNK_ROWS // 4 if slim and len(rows) > CHUNK_ROWS else CHUNK_ROWS)
     needs = torch.is_grad_enabled(), torch.is_grad_enabled() and weight.requires_grad
     return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, *needs, *functions)
@@ -114,17 +117,7 @@ def _scaled(out, grad, factor):
     torch.mul(grad, factor, out=out)
 
 
-# The same functions in a form that torch.compile fuses; it needs no work in place.
-
-
-def _fused_loss_of_logits(out, targets):
-    logits = out.float()
-    norm = logits.logsumexp(-1, keepdim=True)
-    loss = (norm - logits.gather(1, targets[:, None])).sum()
-    p = (logits - norm).exp()
-    hit = torch.arange(p.shape[1], device=p.device) == targets[:, None]
-    out.copy_(torch.where(hit, p - 1, p))
-    return loss
+# The last two in a form that torch.compile fuses; it needs no work in place.
 
 
 def _fused_score_of_chunk(h, weight, targets):
@@ -142,6 +135,16 @@ def _fused_scaled(out, grad, factor):
 @functools.cache
 def _compiled(function):
     return torch.compile(function)
+
+
+@functools.cache
+def _kernel(device_type: str):
+    """The kernel for `_loss_of_logits` on this kind of device, None if there is none."""
+    if device_type != "cuda" or not importlib.util.find_spec("triton"):
+        return None
+    from llm_demo.model.loss_kernel import loss_of_logits
+
+    return loss_of_logits
 
 
 @functools.cache
