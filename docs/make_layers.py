@@ -52,7 +52,7 @@ def picture() -> str:
     rows = []
     for i, names in reversed([*enumerate(layers(imports()))]):
         shown = [n.removeprefix("llm_demo.") for n in names if "." in n]  # not what is a package
-        text = textwrap.wrap(", ".join(shown), 94, break_on_hyphens=False)
+        text = textwrap.wrap(", ".join(shown), 114, break_on_hyphens=False)
         rows.append(f"{i}   " + "\n    ".join(text))
     return "```\n" + "\n".join(rows) + "\n```\n"
 

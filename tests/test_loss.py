@@ -120,7 +120,11 @@ def test_next_tokens():
     assert torch.equal(next_tokens(hidden, weight, index), expected)
 
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
 @pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("columns", [50, 8192, 151_936])
 def test_the_kernel_equals_double_precision(columns, dtype):
@@ -142,6 +146,7 @@ def test_the_kernel_equals_double_precision(columns, dtype):
 
 
 @pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_the_kernel_passes_on_what_is_not_finite(value):
     logits = torch.randn(2, 20_000, device="cuda")
@@ -151,6 +156,7 @@ def test_the_kernel_passes_on_what_is_not_finite(value):
 
 
 @pytest.mark.gpu
+@needs_gpu
 def test_the_compiled_loss_uses_the_kernel_and_equals_plain():
     hidden, weight, labels = (t.detach().cuda() for t in case(17, torch.float32))
     hidden.requires_grad_(), weight.requires_grad_()
