@@ -157,11 +157,33 @@ def model_with(folder, spoil=None):
 
 
 def test_overwrite_deletes_no_input(train, tmp_path):
-    before = old_run(tmp_path / "out")
-    for flag, name in (("train_json", "out/metrics.jsonl"), ("model_name_or_path", "out")):
-        with pytest.raises(UserError, match=f"--overwrite would delete --{flag} {name}"):
-            train("fsdp", f"--overwrite --{flag} {name}")
+    old_run(tmp_path / "out")
+    shutil.copy(ROOT / "pp/ds_pp_2gpus.json", tmp_path / "out")
+    before = contents(tmp_path / "out")
+    for kind, flag, name in (
+        ("fsdp", "train_json", "out/metrics.jsonl"),
+        ("fsdp", "train_json", "out/*.jsonl"),
+        ("fsdp", "model_name_or_path", "out"),
+        ("fsdp", "chat_template", "out/cmd.sh"),
+        ("pp", "deepspeed_config", "out/ds_pp_2gpus.json"),
+    ):
+        with pytest.raises(UserError) as error:
+            train(kind, f"--overwrite --{flag} {name}")
+        assert f"--overwrite would delete --{flag} {name}: " in str(error.value)
     assert contents(tmp_path / "out") == before
+
+
+@pytest.mark.parametrize(
+    "steps, profiled", [("1:1", False), ("2:2", True), ("1:2", False), ("2:3", False)]
+)
+def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train, capsys):
+    train("fsdp", "--max_steps 1 --eval_json none")
+    capsys.readouterr()
+    flags = f"--max_steps 2 --eval_json none --resume auto --profile_steps {steps}"
+    out = train("fsdp", flags)
+    refused = f"--profile_steps {steps}: nothing is profiled, since this run has steps 2 to 2"
+    assert (refused in capsys.readouterr().out) is not profiled
+    assert (out / "profile.txt").exists() is profiled
 
 
 def test_overwrite_empties_what_a_link_points_to(tmp_path):

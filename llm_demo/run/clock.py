@@ -56,7 +56,14 @@ class Clock:
             torch.cuda.reset_peak_memory_stats()
         if self.args.comm_timer:
             self.comm.install()
-        self._profile_from(1)
+        first, last = self.history.first_step + 1, self.max_steps
+        if self.profiler and not first <= self.profiler.first <= self.profiler.last <= last:
+            self.log.say(
+                f"--profile_steps {self.args.profile_steps}: nothing is profiled, since this run "
+                f"has steps {first} to {last}"
+            )
+            self.profiler = None
+        self._profile_from(first)
         self.restart()
 
     def restart(self, since=None) -> None:

@@ -1,6 +1,7 @@
 """Choose a run's folder, and lock it so that only one run uses it."""
 
 import fcntl
+import glob
 import os
 import shutil
 from datetime import datetime
@@ -9,6 +10,10 @@ from pathlib import Path
 from llm_demo.args import Args
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
+
+# flags that name what a run reads; not every script has all of them
+INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
+          "eval_json", "deepspeed_config")  # fmt: skip
 
 
 def choose_folder(args: Args, script: str) -> Path:
@@ -41,11 +46,15 @@ def choose_folder(args: Args, script: str) -> Path:
 
 def _refuse_inputs_in(folder: Path, args: Args) -> None:
     """Raise UserError if --overwrite would delete what this run reads."""
-    for flag in ("model_name_or_path", "tokenizer_name_or_path", "train_json", "eval_json"):
-        for name in (getattr(args, flag) or "").split(","):
-            path = Path(name).expanduser()
-            if path.exists() and folder.resolve() in (path.resolve(), *path.resolve().parents):
-                raise UserError(f"--overwrite would delete --{flag} {name}: choose another folder")
+    folder = folder.resolve()
+    for flag in INPUTS:
+        for name in filter(None, (getattr(args, flag, None) or "").split(",")):
+            path = str(Path(name.strip()).expanduser())
+            for found in map(Path, glob.glob(path, recursive=True) or [path]):
+                if found.exists() and folder in (found.resolve(), *found.resolve().parents):
+                    raise UserError(
+                        f"--overwrite would delete --{flag} {name}: choose another folder"
+                    )
 
 
 def lock_folder(folder: Path, args: Args):

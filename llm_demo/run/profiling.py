@@ -59,6 +59,7 @@ class StepProfiler:
         """Write trace_rank*.json.gz and profile.txt to `folder`; returns all ranks' figures."""
         self.wait_for_device()
         self.profile.stop()
+        folder.mkdir(parents=True, exist_ok=True)  # on other nodes too
         path = folder / f"trace_rank{self.world.rank}.json"
         self.profile.export_chrome_trace(str(path))
         text = path.read_bytes()
