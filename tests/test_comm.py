@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,21 @@ def test_exposed_is_communication_that_the_compute_stream_waits_for():
     busy, exposed, doubt, durations = timer.read((ops, waits), at(0))
     assert busy == pytest.approx(10) and exposed == pytest.approx(3) and doubt == 2
     assert list(durations.values()) == [pytest.approx(9), pytest.approx(1)]
+
+
+def test_events_are_used_again(monkeypatch):
+    """Waits of the compute stream: 50 events a step otherwise, for the whole run."""
+    timer, made = CommTimer(torch.device("cpu"), 0, 2), []
+    timer._new = lambda: made.append(_Clock()) or made[-1]
+    timer.compute, stream = 1, SimpleNamespace(cuda_stream=1)
+    monkeypatch.setattr(_Clock, "record", lambda self, stream=None: setattr(self, "at", 0.0))
+    origin = _Clock()
+    origin.record()
+    for _ in range(5):
+        for _ in range(10):
+            timer._timed_wait(lambda stream: None, (stream,), {})
+        timer.read(timer.take(), origin)
+    assert len(made) == 20
 
 
 class Device:

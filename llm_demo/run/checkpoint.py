@@ -137,7 +137,9 @@ class Checkpoints:
 
         def mark():
             above = next(p for p in self.folder.absolute().parents if p.exists())
-            return Path(tempfile.mkstemp(prefix=".seen-", dir=above)[1])
+            file, path = tempfile.mkstemp(prefix=".seen-", dir=above)
+            os.close(file)
+            return Path(path)
 
         def look():
             until = time.monotonic() + 5  # a network file system may lag

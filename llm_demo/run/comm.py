@@ -72,9 +72,12 @@ class CommTimer:
 
     def event(self):
         """A timing event (a clock on a CPU), recorded now on the current stream."""
-        event = self.spare.pop() if self.spare else self._new()
+        event = self._take_event()
         event.record()
         return event
+
+    def _take_event(self):
+        return self.spare.pop() if self.spare else self._new()
 
     def _new(self):
         return torch.cuda.Event(enable_timing=True) if self.cuda else _Clock()
@@ -157,7 +160,7 @@ class CommTimer:
         stream = args[0]
         if self.muted or stream.cuda_stream != self.compute:
             return call(*args, **kwargs)
-        start, end = self.spare.pop() if self.spare else self._new(), self._new()
+        start, end = self._take_event(), self._take_event()
         start.record(stream)
         result = call(*args, **kwargs)
         end.record(stream)
