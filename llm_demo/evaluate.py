@@ -248,12 +248,23 @@ def markdown(results: list[dict]) -> str:
                 line += f" {share} |"
             lines.append(line)
     for n, file in enumerate(results[0]["files"]):
-        for k, shown in enumerate(file["answers"]):
-            lines += ["", f"**{Path(file['file']).name}, row {k + 1}**", ""]
-            lines.append(f"> prompt: {one_line(shown['prompt'])}")
-            lines += ["", f"- expected: {one_line(shown['expected'])}"]
-            for r in results:
-                lines.append(f"- {r['model']}: {one_line(r['files'][n]['answers'][k]['answer'])}")
+        name = Path(file["file"]).name
+        answers = {r["model"]: r["files"][n]["answers"] for r in results}
+        expected = [[shown["expected"] for shown in own] for own in answers.values()]
+        counts = {r["model"]: r["files"][n]["rows"] for r in results}
+        if len(set(counts.values())) > 1 or any(own != expected[0] for own in expected):
+            of = ", ".join(f"{model} {count:,}" for model, count in counts.items())
+            lines += ["", f"The models read different rows of {name} ({of}): a template or a limit "
+                      "of length skips some. Their figures can't be compared."]  # fmt: skip
+            groups = [{model: own} for model, own in answers.items()]
+        else:
+            groups = [answers]
+        for group in groups:
+            for k, shown in enumerate(next(iter(group.values()))):
+                title = f"{name}, row {k + 1}" + f" of {next(iter(group))}" * (len(groups) > 1)
+                lines += ["", f"**{title}**", "", f"> prompt: {one_line(shown['prompt'])}"]
+                lines += ["", f"- expected: {one_line(shown['expected'])}"]
+                lines += [f"- {m}: {one_line(own[k]['answer'])}" for m, own in group.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -94,6 +94,24 @@ def test_the_command_writes_a_table_and_json(folder, tmp_path):
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 
+def test_answers_to_other_rows_are_not_put_side_by_side():
+    def of(model, *rows):
+        answers = [{"prompt": f"{r}?", "answer": f"{r} by {model}", "expected": r} for r in rows]
+        figures = {"file": "x.jsonl", "rows": len(rows), "loss": 1.0, "perplexity": 2.7}
+        return {"model": model, "files": [{**figures, "tokens": 3, "answers": answers}]}
+
+    together = evaluate.markdown([of("a", "one", "two"), of("b", "one", "two")])
+    assert "different rows" not in together and together.count("**x.jsonl, row 2**") == 1
+    assert "- a: two by a\n- b: two by b" in together
+    for other in (of("b", "two", "three"), of("b", "two")):
+        apart = evaluate.markdown([of("a", "one", "two"), other])
+        assert "read different rows of x.jsonl (a 2, b " in apart
+        for model, rows in (("a", ("one", "two")), ("b", ("two",))):
+            for k, row in enumerate(rows, 1):
+                at = f"**x.jsonl, row {k} of {model}**\n\n> prompt: {row}?\n\n- expected: {row}"
+                assert f"{at}\n- {model}: {row} by {model}" in apart
+
+
 def test_results_of_answers():
     args = evaluate.make_parser().parse_args(
         ["--models", "m", "--data", "d", "--answer_regex", r"#### (-?[\d,.]+)"]
