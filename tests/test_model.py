@@ -160,6 +160,15 @@ def test_next_tokens_without_targets():
         ({"config.json": "{"}, "config.json"),
         ({"config.json": '{"model_type": "gpt2"}'}, "gpt2 is not one of qwen3, qwen2"),
         ({"config.json": '{"model_type": "nonsense"}'}, "nonsense"),
+        ({"config.json": '{"model_type": "qwen3", "head_dim": null}'}, "field 'head_dim'"),
+        (
+            {"config.json": '{"model_type": "qwen3", "num_key_value_heads": 0}'},
+            "config.json: num_key_value_heads 0 is not a positive number",
+        ),
+        (
+            {"config.json": '{"model_type": "qwen3", "num_hidden_layers": 0}'},
+            "config.json: num_hidden_layers 0 is not a positive number",
+        ),
         ({"config.json": '{"model_type": "qwen3"}', "pytorch_model.bin": ""}, "save_pretrained"),
         ({"config.json": '{"model_type": "qwen3"}', "model.safetensors": "x"}, "model.safetensors"),
     ],

@@ -53,6 +53,8 @@ def find_model(name: str, config_in: str | None = None) -> Path:
         ) from e
 
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+         "num_attention_heads", "num_key_value_heads")  # fmt: skip
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
 ANY_LENGTH = ("default", "linear", "llama3")
 
@@ -62,14 +64,17 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
     project can't train it exactly."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-        raise UserError(f"{folder}/config.json: {str(e).strip().splitlines()[0]}") from e
+    except Exception as e:  # several libraries check it, each with exceptions of its own
+        raise UserError(f"{folder}/config.json: {' '.join(str(e).split())[:300]}") from e
     if config.model_type not in FAMILIES:
         raise UserError(
             f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
         )
     if getattr(config, "attention_dropout", 0):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
+    for name in SIZES:
+        if not isinstance(value := getattr(config, name, None), int) or value < 1:
+            raise UserError(f"{folder}/config.json: {name} {value} is not a positive number")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
     if getattr(config, "quantization_config", None):
