@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by the launchers of fsdp/, pp/ and zero/ before their settings. launch() starts a
+# Sourced by the launchers of fsdp/, pp/, zero/ and fsdp_pp/ before their settings. launch() starts a
 # training script; llm_demo/launch/settings.py turns settings and environment into flags.
 
 stopped() {

@@ -202,7 +202,7 @@ install_torch() { # tries pip's own sources first, which may have the build
     rocm*)
         run "${pip[@]}" "torch==$release+$build" 2>/dev/null && return
         via_uv "$build" "torch==$release" && return
-        die "found no torch $release for $build, and and a CUDA build does not run here. Install a" \
+        die "found no torch $release for $build, and a CUDA build does not run here. Install a" \
             "ROCm build by hand, using the command of PyTorch's \"Get started\" page with" \
             "'$VENV_PYTHON' -m pip instead of pip; then run setup.sh again: it keeps that torch"
         ;;

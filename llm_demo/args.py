@@ -398,10 +398,11 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         sys.exit(0)
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
+        name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
         for group in more:
-            if reason := getattr(group, "REFUSED", {}).get(unknown[0].replace("-", "_")[2:]):
+            if reason := getattr(group, "REFUSED", {}).get(name):
                 raise UserError(f"{unknown[0]}: {reason}")
-        alias = ELSEWHERE.get(unknown[0].split("=")[0].lstrip("-").replace("-", "_"))
+        alias = ELSEWHERE.get(name)
         near = [f"--{alias}"] if alias else difflib.get_close_matches(unknown[0], known, 1)
         hint = f"did you mean {near[0]}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")

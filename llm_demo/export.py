@@ -7,6 +7,7 @@ whole model."""
 import argparse
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +71,8 @@ def main() -> None:
     args = make_parser().parse_args()
     alone = World(0, 1, 0, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    checkpoint = find_checkpoint(args.source, Path(args.source), alone, print)
+    named = os.path.join(".", args.source)  # "auto" is a folder here
+    checkpoint = find_checkpoint(named, Path(named), alone, print)
     print(export(checkpoint, args.out, args.dtype, args.max_shard_size, args.merge, args.base))
     if args.push_to_hub:
         push(args.out, args.push_to_hub, private=not args.public)
@@ -90,6 +92,8 @@ def export(
     Raises UserError if `out` is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty: choose another folder")
+    if out.resolve() == Path.cwd():  # it is replaced as a whole
+        raise UserError(f"{out} is the working folder: choose another")
     source = checkpoint.parent.parent
     if not (source / "model/config.json").is_file():
         raise UserError(f"{source}/model/config.json is missing: {source} is not a run folder")

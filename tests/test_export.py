@@ -110,6 +110,12 @@ def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
     done = run([*command, folder, tmp_path / "out"])
     assert done.returncode == 2 and "is not empty: choose another" in done.stderr
     assert done.stderr.count("\n") == 1
+    (tmp_path / "here").mkdir()
+    done = run([*command, folder, "."], cwd=tmp_path / "here", PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stderr) == (2, "error: . is the working folder: choose another\n")
+    (tmp_path / "here/auto").symlink_to(folder)
+    done = run([*command, "auto", "out"], cwd=tmp_path / "here", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_configuration_of_another_model_is_refused(tmp_path):

@@ -169,6 +169,7 @@ EARLY = [
      "--optimizer_on_host: DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"),
     ("zero", "--optimizer_on_host",
      "--optimizer_on_host: use --deepspeed_config zero/ds_zero2_offload.json, or FSDP"),
+    ("zero", "--lora-rank=16", "--lora-rank=16: only fsdp/train_fsdp.py trains adapters"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "

@@ -1,8 +1,8 @@
 """A checkpoint's files: write, hash, publish by a rename, find, verify and load.
 
-Both scripts use one format of torch.distributed.checkpoint: fp32 master weights and Adam's moments
+All scripts use one format of torch.distributed.checkpoint: fp32 master weights and Adam's moments
 under their Hugging Face names, however they are sharded. So a run can resume with a different
-number of ranks or stages, or with the other script.
+number of ranks or stages, or with another script.
 
     checkpoints/step_00000020/   *.distcp, .metadata   torch.distributed.checkpoint's
                                  trainer.json          step, loss scale, what the run trains on
