@@ -31,8 +31,9 @@ A flag beats the environment, which beats the launcher. An empty value leaves th
 script. Asking for a number of epochs drops the launcher's number of steps. With the bundled model
 and data ({bundled}), the launchers set {first_run} where these are empty.
 
-All flags are checked before anything is started: an unknown flag, a wrong value or a contradiction
-is one line, `error: ...`, and exit code 2.
+An unknown flag, a wrong value or a contradiction is one line, `error: ...`, and exit code 2,
+before anything is imported. What the model does not allow is refused before data is read, and what
+its rows do not before training.
 """
 
 

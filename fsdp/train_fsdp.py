@@ -94,10 +94,10 @@ def main() -> None:
         if world.local_size % part.of:
             log.say("warning: rows are spread over nodes, whose network every block then waits for")
     log.resolved(fsdp=sharded, parallelism=way)
-    plan = make_plan(args, world, log, data_parallel)
+    refuse = functools.partial(check_experts, args)
+    plan = make_plan(args, world, log, data_parallel, refuse)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, lora = args.micro_batch_size, args.grad_accum_steps, compute.lora
-    check_experts(args, config)
     if data.train.seq_len % part.of:
         raise UserError(
             f"--sequence_parallel {part.of} does not divide {data.train.seq_len}, the tokens of a "

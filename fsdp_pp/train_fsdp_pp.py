@@ -79,9 +79,9 @@ def main() -> None:
         args.compile = False
         log.say(f"compile: no, because --schedule {args.schedule} splits backwards")
     log.resolved(comm_timer=args.comm_timer)
-    plan = make_plan(args, world, log, data_parallel=n_shards)
+    refuse = functools.partial(check_experts, args)
+    plan = make_plan(args, world, log, n_shards, refuse)
     (_, config, weights, _), data, compute, horizon = plan[:4]
-    check_experts(args, config)
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
     checkpointing = args.use_activation_checkpointing
     if checkpointing and args.schedule in SPLIT and is_mixture(config):

@@ -402,9 +402,11 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         for group in more:
             if reason := getattr(group, "REFUSED", {}).get(name):
                 raise UserError(f"{unknown[0]}: {reason}")
-        alias = ELSEWHERE.get(name)
-        near = [f"--{alias}"] if alias else difflib.get_close_matches(unknown[0], known, 1)
-        hint = f"did you mean {near[0]}?" if near else "see --help"
+        if scripts := scripts_with(name):
+            raise UserError(f"{unknown[0]}: only for {' and '.join(scripts)}")
+        known += [f"--{other}" for other in ELSEWHERE]
+        near = [option[2:] for option in difflib.get_close_matches(f"--{name}", known, 1)]
+        hint = f"did you mean --{ELSEWHERE.get(near[0], near[0])}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     bases = (*reversed(more), Args)  # the last base's fields come first
     args = dataclasses.make_dataclass("AllArgs", [], bases=bases)(**values)
@@ -412,6 +414,13 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     for group in more:
         getattr(group, "check", lambda args: None)(args)
     return args
+
+
+def scripts_with(name: str) -> list[str]:
+    """The scripts with a flag of their own of this name, found in their flags.py."""
+    field = re.compile(rf"^    {re.escape(name)}: .* = flag\(", re.M)
+    files = sorted(ROOT.glob("*/flags.py"))
+    return [f"{file.parent.name}/" for file in files if field.search(file.read_text())]
 
 
 def spellings(name: str) -> tuple[str, ...]:

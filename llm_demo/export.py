@@ -90,7 +90,9 @@ def export(
     only when complete; of adapters the same without the base's weights and configurations, or with
     `merge` those of the merged model. base: where that base is now. Returns a line for the log.
     Raises UserError if `out` is not empty."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: choose another name")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     if out.resolve() == Path.cwd():  # it is replaced as a whole
         raise UserError(f"{out} is the working folder: choose another")

@@ -126,7 +126,11 @@ def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:
 def export_last(args: Args, world: World, log: Log, checkpoint) -> None:
     """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
     out = log.folder / "hf"
-    if args.export != "none" and world.rank == 0 and not out.exists():
+    if args.export == "none" or world.rank != 0:
+        return
+    if out.exists():
+        log.say(f"--export {args.export}: {out} exists already and is left unchanged")
+    else:
         log.say(export(checkpoint, out, args.export))
 
 

@@ -102,8 +102,11 @@ class Plan(NamedTuple):
     sample_tokens: int  # length of the sample answers at the end
 
 
-def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
-    """Decide what the flags leave open, and print it. Raises UserError on every rank."""
+def make_plan(
+    args: Args, world: World, log: Log, data_parallel: int, refuse: Callable = lambda config: None
+) -> Plan:
+    """Decide what the flags leave open, and print it. Raises UserError on every rank.
+    refuse(config): raises one for a model that the script can't train, before data is read."""
     say = log.say
     say(f"command: {command_line()}")
     device = this_device(world.device.index or 0)
@@ -123,7 +126,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
     source = find_source(args, world, seq_len, say)
-    heads_of_rank(args, source.config)  # refuses what does not divide them, before data is read
+    refuse(source.config)
+    heads_of_rank(args, source.config)  # refuses what does not divide them
+    lora = pick_lora(args, world, source, dtype_name, say)
     limit = min(
         filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
     )
@@ -145,7 +150,6 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int) -> Plan:
     refuse_unknown_tokens(source.config, packs)
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
-    lora = pick_lora(args, world, source, dtype_name, say)
     compute = compute._replace(lora=lora)
     usual = usual_lr(bool(source.weights), lora)
     horizon = pick_horizon(args, data_parallel, train, usual, earlier, say)

@@ -48,9 +48,8 @@ def main() -> None:
     # decisions and data
     log = Log(args, world, "pp")
     replicas = world.size // args.stages
-    plan = make_plan(args, world, log, replicas)
+    plan = make_plan(args, world, log, replicas, refuse_experts)
     (_, config, weights, _), data, compute, horizon = plan[:4]
-    refuse_experts(config, "pp/pp_train.py")
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing
     counts = split(config, pieces, args.partition, S, checkpointing)

@@ -23,9 +23,14 @@ from llm_demo.run import checkpoint, checkpoint_files
 class Voice:
     """What Checkpoints needs of a run: its log, its clock and its history."""
 
-    def __init__(self, folder, lr=0.1):
+    def __init__(self, folder, lr=0.1, **settings):
         self.folder, self.said, self.comm = folder, [], SimpleNamespace(mute=contextlib.nullcontext)
-        self.settings = {**dict.fromkeys(checkpoint.SETTINGS), "lr": lr, "max_steps": 99}
+        self.settings = {
+            **dict.fromkeys(checkpoint.SETTINGS),
+            "lr": lr,
+            "max_steps": 99,
+            **settings,
+        }
         self.history = self
 
     def say(self, text):
@@ -150,6 +155,35 @@ def test_other_data_is_refused_with_the_difference_named(tmp_path):
     flags["resume_anyway"] = True
     assert checkpoints_of(voice, identity, flags).first_step == 1
     assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
+
+
+KEEP = {"keep_last": 0, "keep_best": False, "export": "none"}
+
+
+def test_other_rows_a_step_come_with_the_accumulation_that_has_as_many(tmp_path):
+    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
+    rows = "rows of a step"
+    save(
+        checkpoints_of(
+            Voice(tmp_path), {rows: 16}, {**flags, "save": True, "resume": None, **KEEP}
+        ),
+        1,
+    )
+    for now, accum, hint in ((8, 2, "--grad_accum_steps 4 makes it 16; to "), (12, 1, "to ")):
+        with pytest.raises(UserError, match=f"{rows} was 16, is {now}; {hint}continue anyway"):
+            checkpoints_of(Voice(tmp_path), {rows: now}, {**flags, "grad_accum_steps": accum})
+
+
+def test_a_changed_router_is_said_or_refused(tmp_path):
+    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
+    first = Voice(tmp_path, router_aux_loss=0.01, freeze_router=False)
+    save(checkpoints_of(first, {}, {**flags, "save": True, "resume": None, **KEEP}), 1)
+    voice = Voice(tmp_path)  # of a script without these flags
+    del voice.settings["router_aux_loss"], voice.settings["freeze_router"]
+    checkpoints_of(voice, {}, flags)
+    assert "router_aux_loss was 0.01, is None" in voice.said[-1]
+    with pytest.raises(UserError, match="--freeze_router was False, is True"):
+        checkpoints_of(Voice(tmp_path, router_aux_loss=0.01, freeze_router=True), {}, flags)
 
 
 def test_an_earlier_version_shuffled_the_rows_and_did_not_sort_them(tmp_path):

@@ -17,6 +17,7 @@ from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
 from llm_demo.data.steps import collate, order_rows, step_rows
 from llm_demo.errors import UserError
+from llm_demo.model.generate import prompts_of
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
@@ -105,12 +106,30 @@ LONG = "abcdefghijklmnopqr"  # 19 tokens with eos
     ],
 )
 def test_overlong(tmp_path, overlong, pieces):
-    packs = load(write(tmp_path / "x.jsonl", [LONG, "xy"]), seq_len=8, overlong=overlong)
+    said = []
+    file = write(tmp_path / "x.jsonl", [LONG, "xy"])
+    packs = load(file, seq_len=8, overlong=overlong, log=said.append)
     assert sorted(documents(packs)) == sorted(golden(piece) for piece in [*pieces, "x⟦y<E>⟧"])
     assert packs.stats["truncated"] == (overlong == "truncate")
     assert packs.stats["split"] == (overlong == "split")
     dropped = {"longer than seq_len": 1} if overlong == "drop" else {}
     assert packs.stats["skipped"] == dropped
+    cut = "1 documents longer than 8 tokens were truncated: 11 tokens cut off, 11 of them learnt"
+    assert any(cut in line for line in said) == (overlong == "truncate")
+
+
+def test_answers_of_a_conversation_are_its_last_turn(tmp_path):
+    turns = [{"role": role, "content": text} for role, text in zip("uaua", "1234", strict=True)]
+    turns = [{**t, "role": {"u": "user", "a": "assistant"}[t["role"]]} for t in turns]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps({"messages": turns}) + "\n")
+    packs, tokenizer = load(str(path), seq_len=64), make_tokenizer()
+    ((prompt, answer),) = prompts_of(packs, 1, 10**9)
+    assert tokenizer.decode(answer, skip_special_tokens=True).split() == ["4"]
+    asked = tokenizer.decode(prompt, skip_special_tokens=True).split()
+    assert [word for word in asked if word.isdigit()] == ["1", "2", "3"]
+    ((prompt, answer),) = prompts_of(packs, 1, len(prompt) - 1)  # no room: the turn before
+    assert tokenizer.decode(answer, skip_special_tokens=True).split() == ["2"]
 
 
 def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):

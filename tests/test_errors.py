@@ -85,6 +85,9 @@ def folder(tmp_path_factory):
     (folder / "no model").mkdir()
     (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
+    (folder / "finished run/checkpoints").mkdir(parents=True)
+    (folder / "finished run/config.json").write_text('{"lr": 1}')
+    (folder / "finished run/cmd.sh").write_text("")
     (folder / "gpt2").mkdir()
     (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
     for family in EXPERTS:
@@ -179,6 +182,8 @@ BOTH = [
     (["--output_dir", "earlier run", "--overwrite"], "earlier run is not a run's folder"),
     (["--output_dir", "good.jsonl"], "good.jsonl is a file"),
     (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be created in"),
+    (["--output_dir", "/proc/x"], "/proc/x: can't be created in /proc"),
+    (["--model_name_or_path", "finished run"], "finished run is the folder of a run, not a model"),
     (["--seed", "-1"], "--seed -1: must not be negative"),
 ]
 CASES = [("fsdp", *case) for case in BOTH]
@@ -278,10 +283,10 @@ CASES += [
     ),
     ("fsdp", ["--train_json", "history.jsonl"], "history.jsonl:1: 'history' must be a list"),
     ("fsdp", ["--train_json", "array.json"], "array.json:2: broken JSON: .* at column 17"),
-    ("fsdp", ["--train_json", "numbers.json"], "numbers.json:1: a row must be a JSON object"),
+    ("fsdp", ["--train_json", "numbers.json"], "numbers.json, row 1: a row must be a JSON object"),
     ("fsdp", ["--train_json", "no.jsonl.gz"], "no.jsonl.gz: damaged or truncated .gz file"),
     ("fsdp", ["--train_json", "no.jsonl.zst"], "no.jsonl.zst: damaged or truncated .zst file"),
-    ("fsdp", ["--train_json", "cells.csv"], "cells.csv:1: 3 cells, but 2 columns"),
+    ("fsdp", ["--train_json", "cells.csv"], "cells.csv, row 1: 3 cells, but 2 columns"),
     ("fsdp", ["--train_json", "twice.tsv"], "twice.tsv: two columns are named 'prompt'"),
     ("fsdp", ["--train_json", "no model"], "no model is a folder with no data file"),
     ("fsdp", ["--eval_json", "openai/gsm8k"], "openai/gsm8k: name the split"),
@@ -329,14 +334,14 @@ FSDP_PP = [
     (["--optimizer_on_host"], "--optimizer_on_host: it works with FSDP only"),
     (["--replicas", "all"], "--replicas: it works with FSDP only"),
     (["--no_fsdp"], "unknown argument --no_fsdp"),
-    (["--deepspeed_config", "absent.json"], "unknown argument --deepspeed_config"),
+    (["--deepspeed_config", "absent.json"], "--deepspeed_config: only for pp/ and zero/"),
 ]
 CASES += [("fsdp_pp", *case) for case in FSDP_PP]
 CASES += [
     (
         kind,
-        ["--model_name_or_path", family, *TINY, "--seq_len", "64"],
-        f"{family}: {kind}/.*.py does not train models with experts; fsdp/train_fsdp.py and",
+        ["--model_name_or_path", family, *TINY, "--seq_len", "64", "--train_json", "absent.jsonl"],
+        f"{family}: only fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py train models with",
     )
     for kind in ("pp", "zero")
     for family in EXPERTS

@@ -171,7 +171,9 @@ EARLY = [
      "--optimizer_on_host: use --deepspeed_config zero/ds_zero2_offload.json, or FSDP"),
     ("zero", "--lora-rank=16", "--lora-rank=16: only fsdp/train_fsdp.py trains adapters"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
-    ("pp", "--fsdp", "unknown argument --fsdp; did you mean --seed?"),
+    ("pp", "--fsdp", "--fsdp: only for fsdp/"),
+    ("fsdp", "--stages=2", "--stages=2: only for fsdp_pp/ and pp/"),
+    ("zero", "--lerning_rate 1", "unknown argument --lerning_rate; did you mean --lr?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
      "and --grad_accum_steps of at least 2 x stages: 8"),
     ("fsdp_pp", "--optimizer_on_host",

@@ -93,6 +93,28 @@ def test_only_commands_that_can_work(folder, monkeypatch):
     assert not {"export", "evaluate", "continue"} & said(folder).keys()
 
 
+def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):
+    for name in ("hf", "merged"):
+        (folder / name).mkdir()
+        card = "Fine-tuned with llm_demo, FSDP2, 3 optimizer steps, from `x`"
+        (folder / name / "README.md").write_text(card)
+    assert "export" not in said(folder)
+    found = said(folder, lora_rank=4)
+    assert "export" not in found and "merge" not in found and "my run/merged" in found["evaluate"]
+    found = said(folder, steps=6)
+    assert words(found["export"])[:2] == ["my run", "my run/hf_step_6"]
+    args = evaluate.make_parser().parse_args(words(found["evaluate"]))
+    assert args.models == ["my run/hf_step_6"]
+    found = said(folder, steps=6, lora_rank=4)
+    assert words(found["merge"])[:3] == ["my run", "my run/merged_step_6", "--merge"]
+
+
+def test_commands_work_where_the_user_started_cmd_sh(folder, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_STARTED_IN", str(ROOT))
+    line = said(folder)["export"]  # in ROOT, python -m finds the package
+    assert shlex.split(line)[1:] == ["-m", "llm_demo.export", str(folder), str(folder / "hf")]
+
+
 def test_the_report_is_named_where_it_exists(folder):
     line = said(folder).get("report")
     assert (line is not None) == (ROOT / "llm_demo/report.py").is_file()

@@ -179,7 +179,10 @@ BAD_ROWS = {
     ),
     "number": ([{"prompt": 1, "completion": "x"}], [":1: prompt must be text, not a number"]),
     "null content": ([messages(("user", None))], [":1: messages[0] must be text, not null"]),
-    "image": ([messages(("user", [{"type": "image"}]))], [":1: messages[0] has a 'image' part"]),
+    "image": (
+        [messages(("user", [{"type": "image"}]))],
+        [":1: messages[0] has a part of type 'image'"],
+    ),
     "role": ([messages(("user", "x"), ("bot", "y"))], [":1: messages[1] has unknown role 'bot'"]),
     "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
     "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
@@ -276,8 +279,8 @@ def test_tables_are_read_by_datasets(kind, tmp_path):
     getattr(Dataset.from_dict(rows), f"to_{kind}")(tmp_path / f"x.{kind}")
     path = str(tmp_path / f"x.{kind}")
     assert list(read_rows(path)) == [
-        (f"{path}:1", {"question": "1 + 1?", "answer": "2"}),
-        (f"{path}:2", {"question": "Why?", "answer": "Because."}),
+        (f"{path}, row 1", {"question": "1 + 1?", "answer": "2"}),
+        (f"{path}, row 2", {"question": "Why?", "answer": "Because."}),
     ]
 
 

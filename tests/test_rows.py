@@ -215,9 +215,9 @@ def test_csv_cells_are_text(tmp_path):
     packs = load(str(tmp_path / "x.csv"), pack=False)
     assert first(packs, 0) == golden(YO.replace("hi", "None").replace("yo", "007"))
     for content, message in (
-        ("a,b\n1,2,3\n", r"x.csv:1: 3 cells, but 2 columns"),
+        ("a,b\n1,2,3\n", r"x.csv, row 1: 3 cells, but 2 columns"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
-        ('a,b\n1,"2\n', "x.csv:1: not valid CSV: unexpected end of data"),
+        ('a,b\n1,"2\n', "x.csv, row 1: not valid CSV: unexpected end of data"),
         ("a,b\n", "is empty"),
     ):
         (tmp_path / "x.csv").write_text(content)
@@ -287,7 +287,7 @@ def test_arrays_and_compressed_files(tmp_path):
     assert len(load(",".join(str(tmp_path / name) for name in files), seq_len=5200)) > 1
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     bad = {
-        "x.json": (b"[{}, 1]", "x.json:2: a row must be a JSON object, not 1"),
+        "x.json": (b"[{}, 1]", "x.json, row 2: a row must be a JSON object, not 1"),
         "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
         "x.jsonl": (b"[1]", "must be named .json"),
         "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated .gz file"),

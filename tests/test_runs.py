@@ -186,6 +186,16 @@ def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train,
     assert (out / "profile.txt").exists() is profiled
 
 
+def test_an_export_that_exists_is_left_and_said(train, capsys):
+    flags = "--max_steps 1 --eval_json none --export"
+    out = train("fsdp", f"{flags} bf16")
+    before = contents(out / "hf")
+    capsys.readouterr()
+    train("fsdp", f"{flags} fp32 --resume auto")
+    assert "hf exists already and is left unchanged" in capsys.readouterr().out
+    assert contents(out / "hf") == before
+
+
 def test_overwrite_empties_what_a_link_points_to(tmp_path):
     old_run(tmp_path / "elsewhere")
     (tmp_path / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)

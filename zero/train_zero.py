@@ -44,9 +44,8 @@ def main() -> None:
     if switches["zero_optimization"]["stage"] == 3:
         args.comm_timer = False  # its gathers and reductions end later than the calls
     log.resolved(parallelism=how, comm_timer=args.comm_timer)
-    plan = make_plan(args, world, log, data_parallel=world.size)
+    plan = make_plan(args, world, log, world.size, refuse_experts)
     (_, config, weights, _), data, compute, horizon = plan[:4]
-    refuse_experts(config, "zero/train_zero.py")
     B, accum = args.micro_batch_size, args.grad_accum_steps
     numbers = compute.dtype, B, accum, args.max_grad_norm, compute.compile
     settings = ds_engine.engine_config(switches, *numbers)

@@ -19,7 +19,7 @@ from llm_demo.data.batch import Record, Sample
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.packing import best_fit, choose_seq_len, fit
 from llm_demo.data.records import RowFormat, detect_format, to_record, unused_keys, used_keys
-from llm_demo.data.sources import hub_parts, read_rows
+from llm_demo.data.sources import counted, hub_parts, read_rows
 from llm_demo.errors import UserError
 from llm_demo.progress import progress
 
@@ -160,7 +160,7 @@ def _tokenise(folder, files, codec, format_flags) -> tuple[Documents, dict]:
                         counts["rows"] += 1
                     tokens_out.write(sample.ids)
                     is_label_out.write(sample.is_label)
-                    line = int(where.rsplit(":", 1)[1])
+                    line = int(re.search(r"\d+$", where)[0])
                     values = (len(sample.ids), int(sample.is_label.sum()), number, line)
                     for column, value in zip(documents, values, strict=True):
                         column.append(value)
@@ -204,7 +204,7 @@ def _cut(
         "tokens.int32": np.memmap(f"{folder}/tokens.int32", np.int32, "r"),
         "learnt.bool": np.memmap(f"{folder}/learnt.bool", bool, "r"),
     }
-    cut, copied, parts = Counter(), 0, []  # copied: documents so far
+    cut, lost, copied, parts = Counter(), Counter(), 0, []  # copied: documents so far
     starts = np.append(0, np.cumsum(documents.lengths))
     with contextlib.ExitStack() as stack:
         outs = [stack.enter_context(open(f"{folder}/{name}.cut", "wb")) for name in flat]
@@ -222,9 +222,12 @@ def _cut(
             pieces = fit(sample, seq_len, overlong, cut)
             if isinstance(pieces, str):
                 stats["skipped"][pieces] = stats["skipped"].get(pieces, 0) + 1
-                where = f"{files[documents.file[i]]}:{documents.row[i]}"
-                stats["first_skipped"].setdefault(pieces, where)
+                if pieces not in stats["first_skipped"]:
+                    where = f"{counted(files[documents.file[i]])}{documents.row[i]}"
+                    stats["first_skipped"][pieces] = where
                 continue
+            lost["tokens"] += len(sample.ids) - sum(len(piece.ids) for piece in pieces)
+            lost["learnt"] += int(documents.label_counts[i] - sum(p.is_label.sum() for p in pieces))
             for piece in pieces:
                 for out, part in zip(outs, piece, strict=True):
                     out.write(part)
@@ -234,4 +237,5 @@ def _cut(
     for name in flat:
         os.replace(f"{folder}/{name}.cut", f"{folder}/{name}")
     stats |= {"truncated": cut["truncate"], "split": cut["split"]}
+    stats |= {"cut_tokens": lost["tokens"], "cut_learnt": lost["learnt"]}
     return Documents(*map(np.concatenate, zip(*parts, strict=True)))

@@ -236,7 +236,10 @@ def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
     )
     for what in ("truncated", "split"):
         if stats[what]:
-            log(f"data: {stats[what]:,} documents longer than {seq_len:,} tokens were {what}")
+            text = f"data: {stats[what]:,} documents longer than {seq_len:,} tokens were {what}"
+            if lost := stats.get("cut_tokens"):  # missing in packs of earlier versions
+                text += f": {lost:,} tokens cut off, {stats['cut_learnt']:,} of them learnt"
+            log(text)
     for reason, n in stats["turns"].items():
         log(
             f"data: {n['turns']:,} turns in {n['rows']:,} rows are not learnt: {reason} "

@@ -219,7 +219,9 @@ def _text(value, where: str, place: str) -> str:
     if isinstance(value, list) and value and all(_is_part(part) for part in value):
         bad = [part["type"] for part in value if not isinstance(part.get("text"), str)]
         if bad:
-            raise UserError(f"{where}: {place} has a {bad[0]!r} part; only text is supported")
+            raise UserError(
+                f"{where}: {place} has a part of type {bad[0]!r}; only text is supported"
+            )
         value = "".join(part["text"] for part in value)
     if not isinstance(value, str):
         raise UserError(f"{where}: {place} must be text, not {_kind(value)}")

@@ -126,8 +126,8 @@ def content_of(source: str) -> str:
 
 
 def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
-    """Yield ("file:line", row); in tables and arrays, the row number replaces the line. Blank lines
-    are skipped and a UTF-8 BOM is accepted.
+    """Yield ("file:line", row), or in tables and arrays ("file, row N", row). Blank lines are
+    skipped and a UTF-8 BOM is accepted.
 
     Parquet and hub datasets are read with datasets. JSONL is not: datasets stops at a broken line
     without naming it, and forces one schema on all rows. Nor is CSV: datasets converts None and 007
@@ -135,9 +135,9 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
     row of another type."""
     readers = {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv, ".json": _read_json}
     read = _read_hub if hub_parts(path) else readers.get(_suffix(path), _read_lines)
-    number = 0
+    number, to_number = 0, counted(path)
     for number, row in read(path, progress):
-        where = f"{path}:{number}"
+        where = f"{to_number}{number}"
         if not isinstance(row, dict):
             wrong_name = isinstance(row, list) and _suffix(path) != ".json"
             hint = "; a file with one array of rows must be named .json" * wrong_name
@@ -147,6 +147,18 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         yield where, row
     if not number:
         raise UserError(f"{path} is empty: it has no rows to train on")
+
+
+def counted(path: str) -> str:
+    """What stands before the number of a row in `read_rows`: the file, and if it counts rows."""
+    tables = (".csv", ".tsv", ".parquet")
+    rows = hub_parts(path) or _suffix(path) in tables or _suffix(path) == ".json" and _array(path)
+    return f"{path}, row " if rows else f"{path}:"
+
+
+def _array(path: str) -> bool:
+    with _opened(path) as file:
+        return file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 @contextlib.contextmanager
@@ -218,9 +230,7 @@ def _read_lines(path: str, progress=None) -> Iterator[tuple[int, object]]:
 
 def _read_json(path: str, progress=None) -> Iterator[tuple[int, object]]:
     """Rows of one array of objects, or of JSON Lines in a .json file."""
-    with _opened(path) as file:
-        start = file.read(1000).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if start != b"[":
+    if not _array(path):
         yield from _read_lines(path, progress)
         return
     with _opened(path, progress) as file:
@@ -261,7 +271,7 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
             for number, row in enumerate(reader, 1):
                 if None in row:
                     raise UserError(
-                        f"{path}:{number}: {len(names) + len(row[None])} cells, but "
+                        f"{path}, row {number}: {len(names) + len(row[None])} cells, but "
                         f"{len(names)} columns: quote cells that contain the separator"
                     )
                 yield number, {k: v for k, v in row.items() if v is not None}
@@ -269,7 +279,7 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
             raise UserError(f"{path}: not UTF-8 ({error.reason}); re-encode the file") from None
         except csv.Error as error:
             kind = _suffix(path)[1:].upper()
-            raise UserError(f"{path}:{number + 1}: not valid {kind}: {error}") from None
+            raise UserError(f"{path}, row {number + 1}: not valid {kind}: {error}") from None
 
 
 def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:

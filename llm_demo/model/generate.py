@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from llm_demo.data.batch import IGNORE_INDEX, Batch, position_ids
@@ -29,13 +30,15 @@ def stop_tokens(tokenizer) -> list[int]:
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) token lists of the file's first `count` documents with prompts of at most
-    `most` tokens. A prompt ends before the first label; an answer is all labels."""
+    `most` tokens. An answer is the last run of labels with such a prompt: a conversation's last
+    learnt turn, after the turns before it as they are in the file."""
     pairs = []
     for start, end in itertools.pairwise(packs.doc_start.tolist()):
         ids = packs.tokens[start:end]
         where = packs.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
-        if len(where) and where[0] <= most:
-            pairs.append((ids[: where[0]].tolist(), ids[where].tolist()))
+        runs = np.split(where, (np.diff(where) > 1).nonzero()[0] + 1)
+        if runs := [run for run in runs if len(run) and run[0] <= most]:
+            pairs.append((ids[: runs[-1][0]].tolist(), ids[runs[-1]].tolist()))
             if len(pairs) == count:
                 break
     return pairs

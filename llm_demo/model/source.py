@@ -26,6 +26,11 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     config_in: a folder for config.json, if that is all one needs. In the cache it would look like a
     model without weights."""
     folder = Path(name).expanduser()
+    if (folder / "cmd.sh").is_file() and (folder / "checkpoints").is_dir():
+        raise UserError(
+            f"{name} is the folder of a run, not a model: export it first with "
+            f"python -m llm_demo.export {name} OUT"
+        )
     if (folder / "config.json").is_file():
         return folder
     if (folder / "adapter_config.json").is_file():
@@ -138,12 +143,12 @@ def is_mixture(config) -> bool:
     return config.model_type in EXPERTS
 
 
-def refuse_experts(config, script: str) -> None:
-    """Raise UserError if the model has experts. script: what can't train them."""
+def refuse_experts(config) -> None:
+    """Raise UserError if the model has experts, which DeepSpeed's engines do not train exactly."""
     if is_mixture(config):
         raise UserError(
-            f"{config.model_type}: {script} does not train models with experts; "
-            "fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py do"
+            f"{config.model_type}: only fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py train "
+            "models with experts"
         )
 
 

@@ -44,7 +44,8 @@ from llm_demo.run.next_steps import resume
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
     "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
-    "eval_json",
+    "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
+    "lora_dropout", "freeze_router",
 )  # fmt: skip
 
 # what the identity of an earlier version lacks, as it was then
@@ -76,7 +77,7 @@ class Checkpoints:
         self.adapters = adapters
         self.in_background = args.save_async
         self.folder = log.folder / "checkpoints"
-        self.settings = {name: log.settings[name] for name in SETTINGS}
+        self.settings = {k: log.settings[k] for k in SETTINGS if k in log.settings}
         # its own group: the writing thread communicates while the ranks train
         self.group = dist.new_group(backend="gloo", timeout=timeout())
         self.thread = self.problem = None
@@ -125,11 +126,27 @@ class Checkpoints:
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             if not self.args.resume_anyway:
-                raise UserError(f"{text}; to continue anyway, add --resume_anyway")
+                raise UserError(
+                    f"{text}; {self._as_many_rows(before)}to continue anyway, add --resume_anyway"
+                )
             self.log.say(f"resume: {text}; continuing because of --resume_anyway")
         before = self.facts.get("settings", {})  # of an older version: fewer
-        if changes := differences(before, {k: self.settings[k] for k in before}):
+        frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
+        if "freeze_router" in before and frozen[0] != frozen[1]:
+            raise UserError(
+                f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
+                "the routers would be missing"
+            )
+        if changes := differences(before, {k: self.settings.get(k) for k in before}):
             self.log.say(f"resume: settings changed: {'; '.join(changes)}")
+
+    def _as_many_rows(self, before: dict) -> str:
+        """How to have as many rows a step as the checkpoint, if that is what differs."""
+        rows, now = (identity.get("rows of a step") for identity in (before, self.identity))
+        if rows == now:
+            return ""
+        accum, rest = divmod(rows * self.args.grad_accum_steps, now)
+        return "" if rest or not accum else f"--grad_accum_steps {accum} makes it {rows}; "
 
     def _require_shared_folder(self) -> None:
         """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
@@ -195,7 +212,7 @@ class Checkpoints:
     def _ask(self, *_signal):
         if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
             with contextlib.suppress(OSError):  # the terminal may be closed
-                os.write(1, b"stopping: saving a checkpoint after this step\n")
+                os.write(1, b"stopping: a checkpoint is saved after the step that is under way\n")
         self.stop = True
 
     def after_step(self, step: int, tensors, facts) -> None:
@@ -368,7 +385,7 @@ class Checkpoints:
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             final, reason = self.folder / name, reason_of(e, part)
             self.problem = (
-                f"checkpoint {final} can't be written: {reason}; earlier checkpoints are intact"
+                f"checkpoint {final} can't be written: {reason}; {last_checkpoint(self.log.folder)}"
             )
             if not self.log.folder.is_dir():
                 self.problem = folder_gone(self.log.folder)

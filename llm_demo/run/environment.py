@@ -58,7 +58,7 @@ def describe_run(folder: Path, settings: dict, world: World) -> None:
     # Not through the launcher script: its defaults would fill flags that this run left open. With
     # exec, because a resumed run rewrites this file while bash is still reading it.
     (folder / "cmd.sh").write_text(
-        f"#!/usr/bin/env bash\ncd {shlex.quote(os.getcwd())}\n"
+        f"#!/usr/bin/env bash\nexport LLM_DEMO_STARTED_IN=$PWD\ncd {shlex.quote(os.getcwd())}\n"
         f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
         f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
         f'{launcher} {shlex.quote(os.path.abspath(sys.argv[0]))} {shlex.join(argv)} "$@"\n'

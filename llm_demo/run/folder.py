@@ -4,6 +4,7 @@ import fcntl
 import glob
 import os
 import shutil
+import tempfile
 from datetime import datetime
 from pathlib import Path
 
@@ -22,10 +23,12 @@ def choose_folder(args: Args, script: str) -> Path:
     name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
     above = next(p for p in folder.absolute().parents if p.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise UserError(f"--output_dir {folder}: can't be created in {above}")
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file: choose another name")
+    try:  # access() allows root everything, even in /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".llm_demo-", dir=above))
+    except OSError as e:
+        raise UserError(f"--output_dir {folder}: can't be created in {above}: {e.strerror}") from e
     if args.overwrite:
         _refuse_inputs_in(folder, args)
     if folder.exists() and any(folder.iterdir()):

@@ -17,12 +17,13 @@ def next_steps(folder: Path, args: Args, steps: int) -> list[str]:
     now. The commands work in the folder where the run was started."""
     lines = []
     if (folder / "checkpoints/latest").is_file():
-        exported = folder / "hf"
+        exported = export_of(folder / "hf", steps)
         if not exported.exists():
             lines.append(("export", module("export", shown(folder), shown(exported))))
         if getattr(args, "lora_rank", 0):  # hf/ holds adapters
-            exported = folder / "merged"
-            lines.append(("merge", module("export", shown(folder), shown(exported), "--merge")))
+            exported = export_of(folder / "merged", steps)
+            if not exported.exists():
+                lines.append(("merge", module("export", shown(folder), shown(exported), "--merge")))
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
@@ -30,6 +31,13 @@ def next_steps(folder: Path, args: Args, steps: int) -> list[str]:
     page = shown(folder / "report.html")
     lines.append(("report", module("report", shown(folder), "--out", page)))
     return [f"  {what + ':':<10}{line}" for what, line in lines]
+
+
+def export_of(out: Path, steps: int) -> Path:
+    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
+    card = out / "README.md"
+    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text()
+    return out.with_name(f"{out.name}_step_{steps}") if other else out
 
 
 def evaluate(exported: Path, args: Args) -> str:
@@ -69,13 +77,18 @@ def resume(folder: Path, *flags) -> str:
 
 def module(name: str, *arguments) -> str:
     """python -m llm_demo.NAME with these arguments, from any folder."""
-    in_root = Path.cwd() == ROOT  # python -m finds the package there
+    in_root = users_folder() == ROOT  # python -m finds the package there
     path = [] if in_root else [f"PYTHONPATH={shlex.quote(str(ROOT))}"]
     words = [shown(Path(sys.executable)), "-m", f"llm_demo.{name}", *map(str, arguments)]
     return " ".join([*path, shlex.join(words)])
 
 
 def shown(path: Path) -> str:
-    """The path, relative to the working folder if it lies inside."""
-    path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    """The path, relative to the user's working folder if it lies inside."""
+    path, here = path.absolute(), users_folder()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def users_folder() -> Path:
+    """Where the user started the run: a run's cmd.sh goes to the folder of the run before."""
+    return Path(os.environ.get("LLM_DEMO_STARTED_IN", Path.cwd()))
