@@ -245,6 +245,7 @@ def facts(run) -> dict[str, object]:
     """A card's facts: first how the run went, then its settings and hardware."""
     c, env = run.config, run.env
     last, step = run.steps[-1] if run.steps else {}, median(run, "perf/step_ms")
+    mfu = median(run, "perf/mfu")
     of_old_run = "one process" if c.get("fsdp") is False else "FSDP"
     if "stages" in c:
         of_old_run = f"pipeline of {c['stages']} stages"
@@ -257,7 +258,7 @@ def facts(run) -> dict[str, object]:
         "seen": f"{tokens} tokens, {labels} learnt",
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
         "step": (f"{step:,.0f}" if step >= 100 else short(step)) + " ms",
-        "MFU": short(100 * median(run, "perf/mfu")) + " %",
+        "MFU": short(100 * mfu) + " %" * math.isfinite(mfu),
         "parallelism": c.get("parallelism", of_old_run) if c else "–",
         "model": Path(str(c.get("model_name_or_path", "–"))).name,
         "data": Path(str(c.get("train_json", "–"))).name,
@@ -310,12 +311,17 @@ def settings(run) -> dict[str, object]:
     return flat
 
 
+UNUSED = {"None", "False", "0", "0.0", ""}
+
+
 def settings_that_differ(runs: list) -> str:
     of_runs, rows = [settings(run) for run in runs], []
     absent = '<span class="absent">absent</span>'
     for key in dict.fromkeys(key for one in of_runs for key in one):
         cells = [esc(one[key]) if key in one else absent for one in of_runs]
-        if len(set(cells)) > 1:
+        values = {str(one[key]) for one in of_runs if key in one}
+        missing = absent in cells and values <= UNUSED  # a flag of one script, not used
+        if len(set(cells)) > 1 and not missing:
             rows.append([esc(key).replace("_", "_<wbr>"), *cells])
     head = ["setting", *(f"{badge(run)} {esc(run.folder)}" for run in runs)]
     return f"<h2>Settings that differ</h2>{table(head, rows) if rows else '<p>None.</p>'}"

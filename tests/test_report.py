@@ -82,7 +82,8 @@ def assert_drawn(found, expected):
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     evals = [{"step": s, "eval/loss": 9 - s / 4, "eval/exact": s / 16} for s in (0, 6, 12)]
-    fsdp = write(folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3})
+    unused = {"psgd_rank": 0, "schedule_free": False}  # of one script, so no difference
+    fsdp = write(folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3, **unused})
     slower = {"perf/step_ms": 150.0, "perf/comm_exposed_ms": [30.0, 40.0]}
     slower = [slower | {"data/label_tokens": 90 * s} for s in range(1, 13)]
     pipe = [record(s, **more, **{"train/loss": 7 / s**0.2}) for s, more in enumerate(slower, 1)]

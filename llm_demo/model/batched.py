@@ -1,11 +1,13 @@
 """Greedy answers to many prompts, by transformers' continuous batching over a paged cache."""
 
 import importlib.util
+import inspect
 import sys
 
 import psutil
 import torch
 from transformers import GenerationConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import head_size
@@ -47,7 +49,9 @@ def batched(
     rows = rows or ROWS[model.device.type]
     cache = cache_size(model, prompts, how["max_new_tokens"], rows, kernel)
     try:
-        model.set_attn_implementation(f"paged|{kernel}")
+        old = f"paged|{kernel}"  # its name in earlier versions of transformers
+        known = old in ALL_ATTENTION_FUNCTIONS.valid_keys()
+        model.set_attn_implementation(old if known else kernel)
         answers = model.generate_batch(
             prompts,
             generation_config=GenerationConfig(**how),
@@ -97,8 +101,9 @@ def cache_size(model, prompts: list[list[int]], new: int, rows: int, kernel: str
         len(prompts),
         int(free_memory(model.device) * 0.4 / (bytes_a_row * model.dtype.itemsize)),
     )
+    new_name = "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
     return {
-        "block_size": block,
+        "page_size" if new_name else "block_size": block,
         "num_blocks": max(1, rows) * blocks,
         "max_batch_tokens": min(QUERIES, max(256, sum(map(len, prompts)))),
         "max_requests_per_batch": max(1, rows),

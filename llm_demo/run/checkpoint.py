@@ -125,6 +125,9 @@ class Checkpoints:
         before |= self.facts.get("identity", {})
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
+            if any("data file" in change for change in changes):
+                before_in = self.path.parent.parent / "config.json"
+                text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
             if not self.args.resume_anyway:
                 raise UserError(
                     f"{text}; {self._as_many_rows(before)}to continue anyway, add --resume_anyway"
