@@ -18,6 +18,8 @@ class Pieces(nn.ModuleDict):
     def __init__(self, lm, args, compute, counts: list[int], stages: list[int], stage: int):
         super().__init__()
         self.lm, self.names = (lm,), []  # a tuple hides the whole model from nn.Module
+        if lm.config.tie_word_embeddings:  # two parameters, each in a unit of its own: see tied.py
+            lm.lm_head.weight = nn.Parameter(lm.lm_head.weight.detach())
         last, at = len(counts) - 1, 0
         for piece, count in enumerate(counts):
             first = at

@@ -241,6 +241,7 @@ ENGINES = {
     "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (4, 2), (4, 2)]),
     "fpp_one": ("fsdp_pp", 1, ["--stages", "1"], [(2, 4), (1, 8), (4, 2)]),
+    "fpp_one_dp": ("fsdp_pp", 2, ["--stages", "1"], [(2, 2), (1, 4), (4, 1)]),
     "fpp_twice": ("fsdp_pp", 2, INTERLEAVED, [(2, 4), (1, 8), (4, 2)]),
     "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
     "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (2, 2)]),
@@ -270,6 +271,7 @@ OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
     "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
+    "fpp_one_dp": HALF,
     "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
 ONLY_SLOW = ("host_one", "host_four", "replicas_four")
