@@ -167,6 +167,8 @@ def serve(listener: socket.socket, owner: socket.socket) -> dict:
     import weakref
 
     imported = json.dumps(read_by_imports(os.environ))  # before packages set something there
+    compiler = importlib.import_module("torch._inductor.config")
+    compiler.compile_threads = 1  # else importing PyTorch 2.8's compiler starts a thread
     for name in PACKAGES:
         with contextlib.suppress(ModuleNotFoundError):  # another version lacks it
             importlib.import_module(name)

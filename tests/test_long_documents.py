@@ -9,6 +9,8 @@ from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
 from llm_demo.model import attention, long_documents
 from llm_demo.model.attention import BACKENDS, make_documents
 
+pytest.importorskip("torch.nn.attention.varlen", reason="the backend needs PyTorch 2.10")
+
 
 @pytest.fixture
 def long_documents_on_a_cpu(monkeypatch):

@@ -251,7 +251,10 @@ def torchrun(node: Node, command: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     ranks = Ranks(restarts=node.restarts)
-    replace(subprocess_handler, Popen=ranks.start)
+    if hasattr(subprocess_handler, "Popen"):
+        replace(subprocess_handler, Popen=ranks.start)
+    else:  # PyTorch 2.8
+        replace(subprocess_handler, subprocess=SimpleNamespace(Popen=ranks.start))
     close = PContext.close
 
     def stop_and_close(context, *args, **kwargs):
