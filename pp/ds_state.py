@@ -1,25 +1,10 @@
 """Reads and writes a pipeline engine's training state, by Hugging Face names."""
 
-import functools
-
 import torch
 import torch.distributed as dist
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 
 from llm_demo.optim import fill_adam_state
-from llm_demo.parallel.deepspeed_base import KEYS, link_moments, name_of, set_scale
-
-
-@torch.no_grad()
-def set_masters(engine, module, weights) -> None:
-    """Set the fp32 masters to the file's values: DeepSpeed copies the bf16 or fp16 weights."""
-    for param in module.parameters():
-        safe_set_full_fp32_param(param, weights.read(param.hf_name).to(param.device).float())
+from llm_demo.parallel.deepspeed_base import KEYS, get, link_moments, name_of, put, set_scale
 
 
 def make_moments(engine) -> None:
@@ -51,8 +36,7 @@ def training_state(engine) -> dict[str, torch.Tensor]:
             if engine.dp_world_size == 1:
                 t = _in_place(param, key)
             else:  # on the CPU: the GPU has no room for another full copy
-                get = functools.partial(safe_get_full_optimizer_state, optim_state_key=key)
-                t = (get if key else safe_get_full_fp32_param)(param).cpu()
+                t = get(param, key).cpu()
             if engine.grid.get_data_parallel_id() == 0 and id(param) not in later:
                 found[name_of(param, key)] = t
     return found
@@ -71,9 +55,7 @@ def load_state(engine, load, facts: dict) -> None:
     load(whole)
     for param, key in places:
         t = whole[name_of(param, key)].to(param.device)
-        if key:
-            safe_set_full_optimizer_state(param, t, key)
-        else:
-            safe_set_full_fp32_param(param, t)
+        put(param, t, key)
+        if not key:
             param.copy_(t)
     set_scale(engine, facts["loss_scale"])

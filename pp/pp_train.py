@@ -34,7 +34,7 @@ parse = functools.partial(parse_args, __doc__, PipeArgs)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_base import facts_of, join
+    from llm_demo.parallel.deepspeed_base import facts_of, join, set_masters
     from pp import ds_engine, ds_state, estimate, stages
 
     world = start()
@@ -85,7 +85,7 @@ def main() -> None:
     settings = ds_engine.engine_config(switches, compute.dtype, B, accum, args.max_grad_norm)
     engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
     if weights and compute.dtype != torch.float32:
-        ds_state.set_masters(engine, module, weights)
+        set_masters(engine, weights)
     if checkpoints.path:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
     else:

@@ -5,54 +5,13 @@ from types import SimpleNamespace
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
 
 from llm_demo.optim import fill_adam_state
-from llm_demo.parallel.deepspeed_base import KEYS, link_moments, name_of, set_scale
+from llm_demo.parallel.deepspeed_base import KEYS, get, link_moments, name_of, put, set_scale
 
 
 def shape_of(param) -> torch.Size:
     return getattr(param, "ds_shape", param.shape)  # stage 3 leaves an empty tensor
-
-
-def get(param, key: str) -> torch.Tensor:
-    """A parameter's master or its moment `key`, whole, on the device. Collective."""
-    if not key:
-        return safe_get_full_fp32_param(param)
-    return safe_get_full_optimizer_state(param, key)
-
-
-def put(param, value: torch.Tensor, key: str = "") -> None:
-    """Set a parameter's master or its moment `key` to `value`, its whole new value."""
-    value = value.float().reshape(-1)
-    if not hasattr(param, "ds_id"):
-        args = (key,) if key else ()
-        (safe_set_full_optimizer_state if key else safe_set_full_fp32_param)(param, value, *args)
-        return
-    # With stage 3, DeepSpeed 0.19.8's safe_set_full_* reads the last rank's part from beyond the
-    # end of a parameter whose size the ranks do not divide, and fails. So each sets its own part.
-    size = param.ds_tensor.numel()
-    part = torch.zeros(size, device=value.device)
-    mine = value[dist.get_rank() * size :][:size]
-    part[: mine.numel()] = mine
-    if key:
-        safe_set_local_optimizer_state(param, part, key)
-    else:
-        safe_set_local_fp32_param(param, part)
-
-
-@torch.no_grad()
-def set_masters(engine, weights) -> None:
-    """Set the fp32 masters to the file's values: DeepSpeed copies the bf16 or fp16 weights."""
-    for param in engine.module.parameters():
-        put(param, weights.read(param.hf_name).to(engine.device))
 
 
 def make_moments(engine, steps: int = 0) -> None:

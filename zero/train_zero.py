@@ -32,7 +32,7 @@ parse = functools.partial(parse_args, __doc__, ZeroArgs)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_base import facts_of, join
+    from llm_demo.parallel.deepspeed_base import facts_of, join, set_masters
     from zero import ds_engine, ds_state, estimate
 
     world = start()
@@ -79,7 +79,7 @@ def main() -> None:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
     else:
         if weights and compute.dtype != torch.float32:
-            ds_state.set_masters(engine, weights)
+            set_masters(engine, weights)
         ds_state.make_moments(engine)
 
     def forward(batch, index, targets=None, answers=None, call=model):

@@ -55,6 +55,14 @@ if not torch.cuda.is_available():
 import deepspeed  # noqa: E402
 from deepspeed.accelerator import get_accelerator  # noqa: E402
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig  # noqa: E402
+from deepspeed.utils import (  # noqa: E402
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
 
 
 def join(device: torch.device) -> None:
@@ -177,6 +185,39 @@ def bf16_step(optimizer, group=None) -> None:
 def name_of(param, key: str) -> str:
     """The Hugging Face name of a parameter's master, or of its moment `key`."""
     return f"{param.hf_name}.{key}".rstrip(".")
+
+
+def get(param, key: str) -> torch.Tensor:
+    """A parameter's master or its moment `key`, whole, on the device. Collective."""
+    if not key:
+        return safe_get_full_fp32_param(param)
+    return safe_get_full_optimizer_state(param, key)
+
+
+def put(param, value: torch.Tensor, key: str = "") -> None:
+    """Set a parameter's master or its moment `key` to `value`, its whole new value."""
+    value = value.float().reshape(-1)
+    if not hasattr(param, "ds_id"):
+        args = (key,) if key else ()
+        (safe_set_full_optimizer_state if key else safe_set_full_fp32_param)(param, value, *args)
+        return
+    # With stage 3, DeepSpeed 0.19.8's safe_set_full_* reads the last rank's part from beyond the
+    # end of a parameter whose size the ranks do not divide, and fails. So each sets its own part.
+    size = param.ds_tensor.numel()
+    part = torch.zeros(size, device=value.device)
+    mine = value[dist.get_rank() * size :][:size]
+    part[: mine.numel()] = mine
+    if key:
+        safe_set_local_optimizer_state(param, part, key)
+    else:
+        safe_set_local_fp32_param(param, part)
+
+
+@torch.no_grad()
+def set_masters(engine, weights) -> None:
+    """Set the fp32 masters to the file's values: DeepSpeed copies the bf16 or fp16 weights."""
+    for param in engine.module.parameters():
+        put(param, weights.read(param.hf_name).to(engine.device))
 
 
 def facts_of(engine) -> dict:
