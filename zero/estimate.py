@@ -75,7 +75,6 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
         if stage == 3:  # the head's beside it if tied, in fp32 once more, and this rank's part
             grads += embedding * (4 + 4 / ranks + size * config.tie_word_embeddings)
             grads += bucket * size
-    step = {"gradients": sums if stage > 1 else total * 4}
     optimizer = 0 if on_host else share * 8
     masters = 0 if on_host else share * 4
     both = {"optimizer": optimizer, "activations": 0, "loss": 0}
@@ -88,7 +87,6 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
             "loss": loss,
         },
         {"weights": late * size + masters, **both, "gradients": grads},
-        {"weights": late * size + masters, **both, **step},
     )
     parts = max(moments, key=lambda parts: sum(parts.values()))
     order = ("weights", "optimizer", "gradients", "activations", "loss")
