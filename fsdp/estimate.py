@@ -20,6 +20,7 @@ from llm_demo.model.memory import (
     keys_kept,
     largest_unit,
     passing_bytes,
+    peak,
     tokens_here,
 )
 from llm_demo.parallel.lowrank import TOGETHER
@@ -180,12 +181,11 @@ def of_fsdp(
     errors = 4 * total / ranks + 8 * min(total / ranks, max(TOGETHER, embedding / ranks))
     errors = errors if args.psgd_rank else 0
     rest = {"optimizer": errors + (passing if args.optimizer_on_host else trained / ranks * 8)}
-    moments = (
+    moments = [
         {"weights": early, **rest, "gradients": kept, "activations": activations, "loss": loss},
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},
-    )
+    ]
     if first:
         more = {"gradients": grads_of_blocks, "activations": first, "loss": 0}
-        moments += ({"weights": late, **rest, **more},)
-    parts = max(moments, key=lambda parts: sum(parts.values()))
-    return [{k: v / GB for k, v in parts.items()}] * ranks
+        moments.append({"weights": late, **rest, **more})
+    return [peak(*moments)] * ranks

@@ -6,7 +6,7 @@ from fsdp_pp import orders
 from fsdp_pp.flags import BY_TORCH, SPLIT
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, at_the_loss, describe, largest_unit
+from llm_demo.model.memory import at_the_loss, describe, largest_unit, peak
 
 
 def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
@@ -64,10 +64,7 @@ def of_stages(
             micro = max(parameters[piece] for piece in held) + bool(ends) * embedding
             late = kept + micro * size * (size < 4)
         rest = {"weights": weights, "optimizer": total / ranks * 8}
-        moments = (
-            {**rest, "gradients": kept, "activations": activations, "loss": loss},
-            {**rest, "gradients": late, "activations": 0, "loss": 0},
-        )
-        parts = max(moments, key=lambda parts: sum(parts.values()))
-        found.append({k: v / GB for k, v in parts.items()})
+        loss_formed = {**rest, "gradients": kept, "activations": activations, "loss": loss}
+        reduced = {**rest, "gradients": late, "activations": 0, "loss": 0}
+        found.append(peak(loss_formed, reduced))
     return found

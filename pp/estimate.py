@@ -4,7 +4,7 @@ import torch
 from deepspeed.runtime.pipe import schedule
 
 from llm_demo.model.costs import block_costs, head_cost
-from llm_demo.model.memory import GB, at_the_loss, describe
+from llm_demo.model.memory import at_the_loss, describe, peak
 
 
 def table(args, config, compute, train, replicas: int, counts: list[int]) -> str:
@@ -64,9 +64,9 @@ def of_pipeline(
             "activations": activations,
             "loss": loss,
         }
+        moments = [parts]
         if size == 4:  # its step copies them for the optimizer, the embedding's separately
             last = count * (8 + 4 / replicas) + embedding * 4 * bool(ends)
-            step = {**parts, "gradients": last, "activations": 0, "loss": 0}
-            parts = max(parts, step, key=lambda parts: sum(parts.values()))
-        found.append({k: v / GB for k, v in parts.items()})
+            moments.append({**parts, "gradients": last, "activations": 0, "loss": 0})
+        found.append(peak(*moments))
     return found

@@ -6,7 +6,7 @@ import torch
 
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit
+from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit, peak
 
 
 def table(args, config, compute, train, ranks: int, settings: dict) -> str:
@@ -77,17 +77,7 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
             grads += bucket * size
     optimizer = 0 if on_host else share * 8
     masters = 0 if on_host else share * 4
-    both = {"optimizer": optimizer, "activations": 0, "loss": 0}
-    moments = (
-        {
-            "weights": early * size + masters,
-            **both,
-            "gradients": kept,
-            "activations": activations,
-            "loss": loss,
-        },
-        {"weights": late * size + masters, **both, "gradients": grads},
-    )
-    parts = max(moments, key=lambda parts: sum(parts.values()))
-    order = ("weights", "optimizer", "gradients", "activations", "loss")
-    return [{name: parts[name] / GB for name in order}] * ranks
+    first = {"weights": early * size + masters, "optimizer": optimizer, "gradients": kept}
+    last = {"weights": late * size + masters, "optimizer": optimizer, "gradients": grads}
+    loss_formed = {**first, "activations": activations, "loss": loss}
+    return [peak(loss_formed, {**last, "activations": 0, "loss": 0})] * ranks

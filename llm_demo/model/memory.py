@@ -303,6 +303,12 @@ def largest_unit(sizes: list[int], blocks: list[int]) -> int:
     return max(sum(blocks[end - size : end]) for size, end in zip(sizes, ends, strict=True))
 
 
+def peak(*moments: dict[str, float]) -> dict[str, float]:
+    """GB (2**30 bytes) by part of the moment that takes most. moments: bytes by part."""
+    largest = max(moments, key=lambda parts: sum(parts.values()))
+    return {name: size / GB for name, size in largest.items()}
+
+
 def describe(ranks: list[dict[str, float]], limit_gb: float = 0) -> str:
     """A table of the parts, with a warning if they come near the memory of this device, or near
     limit_gb if that is set."""
