@@ -53,7 +53,7 @@ def choose_attention_kept(
     """(how many of the last blocks, if recomputed, keep what attention returned, the reason)."""
     if train.longest < LONG:
         return 0, "documents are short"
-    if keys_kept(config, compute, train):
+    if keys_kept(compute, train):
         return 0, f"{compute.attn_impl} is no fused kernel here"
     if not (capacity := args.device_memory_gb or this_device().memory_gb):
         return 0, "the memory of this device is not known"
@@ -121,7 +121,7 @@ def of_fsdp(
     costs = block_costs(config, 0)
     blocks = [block.parameters - block.routed * (1 - 1 / spread) for block in costs]
     embedding, n = head_cost(config).parameters, len(blocks)
-    total, size = parameters_of(config), torch.finfo(compute.dtype).bits // 8
+    total, size = parameters_of(config), compute.dtype.itemsize
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     whole = ends + sum(blocks)  # what a rank has when everything is gathered
     unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)

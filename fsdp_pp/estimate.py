@@ -32,7 +32,7 @@ def of_stages(
     blocks, embedding = block_costs(config, 0), head_cost(config).parameters
     pieces = [range(sum(counts[:p]), sum(counts[: p + 1])) for p in range(len(counts))]
     parameters = [sum(blocks[i].parameters for i in piece) for piece in pieces]
-    size = torch.finfo(compute.dtype).bits // 8
+    size = compute.dtype.itemsize
     accum, found = args.grad_accum_steps, []
     tokens = args.micro_batch_size * train.seq_len
     for stage in range(args.stages):

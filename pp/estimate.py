@@ -1,6 +1,5 @@
 """Estimates the peak memory of a pipeline stage."""
 
-import torch
 from deepspeed.runtime.pipe import schedule
 
 from llm_demo.model.costs import block_costs, head_cost
@@ -42,7 +41,7 @@ def of_pipeline(
 ) -> list[dict]:
     """GB (2**30 bytes) by part, one entry per stage. pieces: as `pieces_held` returns them."""
     blocks, embedding = block_costs(config, 0), head_cost(config).parameters
-    size = torch.finfo(compute.dtype).bits // 8
+    size = compute.dtype.itemsize
     tokens, found = args.micro_batch_size * train.seq_len, []
     for stage in pieces:
         ends = sum(first + last for _, _, first, last in stage)

@@ -2,8 +2,6 @@
 
 import math
 
-import torch
-
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit, peak
@@ -25,7 +23,7 @@ def of_host(config, compute, zero: dict, ranks: int) -> float:
     in one buffer, and in the pieces they were made in, which PyTorch keeps for reuse."""
     if "offload_optimizer" not in zero and "offload_param" not in zero:
         return 0
-    size, share = torch.finfo(compute.dtype).bits // 8, parameters_of(config) / ranks
+    size, share = compute.dtype.itemsize, parameters_of(config) / ranks
     total = 0
     if "offload_param" in zero:
         total += _pinned(share * size, zero["offload_param"]) + share * size
@@ -52,7 +50,7 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
     stage, on_host = zero["stage"], "offload_optimizer" in zero
     blocks = [block.parameters for block in block_costs(config, 0)]
     embedding, total = head_cost(config).parameters, parameters_of(config)
-    size = torch.finfo(compute.dtype).bits // 8
+    size = compute.dtype.itemsize
     unit = largest_unit(unit_sizes(config, len(blocks), args.blocks_per_unit), blocks)
     tokens = args.micro_batch_size * train.seq_len
     each = [tokens] * len(blocks)

@@ -30,7 +30,7 @@ PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B 
 def saved_bytes(args, config, compute, train) -> list[float]:
     """Bytes per token that each block keeps for the backward."""
     if args.use_activation_checkpointing:
-        hidden = config.hidden_size * torch.finfo(compute.dtype).bits // 8
+        hidden = config.hidden_size * compute.dtype.itemsize
         return [hidden + CHOICES * k for k in _chosen(config)]
     return _saved_by_blocks(args, config, compute, train)
 
@@ -40,17 +40,17 @@ def attention_bytes(config, compute) -> int:
     it, and the logarithms of the sums."""
     heads = heads_of(config)
     width = max(heads.width, heads.values) if _pads(compute) else heads.values
-    return heads.queries * (width * torch.finfo(compute.dtype).bits // 8 + 4)
+    return heads.queries * (width * compute.dtype.itemsize + 4)
 
 
 def passing_bytes(args, config, compute, train) -> list[float]:
     """Bytes per token that exist only while a block's backward runs: recomputed activations with
     the gradients beside them, and the gradients of the probabilities if attention is not a fused
     kernel."""
-    chosen, size = _chosen(config), torch.finfo(compute.dtype).bits // 8
+    chosen, size = _chosen(config), compute.dtype.itemsize
     recomputed = args.use_activation_checkpointing
     again = _saved_by_blocks(args, config, compute, train) if recomputed else [0] * len(chosen)
-    scores = 2 * config.num_attention_heads * keys_kept(config, compute, train) * 4
+    scores = 2 * config.num_attention_heads * keys_kept(compute, train) * 4
     scores += _exchanged(args, config, compute)[1]
     dense = 0
     if recomputed:
@@ -68,11 +68,11 @@ def _attention_gradients(args, config, compute, train) -> float:
     """Bytes per token of the gradients of a fused kernel's output, queries, keys and values, as
     flash attention and cuDNN have them: of queries also in fp32, of keys and values also for each
     head of queries."""
-    if keys_kept(config, compute, train):
+    if keys_kept(compute, train):
         return 0
     queries, keys, width, values = heads_of(config)
     grouped = queries if keys < queries else 0
-    size = torch.finfo(compute.dtype).bits // 8
+    size = compute.dtype.itemsize
     exchanged = 2 * (getattr(args, "sequence_parallel", 1) > 1)
     numbers = queries * (width + (1 + exchanged) * values) + (keys + grouped) * (width + values)
     rounded = 0  # flash attention has 128 more rows for each document
@@ -89,7 +89,7 @@ def tokens_here(args, train) -> int:
 def _exchanged(args, config, compute) -> tuple[int, int]:
     """(bytes per token that a block keeps because its attention exchanges slices and heads, bytes
     of what it sends and receives meanwhile)."""
-    n, size = getattr(args, "sequence_parallel", 1), torch.finfo(compute.dtype).bits // 8
+    n, size = getattr(args, "sequence_parallel", 1), compute.dtype.itemsize
     if n == 1:
         return 0, 0
     queries, keys, width, values = heads_of(config)
@@ -113,7 +113,7 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
         return [each + exchanged for each in _saved_uncompiled(config, compute, train)]
     lora = getattr(compute, "lora", None)
     more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
-    size = torch.finfo(compute.dtype).bits // 8
+    size = compute.dtype.itemsize
     d, shape = config.hidden_size, heads_of(config)
     # Both residuals and both norms' outputs; q and k, v, the attention output; gate, up and their
     # product. Qwen3 normalises q and k, and keeps them before that too. The compiler recomputes
@@ -236,7 +236,7 @@ def _count(block, config, compute, moved: str, tokens: int) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-def keys_kept(config, compute, train) -> float:
+def keys_kept(compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: none by a fused kernel."""
     device = this_device() if compute.attn_impl == "bucketed" else None
     plain = device and device.vendor == "amd" and why_not("varlen", device, compute.dtype, False)
@@ -252,12 +252,12 @@ def keys_kept(config, compute, train) -> float:
 def _saved_by_kernel(config, compute, train) -> float:
     """Bytes per token kept besides q, k, v and the output if attention is not one fused kernel."""
     heads, _, width, values = heads_of(config)
-    if keys := keys_kept(config, compute, train):
+    if keys := keys_kept(compute, train):
         # the kernel works in fp32, on repeated k and v, and keeps the probabilities
         return heads * (2 * width + values) * 4 + heads * keys * 4
     if compute.attn_impl == "bucketed" and not train.single:
         # q, k and v are kept only in buckets, the output in buckets and in token order
-        return heads * values * torch.finfo(compute.dtype).bits // 8
+        return heads * values * compute.dtype.itemsize
     return 0
 
 
@@ -267,7 +267,7 @@ def loss_bytes(args, config, compute, train) -> float:
     slim = getattr(args, "optimizer_on_host", False) and tokens > CHUNK_ROWS
     rows = min(CHUNK_ROWS // 4 if slim else CHUNK_ROWS, tokens)
     weight = config.vocab_size * config.hidden_size
-    size = torch.finfo(compute.dtype).bits // 8
+    size = compute.dtype.itemsize
     logits = rows * config.vocab_size * size
     # in place if compiled or in fp32, else beside an fp32 copy
     copied = 0 if compute.compile or size == 4 else rows * config.vocab_size * 4
@@ -286,7 +286,7 @@ def at_the_loss(
     saved = saved_bytes(args, config, compute, train)
     kept = sum(count * of_token for count, of_token in zip(tokens, saved, strict=True))
     if getattr(args, "activations_on_host", False):  # a few inputs, but all choices
-        inputs = config.hidden_size * torch.finfo(compute.dtype).bits // 8
+        inputs = config.hidden_size * compute.dtype.itemsize
         kept -= sum(tokens[STAY + 1 :]) * inputs
     if n := getattr(compute, "attention_kept", 0):
         kept += sum(tokens[-n:]) * attention_bytes(config, compute)
