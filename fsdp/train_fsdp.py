@@ -19,11 +19,11 @@ from fsdp.sharding import accumulate, precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards, not_optimized, training_state
 from fsdp.units import plain_units, sharded_units
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import Part, answers_of, label_positions, real_tokens, to_device
-from llm_demo.data.steps import heldout_rows, micro_batches
+from llm_demo.data.batch import Part, label_positions, real_tokens, to_device
+from llm_demo.data.steps import micro_batches
 from llm_demo.dist import from_rank0, once_per_node, run, start
 from llm_demo.errors import UserError
-from llm_demo.loop import prepare, train
+from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.activations_on_host import keep_on_host
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
@@ -48,7 +48,6 @@ from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.masters import Masters
 from llm_demo.parallel.mesh import REPLICA, SHARD, make_expert_mesh, make_mesh, make_row_group
 from llm_demo.plan import make_plan
-from llm_demo.progress import progress
 from llm_demo.run.log import Log
 
 parse = functools.partial(parse_args, __doc__, FsdpArgs, ExpertArgs)
@@ -241,15 +240,15 @@ def main() -> None:
         here, _ = part.of_positions(index, batch.input_ids.shape[1])
         return from_owners(tokens, here, of_row)
 
-    def batches_of(packs, rows, micro=B):
-        replica = world.rank // part.of
-        return micro_batches(packs, rows, replica, data_parallel, micro, data.max_docs)
+    def batches_of(rows):
+        here = world.rank // part.of, data_parallel
+        return micro_batches(data.train, rows, *here, B, data.max_docs)
 
     @torch.no_grad()
     def count_choices(rows):
         """A pass over the step's rows, whose choices the auxiliary loss depends on."""
         model.routers.begin_pass()
-        for batch in batches_of(data.train, rows):
+        for batch in batches_of(rows):
             model.routers.see(*to_device(world.device, real_tokens(batch, part)))
             forward(batch, torch.zeros(1, dtype=torch.int64))
         clock.more["moe/aux_loss"] = model.routers.set_push(args.router_aux_loss, loss_scale.scale)
@@ -258,7 +257,7 @@ def main() -> None:
         total = torch.zeros((), device=world.device)
         if args.router_aux_loss:
             count_choices(rows)
-        for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
+        for i, batch in enumerate(clock.data(batches_of(rows))):
             if model.routers:
                 model.routers.see(*to_device(world.device, real_tokens(batch, part)))
             if sharded:
@@ -279,14 +278,10 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate(micro):
-        rows = heldout_rows(data.heldout, data_parallel, micro)
         total = torch.zeros(2, device=world.device)
-        batches = batches_of(data.heldout, rows, micro)
-        for batch in progress(
-            batches, "evaluating", rows.size // data_parallel // micro, "batches"
-        ):
-            index, targets = label_positions(batch.labels)
-            total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
+        here = data.heldout, world.rank // part.of, data_parallel, micro, data.max_docs
+        for batch, *labels in heldout_batches(*here):
+            total += forward(batch, *labels)
         return total
 
     def facts():

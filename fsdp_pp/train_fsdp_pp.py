@@ -22,11 +22,11 @@ from fsdp_pp.pieces import Pieces
 from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, label_positions, to_device
+from llm_demo.data.batch import label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import run, start
 from llm_demo.errors import UserError
-from llm_demo.loop import prepare, train
+from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, split
@@ -46,7 +46,6 @@ from llm_demo.optim import (
 from llm_demo.parallel.masters import Masters
 from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh
 from llm_demo.plan import make_plan
-from llm_demo.progress import progress
 from llm_demo.run.log import Log
 
 parse = functools.partial(parse_args, __doc__, FsdpPipeArgs, ExpertArgs)
@@ -190,9 +189,6 @@ def main() -> None:
         names = "position_ids", "index", "targets", "answers"
         return moved[0], {"documents": documents, **dict(zip(names, moved[1:], strict=False))}
 
-    def batches_of(packs, rows, micro=B):
-        return micro_batches(packs, rows, shard, n_shards, micro, data.max_docs)
-
     def run_pipeline(work, inputs, micro, take, backward=None):
         """Do this stage's work. take(output): what follows the last piece."""
 
@@ -208,7 +204,8 @@ def main() -> None:
 
     def step(rows, n_labels, lr):
         total = torch.zeros((), device=world.device)
-        batches = clock.data(batches_of(data.train, rows))
+        batches = micro_batches(data.train, rows, shard, n_shards, B, data.max_docs)
+        batches = clock.data(batches)
         inputs = Lookahead(inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
 
         def take(loss):
@@ -236,18 +233,11 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate(micro):
-        rows = heldout_rows(data.heldout, n_shards, micro)
-        count = rows.size // n_shards // micro
-        batches = batches_of(data.heldout, rows, micro)
+        count = heldout_rows(data.heldout, n_shards, micro).size // n_shards // micro
         total = torch.zeros(2, device=world.device)
-
-        def inputs():
-            for batch in progress(batches, "evaluating", count, "batches"):
-                index, targets = label_positions(batch.labels)
-                yield inputs_of(batch, index, targets, answers_of(index, batch.cu_seqlens))
-
-        forwards = order_here(orders.forwards_only, count)
-        run_pipeline(forwards, Lookahead(inputs()), micro, total.add_)
+        batches = heldout_batches(data.heldout, shard, n_shards, micro, data.max_docs)
+        inputs = Lookahead(inputs_of(batch, *labels) for batch, *labels in batches)
+        run_pipeline(order_here(orders.forwards_only, count), inputs, micro, total.add_)
         return total
 
     @torch.no_grad()

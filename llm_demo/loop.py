@@ -1,13 +1,14 @@
 """The training loop, from step 1 to the last line; the same for all kinds of parallelism."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
 from llm_demo.args import Args
-from llm_demo.data.steps import Packs, collate, token_counts
+from llm_demo.data.batch import Batch, answers_of, label_positions
+from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
@@ -16,6 +17,7 @@ from llm_demo.model.generate import generate, prompts_of, stop_tokens
 from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
 from llm_demo.plan import Plan
+from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
 from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
@@ -46,6 +48,18 @@ def prepare(
             clock.history.records += log.open(clock.history.first_step)
             finish(world, log, clock)
     return None
+
+
+def heldout_batches(
+    packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
+) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows, with
+    its progress: as label_positions and answers_of return them, on the CPU."""
+    rows = heldout_rows(packs, replicas, micro)
+    batches = micro_batches(packs, rows, replica, replicas, micro, max_docs)
+    for batch in progress(batches, "evaluating", rows.size // replicas // micro, "batches"):
+        index, targets = label_positions(batch.labels)
+        yield batch, index, targets, answers_of(index, batch.cu_seqlens)
 
 
 def train(

@@ -10,10 +10,10 @@ import functools
 import torch
 
 from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, label_positions, to_device
-from llm_demo.data.steps import heldout_rows, micro_batches
+from llm_demo.data.batch import label_positions, to_device
+from llm_demo.data.steps import micro_batches
 from llm_demo.dist import run, start
-from llm_demo.loop import prepare, train
+from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.costs import param_count
@@ -22,7 +22,6 @@ from llm_demo.model.source import refuse_experts
 from llm_demo.model.weights import loading
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
-from llm_demo.progress import progress
 from llm_demo.run.log import Log
 from zero.flags import ZeroArgs
 
@@ -88,13 +87,11 @@ def main() -> None:
         inputs = to_device(world.device, batch.input_ids, batch.position_ids)
         return call(*inputs, documents, *to_device(world.device, index, targets, answers))
 
-    def batches_of(packs, rows, micro=B):
-        return micro_batches(packs, rows, world.rank, world.size, micro, data.max_docs)
-
     def step(rows, n_labels, lr):
         set_lr(engine.optimizer, lr)
         total = torch.zeros((), device=world.device)
-        for i, batch in enumerate(clock.data(batches_of(data.train, rows))):
+        batches = micro_batches(data.train, rows, world.rank, world.size, B, data.max_docs)
+        for i, batch in enumerate(clock.data(batches)):
             # By hand: the engine would count micro-batches, also those before a resumed run.
             engine.set_gradient_accumulation_boundary(i == accum - 1)
             loss = forward(batch, *label_positions(batch.labels), call=engine) / n_labels
@@ -106,12 +103,10 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate(micro):
-        rows = heldout_rows(data.heldout, world.size, micro)
         total = torch.zeros(2, device=world.device)
-        batches = batches_of(data.heldout, rows, micro)
-        for batch in progress(batches, "evaluating", rows.size // world.size // micro, "batches"):
-            index, targets = label_positions(batch.labels)
-            total += forward(batch, index, targets, answers_of(index, batch.cu_seqlens))
+        here = data.heldout, world.rank, world.size, micro, data.max_docs
+        for batch, *labels in heldout_batches(*here):
+            total += forward(batch, *labels)
         return total
 
     state = functools.partial(ds_state.training_state, engine)
