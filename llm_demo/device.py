@@ -62,29 +62,20 @@ def drawn_on() -> str:
     return device.name if device.type == "cuda" else "CPU"
 
 
-def is_sm80(device: Device) -> bool:
-    """Whether this is an NVIDIA GPU of the Ampere generation or later."""
-    return _is_sm(device, 80)
-
-
-def is_sm90(device: Device) -> bool:
-    """Whether this is an NVIDIA GPU of the Hopper generation or later."""
-    return _is_sm(device, 90)
-
-
-def _is_sm(device: Device, least: int) -> bool:
+def is_sm(device: Device, least: int) -> bool:
+    """Whether this is an NVIDIA GPU of at least this generation: 80 is Ampere, 90 Hopper."""
     return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= least
 
 
 def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     """The compute dtype for --dtype `asked`, and the reason. Raises UserError for no bf16."""
     if asked != "auto":
-        if asked == "bf16" and device.vendor == "nvidia" and not is_sm80(device):
+        if asked == "bf16" and device.vendor == "nvidia" and not is_sm(device, 80):
             raise UserError(f"--dtype bf16: {device.name} ({device.arch}) has no bf16: use fp16")
         return DTYPES[asked], "as requested"
     if device.type == "cpu":
         return torch.float32, "exact, and a CPU gains little from lower precision"
-    if device.vendor == "nvidia" and not is_sm80(device):
+    if device.vendor == "nvidia" and not is_sm(device, 80):
         return torch.float16, f"{device.arch} has no bf16"
     if device.arch == "gfx908":
         return torch.bfloat16, "needs no loss scaling; on gfx908 fp16 has twice its matrix rate"

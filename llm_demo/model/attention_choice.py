@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from llm_demo.device import DTYPES, Device, is_sm80, is_sm90
+from llm_demo.device import DTYPES, Device, is_sm
 from llm_demo.errors import UserError
 from llm_demo.model.attention import BACKENDS, IMPLS, LONG, make_documents
 from llm_demo.probe import probe_once
@@ -40,7 +40,7 @@ def why_not(impl: str, device: Device, dtype: torch.dtype, single: bool) -> str 
 
 def has_fused_kernels(device: Device) -> bool:
     amd = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
-    return is_sm80(device) or device.vendor == "amd" and device.arch.startswith(amd)
+    return is_sm(device, 80) or device.vendor == "amd" and device.arch.startswith(amd)
 
 
 def choose_attention(
@@ -56,7 +56,7 @@ def choose_attention(
     probe = probe or probe_backend
     reasons = []
     impls = IMPLS if asked == "auto" else (asked,)
-    if asked == "auto" and not (longest >= LONG and is_sm90(device)):
+    if asked == "auto" and not (longest >= LONG and is_sm(device, 90)):
         impls = [impl for impl in IMPLS if impl != "varlen_cudnn"]  # no gain, or not measured
     for impl in impls:
         problem = why_not(impl, device, dtype, single)

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch import nn
 
-from llm_demo.device import Device, is_sm80
+from llm_demo.device import Device, is_sm
 from llm_demo.probe import probe_once
 
 
@@ -24,7 +24,7 @@ def choose_compile(
     if asked is None:
         if device.type == "cpu":
             return False, "compiling takes longer than it saves on a CPU"
-        if not is_sm80(device):
+        if not is_sm(device, 80):
             return False, f"not measured on {device.arch}; --compile enables it"
         if attn_impl.startswith("bucketed") or attn_impl == "math":
             return False, f"attention {attn_impl} has shapes that change with the data"
