@@ -30,8 +30,10 @@ ZERO = {
 }  # fmt: skip
 
 
-class _Cut(PipelineModule):
-    """PipelineModule cut at the layer numbers `bounds`, one more than there are pieces."""
+class Pipeline(PipelineModule):
+    """1F1B: one piece per stage. PipelineModule cut at the layer numbers `bounds`, one more than
+    there are pieces. DeepSpeed chooses the order of work from the module's class: PipelineModule
+    gives 1F1B, DualPipeVModule DualPipeV."""
 
     def __init__(self, layers, bounds: list[int], stages: int, **kwargs):
         object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
@@ -49,12 +51,7 @@ class _Cut(PipelineModule):
         super()._synchronize_tied_weights()
 
 
-class Pipeline(_Cut):
-    """1F1B: one piece per stage. DeepSpeed chooses the order of work from the module's class:
-    PipelineModule gives 1F1B, DualPipeVModule DualPipeV."""
-
-
-class PipelineV(DualPipeVModule, _Cut):
+class PipelineV(DualPipeVModule, Pipeline):
     """DualPipeV: two pieces per stage, out and back; the first stage has both ends."""
 
 
