@@ -10,7 +10,6 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.flags import ExpertArgs
 from fsdp.fsdp2 import reduce_traffic
@@ -44,7 +43,7 @@ from llm_demo.optim import (
     set_lr,
 )
 from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh
+from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
 from llm_demo.plan import make_plan
 from llm_demo.run.log import Log
 
@@ -139,9 +138,8 @@ def main() -> None:
     ends = ranks[where[0]].tolist(), ranks[where[last]].tolist()
     group = tied_group(*ends, shard) if config.tie_word_embeddings else None
     copies = TiedEnds(pieces.tied(), optimized, group)
-    if world.device.type != "cpu":  # made by all ranks together, for saves in the background
-        on_cpu = DeviceMesh("cpu", grid.mesh, mesh_dim_names=grid.mesh_dim_names)
-        checkpoints.meshes[grid[SHARD]] = on_cpu[SHARD]
+    # made by all ranks together, for saves in the background
+    checkpoints.meshes[grid[SHARD]] = on_device(grid, "cpu")[SHARD]
     fixed = not_optimized(pieces)
     state = functools.partial(training_state, copies.saved, optimizer, grid[SHARD], None, fixed)
     if checkpoints.path:

@@ -14,7 +14,6 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from llm_demo.args import Args
@@ -23,7 +22,7 @@ from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.files import PART
 from llm_demo.model.lora import same_base
-from llm_demo.parallel.mesh import local_part
+from llm_demo.parallel.mesh import local_part, on_device
 from llm_demo.process import stop_signals
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import (
@@ -354,18 +353,12 @@ class Checkpoints:
                 self.staged[name] = torch.empty_like(local, device="cpu")
             copies[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
-                where = self._on_cpu(t.device_mesh), t.placements
+                mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
                 how = {"shape": t.shape, "stride": t.stride()}
-                copies[name] = DTensor.from_local(copies[name], *where, **how)
+                copies[name] = DTensor.from_local(copies[name], mesh, t.placements, **how)
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
         return copies
-
-    def _on_cpu(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The same mesh of ranks, for tensors in host memory. Every rank calls."""
-        if mesh.device_type != "cpu" and mesh not in self.meshes:
-            self.meshes[mesh] = DeviceMesh("cpu", mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
-        return self.meshes.get(mesh, mesh)
 
     def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:
         part = self.folder / f"{PART}{name}"
