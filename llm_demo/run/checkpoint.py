@@ -356,8 +356,7 @@ class Checkpoints:
                 mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
                 how = {"shape": t.shape, "stride": t.stride()}
                 copies[name] = DTensor.from_local(copies[name], mesh, t.placements, **how)
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(self.world.device).synchronize()
         return copies
 
     def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:

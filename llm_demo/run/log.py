@@ -91,8 +91,7 @@ class Log:
             for record in self.early_records:
                 self.record(record)
 
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
+        torch.get_device_module(self.world.device).synchronize()
         torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: waits for all ranks
         from_rank0(self.world, make)
         return earlier

@@ -41,12 +41,8 @@ class StepProfiler:
         self.first, self.last, self.world = *steps, world
         self.profile = None
 
-    def wait_for_device(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def start(self) -> None:
-        self.wait_for_device()
+        torch.get_device_module(self.world.device).synchronize()
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.world.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -57,7 +53,7 @@ class StepProfiler:
 
     def stop(self, folder: Path) -> dict:
         """Write trace_rank*.json.gz and profile.txt to `folder`; returns all ranks' figures."""
-        self.wait_for_device()
+        torch.get_device_module(self.world.device).synchronize()
         self.profile.stop()
         folder.mkdir(parents=True, exist_ok=True)  # on other nodes too
         path = folder / f"trace_rank{self.world.rank}.json"
