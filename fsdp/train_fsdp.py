@@ -6,7 +6,6 @@ python fsdp/train_fsdp.py                                    one process: the pl
 """
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -183,7 +182,10 @@ def main() -> None:
             summed = 1 if compresses else replicas
             for missing in reduce_traffic(model, world, group, *how, units, summed):
                 log.say(f"fsdp: {missing}")
-        load(lm, weights, args.seed, optimized and optimized.keep)
+        store = optimized and optimized.keep
+        fill(lm, "model", weights, args.seed, store)
+        if not tied:
+            fill(lm, "lm_head", weights, args.seed, store)
         if on_host:
             optimized.allocate()
         elif flat:
@@ -336,13 +338,6 @@ def choose_engines(asked: bool | None, world, group, units: list[Blocks], log: L
     log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
     log.resolved(copy_engines=engines)
     return engines
-
-
-def load(lm, weights, seed: int, store: Callable | None) -> None:
-    """Fill this rank's share of an allocated model. store: as in weights.fill."""
-    fill(lm, "model", weights, seed, store)
-    if not lm.config.tie_word_embeddings:
-        fill(lm, "lm_head", weights, seed, store)
 
 
 if __name__ == "__main__":
