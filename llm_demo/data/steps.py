@@ -149,7 +149,7 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     if max(map(len, lengths)) > max_docs:
         raise ValueError(f"a row of {rows} has more documents than max_docs {max_docs}")
     ids, labels = np.stack(ids), np.stack(labels)
-    bounds = _bounds(lengths, packs.seq_len, max_docs)
+    bounds = bounds_of(lengths, packs.seq_len, max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
     rows = np.asarray(rows)
     n_tokens = np.where(rows < 0, 0, packs.token_counts[rows]).astype(np.int64)
@@ -160,10 +160,11 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
 def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
     """cu_seqlens of these rows, as in Batch, without reading any tokens."""
     lengths = [packs.lengths(int(row)) for row in rows]
-    return torch.from_numpy(_bounds(lengths, packs.seq_len, max_docs))
+    return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
 
 
-def _bounds(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
+def bounds_of(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
+    """cu_seqlens as in Batch. lengths: of each row's documents, see Packs.row."""
     ends = list(itertools.accumulate(itertools.chain(*lengths)))
     bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
     bounds[: len(ends) + 1] = [0, *ends]

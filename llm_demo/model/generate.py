@@ -8,7 +8,7 @@ import torch
 
 from llm_demo.data.batch import IGNORE_INDEX, Batch, position_ids
 from llm_demo.data.labels import REFUSALS
-from llm_demo.data.steps import Packs
+from llm_demo.data.steps import Packs, bounds_of
 
 
 def stop_tokens(tokenizer) -> list[int]:
@@ -78,11 +78,7 @@ def generate(
 def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Batch:
     rows = rows + [[]] * (count - len(rows))
     ids = torch.tensor([row + [0] * (seq_len - len(row)) for row in rows])
-    # a row's document ends after its tokens, its padding's at the row's end
-    pairs = [(i * seq_len + len(row), (i + 1) * seq_len) for i, row in enumerate(rows)]
-    ends = sorted({end for pair in pairs for end in pair} - {0})
-    cu = torch.full((count * max_docs + 1,), count * seq_len, dtype=torch.int32)
-    cu[0] = 0
-    cu[1 : len(ends) + 1] = torch.tensor(ends, dtype=torch.int32)
+    lengths = [[n for n in (len(row), seq_len - len(row)) if n] for row in rows]  # and of padding
+    cu = torch.from_numpy(bounds_of(lengths, seq_len, max_docs))
     labels = torch.full_like(ids, IGNORE_INDEX)
     return Batch(ids, labels, position_ids(cu, (count, seq_len)), cu)
