@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llm_demo.args import ExpertArgs, default, flag  # noqa: F401  both groups are the script's
+from llm_demo.args import ExpertArgs, flag  # noqa: F401  both groups are the script's
 from llm_demo.errors import UserError
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
@@ -102,7 +102,7 @@ class FsdpArgs:
         if args.activations_on_host and args.blocks_per_unit > 1:
             raise UserError("--activations_on_host works on single blocks: drop --blocks_per_unit")
         for name in LORA:
-            if not args.lora_rank and getattr(args, name) != default(FsdpArgs, name):
+            if not args.lora_rank and getattr(args, name) != getattr(FsdpArgs, name):
                 raise UserError(f"--{name} needs --lora_rank")
         for name, why in NOT_WITH_LORA.items():
             if args.lora_rank and getattr(args, name):

@@ -299,11 +299,6 @@ def choices(group: type, name: str) -> tuple[str, ...]:
     return choices_of(next(f for f in dataclasses.fields(group) if f.name == name))
 
 
-def default(group: type, name: str):
-    """The default of a flag of this dataclass."""
-    return next(f.default for f in dataclasses.fields(group) if f.name == name)
-
-
 def env_of(field: dataclasses.Field) -> str:
     """The environment variable that sets a flag through a launcher; "" if there is none."""
     env = field.metadata["env"]
