@@ -85,7 +85,7 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
     for device, answer in zip(devices, answers, strict=True):
         load, fault = loads.get(device["bus"], {}), faults[device["bus"]]
         device |= answer | {"load": load, "faults": fault}
-    tell(gpus.gpu_lines(devices))
+    tell([gpus.gpu_line(each, devices, f"gpu {i}") for i, each in enumerate(devices)])
     links, indices = gpus.nvlinks(), [device["index"] for device in devices]
     tell(gpus.nvlink_lines(links, indices))
     if len(devices) < 2:

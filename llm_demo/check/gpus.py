@@ -96,12 +96,8 @@ def amd_gb(place: str, name: str) -> float:
     return (number(read(f"sys/bus/pci/devices/{place}/mem_info_{name}")) or 0) / 2**30
 
 
-def gpu_lines(gpus: list[dict]) -> list:
-    """One line per GPU. gpus: each one's facts, rates, load and memory faults."""
-    return [_gpu_line(gpu, gpus, f"gpu {i}") for i, gpu in enumerate(gpus)]
-
-
-def _gpu_line(gpu, gpus, name):
+def gpu_line(gpu: dict, gpus: list[dict], name: str) -> tuple:
+    """The line of a GPU. gpus: each one's facts, rates, load and memory faults."""
     text = f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']:.0f} GB"
     if gpu.get("problem"):
         fix = "look for GPU errors: sudo dmesg | grep -iE 'xid|amdgpu'; is its memory full?"
