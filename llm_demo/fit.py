@@ -76,31 +76,15 @@ class Choice(NamedTuple):
         return ", ".join(words)
 
 
-class _Known:
-    """A configuration that keeps what was read: transformers takes 2 us to look up a value."""
-
-    def __init__(self, config):
-        self._config, self._absent = config, set()
-
-    def __getattr__(self, name):
-        if name in self._absent:
-            raise AttributeError(name)
-        try:
-            value = getattr(self._config, name)
-        except AttributeError:
-            self._absent.add(name)
-            raise
-        setattr(self, name, value)
-        return value
-
-
 def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting worth a look, whether it fits or not."""
     lora, rank = None, {}
     if ask.lora_rank:
         rank = {"lora_rank": ask.lora_rank}
         lora = choose_lora(dataclasses.replace(flags_of(FsdpArgs), **rank), config, {})
-    config = _Known(config)
+    # a copy with the same values: transformers takes 2 us to look one up
+    names = (*config.to_dict(), *config.attribute_map)
+    config = SimpleNamespace(**{n: getattr(config, n) for n in names if hasattr(config, n)})
     ckpt = {"use_activation_checkpointing": True}
     ways = [{}, {"activation_memory_budget": 0.6}, ckpt]
     if ask.seq_len >= LONG:
