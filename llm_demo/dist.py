@@ -101,6 +101,11 @@ def _let_others_speak() -> None:
     time.sleep(3)
 
 
+def lost_peer(error: BaseException) -> bool:
+    """Whether an operation failed because another rank has ended."""
+    return any(f"onnection {how} by peer" in str(error) for how in ("closed", "reset"))
+
+
 def run(
     main: Callable[[], None], parse: Callable | None = None, advice: Callable | None = None
 ) -> None:
@@ -141,7 +146,7 @@ def run(
         print(said, file=sys.stderr)
     except Exception as e:
         code = 1
-        if "onnection closed by peer" in str(e) or "onnection reset by peer" in str(e):
+        if lost_peer(e):
             rank = os.environ["RANK"]
             _let_others_speak()  # the peer prints the reason, and the launcher ends this rank
             print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)

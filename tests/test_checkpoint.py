@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import ROOT, python, run
 
 from llm_demo.device import World
+from llm_demo.dist import lost_peer
 from llm_demo.errors import UserError
 from llm_demo.run import checkpoint, checkpoint_files
 
@@ -223,6 +224,23 @@ def test_a_file_that_rank_0_does_not_see_is_published_by_nobody(tmp_path, monkey
     with pytest.raises(UserError, match="rank 0 can't see __1_0.distcp: all nodes must share"):
         save(checkpoints, 1)
     assert not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_peer_lost_while_a_checkpoint_is_written_is_not_a_full_disk(
+    in_background, tmp_path, monkeypatch
+):
+    """Exit code 1, and a restart goes on; bad input, with 2, would end the run for good."""
+
+    def lose(*args):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9")
+
+    monkeypatch.setattr(checkpoint, "write", lose)
+    checkpoints = make(tmp_path, save=True, save_every=1, save_async=in_background)
+    with pytest.raises(RuntimeError) as raised:
+        checkpoints.save(1, state(1), {}, wait=not in_background)
+        checkpoints.finish()
+    assert lost_peer(raised.value)
 
 
 @pytest.mark.parametrize("in_background", [False, True])

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.args import Args
 from llm_demo.device import World, pin
-from llm_demo.dist import from_rank0, timeout
+from llm_demo.dist import from_rank0, lost_peer, timeout
 from llm_demo.errors import Stopped, UserError
 from llm_demo.files import PART
 from llm_demo.model.lora import same_base
@@ -292,7 +292,7 @@ class Checkpoints:
             self.thread.join()
             self.thread = None
         if self.problem:
-            raise UserError(self.problem)
+            raise self.problem
         self._report()
 
     def _report(self) -> None:
@@ -379,11 +379,13 @@ class Checkpoints:
             )
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             final, reason = self.folder / name, reason_of(e, part)
-            self.problem = (
+            self.problem = UserError(
                 f"checkpoint {final} can't be written: {reason}; {last_checkpoint(self.log.folder)}"
             )
             if not self.log.folder.is_dir():
-                self.problem = folder_gone(self.log.folder)
+                self.problem = UserError(folder_gone(self.log.folder))
+            elif lost_peer(e):  # its end is what went wrong, not the writing
+                self.problem = RuntimeError(str(e))
             if self.world.rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
 
