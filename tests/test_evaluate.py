@@ -58,10 +58,12 @@ def transformers_loss(model_folder, data, seq_len, **keys):
     return total / tokens, tokens
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")  # of names that transformers drops
 @pytest.mark.parametrize("batch", [1, 3])
-def test_loss_and_answers_are_those_of_plain_transformers(batch, folder):
+def test_loss_and_answers_are_those_of_plain_transformers(batch, folder, capsys):
     args = evaluate.make_parser().parse_args(arguments(folder, "--batch_size", str(batch)))
     found = evaluate.evaluate(str(folder / "base"), args, torch.device("cpu"), torch.float32)
+    assert "answers by continuous batching (faster" in capsys.readouterr().err
     (file,) = found["files"]
     model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
