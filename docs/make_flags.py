@@ -32,8 +32,8 @@ script. Asking for a number of epochs drops the launcher's number of steps. With
 and data ({bundled}), the launchers set {first_run} where these are empty.
 
 An unknown flag, a wrong value or a contradiction is one line, `error: ...`, and exit code 2,
-before anything is imported. What the model does not allow is refused before data is read, and what
-its rows do not before training.
+before anything is imported. A model that the script cannot train is refused before data is read,
+and whatever else cannot work before step 1.
 """
 
 

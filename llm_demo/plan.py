@@ -102,9 +102,7 @@ class Plan(NamedTuple):
     sample_tokens: int  # length of the sample answers at the end
 
 
-def make_plan(
-    args: Args, world: World, log: Log, data_parallel: int, refuse: Callable = lambda config: None
-) -> Plan:
+def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Callable) -> Plan:
     """Decide what the flags leave open, and print it. Raises UserError on every rank.
     refuse(config): raises one for a model that the script can't train, before data is read."""
     say = log.say

@@ -96,7 +96,8 @@ def test_only_commands_that_can_work(folder, monkeypatch):
 def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):
     for name in ("hf", "merged"):
         (folder / name).mkdir()
-        card = "Fine-tuned with llm_demo, FSDP2, 3 optimizer steps, from `x`"
+        blank = dict.fromkeys(("head", "name", "base", "data", "heldout", "table"), "")
+        card = export.CARD.format(steps=3, tokens=9, learnt=9, parallelism="FSDP2", **blank)
         (folder / name / "README.md").write_text(card)
     assert "export" not in said(folder)
     found = said(folder, lora_rank=4)

@@ -19,7 +19,7 @@ from llm_demo.data.batch import Record, Sample
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.packing import best_fit, choose_seq_len, fit
 from llm_demo.data.records import RowFormat, detect_format, to_record, unused_keys, used_keys
-from llm_demo.data.sources import counted, hub_parts, read_rows
+from llm_demo.data.sources import hub_parts, read_rows, row_prefix
 from llm_demo.errors import UserError
 from llm_demo.progress import progress
 
@@ -223,7 +223,7 @@ def _cut(
             if isinstance(pieces, str):
                 stats["skipped"][pieces] = stats["skipped"].get(pieces, 0) + 1
                 if pieces not in stats["first_skipped"]:
-                    where = f"{counted(files[documents.file[i]])}{documents.row[i]}"
+                    where = f"{row_prefix(files[documents.file[i]])}{documents.row[i]}"
                     stats["first_skipped"][pieces] = where
                 continue
             lost["tokens"] += len(sample.ids) - sum(len(piece.ids) for piece in pieces)

@@ -135,9 +135,9 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
     row of another type."""
     readers = {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv, ".json": _read_json}
     read = _read_hub if hub_parts(path) else readers.get(_suffix(path), _read_lines)
-    number, to_number = 0, counted(path)
+    number, prefix = 0, row_prefix(path)
     for number, row in read(path, progress):
-        where = f"{to_number}{number}"
+        where = f"{prefix}{number}"
         if not isinstance(row, dict):
             wrong_name = isinstance(row, list) and _suffix(path) != ".json"
             hint = "; a file with one array of rows must be named .json" * wrong_name
@@ -149,8 +149,8 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         raise UserError(f"{path} is empty: it has no rows to train on")
 
 
-def counted(path: str) -> str:
-    """What stands before the number of a row in `read_rows`: the file, and if it counts rows."""
+def row_prefix(path: str) -> str:
+    """What stands before a row's number: "FILE, row " in tables and arrays, else "FILE:"."""
     tables = (".csv", ".tsv", ".parquet")
     rows = hub_parts(path) or _suffix(path) in tables or _suffix(path) == ".json" and _array(path)
     return f"{path}, row " if rows else f"{path}:"
