@@ -52,7 +52,9 @@ def _ways(env="", steps=12):
     """Every way to spread a run over two GPUs, at 16k, 33k and 65k tokens a step."""
     ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
     ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
-    ways += [("fsdp_pp", 2, f"--schedule {s}") for s in ("1f1b", "interleaved", "torch_1f1b")]
+    # PyTorch's runner for comparison; over a slow link, what --run_ahead gains there
+    other = "--run_ahead 1" if env else "--schedule torch_1f1b"
+    ways += [("fsdp_pp", 2, flags) for flags in ("", "--schedule interleaved", other)]
     return [
         {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
         for n in (1, 2, 4) for engine, times, flags in ways
