@@ -43,8 +43,11 @@ dist.destroy_process_group()
 def test_union_and_waiting():
     assert union([]) == 0
     assert union([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
-    ranks = [{"a": 5.0, "b": 1.0}, {"a": 2.0, "b": 4.0}, {"b": 9.0}]
-    assert [waiting(rank, ranks) for rank in ranks] == [3.0, 3.0, 8.0]
+    ranks = [{"a": (0, 5), "b": (5, 6)}, {"a": (3, 5), "b": (6, 10)}, {"b": (1, 10)}]
+    assert [waiting(rank, ranks) for rank in ranks] == [3, 3, 8]
+    # two receives, posted early on streams of their own: they wait at the same time
+    early, late = {"c": (0, 10), "d": (2, 13)}, {"c": (9, 10), "d": (12, 13)}
+    assert [waiting(rank, [early, late]) for rank in (early, late)] == [12, 0]
 
 
 def test_exposed_is_communication_that_the_compute_stream_waits_for():
@@ -62,9 +65,9 @@ def test_exposed_is_communication_that_the_compute_stream_waits_for():
         (at(8), at(13)),
         (at(30), at(31)),
     ]  # both for a sum on the other stream, the first for the operation, too
-    busy, exposed, doubt, durations = timer.read((ops, waits), at(0))
+    busy, exposed, doubt, operations = timer.read((ops, waits), at(0))
     assert busy == pytest.approx(10) and exposed == pytest.approx(3) and doubt == 2
-    assert list(durations.values()) == [pytest.approx(9), pytest.approx(1)]
+    assert [*operations.values()] == [pytest.approx((1, 10)), pytest.approx((20, 21))]
 
 
 def test_events_are_used_again(monkeypatch):

@@ -7,9 +7,10 @@ which a pipeline sends and receives. On a CPU the clock is read instead.
     busy     union of the times in which an operation was under way, waiting for a peer included
     exposed  the part of busy in which nothing was computed: operations on the compute stream,
              and operations on other streams while it waits for them
-    wait     the part of busy that was not transfer: each operation's time beyond the shortest time
-             of that operation over its ranks; a send and its receive count as one operation,
-             matched by order
+    wait     the part of busy that was not transfer: the union of the operations' waits. Each wait
+             lasts from the operation's start for its time beyond the shortest time of the same
+             operation on any of its ranks; a send and its receive count as one operation, matched
+             by order
 
 profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
 which no kernel runs although one is launched. The two differ where the host is late: events know
@@ -183,8 +184,8 @@ class CommTimer:
         return taken
 
     def read(self, taken, origin) -> tuple[float, float, float, dict]:
-        """(busy ms, exposed ms, doubt ms, {operation: ms}) of what `take` returned. origin: an
-        earlier event."""
+        """(busy ms, exposed ms, doubt ms, {operation: (start, end)}) of what `take` returned, with
+        start and end in ms since `origin`, an earlier event."""
         ops, waits = taken
 
         def interval(start, end, late=0.0):
@@ -199,10 +200,10 @@ class CommTimer:
         busy = union(spans)
         # the compute stream also waits for arithmetic on other streams: count only the overlap
         exposed = busy + union(stalls) - union(spans + stalls)
-        durations = {key: end - start for key, _, (start, end) in timed}
         self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
         self.spare += [event for pair in waits for event in pair]
-        return busy, exposed, math.fsum(op[-1] for op in ops), durations
+        doubt = math.fsum(op[-1] for op in ops)
+        return busy, exposed, doubt, {key: span for key, _, span in timed}
 
 
 class _Waited:
@@ -217,13 +218,14 @@ class _Waited:
         self.done()
 
 
-def waiting(durations: dict, of_all_ranks: list[dict]) -> float:
-    """Total ms of one rank's operations beyond the fastest rank's time for the same operation."""
-    total = 0.0
-    for key, mine in durations.items():
-        same = [other[key] for other in of_all_ranks if key in other]
-        total += mine - min(same)
-    return total
+def waiting(mine: dict, of_all_ranks: list[dict]) -> float:
+    """How long one rank waited inside operations, overlaps counted once. Arguments: {operation:
+    (start, end)}, each rank's by its own clock, in the unit of the result."""
+    waits = []
+    for key, (start, end) in mine.items():
+        transfer = min(stop - begin for begin, stop in (o[key] for o in of_all_ranks if key in o))
+        waits.append((start, end - transfer))
+    return union(waits)
 
 
 class Gather:
@@ -240,13 +242,16 @@ class Gather:
         return [x.tolist() for x in ranks]
 
     def waits(self, operations: dict) -> list[float]:
-        """Each rank's `waiting`, in ms. operations: this rank's {operation: ms}."""
+        """Each rank's `waiting`, in ms. operations: this rank's {operation: (start, end)}."""
         # Steps repeat the same operations, so their names are exchanged only when they change.
         if any(row[0] for row in self.floats([self.keys is None or self.keys != list(operations)])):
             self.keys, self.all_keys = list(operations), [None] * self.world.size
             dist.all_gather_object(self.all_keys, self.keys)
-        longest = max(map(len, self.all_keys))
-        rows = self.floats([*operations.values(), *[0.0] * (longest - len(operations))])
-        pairs = zip(self.all_keys, rows, strict=True)
-        ranks = [dict(zip(keys, row, strict=False)) for keys, row in pairs]
+        times = [ms for span in operations.values() for ms in span]
+        longest = 2 * max(map(len, self.all_keys))
+        rows = self.floats([*times, *[0.0] * (longest - len(times))])
+        ranks = [
+            dict(zip(keys, zip(row[::2], row[1::2], strict=True), strict=False))
+            for keys, row in zip(self.all_keys, rows, strict=True)
+        ]
         return [waiting(rank, ranks) for rank in ranks]

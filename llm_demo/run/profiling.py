@@ -77,7 +77,7 @@ def analyse(trace: dict, steps: int) -> dict:
     """Figures of one rank's trace of `steps` steps, in ms of one step: total, compute, comm (busy),
     exposed (comm while no kernel ran though one was launched), idle (the rest of total, including
     communication that delayed nothing), host (idle while waiting for the host); operations {key:
-    ms} of all steps; kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)} of one step."""
+    (start, end)} of all steps, in microseconds; kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)} of one step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
@@ -125,11 +125,11 @@ def analyse(trace: dict, steps: int) -> dict:
         ms, n, total = kinds.get(kind, (0.0, 0, 0))
         kinds[kind] = ms + e["dur"] / 1e3 / steps, n + 1, total + size
         if not BY_ENGINES.search(e["name"]):
-            operations[kind, group, counts[kind, group]] = e["dur"] / 1e3
+            operations[kind, group, counts[kind, group]] = e["ts"], e["ts"] + e["dur"]
             counts[kind, group] += 1
     for stream, intervals in enumerate(copied):
-        for n, (start, stop) in enumerate(intervals):
-            operations["copies", str(stream), n] = (stop - start) / 1e3
+        for n, span in enumerate(intervals):
+            operations["copies", str(stream), n] = span
     per_step = 1e3 * steps
     return {
         "total": (end - begin) / per_step,
@@ -200,7 +200,7 @@ def combine(ranks: list[dict]) -> dict:
     """All ranks' figures side by side, with each rank's waiting time (ms of one step)."""
     operations = [rank.pop("operations") for rank in ranks]
     for rank, mine in zip(ranks, operations, strict=True):
-        rank["wait"] = waiting(mine, operations) / rank["steps"]
+        rank["wait"] = waiting(mine, operations) / (1e3 * rank["steps"])
     return {"ranks": ranks}
 
 
