@@ -1,8 +1,9 @@
 """Pictures of results: python -m bench.plots NAME ... [--check]
 
 Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against slots per step, with
-the crossover marked; peak memory; how a step's time is spent. --check fails if a picture was drawn
-from other results."""
+the crossover marked; peak memory; how a step's time is spent. Several files with commas between
+them become one picture, named after the first: throughput only, one panel a file, as for links of
+different speed. --check fails if a picture was drawn from other results."""
 
 import hashlib
 import json
@@ -21,12 +22,12 @@ PLOTS = ROOT / "bench/plots"
 
 
 def series(name: str) -> dict[str, list[dict]]:
-    """Group successful rows by engine and schedule, ordered by slots per step."""
+    """Group successful rows by engine and flags, ordered by slots per step."""
     groups = {}
     for result in in_order(store.read(name)):
         if result["status"] == "ok" and "median_comm_ms" in result["summary"]:
-            schedule = " dualpipev" if "dualpipev" in result["row"]["flags"] else ""
-            groups.setdefault(result["row"]["engine"] + schedule, []).append(result)
+            flags = result["row"]["flags"].replace("--schedule ", "").replace("--", "")
+            groups.setdefault(f"{result['row']['engine']} {flags}".strip(), []).append(result)
     for rows in groups.values():
         rows.sort(key=slots)
     return groups
@@ -64,8 +65,6 @@ def draw(results: str, file: Path) -> None:
     import matplotlib.pyplot as plt
 
     groups = series(results)
-    if not groups:
-        raise UserError(f"{results}: no results to draw")
     color_of = {name: f"C{i}" for i, name in enumerate(groups)}
     figure, (speed, memory, split) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     lines, title = {}, "throughput"
@@ -106,6 +105,35 @@ def draw(results: str, file: Path) -> None:
     plt.close(figure)
 
 
+def draw_panels(names: list[str], file: Path) -> None:
+    """Throughput against slots per step: a panel for each file, a line for each engine and its
+    flags, in the same colour everywhere."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [series(name) for name in names]
+    ways = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(w for p in panels for w in p))}
+    size = 5 * len(panels) + 3.2, 4.6
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=size, sharex=True, sharey=True, layout="constrained"
+    )
+    drawn = {}
+    for axis, groups in zip(axes, panels, strict=True):
+        for name, rows in groups.items():
+            xs = [slots(r) / 1e3 for r in rows]
+            ys = [r["summary"]["median_slots_per_s"] / 1e3 for r in rows]
+            (drawn[name],) = axis.plot(xs, ys, "o-", color=ways[name])
+        axis.set(xlabel="thousand slots per step", ylim=(0, None))
+        axis.set_title(setup_of([r for rows in groups.values() for r in rows]), fontsize=9)
+    axes[0].set_ylabel("thousand slots/s")
+    figure.legend([*drawn.values()], [*drawn], loc="outside right center")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=80, metadata={"Description": digest(*names)})
+    plt.close(figure)
+
+
 def setup_of(results: list[dict]) -> str:
     """Return models, devices and link of the results, for the title of their picture."""
     setups = set()
@@ -128,26 +156,31 @@ def shares(summary: dict) -> dict[str, float]:
     return {name: ms / step for name, ms in {**parts, "waiting": wait}.items()}
 
 
-def digest(name: str) -> str:
+def digest(*names: str) -> str:
     """Return a hash of the results drawn; each picture contains its own."""
     shown = [
         (engine, slots(r), shares(r["summary"]), r["summary"]["median_slots_per_s"],
-         r["summary"]["peak_mem_gb"]) for engine, rows in series(name).items() for r in rows
+         r["summary"]["peak_mem_gb"])
+        for name in names for engine, rows in series(name).items() for r in rows
     ]  # fmt: skip
     return f"results {hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]}"
 
 
 def main() -> int:
-    names = [a for a in sys.argv[1:] if a != "--check"]
-    if not names:
+    pictures = [a for a in sys.argv[1:] if a != "--check"]
+    if not pictures:
         raise UserError("no results named: run python -m bench.plots my-box/teff")
-    for name in names:
-        file = PLOTS / f"{name}.png"
+    for picture in pictures:
+        names = picture.split(",")
+        for name in names:
+            if not series(name):
+                raise UserError(f"{name}: no results to draw")
+        file = PLOTS / f"{names[0]}.png"
         if "--check" not in sys.argv:
-            draw(name, file)
+            draw(*names, file) if len(names) == 1 else draw_panels(names, file)
             print(file)
-        elif not file.exists() or digest(name).encode() not in file.read_bytes():
-            raise UserError(f"{file} is out of date: run python -m bench.plots {name}")
+        elif not file.exists() or digest(*names).encode() not in file.read_bytes():
+            raise UserError(f"{file} is out of date: run python -m bench.plots {picture}")
     return 0
 
 

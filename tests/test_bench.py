@@ -351,10 +351,31 @@ def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
 def test_the_pictures_are_of_the_results():
     text = "".join(page.read_text() for page in table.pages())
     named = re.findall(r"\]\((?:\.\./)?bench/plots/(\S+)\.png\)", text)
-    assert len(named) >= 2
+    panels = {"h200-x2/ways": ["h200-x2/ways", "h200-x2/ways_sockets"]}
+    assert {*named} == {
+        str(f.relative_to(plots.PLOTS).with_suffix("")) for f in [*plots.PLOTS.rglob("*.png")]
+    }
     for name in named:
         picture = (plots.PLOTS / f"{name}.png").read_bytes()
-        assert plots.digest(name).encode() in picture, "python -m bench.plots"
+        assert plots.digest(*panels.get(name, [name])).encode() in picture, "python -m bench.plots"
+
+
+def test_pictures_have_a_way_and_a_file_each(tmp_path, monkeypatch, capsys):
+    """A line for each engine and flags; a file without results is named."""
+    assert [*plots.series("h200-x2/no_p2p")] == ["pp", "pp dualpipev", "fsdp"]
+    monkeypatch.setattr(plots, "PLOTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plots", "h200-x2/no_p2p,h200-x2/slow_link", "h200-x2/teff"])
+    assert plots.main() == 0
+    assert {f.name for f in tmp_path.rglob("*.png")} == {"no_p2p.png", "teff.png"}
+    assert plots.digest("h200-x2/no_p2p", "h200-x2/slow_link") != plots.digest("h200-x2/no_p2p")
+    sys.argv.append("--check")
+    assert plots.main() == 0
+    sys.argv[1] = "h200-x2/no_p2p,h200-x2/timer"
+    with pytest.raises(UserError, match="out of date: run python -m bench.plots h200-x2/no_p2p,"):
+        plots.main()
+    sys.argv[1] = "h200-x2/no_p2p,h200-x2/none"
+    with pytest.raises(UserError, match="h200-x2/none: no results to draw"):
+        plots.main()
 
 
 def test_where_two_lines_cross():

@@ -234,8 +234,10 @@ def test_the_shapes_of_data_and_the_backends_are_those_there_are():
 
 
 def test_the_readmes_first_table_is_of_the_benchmarks():
-    """Each of its rows is in a table of docs/benchmarks.md, with its model or all of one."""
-    measured = [cells(row) for row in DOCS["benchmarks"].splitlines() if row.startswith("| ")]
+    """Each of its rows is in a table of docs/benchmarks.md or ways.md, with its model or all of
+    one."""
+    lines = (DOCS["benchmarks"] + DOCS["ways"]).splitlines()
+    measured = [cells(row) for row in lines if row.startswith("| ")]
     rows = [cells(row) for row in README.splitlines() if row.startswith("| qwen3-")]
     assert len(rows) == 6
     for model, engine, *numbers in rows:

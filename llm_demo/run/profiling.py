@@ -77,7 +77,8 @@ def analyse(trace: dict, steps: int) -> dict:
     """Figures of one rank's trace of `steps` steps, in ms of one step: total, compute, comm (busy),
     exposed (comm while no kernel ran though one was launched), idle (the rest of total, including
     communication that delayed nothing), host (idle while waiting for the host); operations {key:
-    (start, end)} of all steps, in microseconds; kernels {name: (ms, count)}, kinds {kind: (ms, count, bytes)} of one step."""
+    (start, end)} of all steps, in microseconds; kernels {name: (ms, count)}, kinds {kind: (ms,
+    count, bytes)} of one step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     rank = trace.get("distributedInfo", {}).get("rank")
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
