@@ -15,7 +15,7 @@ from llm_demo.model.experts import Routers
 from llm_demo.parallel.mesh import local_part, shards_of
 
 # For the optimizer on the host (host_adamw.py):
-SLICE = 1 << 22  # elements that are copied and updated at a time
+SLICE = 1 << 21  # elements that are copied and updated at a time
 SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
 
 

@@ -56,16 +56,20 @@ def expected(row, config_of_run):
     )  # fmt: skip
     if row["engine"] == "fsdp":
         ranks = args.data_parallel * getattr(args, "sequence_parallel", 1)
+        replicas = ranks if getattr(args, "replicas", 1) == "all" else 1
         compute.attention_kept = config_of_run.get("attention_kept", 0)
         if row["seq_len"] > 65_536 and "attention_kept" not in config_of_run:  # it was chosen
             args.device_memory_gb = 140
             how = args, config, Compute(**vars(compute)), train, ranks, args.fsdp, 1
             compute.attention_kept, _ = fsdp.choose_attention_kept(*how)
-        return fsdp.of_fsdp(args, config, compute, train, ranks, args.fsdp)
+        parts = fsdp.of_fsdp(args, config, compute, train, ranks // replicas, args.fsdp)
+        return parts * replicas
     if row["engine"] == "zero":
         switches = switches_of(args.deepspeed_config)
         return zero.of_zero(args, config, compute, train, args.data_parallel, switches)
     counts = [int(c) for c in args.partition.split(",")]
+    if row["engine"] == "fsdp_pp":
+        return fsdp_pp.of_stages(args, config, compute, train, args.data_parallel, counts)
     held = pipeline.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
     return pipeline.of_pipeline(args, config, compute, train, args.data_parallel, held)
 

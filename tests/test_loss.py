@@ -33,6 +33,34 @@ def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
         torch.testing.assert_close(a, e)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+def test_where_memory_is_short_the_heads_gradient_is_narrowed_in_place(dtype, tied, monkeypatch):
+    """The same bits as with chunks of that size anyway, and no second tensor of its size."""
+    monkeypatch.setattr(loss, "HEAD_SLICE", 3 * D)  # slices of three rows, the last one shorter
+    hidden, weight, labels = case(30, dtype)
+    found, sizes = [], []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and "empty" in str(func):
+                sizes.append(out.numel())
+            return out
+
+    for chunk, slim in ((24, True), (24 // loss.SLIM, False)):
+        monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
+        sizes.clear()
+        value = cross_entropy_sum(hidden, weight, *label_positions(labels), slim=slim) * 3
+        if tied:
+            value = value + (weight * torch.arange(V)[:, None].to(dtype)).sum()
+        with Watch():
+            found.append((value, *torch.autograd.grad(value, (hidden, weight))))
+        assert (V * D in sizes) == (not slim)
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 @pytest.mark.parametrize("scale", [100.0, 1e5])
 def test_logits_that_exp_overflows_at(scale):
     """exp(89) is infinite in fp32. Losses and gradients are those of PyTorch's own, and finite."""

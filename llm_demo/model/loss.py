@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 HEAD_SLICE = 1 << 25  # elements of the head's gradient that exist in fp32 at a time
 CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long
+SLIM = 6  # chunks are so much smaller where memory is short
 
 
 def cross_entropy_sum(
@@ -28,16 +29,17 @@ def cross_entropy_sum(
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
     dtype; if frozen, it gets no gradient. index, targets: int64 [n] from label_positions. Softmax
     and sums are in fp32. compiled: use one Triton kernel, or torch.compile where there is no
-    Triton, instead of six passes over a chunk's logits. slim: chunks of a quarter of the size if
-    there are several."""
+    Triton, instead of six passes over a chunk's logits. slim: if there are several chunks, less
+    memory and a little more time."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_loss_of_logits, _scaled)
     if compiled:
         kernel = _kernel(rows.device.type) or _compiled(_loss_of_logits)
         functions = (kernel, _compiled(_fused_scaled))
-    chunks = _chunks(len(rows), CHUNK_ROWS // 4 if slim and len(rows) > CHUNK_ROWS else CHUNK_ROWS)
+    slim = slim and len(rows) > CHUNK_ROWS
+    chunks = _chunks(len(rows), CHUNK_ROWS // SLIM if slim else CHUNK_ROWS)
     needs = torch.is_grad_enabled(), torch.is_grad_enabled() and weight.requires_grad
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, *needs, *functions)
+    return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, slim, *needs, *functions)
 
 
 @torch.no_grad()
@@ -170,15 +172,29 @@ def _add_product(total, p, h):
     return torch.addmm(total, p.T, h, out_dtype=torch.float32, out=total)
 
 
+def _narrowed(total, scaled, factor, dtype):
+    """`total` [V, d] times `factor`, in `dtype` and in total's own memory."""
+    out = total.view(-1).view(dtype)[: total.numel()].view(total.shape)
+    rows = max(1, HEAD_SLICE // total.shape[1])
+    for source, target in zip(total.split(rows), out.split(rows), strict=True):
+        # what is written lies before what is still to be read, except in this slice
+        part = torch.empty_like(target)
+        scaled(part, source, factor)
+        target.copy_(part)
+    return out
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Forms the gradients of the hidden states in the forward, and that of the head's weight there
     too if there are several chunks. The gradient of a single chunk's logits is kept: it takes less
-    memory than the head's gradient in fp32, which the backward then needs only in slices. of_head:
-    whether the head's gradient is wanted."""
+    memory than the head's gradient in fp32, which the backward then needs only in slices. slim: the
+    backward narrows a sum over chunks in place. of_head: whether the head's gradient is wanted."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunks, needs_grad, of_head, loss_of_logits, scaled):
-        ctx.scaled, ctx.of_head = scaled, of_head
+    def forward(
+        ctx, hidden, weight, targets, chunks, slim, needs_grad, of_head, loss_of_logits, scaled
+    ):
+        ctx.scaled, ctx.slim, ctx.of_head = scaled, slim, of_head
         keeps = of_head and len(chunks) < 2  # the only chunk's gradient
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = p = None  # a bf16 sum would round once per chunk
@@ -201,9 +217,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         grad_h, grad_w, *chunk = ctx.saved_tensors
-        none = (None,) * 6
+        none = (None,) * 7
         if not ctx.of_head:
             return grad_h * grad.to(grad_h.dtype), None, *none
+        if ctx.slim:
+            out = _narrowed(grad_w, ctx.scaled, grad, grad_h.dtype)
+            return grad_h * grad.to(grad_h.dtype), out, *none
         out = torch.empty(ctx.shape, dtype=grad_h.dtype, device=grad_h.device)
         if grad_w is not None:
             ctx.scaled(out, grad_w, grad)

@@ -19,7 +19,7 @@ from llm_demo.model.costs import experts_of, head_size, latent, mixed_blocks, sh
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.model.lora import apply_lora
-from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE
+from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 
 GB = 2**30
 # per chosen expert with its probability: kept, so that the recomputation has the same ones
@@ -265,7 +265,7 @@ def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
     tokens = tokens_here(args, train)
     slim = getattr(args, "optimizer_on_host", False) and tokens > CHUNK_ROWS
-    rows = min(CHUNK_ROWS // 4 if slim else CHUNK_ROWS, tokens)
+    rows = min(CHUNK_ROWS // SLIM if slim else CHUNK_ROWS, tokens)
     weight = config.vocab_size * config.hidden_size
     size = compute.dtype.itemsize
     logits = rows * config.vocab_size * size
@@ -274,7 +274,8 @@ def loss_bytes(args, config, compute, train) -> float:
     if getattr(compute, "lora", None):  # the head has no gradient
         return logits + copied
     if tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
-        return weight * 4 + max(logits + copied, weight * size)
+        narrowed = min(HEAD_SLICE, weight) if slim else weight
+        return weight * 4 + max(logits + copied, narrowed * size)
     return logits + max(copied, weight * size + min(HEAD_SLICE, weight) * 4)
 
 
