@@ -8,6 +8,7 @@ DEFAULTS = {
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
 DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
+AHEAD = "--run_ahead 1"
 ON_HOST = f"{RESHARD} --optimizer_on_host --device_memory_gb"
 # The first version of this project: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
@@ -52,13 +53,13 @@ def _ways(env="", steps=12):
     """Every way to spread a run over two GPUs, at 16k, 33k and 65k tokens a step."""
     ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
     ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
-    # PyTorch's runner for comparison; over a slow link, what --run_ahead gains there
-    other = "--run_ahead 1" if env else "--schedule torch_1f1b"
+    other = AHEAD if env else "--schedule torch_1f1b"  # PyTorch's runner, for comparison
     ways += [("fsdp_pp", 2, flags) for flags in ("", "--schedule interleaved", other)]
     return [
         {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
         for n in (1, 2, 4) for engine, times, flags in ways
-        if n > 1 or flags != DUALPIPEV  # which needs 4 micro-batches
+        # DualPipeV needs 4 micro-batches, and --run_ahead is of use with many
+        if n >= {DUALPIPEV: 2, AHEAD: 4}.get(flags, 1)
     ]  # fmt: skip
 
 
