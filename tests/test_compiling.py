@@ -73,3 +73,32 @@ def test_compiled_blocks_give_the_same_numbers(checkpointing):
     assert len(graphs) == 1
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "math"])
+def test_graphs_of_blocks_can_be_cached(impl):
+    """Else every run would trace and differentiate them again, which takes seconds a graph."""
+    from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+
+    config = load_config(ROOT / "models/qwen3-tiny", 32)
+    lm = skeleton(config, impl)
+    block = materialise(lm, "model.layers.0", None, 1, torch.device("cpu"))
+    unit, cu = Blocks([block], checkpointing=False), torch.tensor([0, 32], dtype=torch.int32)
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        compiled = functools.partial(torch.compile, backend=keep)
+        patch.setattr(compiling.torch, "compile", compiled)
+        compiling.compile_forward(unit)
+        hidden = torch.randn(1, 32, config.hidden_size)
+        positions = position_ids(cu, (1, 32))
+        documents = make_documents(cu, (1, 32), impl, torch.device("cpu"))
+        unit(hidden, lm.model.rotary_emb(hidden, positions), positions, documents)
+    (graph,) = graphs
+    assert "_sdpa_kernel" in graph.code
+    check_cacheable(graph)

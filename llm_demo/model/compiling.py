@@ -9,6 +9,14 @@ from torch import nn
 from llm_demo.device import Device, is_sm
 from llm_demo.probe import probe_once
 
+# What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
+# not know: every run would trace and differentiate its blocks again. The names of the kernels are
+# in the graph, so a cached graph is never used for other kernels.
+CACHEABLE = {
+    f"torch.nn.attention.{name}": str(torch.__version__)
+    for name in ("_backend_from_string", "_sdpa_kernel")
+}
+
 
 def choose_compile(
     asked: bool | None, device: Device, attn_impl: str, probe=None, problem: str | None = None
@@ -43,6 +51,7 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     # the number of a rank's rows (experts.py) is read from the device inside the graph
     torch._dynamo.config.capture_scalar_outputs = True
     torch._functorch.config.activation_memory_budget = memory_budget
+    torch._inductor.config.unsafe_marked_cacheable_functions |= CACHEABLE
     # dynamic=False: evaluation with another batch size must not make training shapes symbolic
     module.forward = torch.compile(module.forward, dynamic=False)
 
