@@ -54,7 +54,7 @@ def _ways(env="", steps=12):
     ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
     ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
     other = AHEAD if env else "--schedule torch_1f1b"  # PyTorch's runner, for comparison
-    ways += [("fsdp_pp", 2, flags) for flags in ("", "--schedule interleaved", other)]
+    ways += [("fsdp_pp", 2, f) for f in ("", "--schedule interleaved", "--schedule v", other)]
     return [
         {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
         for n in (1, 2, 4) for engine, times, flags in ways

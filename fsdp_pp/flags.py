@@ -8,7 +8,8 @@ from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts
 BY_TORCH = ("torch_1f1b", "torch_interleaved", *SPLIT)
-TWICE = ("interleaved", "torch_interleaved", *SPLIT)  # two pieces per stage
+OUT_AND_BACK = ("v", *SPLIT)  # both ends of the model on the first stage
+TWICE = ("interleaved", "torch_interleaved", *OUT_AND_BACK)  # two pieces per stage
 
 
 @dataclasses.dataclass
@@ -24,12 +25,13 @@ class FsdpPipeArgs:
         "the blocks of each piece, such as 18,10.",
     )
     schedule: Literal[
-        "1f1b", "gpipe", "interleaved", "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"
+        "1f1b", "gpipe", "interleaved", "v", "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"
     ] = flag(
         "1f1b",
         "Order of the work. gpipe: all forwards first, most memory. interleaved: two pieces per "
-        "stage, shorter waits, more transfers. The others run by PyTorch's pipeline package; zbv "
-        "and dualpipev do not compile blocks.",
+        "stage, shorter waits, more transfers. v: the same, out and back, so that no gradient of "
+        "tied embeddings is sent; more memory. The others run by PyTorch's pipeline package; "
+        "zbv and dualpipev do not compile blocks.",
     )
     run_ahead: int = flag(
         0,

@@ -5,20 +5,22 @@ forward and a backward in turn, then the rest of the backwards. Each piece sees 
 order, so both sides of a transfer know what comes next.
 
 1f1b: Narayanan et al. 2019, "PipeDream". interleaved: Narayanan et al. 2021, "Efficient Large-Scale
-Language Model Training on GPU Clusters Using Megatron-LM"."""
+Language Model Training on GPU Clusters Using Megatron-LM". v: pieces placed as by Qi et al. 2024,
+"Pipeline Parallelism with Controllable Memory", with whole backwards."""
 
+import functools
 from bisect import bisect
 from collections import Counter
 
-from fsdp_pp.flags import SPLIT, TWICE
+from fsdp_pp.flags import OUT_AND_BACK, TWICE
 
 FORWARD, BACKWARD = "forward", "backward"
 
 
 def stages_of(schedule: str, stages: int) -> list[int]:
-    """The stage of each piece of the model. Twice around, or out and back (PyTorch's V)."""
+    """The stage of each piece of the model. Twice around, or out and back."""
     once = list(range(stages))
-    if schedule in SPLIT:
+    if schedule in OUT_AND_BACK:
         return once + once[::-1]
     return once * (2 if schedule in TWICE else 1)
 
@@ -31,6 +33,8 @@ def order(
     run_ahead: further forwards before the first backward, for each stage that follows. Without
     them, a stage that ends a forward needs the gradient that it has just enabled: both transfers
     are waited for."""
+    if schedule == "v":
+        return out_and_back(stages, micro_batches, run_ahead)[stage]
     mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
     forwards = forwards_only(schedule, stages, stage, micro_batches)
     both = [(k // stages, p, k) for p in mine for k in range(micro_batches)]
@@ -48,6 +52,39 @@ def order(
     pairs = zip(forwards[before:], backwards, strict=False)
     rest = backwards[len(forwards) - before :]
     return [*forwards[:before], *(work for pair in pairs for work in pair), *rest]
+
+
+@functools.cache
+def out_and_back(stages: int, micro_batches: int, run_ahead: int) -> list[list[tuple]]:
+    """All stages' work in the schedule v, as if a forward took 1 and a backward 2.
+
+    Each stage does first what can begin first: a forward before a backward, and of forwards that of
+    the later piece. The first stage begins no micro-batch while it has 2 x stages - 1 under way,
+    with which stages wait as little as in interleaved."""
+    where, limit = stages_of("v", stages), 2 * stages - 1 + run_ahead
+    last, works, free = len(where) - 1, [[] for _ in range(stages)], [0] * stages
+    ready, entered, left = {}, 0, 0  # {work: when the one before it ends}
+
+    def order_of(work):
+        kind, piece, k = work
+        begins = max(ready[work], free[where[piece]])
+        return begins, kind == BACKWARD, -piece if kind == FORWARD else k, k
+
+    while left < micro_batches:
+        if entered < min(micro_batches, left + limit) and (FORWARD, 0, entered) not in ready:
+            ready[FORWARD, 0, entered] = 0
+        kind, piece, k = work = min(ready, key=order_of)
+        ends = order_of(work)[0] + (1 if kind == FORWARD else 2)
+        del ready[work]
+        works[where[piece]].append(work)
+        free[where[piece]] = ends
+        entered += (kind, piece) == (FORWARD, 0)
+        left += (kind, piece) == (BACKWARD, 0)
+        if kind == FORWARD:
+            ready[(FORWARD, piece + 1, k) if piece < last else (BACKWARD, last, k)] = ends
+        elif piece:
+            ready[BACKWARD, piece - 1, k] = ends
+    return works
 
 
 def forwards_only(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:

@@ -13,11 +13,13 @@ from conftest import ROOT, run
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
-OURS = ("1f1b", "gpipe", "interleaved")
+OURS = ("1f1b", "gpipe", "interleaved", "v")
+TWICE = ("interleaved", "v")
 GRID = [
     (schedule, stages, micro_batches)
     for schedule, stages, micro_batches in itertools.product(OURS, range(1, 7), range(1, 25))
-    if schedule != "interleaved" or stages > 1 and micro_batches % stages == 0
+    if stages > 1 or schedule not in TWICE
+    if schedule != "interleaved" or micro_batches % stages == 0
 ]
 
 
@@ -126,7 +128,7 @@ def test_every_order_is_complete_and_ends(run_ahead):
         works = works_of(schedule, stages, micro_batches, run_ahead)
         for stage, work in enumerate(works):
             mine = [piece for piece, at in enumerate(where) if at == stage]
-            assert len(mine) == (2 if schedule == "interleaved" else 1)
+            assert len(mine) == (2 if schedule in TWICE else 1)
             for kind, piece in itertools.product((FORWARD, BACKWARD), mine):
                 found = [k for *what, k in work if what == [kind, piece]]
                 assert found == list(range(micro_batches)), (schedule, stages, micro_batches, stage)
@@ -161,25 +163,43 @@ def test_what_is_held():
                 "interleaved": min(
                     2 * later + stages + 1 + run_ahead * later, 3 * stages + 1, 2 * M
                 ),
+                "v": None,
             }[schedule]
             found = held(work)
-            assert sum(found.values()) == expected, (schedule, stages, M, stage)
+            if schedule == "v":
+                assert max(found.values()) <= min(2 * stages - 1 + run_ahead, M)
+            else:
+                assert sum(found.values()) == expected, (schedule, stages, M, stage)
             assert {where[piece] for piece in found} == {stage}
     assert [held(work) for work in works_of("1f1b", 3, 8)] == [{0: 3}, {1: 2}, {2: 1}]
     # two of the first piece, two of the second, and then two more of the first before a backward
     assert held(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
+    assert [held(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
 
 
 def test_how_long_stages_wait():
-    """1f1b and gpipe wait for (stages - 1) micro-batches, interleaved half as long."""
-    waits = {}
-    for schedule in OURS:
-        share = 2 if schedule == "interleaved" else 1  # a piece is half of a stage
+    """1f1b and gpipe wait for (stages - 1) micro-batches, interleaved and v half as long."""
+    for schedule, stages, M in itertools.product(OURS, (2, 3, 4), (8, 12, 16)):
+        if schedule == "interleaved" and M % stages:
+            continue
+        share = 2 if schedule in TWICE else 1  # a piece is half of a stage
         cost = 1 / share, 2 / share
-        ends, busy = simulate(works_of(schedule, 2, 8), stages_of(schedule, 2), *cost)
-        assert busy == [8 * 3] * 2
-        waits[schedule] = ends - 8 * 3
-    assert waits == {"1f1b": 3, "gpipe": 3, "interleaved": 1.5}
+        ends, busy = simulate(works_of(schedule, stages, M), stages_of(schedule, stages), *cost)
+        assert busy == [M * 3] * stages
+        assert ends - M * 3 == 3 * (stages - 1) / share, (schedule, stages, M)
+
+
+def test_out_and_back_ends_where_it_begins():
+    """So that embedding and head are on one stage, and tied ones need no transfer."""
+    assert stages_of("v", 3) == [0, 1, 2, 2, 1, 0]
+    first, second = works_of("v", 2, 2)
+    F, B = FORWARD, BACKWARD
+    assert first == [
+        (F, 0, 0), (F, 0, 1), (F, 3, 0), (B, 3, 0), (F, 3, 1), (B, 3, 1), (B, 0, 0), (B, 0, 1)
+    ]  # fmt: skip
+    assert second == [
+        (F, 1, 0), (F, 2, 0), (F, 1, 1), (F, 2, 1), (B, 2, 0), (B, 1, 0), (B, 2, 1), (B, 1, 1)
+    ]  # fmt: skip
 
 
 # ---------------------------------------------------------------- the launcher
@@ -239,7 +259,14 @@ def test_the_launcher_trains_evaluates_and_answers(one_process, tmp_path):
     assert {p.name: p.read_text() for p in out.iterdir() if p.is_file()} == before
 
 
-WAYS = [(2, "interleaved"), (2, "zbv"), (4, "1f1b"), (4, "interleaved"), (4, "torch_1f1b")]
+WAYS = [
+    (2, "interleaved"),
+    (2, "v"),
+    (2, "zbv"),
+    (4, "1f1b"),
+    (4, "interleaved"),
+    (4, "torch_1f1b"),
+]
 
 
 @pytest.mark.slow

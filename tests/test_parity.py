@@ -243,6 +243,8 @@ ENGINES = {
     "fpp_one": ("fsdp_pp", 1, ["--stages", "1"], [(2, 4), (1, 8), (4, 2)]),
     "fpp_one_dp": ("fsdp_pp", 2, ["--stages", "1"], [(2, 2), (1, 4), (4, 1)]),
     "fpp_twice": ("fsdp_pp", 2, INTERLEAVED, [(2, 4), (1, 8), (4, 2)]),
+    "fpp_v": ("fsdp_pp", 2, ["--schedule", "v"], [(2, 4), (1, 8), (4, 2)]),
+    "fpp_v_four": ("fsdp_pp", 4, ["--schedule", "v", *RESHARD], [(1, 4), (2, 2), (1, 4)]),
     "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
     "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (2, 2)]),
     "fpp_reshard": ("fsdp_pp", 4, [*INTERLEAVED, *RESHARD], [(1, 4), (2, 2), (1, 4)]),
@@ -271,18 +273,26 @@ OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
     "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
-    "fpp_one_dp": HALF,
+    "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
     "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
 ONLY_SLOW = ("host_one", "host_four", "replicas_four")
-ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_gpipe", "fpp_reshard", "fpp_zbv", "fpp_dualpipev")
+ONLY_SLOW += (
+    "fpp_one",
+    "fpp_twice",
+    "fpp_v_four",
+    "fpp_gpipe",
+    "fpp_reshard",
+    "fpp_zbv",
+    "fpp_dualpipev",
+)
 ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
 ONE_HALF = ("host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
 SKIPPED = {("untied", "true"), ("untied", "false"), ("llama", "true")}  # each case is compiled anew
-for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice"):
+for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice", "fpp_v"):
     kind, processes, flags, splits = ENGINES[name]
     ENGINES[f"{name}_compiled"] = kind, processes, [*flags, *COMPILED], splits
 
@@ -290,9 +300,10 @@ for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice"):
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
 LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four", "fpp_one")
-LOW_PRECISION += ("fpp_twice",)
+LOW_PRECISION += ("fpp_twice", "fpp_v")
 SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
 SLOW_LOW_PRECISION |= {("fpp_one", "bf16"), ("fpp_one", "fp16"), ("fpp_twice", "fp16")}
+SLOW_LOW_PRECISION |= {("fpp_v", "fp16")}
 SLOW_LOW_PRECISION |= {("plain", "bf16"), ("plain", "fp16"), ("host", "bf16")}
 SLOW_LOW_PRECISION |= {("fpp_four", "bf16"), ("fpp_four", "fp16")}
 
