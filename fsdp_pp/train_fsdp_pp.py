@@ -28,7 +28,7 @@ from llm_demo.errors import UserError
 from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import param_count
-from llm_demo.model.cut import describe_split, split
+from llm_demo.model.cut import describe_split, given_counts, split
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.experts import blocks_with_experts
 from llm_demo.model.source import check_experts, is_mixture
@@ -77,7 +77,11 @@ def main() -> None:
         args.compile = False
         log.say(f"compile: no, because --schedule {args.schedule} splits backwards")
     log.resolved(comm_timer=args.comm_timer)
-    refuse = functools.partial(check_experts, args)
+
+    def refuse(config):
+        check_experts(args, config)
+        given_counts(config, len(where), args.partition)
+
     plan = make_plan(args, world, log, n_shards, refuse)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len

@@ -18,7 +18,7 @@ from llm_demo.dist import run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import prepare, train
 from llm_demo.model.costs import param_count
-from llm_demo.model.cut import describe_split, split
+from llm_demo.model.cut import describe_split, given_counts, split
 from llm_demo.model.decoder import skeleton, unit_sizes
 from llm_demo.model.source import refuse_experts
 from llm_demo.model.weights import loading, materialise
@@ -48,7 +48,12 @@ def main() -> None:
     # decisions and data
     log = Log(args, world, "pp")
     replicas = world.size // args.stages
-    plan = make_plan(args, world, log, replicas, refuse_experts)
+
+    def refuse(config):
+        refuse_experts(config)
+        given_counts(config, pieces, args.partition)
+
+    plan = make_plan(args, world, log, replicas, refuse)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing

@@ -55,6 +55,7 @@ WINDOW = {
     "num_key_value_heads": 2, "max_position_embeddings": 2048,
 }  # fmt: skip
 TINY = ["--tokenizer_name_or_path", str(ROOT / "models/qwen3-tiny")]
+NO_DATA = ["--train_json", "absent.jsonl"]  # for what is refused before data is read
 ONE_BLOCK = ["--model_name_or_path", "one block", *TINY, "--seq_len", "64"]
 
 
@@ -124,14 +125,18 @@ LAUNCHED = [
     ("fsdp", ["--lr_rate", "1"], ["unknown argument --lr_rate", "--lr"]),
     ("pp", ["--output_dir", "earlier run"], ["earlier run is not empty", "--overwrite"]),
     ("fsdp", ["--no_fsdp"], ["--no_fsdp needs one process, not 2"]),
-    ("pp", ["--partition", "3,4"], ["--partition 3,4", "a sum of 6"]),
+    ("pp", ["--partition", "3,4", *NO_DATA], ["--partition 3,4", "a sum of 6"]),
     ("pp", ["--stages", "3"], ["2 processes", "3 --stages"]),
     ("zero", ["--deepspeed_config", "stage0.json"], ["stage0.json: ZeRO stage 0 is refused"]),
     ("fsdp_pp", ["--train_json", "broken.jsonl"], ["broken.jsonl:3", "broken JSON"]),
     ("fsdp_pp", ["--stages", "3"], ["2 processes can't form pipelines of 3 --stages"]),
-    ("fsdp_pp", ["--partition", "3,4"], ["--partition 3,4: give 2 counts", "a sum of 6"]),
+    (
+        "fsdp_pp",
+        ["--partition", "3,4", *NO_DATA],
+        ["--partition 3,4: give 2 counts", "a sum of 6"],
+    ),
     ("fsdp_pp", ["--schedule", "zbv", "--partition", "3,3"], ["give 4 counts", "a sum of 6"]),
-    ("fsdp_pp", ONE_BLOCK, ["the model has 1 blocks, too few for 2 pieces"]),
+    ("fsdp_pp", [*ONE_BLOCK, *NO_DATA], ["the model has 1 blocks, too few for 2 pieces"]),
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
     ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: it works with FSDP only"]),
     (
@@ -149,6 +154,7 @@ def test_bad_input(kind, flags, parts, folder, record_property):
     out = [] if "--output_dir" in flags else ["--output_dir", "new"]
     done, seconds = launch(kind, folder, *data, *out, *flags)
     assert_one_line(done, *parts)
+    assert done.returncode == 2
     assert seconds < 60  # start-up included, on a busy machine
     assert not (folder / "new").exists()
     assert (folder / "earlier run/metrics.jsonl").read_text() == "precious"
@@ -190,6 +196,8 @@ CASES = [("fsdp", *case) for case in BOTH]
 CASES += [(kind, *case) for kind in ("pp", "zero", "fsdp_pp") for case in BOTH[::7]]
 CASES += [
     ("pp", ["--partition", "even"], "--partition even: must be balanced"),
+    ("pp", ["--partition", "2,4", *NO_DATA], "--partition 2,4: give 1 counts"),
+    ("pp", ["--partition", "7", *NO_DATA], "--partition 7: give 1 counts.*a sum of 6"),
     ("pp", ["--deepspeed_config", "number.json"], "train_batch_size is set by --micro_batch_size"),
     ("pp", ["--deepspeed_config", "zero2.json"], "ZeRO stage 2"),
     ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
@@ -329,8 +337,8 @@ FSDP_PP = [
     (["--stages", "2"], "1 processes can't form pipelines of 2 --stages"),
     (["--run_ahead", "-1"], "--run_ahead -1: must not be negative"),
     (["--partition", "even"], "--partition even: must be balanced"),
-    (["--partition", "2,4"], "--partition 2,4: give 1 counts"),
-    (["--partition", "7"], "--partition 7: give 1 counts.*a sum of 6"),
+    (["--partition", "2,4", *NO_DATA], "--partition 2,4: give 1 counts"),
+    (["--partition", "7", *NO_DATA], "--partition 7: give 1 counts.*a sum of 6"),
     (["--optimizer_on_host"], "--optimizer_on_host: it works with FSDP only"),
     (["--replicas", "all"], "--replicas: it works with FSDP only"),
     (["--no_fsdp"], "unknown argument --no_fsdp"),

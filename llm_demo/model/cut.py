@@ -11,14 +11,23 @@ def split(config, pieces: int, partition: str, seq_len: int, checkpointing: bool
     """Blocks of each piece, of which a stage has one or two. partition: balanced (by FLOPs,
     including the head), uniform (by number), parameters, or counts such as "18,10". Raises
     UserError if they don't fit the model."""
+    if counts := given_counts(config, pieces, partition):
+        return counts
+    n = config.num_hidden_layers
+    if partition == "uniform":
+        return [n // pieces + (s < n % pieces) for s in range(pieces)]
+    first, blocks, last = costs(config, seq_len, checkpointing, partition == "parameters")
+    return [*_best(pieces, first, tuple(blocks), last)]
+
+
+def given_counts(config, pieces: int, partition: str) -> list[int] | None:
+    """The blocks of each piece as `partition` gives them; None if it names a way to choose them.
+    Raises UserError, without knowing the data, if they or so many pieces don't fit the model."""
     n = config.num_hidden_layers
     if n < pieces:
         raise UserError(f"--stages: the model has {n} blocks, too few for {pieces} pieces")
-    if partition == "uniform":
-        return [n // pieces + (s < n % pieces) for s in range(pieces)]
-    if partition in ("balanced", "parameters"):
-        first, blocks, last = costs(config, seq_len, checkpointing, partition == "parameters")
-        return [*_best(pieces, first, tuple(blocks), last)]
+    if partition in ("balanced", "uniform", "parameters"):
+        return None
     try:
         counts = [int(x) for x in partition.split(",")]
     except ValueError:
