@@ -34,9 +34,8 @@ from llm_demo.model.lora import factors_of, identity_of, merge_into, same_base
 from llm_demo.model.names import in_files, matrices
 from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights import materialise, open_weights
-from llm_demo.optim import MOMENTS, PSGD
 from llm_demo.progress import size_of, watched
-from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, shapes_of
+from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
 
 WEIGHTS = "model{suffix}.safetensors"
 CARD = """---
@@ -174,8 +173,7 @@ def generation_config(folder: Path, tokenizer) -> GenerationConfig:
 
 def refuse_other_shapes(checkpoint: Path, wanted: dict[str, tuple]) -> None:
     """Raise UserError if a checkpoint's weights are not these: {name: shape}."""
-    ends = tuple(f".{name}" for name in MOMENTS + PSGD)
-    shapes = {n: shape for n, shape in shapes_of(checkpoint).items() if not n.endswith(ends)}
+    shapes = weights_of(checkpoint)
     for name in sorted(shapes.keys() | wanted.keys()):
         if shapes.get(name) != wanted.get(name):
             raise UserError(

@@ -34,8 +34,15 @@ from llm_demo.model.attention import Heads, heads_of
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
+from llm_demo.model.decoder import skeleton
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
-from llm_demo.model.lora import Lora, choose_lora, identity_of
+from llm_demo.model.lora import (
+    Lora,
+    choose_lora,
+    factors_of,
+    identity_of,
+    refuse_other_adapters,
+)
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import (
     find_model,
@@ -47,6 +54,12 @@ from llm_demo.model.source import (
     without_window,
 )
 from llm_demo.model.weights import Weights, open_weights
+from llm_demo.run.checkpoint_files import (
+    checked_facts,
+    compare_shapes,
+    find_checkpoint,
+    weights_of,
+)
 from llm_demo.run.log import Log
 
 # Flags that may differ between nodes: what is read there is compared instead.
@@ -104,7 +117,8 @@ class Plan(NamedTuple):
 
 def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Callable) -> Plan:
     """Decide what the flags leave open, and print it. Raises UserError on every rank.
-    refuse(config): raises one for a model that the script can't train, before data is read."""
+    refuse(config): raises one for a model that the script can't train, before data is read, as is
+    done for a --resume that names no checkpoint of this model."""
     say = log.say
     say(f"command: {command_line()}")
     device = this_device(world.device.index or 0)
@@ -123,10 +137,13 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
+    checkpoint = named_checkpoint(args.resume, world, log)
     source = find_source(args, world, seq_len, say)
     refuse(source.config)
     heads_of_rank(args, source.config)  # refuses what does not divide them
     lora = pick_lora(args, world, source, dtype_name, say)
+    if checkpoint:
+        from_rank0(world, lambda: refuse_other_model(checkpoint, source.config, lora))
     limit = min(
         filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
     )
@@ -412,6 +429,26 @@ def resumed_settings(resume: str | None, world: World, folder: Path) -> dict:
         return {}
 
     return from_rank0(world, look) if resume else {}
+
+
+def named_checkpoint(resume: str | None, world: World, log: Log) -> Path | None:
+    """The checkpoint that --resume names, whose tensors are not read yet; None without a name.
+    Raises UserError if there is none."""
+    if resume in (None, "auto"):
+        return None
+    return find_checkpoint(resume, log.folder, world, log.say, tensors=False)
+
+
+def refuse_other_model(checkpoint: Path, config, lora: Lora | None) -> None:
+    """Raise UserError if a checkpoint's weights are not those that this run trains."""
+    adapters = lora and lora.facts()
+    refuse_other_adapters(checkpoint, checked_facts(checkpoint).get("adapters"), adapters)
+    lm = skeleton(config, "sdpa")
+    shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
+    if config.tie_word_embeddings:
+        del shapes["lm_head.weight"]
+    wanted = factors_of(adapters, shapes) if lora else shapes
+    compare_shapes(checkpoint, weights_of(checkpoint), wanted)
 
 
 def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:

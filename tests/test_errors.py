@@ -89,6 +89,8 @@ def folder(tmp_path_factory):
     (folder / "finished run/checkpoints").mkdir(parents=True)
     (folder / "finished run/config.json").write_text('{"lr": 1}')
     (folder / "finished run/cmd.sh").write_text("")
+    (folder / "damaged/checkpoints/step_00000001").mkdir(parents=True)
+    (folder / "damaged/checkpoints/step_00000001/manifest.json").write_text('{"files": {}}')
     (folder / "gpt2").mkdir()
     (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
     for family in EXPERTS:
@@ -139,6 +141,7 @@ LAUNCHED = [
     ("fsdp_pp", [*ONE_BLOCK, *NO_DATA], ["the model has 1 blocks, too few for 2 pieces"]),
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
     ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: it works with FSDP only"]),
+    ("fsdp", ["--resume", "no run", *NO_DATA], ["no run: no such folder"]),
     (
         "fsdp",
         ["--sequence_parallel", "2", "--seq_len", "33"],
@@ -345,6 +348,15 @@ FSDP_PP = [
     (["--deepspeed_config", "absent.json"], "--deepspeed_config: only for pp/ and zero/"),
 ]
 CASES += [("fsdp_pp", *case) for case in FSDP_PP]
+CASES += [
+    (kind, ["--resume", name, *NO_DATA], f"{name}: {message}")
+    for kind in KINDS
+    for name, message in (
+        ("no run", "no such folder"),
+        ("earlier run", "it has no intact checkpoint"),
+        ("damaged/checkpoints/step_00000001", "manifest.json does not list .metadata"),
+    )
+]
 CASES += [
     (
         kind,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from conftest import ROOT, python, run, smaller_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoint import make, save, state
+from test_checkpoint import flip, make, save, state
 from test_security import sign
 
 from llm_demo import export
@@ -154,6 +154,39 @@ def model_with(folder, spoil=None):
         spoil(dict(lm.named_parameters()))
     lm.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_another_models_checkpoint_is_refused_before_data_is_read(kind, train, tmp_path):
+    train("fsdp", "--max_steps 1 --eval_json none").rename(tmp_path / "before")
+    file = tmp_path / "tiny/config.json"
+    config = json.loads(file.read_text())
+    for change, message in (
+        ({"num_hidden_layers": 5}, r"layers.4.input_layernorm.weight is missing there, \(64,\) in"),
+        ({"num_hidden_layers": 3}, r"layers.3.input_layernorm.weight is \(64,\) there, missing in"),
+        ({"tie_word_embeddings": False}, r"lm_head.weight is missing there, \(512, 64\) in"),
+        ({"head_dim": 8}, r"layers.0.self_attn.k_norm.weight is \(16,\) there, \(8,\) in"),
+    ):
+        file.write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match="step_00000001 is of another model: the .*" + message):
+            train(kind, "--resume before --train_json absent.jsonl")
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="no such data file: absent.jsonl"):
+        train(kind, "--resume before --train_json absent.jsonl")
+
+
+def test_a_named_run_goes_on_from_the_checkpoint_before_a_damaged_one(train, tmp_path, capsys):
+    flags = "--eval_json none --save_every 1 --keep_last 0"
+    train("fsdp", f"{flags} --max_steps 2").rename(tmp_path / "before")
+    for name in ("trainer.json", ".metadata", "__0_0.distcp"):
+        shutil.rmtree(tmp_path / "again", ignore_errors=True)
+        shutil.copytree(tmp_path / "before", tmp_path / "again")
+        flip(tmp_path / "again/checkpoints/step_00000002" / name)
+        capsys.readouterr()
+        train("fsdp", f"{flags} --max_steps 2 --resume again --dry_run")
+        said = capsys.readouterr().out
+        assert f"step_00000002 skipped: {name} has changed since it was written" in said
+        assert "resume: again/checkpoints/step_00000001, after step 1" in said
 
 
 def test_overwrite_deletes_no_input(train, tmp_path):
@@ -458,7 +491,7 @@ def test_an_export_to_a_full_disk(tmp_path):
     (folder / "model/config.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(export, "model_of", lambda _: (None, {"a": (10**5,)}, set()))
-        patch.setattr(export, "shapes_of", lambda _: {"a": (10**5,)})
+        patch.setattr(export, "weights_of", lambda _: {"a": (10**5,)})
         patch.setattr(export, "read_tensors", lambda _, found: [t.zero_() for t in found.values()])
         with limit(100_000), pytest.raises(UserError, match="cannot write .*out: File too large"):
             export.export(folder / "checkpoints/step_00000001", tmp_path / "out")

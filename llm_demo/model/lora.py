@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, differences
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.source import is_mixture
 from llm_demo.model.weights import Weights
@@ -89,6 +89,29 @@ def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, dev
 def same_base(a: dict, b: dict) -> bool:
     """Whether two identities are of the same weights, wherever they lie."""
     return a | {"path": ""} == b | {"path": ""}
+
+
+def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
+    """Raise UserError unless a run and its checkpoint train the same adapters, or none. before: of
+    the checkpoint, now: of the run, as of `Lora.facts`."""
+    if before and not now:
+        raise UserError(
+            f"{path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
+            f"{before['rank']}, or export it with --merge and train that"
+        )
+    if now and not before:
+        raise UserError(
+            f"{path} holds a whole model, no adapters: drop --lora_rank, or export it and "
+            "train adapters of that"
+        )
+    if not now:
+        return
+    if not same_base(before["base"], now["base"]):
+        changes = "; ".join(differences(before["base"], now["base"]))
+        raise UserError(f"{path} holds adapters of another base: {changes}")
+    same = ("rank", "alpha", "targets")
+    if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
+        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}")
 
 
 def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:

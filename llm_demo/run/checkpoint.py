@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from llm_demo.args import Args
 from llm_demo.device import World, pin
 from llm_demo.dist import from_rank0, lost_peer, timeout
-from llm_demo.errors import Stopped, UserError
+from llm_demo.errors import Stopped, UserError, differences
 from llm_demo.files import PART
-from llm_demo.model.lora import same_base
+from llm_demo.model.lora import refuse_other_adapters
 from llm_demo.parallel.mesh import local_part, on_device
 from llm_demo.process import stop_signals
 from llm_demo.progress import size_of, watched
@@ -93,30 +93,8 @@ class Checkpoints:
         )
         self.first_step = self.facts.get("step", 0)
         if self.path:
-            self._compare_adapters()
+            refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
             self._compare()
-
-    def _compare_adapters(self) -> None:
-        """Raise UserError unless this run and the checkpoint train the same adapters, or none."""
-        before, now = self.facts.get("adapters"), self.adapters
-        if before and not now:
-            raise UserError(
-                f"{self.path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
-                f"{before['rank']}, or export it with --merge and train that"
-            )
-        if now and not before:
-            raise UserError(
-                f"{self.path} holds a whole model, no adapters: drop --lora_rank, or export it and "
-                "train adapters of that"
-            )
-        if not now:
-            return
-        if not same_base(before["base"], now["base"]):
-            changes = "; ".join(differences(before["base"], now["base"]))
-            raise UserError(f"{self.path} holds adapters of another base: {changes}")
-        same = ("rank", "alpha", "targets")
-        if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
-            raise UserError(f"{self.path} holds other adapters: {'; '.join(changes)}")
 
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
@@ -402,15 +380,3 @@ class Checkpoints:
         for name in set(names) - keep:
             (self.folder / name).rename(self.folder / f"{PART}{name}")
             shutil.rmtree(self.folder / f"{PART}{name}", ignore_errors=True)
-
-
-def differences(before: dict, now: dict, prefix: str = "") -> list[str]:
-    """The differences between two identities, by name: "seed was 1, is 2"."""
-    lines = []
-    for key in {**before, **now}:
-        a, b = before.get(key), now.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            lines += differences(a, b, f"{prefix}{key} ")
-        elif a != b:
-            lines.append(f"{prefix}{key} was {a}, is {b}")
-    return lines

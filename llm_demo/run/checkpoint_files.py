@@ -26,7 +26,7 @@ from llm_demo.device import World
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
 from llm_demo.files import PART, digest, disk_full, sync_folder, write_json, write_text
-from llm_demo.optim import PSGD
+from llm_demo.optim import MOMENTS, PSGD
 from llm_demo.run.folder import published
 from llm_demo.run.metadata import Reader, read_metadata
 
@@ -157,8 +157,9 @@ FACTS = {  # entry of trainer.json -> check of its value
 }
 
 
-def problem_of(path: Path, world: World) -> str | None:
-    """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it."""
+def problem_of(path: Path, world: World, tensors: bool = True) -> str | None:
+    """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it. tensors:
+    read their files too, which takes long."""
 
     def look():
         try:
@@ -185,6 +186,8 @@ def problem_of(path: Path, world: World) -> str | None:
     files, problem = from_rank0(world, look)
     if problem:
         return problem
+    if not tensors:
+        files = {name: of for name, of in files.items() if not name.endswith(".distcp")}
     for name in sorted(files)[world.rank :: world.size]:
         try:
             if digest(path / name) != files[name][1]:
@@ -194,20 +197,22 @@ def problem_of(path: Path, world: World) -> str | None:
     return next(filter(None, on_all_ranks(lambda: problem, world)), None)
 
 
-def find_checkpoint(resume: str | None, run_folder: Path, world: World, say) -> Path | None:
+def find_checkpoint(
+    resume: str | None, run_folder: Path, world: World, say, tensors: bool = True
+) -> Path | None:
     """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
-    UserError if a named checkpoint is damaged."""
+    UserError if a named checkpoint is damaged. tensors: as in problem_of."""
     if not resume:
         return None
     auto = resume == "auto"
     named = run_folder if auto else Path(resume)
     if not auto and from_rank0(world, (named / "manifest.json").exists):
-        if problem := problem_of(named, world):
+        if problem := problem_of(named, world, tensors):
             raise UserError(f"{named}: {problem}")
         return named
     folder = named / "checkpoints"
     for path in from_rank0(world, lambda: published(folder)):
-        problem = problem_of(path, world)
+        problem = problem_of(path, world, tensors)
         if not problem:
             return path
         say(f"resume: {path.name} skipped: {problem}")
@@ -224,14 +229,15 @@ def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
     return {name: tuple(t.size) for name, t in tensors.items() if name.startswith("rng.") == rng}
 
 
-def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None:
-    """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
-    sharded. Every rank calls. Raises UserError if names or shapes do not match the model. What
-    PowerSGD keeps may be missing on either side, or differ in its rank."""
-    saved = shapes_of(path)
-    mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
-    ranks = on_all_ranks(lambda: mine, world)
-    wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
+def weights_of(path: Path) -> dict[str, tuple]:
+    """{name: shape} of a checkpoint's weights."""
+    ends = tuple(f".{name}" for name in MOMENTS + PSGD)
+    return {name: shape for name, shape in shapes_of(path).items() if not name.endswith(ends)}
+
+
+def compare_shapes(path: Path, saved: dict[str, tuple], wanted: dict[str, tuple]) -> set[str]:
+    """The names of what PowerSGD keeps that differ or are missing on either side. Raises UserError
+    if anything else does. saved: {name: shape} of a checkpoint; wanted: of this run."""
     unused = set()
     for name in sorted({*wanted, *saved}):
         if wanted.get(name) != saved.get(name) and name.endswith(PSGD):
@@ -241,6 +247,18 @@ def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None
                 f"{path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
                 f"there, {wanted.get(name, 'missing')} in this run"
             )
+    return unused
+
+
+def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None:
+    """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
+    sharded. Every rank calls. Raises UserError if names or shapes do not match the model. What
+    PowerSGD keeps may be missing on either side, or differ in its rank."""
+    saved = shapes_of(path)
+    mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
+    ranks = on_all_ranks(lambda: mine, world)
+    wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
+    unused = compare_shapes(path, saved, wanted)
     for kind in PSGD:
         if some := [name for name in unused & saved.keys() if name.endswith(kind)]:
             say(f"resume: {kind} of {len(some)} matrices in the checkpoint is not used")
