@@ -34,6 +34,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
 from llm_demo.model.attention import heads_of
+from llm_demo.model.costs import experts_of
 from llm_demo.model.cut import split
 from llm_demo.model.lora import Lora, choose_lora
 from llm_demo.model.sequence_spread import share_of_heads
@@ -44,8 +45,8 @@ from pp.flags import PipeArgs
 FREE = 0.05  # of a card's memory, for what the estimate does not count
 LARGEST = 64  # micro-batch size
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
-DEVICE, CKPT, HOST, SPREAD, PIPE, GRID = WAYS = (
-    "on the device", "checkpointing", "host optimizer", "rows spread", "pipeline",
+DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
+    "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread", "pipeline",
     "FSDP pipeline",
 )  # fmt: skip
 LAUNCHERS = {PIPE: "pp/launch_pp.sh", GRID: "fsdp_pp/launch_fsdp_pp.sh"}
@@ -55,7 +56,8 @@ SHORT = {
     "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
     "activation_memory_budget": "budget", "reshard_after_forward": "reshard",
     "optimizer_on_host": "host", "activations_on_host": "activations on host",
-    "sequence_parallel": "rows over", "stages": "stages", "schedule": "", "lora_rank": "rank",
+    "sequence_parallel": "rows over", "expert_parallel": "experts over", "stages": "stages",
+    "schedule": "", "lora_rank": "rank",
 }  # fmt: skip
 
 
@@ -91,9 +93,11 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
         ways.append({**ckpt, "activations_on_host": True})
     for saved in ways:
         both = False, True
-        for reshard, host, n in itertools.product(both, both, spreads(config, ask)):
+        over = spreads(config, ask), expert_spreads(config, ask)
+        for reshard, host, rows, experts in itertools.product(both, both, *over):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-            on["sequence_parallel"] = n if n > 1 else 0
+            on["sequence_parallel"] = rows if rows > 1 else 0
+            on["expert_parallel"] = experts if experts > 1 else 0
             refused = is_mixture(config) and "activation_memory_budget" in saved
             refused |= host and bool(lora)
             if (ask.cards > 1 or not reshard) and not refused:
@@ -135,11 +139,18 @@ def spreads(config, ask) -> list[int]:
     return found
 
 
+def expert_spreads(config, ask) -> list[int]:
+    """Over how many cards each block's experts may be spread."""
+    experts = experts_of(config) or 1
+    return [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
+
+
 def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
     compute, stages = COMPUTE._replace(lora=lora), flags.get("stages", 1)
     defaults = flags_of(FLAGS.get(way, FsdpArgs))
     cards = ask.cards // stages  # that each hold a part of the same stage
+    experts_over = flags.get("expert_parallel", 1)
     replicas = cards // flags.get("sequence_parallel", 1)
     rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
     train = SimpleNamespace(
@@ -160,10 +171,11 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
         else:
             if args.use_activation_checkpointing and train.longest >= estimate.LONG:
                 within = dataclasses.replace(args, device_memory_gb=ask.memory)
-                how = within, config, compute, train, cards, cards > 1, 1
+                how = within, config, compute, train, cards, cards > 1, experts_over
                 kept, _ = estimate.choose_attention_kept(*how)
                 compute = COMPUTE._replace(lora=lora, attention_kept=kept)
-            parts = estimate.of_fsdp(args, config, compute, train, cards, cards > 1)
+            how = args, config, compute, train, cards, cards > 1, experts_over
+            parts = estimate.of_fsdp(*how)
             way = CKPT if args.use_activation_checkpointing else DEVICE
             more = lora and lora.parameters, compute.attention_kept / config.num_hidden_layers
             seconds = step_time.of_fsdp(args, config, *speed, *more)
@@ -171,6 +183,8 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
                 way = HOST
             if replicas < cards:
                 way = SPREAD
+            if experts_over > 1:
+                way = EXPERTS
             if args.optimizer_on_host or args.activations_on_host:
                 host = estimate.of_host(args, config, compute, train, cards)
         tokens = micro * accum * replicas * ask.seq_len

@@ -20,6 +20,7 @@ from llm_demo.model.source import find_model, load_config
 from pp import estimate
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"
+MIXTURE, TINY_MIXTURE = "models/qwen3-30b-a3b", "models/qwen3-moe-tiny"
 
 
 def asked(model, cards, gb, tokens=65_536, more=""):
@@ -44,7 +45,7 @@ def chosen(*args):
 
 def best_of(way, more=""):
     """(the launcher's words, the choice) of the best of a way on two cards of 16 GB."""
-    ask = asked(SMALL, 2, 16, more=more)
+    ask = asked(TINY_MIXTURE if way == fit.EXPERTS else SMALL, 2, 16, more=more)
     choice, fits = fit.best([c for c in search(ask) if c.way == way], ask)
     variable, *command = shlex.split(fit.line(choice, ask))
     assert variable == "NPROC_PER_NODE=2" and fits
@@ -57,6 +58,7 @@ def best_of(way, more=""):
         (fit.HOST, 128, ""),
         (fit.DEVICE, 128, "--lora_rank 16"),
         (fit.SPREAD, 8192, ""),
+        (fit.EXPERTS, 128, ""),
         (fit.GRID, 128, ""),
     ],
 )
@@ -78,6 +80,9 @@ def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypat
         assert f"host memory: {choice.host:.1f} GB" in done.stdout
     elif way == fit.SPREAD:
         assert "--sequence_parallel 2" in " ".join(map(str, command))
+    elif way == fit.EXPERTS:
+        assert "--expert_parallel 2" in " ".join(map(str, command))
+        assert "experts: spread over 2 ranks (as requested)" in done.stdout
     elif way == fit.GRID:
         assert "--schedule interleaved" in " ".join(map(str, command))
     else:
@@ -98,7 +103,8 @@ def test_adapters_fit_where_all_weights_do_not():
 
 @pytest.mark.parametrize("way", fit.WAYS)
 def test_the_script_accepts_the_flags(way):
-    ask = asked(SMALL, 4, 16, more="--seq_len 8192" if way == fit.SPREAD else "")
+    model = MIXTURE if way == fit.EXPERTS else SMALL
+    ask = asked(model, 4, 16, more="--seq_len 8192" if way == fit.SPREAD else "")
     lines = sorted({fit.line(choice, ask) for choice in search(ask) if choice.way == way})
     assert len(lines) > 10
     lines = lines[:: max(1, len(lines) // 50)]
@@ -149,7 +155,9 @@ def test_what_is_printed(capsys):
     total, *each = map(float, re.findall(r"\d+\.\d", parts))
     assert sum(each) == pytest.approx(total, abs=0.2) and "weights" in parts
     assert host.startswith("host memory: 95.7 GB")
-    assert [way.split("  ")[1] for way in ways] == [w for w in fit.WAYS if w != fit.SPREAD]
+    assert [way.split("  ")[1] for way in ways] == [
+        w for w in fit.WAYS if w not in (fit.SPREAD, fit.EXPERTS)
+    ]
     assert [("chosen" in way, "GB too much" in way) for way in ways] == [
         (False, True), (False, True), (True, False), (False, True), (False, True),
     ]  # fmt: skip
@@ -168,6 +176,35 @@ def test_long_rows():
     assert fit.spreads(load_config(ROOT / LARGE, 8192), heads) == [1, 2, 4, 8]  # 32 and 8 heads
     heads.cards = 3
     assert fit.spreads(load_config(ROOT / LARGE, 8192), heads) == [1]
+
+
+def test_experts_are_spread_where_that_is_fastest_of_what_fits():
+    for gb, spread in ((64, 2), (180, None)):
+        ask = asked(MIXTURE, 8, gb)
+        choice, fits = fit.best(found := search(ask), ask)
+        assert fits and choice.flags.get("expert_parallel") == spread
+        assert ("--expert_parallel 2" in fit.line(choice, ask)) == bool(spread)
+        assert (choice.way == fit.EXPERTS) == bool(spread)
+        listed = re.search(r"\n  experts spread +(.*)", fit.report(found, ask))[1]
+        assert "experts over" in listed and ("chosen" in listed) == bool(spread)
+    for other in found:  # the same with the experts over more cards is slower
+        if n := other.flags.get("expert_parallel"):
+            fewer = {**other.flags, "expert_parallel": n // 2}
+            fewer = fewer if n > 2 else {k: v for k, v in fewer.items() if k != "expert_parallel"}
+            assert next(c for c in found if c.flags == fewer).seconds < other.seconds
+
+
+def test_experts_are_spread_over_what_divides_them_and_the_cards():
+    """With FSDP only, and no others than the script takes."""
+    for model, cards, over in (
+        (MIXTURE, 6, [1, 2]), (MIXTURE, 8, [1, 2, 4, 8]), (MIXTURE, 3, [1]), (MIXTURE, 1, [1]),
+        (TINY_MIXTURE, 32, [1, 2, 4, 8]), (SMALL, 4, [1]), (LARGE, 8, [1]),
+    ):  # fmt: skip
+        found = search(asked(model, cards, 24))
+        assert sorted({c.flags.get("expert_parallel", 1) for c in found}) == over
+        spread = [c for c in found if "expert_parallel" in c.flags]
+        assert {c.way for c in spread} == ({fit.EXPERTS} if len(over) > 1 else set())
+        assert not any("stages" in c.flags for c in spread)
 
 
 def test_nothing_fits(capsys):
@@ -267,6 +304,22 @@ def test_the_rough_time_is_near_what_was_measured(name):
         for other in pairs:
             if one[:2] == other[:2] and one[3] < 0.9 * other[3]:
                 assert one[2] < other[2]
+
+
+@pytest.mark.parametrize("micro, accum, more", [(4, 1, 381.8 - 348.0), (1, 8, 926.8 - 858.2)])
+def test_what_it_costs_to_spread_experts_is_near_what_was_measured(micro, accum, more):
+    """In ms of a step, from bench/LOG.md."""
+    config = load_config(ROOT / "models/qwen3-30b-a3b-12l", 4096)
+    flags = {"micro_batch_size": micro, "grad_accum_steps": accum, "optimizer_on_host": False}
+    flags |= {"use_activation_checkpointing": False, "activation_memory_budget": 1}
+    one, two = (
+        step_time.of_fsdp(
+            SimpleNamespace(reshard_after_forward=False, expert_parallel=n, **flags),
+            config, 4096, 2, 550, 200,
+        )
+        for n in (None, 2)
+    )  # fmt: skip
+    assert 1000 * (two - one) == pytest.approx(more, rel=0.1)
 
 
 # ---------------------------------------------------------------- the tables

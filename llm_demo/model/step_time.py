@@ -8,14 +8,22 @@ blocks' forward without attention, and attention's unless that is kept; a memory
 (1 - b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32
 gradients once (optimizer on the host: in bf16, every micro-batch). Of a transfer, at least a third
 is exposed, and what lasts longer than the compute beside it; nothing is computed while rows that
-are spread exchange slices for heads. A pipeline idles for stages - 1 micro-batches of a stage,
-half as long with two pieces a stage, and waits for all it sends.
+are spread exchange slices for heads, or tokens come to experts that are spread and their sums go
+back. Such experts' weights are gathered as if they were not, since that overlaps. A pipeline idles
+for stages - 1 micro-batches of a stage, half as long with two pieces a stage, and waits for all it
+sends.
 
 The constants fit the rows of docs/benchmarks.md and docs/speed.md (H200, three links;
 tests/test_fit.py)."""
 
 from llm_demo.model.attention import heads_of
-from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, parameters_of
+from llm_demo.model.costs import (
+    block_costs,
+    flops_of_slot,
+    head_cost,
+    mixed_blocks,
+    parameters_of,
+)
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
@@ -48,6 +56,17 @@ def exchanges(args, config, seq_len: int, bandwidth: float) -> float:
     return times * slots * 2 * numbers * (1 - 1 / n) / (bandwidth * 1e9)
 
 
+def tokens_for_experts(args, config, seq_len: int, bandwidth: float) -> float:
+    """Seconds that a card exchanges tokens and sums with the ranks that experts are spread over in
+    a micro-batch: forward, backward, and once more if blocks are recomputed. It waits for these
+    ranks about as long again (bench/LOG.md)."""
+    others = (getattr(args, "expert_parallel", None) or 1) - 1
+    slots = args.micro_batch_size * seq_len / getattr(args, "sequence_parallel", 1)
+    sent = 2 * 2 * config.hidden_size * slots * others * sum(mixed_blocks(config))  # there and back
+    times = 3 if args.use_activation_checkpointing else 2
+    return 2 * times * sent / (bandwidth * 1e9)
+
+
 def exposed(seconds: float, beside: float) -> float:
     """Of a transfer that lasts so long, beside compute that lasts so long."""
     return max(seconds / 3, seconds - beside)
@@ -77,6 +96,7 @@ def of_fsdp(
     sent = parameters_of(config) * weights + trained * grads
     sent *= (1 - 1 / cards) / (bandwidth * 1e9)
     step = accum * micro + exposed(sent, micro * (accum if reshard or on_host else 1))
+    step += accum * tokens_for_experts(args, config, seq_len, bandwidth)  # over the same links
     if on_host:  # masters and moments to the card, and back at the same time
         step += exposed(parameters_of(config) * 12 / cards / PCIE, micro)
     return step
