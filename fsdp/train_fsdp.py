@@ -26,7 +26,7 @@ from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.activations_on_host import keep_on_host
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import experts_of, param_count
+from llm_demo.model.costs import param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
 from llm_demo.model.experts_spread import keep_part
 from llm_demo.model.lora import apply_lora
@@ -101,8 +101,6 @@ def main() -> None:
             f"--sequence_parallel {part.of} does not divide {data.train.seq_len}, the tokens of a "
             "row: set --seq_len"
         )
-    if args.psgd_rank and is_mixture(config):
-        raise UserError("--psgd_rank does not work with a mixture of experts")
     spread = choose_spread(args, config, compute, data.train, world, log)
     if args.use_activation_checkpointing:
         how = args, config, compute, data.train, n_shards, sharded, spread
@@ -295,12 +293,10 @@ def main() -> None:
 
 
 def choose_spread(args, config, compute, train, world, log: Log) -> int:
-    """Over how many ranks each block's experts are spread. Logs the reason. Raises UserError."""
+    """Over how many ranks each block's experts are spread. Logs the reason."""
     if not is_mixture(config) or world.size == 1 and not args.expert_parallel:
         return 1
-    asked, experts = args.expert_parallel, experts_of(config)
-    if asked and experts % asked:
-        raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
+    asked = args.expert_parallel
     n, why = asked, "as requested"
     if not asked and args.replicas != "1":
         n, why = 1, "because of --replicas"

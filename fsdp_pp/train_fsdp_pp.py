@@ -77,20 +77,20 @@ def main() -> None:
         args.compile = False
         log.say(f"compile: no, because --schedule {args.schedule} splits backwards")
     log.resolved(comm_timer=args.comm_timer)
+    checkpointing = args.use_activation_checkpointing
 
     def refuse(config):
         check_experts(args, config)
         given_counts(config, len(where), args.partition)
+        if checkpointing and args.schedule in SPLIT and is_mixture(config):
+            raise UserError(
+                f"--schedule {args.schedule} would recompute the choice of experts twice: drop "
+                "--use_activation_checkpointing, or use another schedule"
+            )
 
     plan = make_plan(args, world, log, n_shards, refuse)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
-    checkpointing = args.use_activation_checkpointing
-    if checkpointing and args.schedule in SPLIT and is_mixture(config):
-        raise UserError(
-            f"--schedule {args.schedule} would recompute the choice of experts twice: drop "
-            "--use_activation_checkpointing, or use another schedule"
-        )
     counts = split(config, last + 1, args.partition, S, checkpointing)
     way = f"{args.schedule} pipeline of {args.stages} stages"
     way += f", each sharded over {n_shards} processes" if n_shards > 1 else ""

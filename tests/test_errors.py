@@ -56,6 +56,7 @@ WINDOW = {
 }  # fmt: skip
 TINY = ["--tokenizer_name_or_path", str(ROOT / "models/qwen3-tiny")]
 NO_DATA = ["--train_json", "absent.jsonl"]  # for what is refused before data is read
+WITH_EXPERTS = ["--model_name_or_path", str(ROOT / "models/qwen3-moe-tiny"), *NO_DATA]
 ONE_BLOCK = ["--model_name_or_path", "one block", *TINY, "--seq_len", "64"]
 
 
@@ -83,6 +84,9 @@ def folder(tmp_path_factory):
     (folder / "one block").mkdir()
     config = WINDOW | {"model_type": "llama", "num_hidden_layers": 1, "sliding_window": None}
     (folder / "one block/config.json").write_text(json.dumps(config))
+    odd = json.loads((ROOT / "models/qwen3-moe-tiny/config.json").read_text()) | {"num_experts": 3}
+    (folder / "odd").mkdir()
+    (folder / "odd/config.json").write_text(json.dumps(odd))
     (folder / "no model").mkdir()
     (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
@@ -142,6 +146,16 @@ LAUNCHED = [
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
     ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: it works with FSDP only"]),
     ("fsdp", ["--resume", "no run", *NO_DATA], ["no run: no such folder"]),
+    (
+        "fsdp",
+        ["--expert_parallel", "2", "--model_name_or_path", "odd", *TINY, *NO_DATA],
+        ["--expert_parallel 2 does not divide 3, the experts"],
+    ),
+    (
+        "fsdp_pp",
+        ["--schedule", "zbv", "--use_activation_checkpointing", *WITH_EXPERTS],
+        ["--schedule zbv would recompute the choice of experts twice"],
+    ),
     (
         "fsdp",
         ["--sequence_parallel", "2", "--seq_len", "33"],
@@ -348,6 +362,13 @@ FSDP_PP = [
     (["--deepspeed_config", "absent.json"], "--deepspeed_config: only for pp/ and zero/"),
 ]
 CASES += [("fsdp_pp", *case) for case in FSDP_PP]
+CASES += [
+    (
+        "fsdp",
+        ["--psgd_rank", "4", "--replicas", "all", *WITH_EXPERTS],
+        "--psgd_rank does not work with a mixture of experts",
+    )
+]
 CASES += [
     (kind, ["--resume", name, *NO_DATA], f"{name}: {message}")
     for kind in KINDS

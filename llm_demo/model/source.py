@@ -153,8 +153,8 @@ def refuse_experts(config) -> None:
 
 
 def check_experts(args, config) -> None:
-    """Raise UserError for flags that this model has no use for."""
-    name = config.model_type
+    """Raise UserError for flags that this model has no use for, or that don't work with it."""
+    name, experts = config.model_type, experts_of(config)
     if not is_mixture(config):
         for flag_name in (
             "freeze_router",
@@ -168,6 +168,10 @@ def check_experts(args, config) -> None:
         raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
     elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
         raise UserError(f"--router_bias_update: {name} has no bias for its experts")
+    elif getattr(args, "psgd_rank", 0):
+        raise UserError("--psgd_rank does not work with a mixture of experts")
+    elif experts % (asked := getattr(args, "expert_parallel", None) or 1):
+        raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
 
 
 def position_limit(config) -> int | None:
