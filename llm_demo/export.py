@@ -1,15 +1,16 @@
 """Export a checkpoint as a Hugging Face folder: python -m llm_demo.export RUN_OR_CHECKPOINT OUT
 
-Works for all scripts, from the fp32 masters, on the CPU, one shard at a time. It needs neither the
-training GPUs nor memory for the whole model. Adapters become a PEFT adapter, or with --merge the
-whole model."""
+Works for all scripts, from the fp32 masters, on the CPU. It needs neither the training GPUs nor
+memory for the whole model: it holds one file to write and the masters of a few of its tensors.
+Adapters become a PEFT adapter, or with --merge the whole model."""
 
 import argparse
 import functools
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
 
 WEIGHTS = "model{suffix}.safetensors"
+READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has more
 CARD = """---
 {head}
 tags: [sft]
@@ -263,7 +265,6 @@ def write_weights(
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
     checkpoint. Raises UserError if a number is not finite."""
     read = read or functools.partial(read_tensors, checkpoint)
-    fused = {m.name: (n, m) for n, shape in wanted.items() for m in matrices(n, shape)}
     plan = split_state_dict_into_shards_factory(
         {
             name: torch.empty(
@@ -277,25 +278,48 @@ def write_weights(
     )
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
-            # a fused tensor is read whole, even if another shard has some of its experts
-            whole = {fused[n][0] if n in fused else n: None for n in names}
-            whole = {name: torch.empty(wanted[name]) for name in whole}
-            read(whole)
-            tensors = {}
-            for name in names:
-                if name in fused:
-                    owner, matrix = fused[name]  # a copy, since safetensors refuses shared memory
-                    part = whole[owner][matrix.expert, matrix.rows]
-                    tensors[name] = part.to(dtype, copy=True)
-                else:
-                    tensors[name] = whole[name].to(torch.float32 if name in buffers else dtype)
-            del whole
+            names, tensors = set(names), {}
+            # a fused tensor is read whole, even if another file has some of its experts
+            mine = {n: s for n, s in wanted.items() if names & in_files({n: s}, set()).keys()}
+            for group in in_groups(mine):
+                tensors |= read_group(group, names, dtype, buffers, read)
             refuse_non_finite(checkpoint, tensors)
             save_file(tensors, folder / file, metadata={"format": "pt"})
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return plan.metadata["total_size"]
+
+
+def in_groups(shapes: dict[str, tuple]) -> Iterator[dict[str, tuple]]:
+    """{name: shape} in groups of at most READ bytes in fp32, or of one tensor that has more."""
+    group, held = {}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        if group and held + size > READ:
+            yield group
+            group, held = {}, 0
+        group[name] = shape
+        held += size
+    yield group
+
+
+def read_group(
+    shapes: dict[str, tuple], names: set[str], dtype, buffers, read: Callable
+) -> dict[str, torch.Tensor]:
+    """Read these parameters; returns their tensors in a file, in the dtype to write. names: of the
+    tensors in that file; the rest as in write_weights."""
+    masters = {name: torch.empty(shape) for name, shape in shapes.items()}
+    read(masters)
+    tensors = {}
+    for name, master in masters.items():
+        parts = matrices(name, shapes[name])
+        for m in parts:
+            if m.name in names:  # a copy, since safetensors refuses shared memory
+                tensors[m.name] = master[m.expert, m.rows].to(dtype, copy=True)
+        if not parts:
+            tensors[name] = master.to(torch.float32 if name in buffers else dtype)
+    return tensors
 
 
 def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -458,6 +459,25 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     assert weights.shapes.keys() - {"lm_head.weight"} == model.state_dict().keys() - {
         "lm_head.weight"
     }
+
+
+def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch, alone):
+    """At most READ bytes of them, or one fused tensor. Those read before are freed."""
+    model, checkpoint = trained("qwen3", tmp_path / "run")
+    most = 4 * max(p.numel() for p in model.parameters())
+    monkeypatch.setattr(export, "READ", 4096)
+    held, earlier = [], []
+
+    def read(path, tensors):
+        assert not any(t() is not None for t in earlier)
+        held.append(sum(t.nbytes for t in tensors.values()))
+        earlier.extend(map(weakref.ref, tensors.values()))
+        checkpoint_files.read_tensors(path, tensors)
+
+    monkeypatch.setattr(export, "read_tensors", read)
+    export.export(checkpoint, tmp_path / "out", "bf16")
+    assert len(held) > 3 and max(held) == most
+    assert sum(held) == sum(p.nbytes for p in model.parameters())
 
 
 def test_a_checkpoint_without_the_bias_is_refused(tmp_path, alone):
