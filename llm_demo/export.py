@@ -45,7 +45,7 @@ CARD = """---
 tags: [sft]
 ---
 # {name}
-Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from `{base}` on `{data}`:
+Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on `{data}`:
 {tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
 
 | | |
@@ -332,6 +332,12 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
         raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
     of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
+    parallelism = settings.get("parallelism", of_old_run)
+    if settings.get("resume"):  # only the last run's is recorded
+        parallelism = f"{parallelism} in the last run (it may have resumed others)"
+    base = f"`{base}`"
+    if settings.get("random_weights") is True:
+        base = f"random weights (configuration of {base})"
     shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
              "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
     if settings.get("lora_rank"):
@@ -342,7 +348,7 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     return CARD.format(
         head=head, name=name,
         steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
-        parallelism=settings.get("parallelism", of_old_run), base=base, data=data,
+        parallelism=parallelism, base=base, data=data,
         heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip

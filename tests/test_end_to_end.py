@@ -119,6 +119,7 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
     before, after = losses(left, "eval/loss")
     assert after < before
     config = json.loads((left / "config.json").read_text())
+    assert config["random_weights"] is True
     assert config["parallelism"] == {"fsdp": "FSDP2", "pp": "pipeline of 2 stages"}[kind]
     assert config["global_batch"] == 8 and config["seq_len"] == 128 and config["lr"] == 1e-3
     env = json.loads((left / "env.json").read_text())

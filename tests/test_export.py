@@ -98,6 +98,23 @@ def test_the_card_says_how_it_was_trained(more, said, tmp_path):
     assert f"Fine-tuned with llm_demo, {said}, 7 optimizer steps" in card
 
 
+@pytest.mark.parametrize(
+    "more, said",
+    [
+        ({"resume": None, "random_weights": False}, "ring of 3, 7 optimizer steps, from `base` on"),
+        ({"resume": "auto"}, "ring of 3 in the last run (it may have resumed others), 7 "),
+        ({"random_weights": True}, "steps, from random weights (configuration of `base`) on"),
+        ({"random_weights": None}, "steps, from `base` on"),  # not known
+    ],
+)
+def test_the_card_says_how_it_began(more, said, tmp_path):
+    """Earlier runs may have been another script's. The base may be a mere configuration."""
+    _, folder = trained(tmp_path, "tied")
+    settings = json.loads((folder / "config.json").read_text()) | {"parallelism": "ring of 3"}
+    (folder / "config.json").write_text(json.dumps(settings | more))
+    assert said in export.card(folder / "checkpoints/step_00000007", "mine")
+
+
 def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
     model, folder = trained(tmp_path / "run", "tied")
     command = [sys.executable, "-m", "llm_demo.export"]
