@@ -21,7 +21,7 @@ from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import Part, label_positions, real_tokens, to_device
 from llm_demo.data.steps import micro_batches
 from llm_demo.dist import from_rank0, once_per_node, run, start
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.activations_on_host import keep_on_host
 from llm_demo.model.attention import make_documents
@@ -303,7 +303,7 @@ def choose_spread(args, config, compute, train, world, log: Log) -> int:
     elif not asked:
         how = args, config, compute, train, world
         n, why = from_rank0(world, lambda: estimate.choose_spread(*how))
-    log.say(f"experts: spread over {n} rank{'s' * (n > 1)} ({why})")
+    log.say(f"experts: spread over {counted(n, 'rank')} ({why})")
     log.resolved(expert_parallel=n)
     return n
 

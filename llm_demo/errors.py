@@ -1,6 +1,12 @@
-"""Exceptions for the user: scripts print the message and exit, without a traceback."""
+"""Exceptions for the user: scripts print the message and exit, without a traceback. Also counts in
+messages."""
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
+
+
+def counted(n: int, one: str, many: str | None = None) -> str:
+    """A count in words: 1 row, 2,700 rows. many: default is `one` with an s."""
+    return f"{n:,} {one if n == 1 else many or f'{one}s'}"
 
 
 class UserError(Exception):

@@ -25,7 +25,7 @@ from llm_demo.data.sources import find_files
 from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.files import write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.generate import prompts_of, stop_tokens
@@ -111,7 +111,7 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         count = min(args.rows or len(packs), len(packs))
         started = time.perf_counter()
         loss, tokens = in_batches(args, device, mean_loss, model, packs, count)
-        say(f"{name}: loss of {count:,} documents of {path}", started)
+        say(f"{name}: loss of {counted(count, 'document')} of {path}", started)
         figures = {"file": path, "rows": count, "loss": loss}
         figures |= {"perplexity": math.exp(min(loss, 700)), "tokens": tokens}
         pairs = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)

@@ -29,7 +29,7 @@ from llm_demo.device import (
     this_device,
 )
 from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.model.attention import Heads, heads_of
 from llm_demo.model.attention_choice import choose_attention
 from llm_demo.model.compiling import choose_compile
@@ -196,7 +196,8 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     )
     total, active = parameters_of(config), active_of(config)
     size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
-    say(f"model: {config.model_type}, {config.num_hidden_layers} blocks, {size}{origin}")
+    blocks = counted(config.num_hidden_layers, "block")
+    say(f"model: {config.model_type}, {blocks}, {size}{origin}")
     for layer in weights.ignored if weights else ():
         say(f"weights: {layer}* is ignored: multi-token prediction is not trained")
     if seq_len > (limit := position_limit(config) or seq_len):
@@ -367,8 +368,8 @@ def pick_horizon(
     `resumed_settings`."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
     say(
-        f"batch: {args.micro_batch_size} rows x {args.grad_accum_steps} accumulated x "
-        f"{data_parallel} data-parallel = {global_batch} rows = "
+        f"batch: {counted(args.micro_batch_size, 'row')} x {args.grad_accum_steps} accumulated x "
+        f"{data_parallel} data-parallel = {counted(global_batch, 'row')} = "
         f"{global_batch * train.seq_len:,} token slots a step"
     )
     n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
@@ -381,16 +382,16 @@ def pick_horizon(
     why = "" if args.lr else f" (the default for {usual[1]})"
     rows = min(max_steps * global_batch, n_total or math.inf)
     say(
-        f"steps: {max_steps} = {rows / len(train):.2f} epochs of {len(train)} "
-        "rows; "
-        f"lr {lr:g}{why}, {args.warmup_steps} steps of warm-up, then {args.lr_scheduler}"
+        f"steps: {max_steps} = {rows / len(train):.2f} epochs of {counted(len(train), 'row')}; "
+        f"lr {lr:g}{why}, {counted(args.warmup_steps, 'step')} of warm-up, "
+        f"then {args.lr_scheduler}"
     )
     if args.warmup_steps >= max_steps:
         peak = lr * max_steps / args.warmup_steps
         say(
             f"warning: --warmup_steps {args.warmup_steps} is not shorter than the run of "
-            f"{max_steps} steps: the learning rate only rises, to {peak:.2g} in the last step; "
-            "give a shorter warm-up"
+            f"{counted(max_steps, 'step')}: the learning rate only rises, to {peak:.2g} in the "
+            "last step; give a shorter warm-up"
         )
     return Horizon(data_parallel, global_batch, max_steps, n_total, lr)
 
@@ -403,8 +404,8 @@ def pick_order(args: Args, horizon: Horizon, train: Packs, say: Callable) -> Cal
         full = min(full, horizon.n_total // horizon.global_batch)
     if first > full:
         raise UserError(
-            f"--length_warmup {first} is longer than the run's {full} steps of "
-            f"{horizon.global_batch} rows: give at most {full}"
+            f"--length_warmup {first} is longer than the run's {counted(full, 'step')} of "
+            f"{counted(horizon.global_batch, 'row')}: give at most {full}"
         )
     if not args.shuffle:
         packed = "" if train.single else " by the first document of each (they are packed)"

@@ -15,7 +15,7 @@ from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
 from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.dist import run, start
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.loop import prepare, train
 from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, given_counts, split
@@ -39,7 +39,8 @@ def main() -> None:
 
     world = start()
     if args.stages < 1 or world.size % args.stages:
-        raise UserError(f"{world.size} processes can't form pipelines of {args.stages} --stages")
+        processes = counted(world.size, "process", "processes")
+        raise UserError(f"{processes} can't form pipelines of {args.stages} --stages")
     switches = ds_engine.read_switches(args.deepspeed_config)
     where = list(range(args.stages))
     where += where[::-1] if args.schedule == "dualpipev" else []
@@ -58,7 +59,7 @@ def main() -> None:
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing
     counts = split(config, pieces, args.partition, S, checkpointing)
-    parallelism = f"pipeline of {args.stages} stage{'s' * (args.stages > 1)}"
+    parallelism = f"pipeline of {counted(args.stages, 'stage')}"
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
     if args.estimate:

@@ -147,4 +147,4 @@ def test_seq_len_is_what_the_models_know_by_default(
     monkeypatch.setattr(sys, "argv", [*map(str, argv), "--dtype", "fp32"])
     evaluate.main()
     assert seen[0].seq_len == 256 == int(seen[0].token_counts[0])
-    assert "loss of 1 documents" in capsys.readouterr().err
+    assert "loss of 1 document of" in capsys.readouterr().err

@@ -6,18 +6,22 @@ import multiprocessing
 import os
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer
+from transformers import Qwen3Config
 
 from llm_demo.data import packs as data
 from llm_demo.data.batch import real_tokens
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
 from llm_demo.data.steps import collate, order_rows, step_rows
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
+from llm_demo.model.cut import describe_split
 from llm_demo.model.generate import prompts_of
+from llm_demo.plan import pick_horizon, usual_lr
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos
@@ -114,7 +118,7 @@ def test_overlong(tmp_path, overlong, pieces):
     assert packs.stats["split"] == (overlong == "split")
     dropped = {"longer than seq_len": 1} if overlong == "drop" else {}
     assert packs.stats["skipped"] == dropped
-    cut = "1 documents longer than 8 tokens were truncated: 11 tokens cut off, 11 of them learnt"
+    cut = "1 document longer than 8 tokens was truncated: 11 tokens cut off, 11 of them learnt"
     assert any(cut in line for line in said) == (overlong == "truncate")
 
 
@@ -132,6 +136,27 @@ def test_answers_of_a_conversation_are_its_last_turn(tmp_path):
     assert tokenizer.decode(answer, skip_special_tokens=True).split() == ["2"]
 
 
+def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
+    assert counted(1, "row") == "1 row" and counted(2700, "row") == "2,700 rows"
+    assert counted(0, "process", "processes") == "0 processes"
+    said, path = [], write(tmp_path / "x.jsonl", ["a"])
+    packs = load(path, seq_len=0, log=said.append)
+    assert any("1 document, 2 tokens (1 learnt) in 1 row of 128" in line for line in said)
+    assert packs.stats["seq_len_why"].startswith("the only document has at most 2 tokens")
+    args = SimpleNamespace(
+        micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
+        lr_scheduler="cosine", resume=None,
+    )  # fmt: skip
+    pick_horizon(args, 1, packs, usual_lr(True, None), {}, said.append)
+    said.append(describe_split([1, 1], [0, 1], Qwen3Config(num_hidden_layers=2), 128, False))
+    for part in (
+        "batch: 1 row x 1 accumulated x 1 data-parallel = 1 row = 128 token slots",
+        "steps: 1 = 1.00 epochs of 1 row; ", ", 1 step of warm-up", "the run of 1 step: ",
+        "stage 0: 1 block ", "stage 1: 1 block + head ",
+    ):  # fmt: skip
+        assert any(part in line for line in said), part
+
+
 def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     rows = [
         {"prompt": p, "completion": c} for p, c in [("hi", "yo"), ("hi", " "), ("h" * 40, "yo")]
@@ -142,9 +167,9 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     packs = load(str(path), log=lines.append)
     assert documents(packs) == [golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")]
     assert packs.stats["skipped"] == {"nothing to learn": 1, "nothing to learn within seq_len": 1}
-    assert any(f"skipped 1 rows: nothing to learn (first {path}:2)" in line for line in lines)
+    assert any(f"skipped 1 row: nothing to learn (first {path}:2)" in line for line in lines)
     path.write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(UserError, match="all 1 rows were skipped: 1 x nothing to learn"):
+    with pytest.raises(UserError, match="the only row was skipped: 1 x nothing to learn"):
         load(str(path))
 
 

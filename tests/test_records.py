@@ -150,8 +150,8 @@ def test_files_by_list_and_glob(tmp_path):
     assert find_files(f"{tmp_path}/*.heldout.jsonl") == [held_out]
     lines = []
     load(f"{a},{b}", log=lines.append, cache_dir=str(tmp_path / "cache"))
-    assert lines[0] == f"data: {a}: text (first row), 1 rows"
-    assert lines[1] == f"data: {b}: prompt/completion (first row), 1 rows"
+    assert lines[0] == f"data: {a}: text (first row), 1 row"
+    assert lines[1] == f"data: {b}: prompt/completion (first row), 1 row"
 
 
 def messages(*turns):

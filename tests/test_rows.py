@@ -71,7 +71,7 @@ def test_alpaca_system_and_history(tmp_path, form):
     said = []
     before = "<S>system\ns<E>\n<S>user\na<E>\n<S>assistant\n⟦b<E>⟧\n<S>user\nc<E>\n<S>assistant\n"
     assert first(load(path, said=said)) == golden(f"{before}⟦d<E>⟧\n{YO}")
-    found = f"data: {path}: also used: system (1 rows), history (1 rows) (its answers are learnt)"
+    found = f"data: {path}: also used: system (1 row), history (1 row) (its answers are learnt)"
     assert found in said
     last = before.replace("⟦", "").replace("⟧", "") + f"d<E>\n{YO}"
     assert first(load(path, learn_turns="last")) == golden(last)
@@ -104,7 +104,7 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     path, said = write(tmp_path / "x.jsonl", {key: turns}), []
     packs = load(path, template, said)  # the template does not see the marks
     assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>\n{YO}")
-    line = f"data: 1 turns in 1 rows are not learnt: {labels.MARKED} (first {path}:1)"
+    line = f"data: 1 turn in 1 row is not learnt: {labels.MARKED} (first {path}:1)"
     assert line in said
     said.clear()
     assert load(path, template, said).stats["cache_hit"] and line in said
@@ -132,7 +132,7 @@ def test_keys_that_are_not_used_are_listed_once_a_file(tmp_path):
     for lines in (said, again):  # a cache hit says the same
         used = [line for line in lines if "unused" in line]
         assert used == [
-            f"data: {path}: unused keys: id (3 rows), source (1 rows), tools (1 rows)",
+            f"data: {path}: unused keys: id (3 rows), source (1 row), tools (1 row)",
             f"data: {path}: unused keys in turns: mood (3 rows)",
         ]
     assert not [line for line in said if "also used" in line]
@@ -174,8 +174,8 @@ def test_turns_that_cannot_be_learnt_are_counted(tmp_path):
     start = "<S>user\na<E>\n<S>assistant\n"
     text = f"{start}b<E>\n<S>user\nc<E>\n<S>assistant\nd<E>\n<S>user\ne<E>\n<S>assistant\n"
     assert first(packs) == golden(f"{text}⟦<think>\nr\n</think>\n\nf<E>⟧\n")
-    assert f"data: 2 turns in 1 rows are not learnt: {labels.NO_REASONING} (first {path}:1)" in said
-    assert f"data: 1 turns in 1 rows are not learnt: {labels.EMPTY_TURN} (first {path}:2)" in said
+    assert f"data: 2 turns in 1 row are not learnt: {labels.NO_REASONING} (first {path}:1)" in said
+    assert f"data: 1 turn in 1 row is not learnt: {labels.EMPTY_TURN} (first {path}:2)" in said
     assert "--chat_template" in labels.NO_REASONING and packs.stats["skipped"] == {}
     keeps = load(path, CHATML, pack=False)  # what the line advises
     learnt = f"{start}⟦{think('b')}<E>⟧\n<S>user\nc<E>\n<S>assistant\n⟦{think('d')}<E>⟧\n"

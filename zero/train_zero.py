@@ -13,6 +13,7 @@ from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import label_positions, to_device
 from llm_demo.data.steps import micro_batches
 from llm_demo.dist import run, start
+from llm_demo.errors import counted
 from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import compile_forward
@@ -73,7 +74,8 @@ def main() -> None:
     compiled = compiles_adamw(compute.compile and not on_host, n_params, world.size, log.say)
     optimizer = make_adamw(model.parameters(), horizon.lr, args.weight_decay, compiled)
     engine = ds_engine.make_engine(model, optimizer, settings)
-    log.say(f"{how} over {world.size} processes: {n_params:,} parameters")
+    processes = counted(world.size, "process", "processes")
+    log.say(f"{how} over {processes}: {n_params:,} parameters")
     if checkpoints.path:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
     else:

@@ -56,7 +56,9 @@ def build(
         why = "; ".join(
             f"{n:,} x {reason} (first {first[reason]})" for reason, n in stats["skipped"].items()
         )
-        raise UserError(f"{', '.join(files)}: all {stats['rows_read']:,} rows were skipped: {why}")
+        n = stats["rows_read"]
+        rows = "the only row was" if n == 1 else f"all {n:,} rows were"
+        raise UserError(f"{', '.join(files)}: {rows} skipped: {why}")
     row_of = best_fit(lengths, seq_len) if pack else np.arange(len(lengths))
     docs_in = np.bincount(row_of)
     token_counts = np.bincount(row_of, weights=lengths).astype(np.int64)

@@ -17,7 +17,9 @@ def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
     at most `limit`."""
     holds = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
     seq_len = -(-holds // STEP) * STEP
-    why = f"{SHARE:.0%} of {len(lengths):,} documents have at most {holds:,} tokens"
+    n = len(lengths)
+    have = "the only document has" if n == 1 else f"{SHARE:.0%} of {n:,} documents have"
+    why = f"{have} at most {holds:,} tokens"
     if seq_len <= limit:
         return seq_len, f"{why}, rounded up to a multiple of {STEP}"
     by = "by default" if limit == LONGEST_DEFAULT else "by the model"

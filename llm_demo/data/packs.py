@@ -20,7 +20,7 @@ from llm_demo.data.packing import LONGEST_DEFAULT
 from llm_demo.data.records import ROLES
 from llm_demo.data.sources import content_of, find_files, split_name
 from llm_demo.data.steps import Packs
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.files import cache_folder, disk_full
 
 CACHE_VERSION = 3  # increase it when the output of records.py, labels.py or packing.py changes
@@ -213,9 +213,8 @@ def _open(folder: str, files: list[str], hit: bool) -> Packs:
 
 def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
     for file in stats["files"]:
-        log(
-            f"data: {file['path']}: {'/'.join(file['keys'])} ({file['why']}), {file['rows']:,} rows"
-        )
+        rows = counted(file["rows"], "row")
+        log(f"data: {file['path']}: {'/'.join(file['keys'])} ({file['why']}), {rows}")
     for file in stats["files"]:
         if file["used"]:
             note = " (its answers are learnt)" * ("history" in file["used"])
@@ -230,25 +229,29 @@ def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
             f"answer ends with {codec.tokenizer.eos_token} (--chat_template FILE sets a template)"
         )
     log(
-        f"data: {stats['documents']:,} documents, {stats['tokens']:,} tokens "
-        f"({stats['label_tokens']:,} learnt) in {stats['packed_rows']:,} rows of {seq_len:,}, "
+        f"data: {counted(stats['documents'], 'document')}, {counted(stats['tokens'], 'token')} "
+        f"({stats['label_tokens']:,} learnt) in {counted(stats['packed_rows'], 'row')} of "
+        f"{seq_len:,}, "
         f"{stats['fill']:.1%} filled; {'from' if stats['cache_hit'] else 'cached in'} {folder}"
     )
     for what in ("truncated", "split"):
         if stats[what]:
-            text = f"data: {stats[what]:,} documents longer than {seq_len:,} tokens were {what}"
+            documents = counted(stats[what], "document")
+            were = "was" if stats[what] == 1 else "were"
+            text = f"data: {documents} longer than {seq_len:,} tokens {were} {what}"
             if lost := stats.get("cut_tokens"):  # missing in packs of earlier versions
-                text += f": {lost:,} tokens cut off, {stats['cut_learnt']:,} of them learnt"
+                learnt = f"{stats['cut_learnt']:,} of them learnt"
+                text += f": {counted(lost, 'token')} cut off, {learnt}"
             log(text)
     for reason, n in stats["turns"].items():
-        log(
-            f"data: {n['turns']:,} turns in {n['rows']:,} rows are not learnt: {reason} "
-            f"(first {n['first']})"
-        )
+        turns = f"{counted(n['turns'], 'turn')} in {counted(n['rows'], 'row')}"
+        are = "is" if n["turns"] == 1 else "are"
+        log(f"data: {turns} {are} not learnt: {reason} (first {n['first']})")
     for reason, n in stats["skipped"].items():
-        log(f"data: skipped {n:,} rows: {reason} (first {stats['first_skipped'][reason]})")
+        first = stats["first_skipped"][reason]
+        log(f"data: skipped {counted(n, 'row')}: {reason} (first {first})")
 
 
 def _counts(rows: dict, most: int = 12) -> str:
-    texts = [f"{key or '(no name)'} ({n:,} rows)" for key, n in rows.items()]
+    texts = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
     return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)

@@ -3,7 +3,7 @@
 import functools
 import math
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.model.costs import block_costs, head_cost
 
 
@@ -25,7 +25,8 @@ def given_counts(config, pieces: int, partition: str) -> list[int] | None:
     Raises UserError, without knowing the data, if they or so many pieces don't fit the model."""
     n = config.num_hidden_layers
     if n < pieces:
-        raise UserError(f"--stages: the model has {n} blocks, too few for {pieces} pieces")
+        blocks = counted(n, "block")
+        raise UserError(f"--stages: the model has {blocks}, too few for {pieces} pieces")
     if partition in ("balanced", "uniform", "parameters"):
         return None
     try:
@@ -65,7 +66,7 @@ def describe_split(
         head = piece == len(counts) - 1
         each[stage] += math.fsum(each_block[at : at + count]) + last * head
         at += count
-        blocks[stage].append(f"{count} blocks{' + head' * head}")
+        blocks[stage].append(counted(count, "block") + " + head" * head)
     share = ", ".join(
         f"stage {s}: {' and '.join(names)} {x / sum(each):.0%} of the work"
         for s, (names, x) in enumerate(zip(blocks, each, strict=True))

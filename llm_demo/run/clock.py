@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from llm_demo.args import Args, parse_steps
 from llm_demo.device import World, peak_host_gb, peak_memory_gb, peak_tflops, this_device
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.run.comm import CommTimer, Gather
 from llm_demo.run.folder import last_checkpoint
 from llm_demo.run.log import Log
@@ -141,7 +141,7 @@ class Clock:
         self.log.record({"step": step, "eval/loss": loss, "eval/exact": right / rows})
         self.log.say(
             f"step {step}/{self.max_steps} | held-out loss {loss:.4f} | {right / rows:.1%} of "
-            f"{rows:,} rows answered exactly"
+            f"{counted(rows, 'row')} answered exactly"
         )
         self.restart()
 

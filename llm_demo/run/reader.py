@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.run.summary import WARMUP
 
 
@@ -45,7 +45,7 @@ def read_run(folder: Path) -> SimpleNamespace:
         elif "eval/loss" in record:
             evals[step] = record
     if broken:
-        run.notes.append(f"{broken} unreadable line{'s' * (broken > 1)} of metrics.jsonl skipped")
+        run.notes.append(f"{counted(broken, 'unreadable line')} of metrics.jsonl skipped")
     run.steps, run.evals = ([by[step] for step in sorted(by)] for by in (steps, evals))
     run.parts = step_parts(run)
     return run
