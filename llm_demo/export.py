@@ -334,7 +334,7 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
     parallelism = settings.get("parallelism", of_old_run)
     if settings.get("resume"):  # only the last run's is recorded
-        parallelism = f"{parallelism} in the last run (it may have resumed others)"
+        parallelism = f"last by {parallelism}"
     base = f"`{base}`"
     if settings.get("random_weights") is True:
         base = f"random weights (configuration of {base})"
