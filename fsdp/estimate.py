@@ -132,6 +132,7 @@ def of_fsdp(
         copies = 4 if compute.compile else 4 + 2 * config.num_experts_per_tok
         activations += copies * spread * tokens * config.hidden_size * size
     gathered = (ends + 2 * unit if args.reshard_after_forward else whole) * size
+    head_in_fp32 = not args.use_activation_checkpointing  # the memory of its gradient: see loss.py
     trained = total
     if lora := getattr(compute, "lora", None):  # what is frozen has no fp32 copy and no gradients
         trained, halves = lora.parameters, compute.dtype == torch.bfloat16 and compute.compile
@@ -147,10 +148,10 @@ def of_fsdp(
         late = total / ranks * size + (embedding + unit) * size
         # the sums, and the embedding's gradient, also as sent
         kept = total / ranks * 4
-        grads = kept + 2 * embedding * size
+        grads = kept + (2 + head_in_fp32) * embedding * size
     elif args.optimizer_on_host:
         early = late = total * size
-        kept, grads = total * 4, total * (4 + size)
+        kept, grads = total * 4, total * (4 + size) + head_in_fp32 * embedding * size
     elif sharded:
         early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size

@@ -123,9 +123,12 @@ class Tail(nn.Module):
     """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""
 
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool = False):
+    def __init__(
+        self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool, in_place: bool
+    ):
         super().__init__()
-        self.norm, self.lm_head, self.compiled, self.slim = norm, lm_head, compiled, slim
+        self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
+        self.slim, self.in_place = slim, in_place
         self.group = None  # of ranks with slices of the same rows
 
     def forward(self, hidden, index, targets=None, answers=None):
@@ -134,13 +137,14 @@ class Tail(nn.Module):
             return next_tokens(hidden, weight, index)
         if answers is not None:
             return score(hidden, weight, index, targets, answers, self.compiled, self.group)
-        return cross_entropy_sum(hidden, weight, index, targets, self.compiled, self.slim)
+        how = self.compiled, self.slim, self.in_place
+        return cross_entropy_sum(hidden, weight, index, targets, *how)
 
 
 class DecoderLoss(nn.Module):
     """The whole decoder, with its blocks in units and the loss inside its forward; or a piece of
-    it, with the embedding if it is the first and the loss if it is the last. slim: as in
-    cross_entropy_sum."""
+    it, with the embedding if it is the first and the loss if it is the last. slim: less
+    memory at the loss, where it is largest unless activations are recomputed."""
 
     def __init__(
         self,
@@ -154,7 +158,9 @@ class DecoderLoss(nn.Module):
         super().__init__()
         self.embed_tokens = lm.model.embed_tokens if first else None
         self.units = nn.ModuleList(units)
-        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim) if last else None
+        in_place = slim and not any(unit.checkpointing for unit in units)
+        tail = lm.model.norm, lm.lm_head, compiled, slim, in_place
+        self.tail = Tail(*tail) if last else None
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts = blocks_with_experts(self)

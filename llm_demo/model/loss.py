@@ -23,14 +23,16 @@ def cross_entropy_sum(
     targets: torch.Tensor,
     compiled: bool = False,
     slim: bool = False,
+    in_place: bool = False,
 ) -> torch.Tensor:
     """Sum of -log p(target) over the labels, an fp32 scalar.
 
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
     dtype; if frozen, it gets no gradient. index, targets: int64 [n] from label_positions. Softmax
     and sums are in fp32. compiled: use one Triton kernel, or torch.compile where there is no
-    Triton, instead of six passes over a chunk's logits. slim: if there are several chunks, less
-    memory and a little more time."""
+    Triton, instead of six passes over a chunk's logits. slim: smaller chunks if there are several.
+    in_place: in several chunks, the head's gradient takes the memory of its fp32 sum, twice its
+    own: less at the loss, more until the gradient is freed."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_loss_of_logits, _scaled)
     if compiled:
@@ -39,7 +41,8 @@ def cross_entropy_sum(
     slim = slim and len(rows) > CHUNK_ROWS
     chunks = _chunks(len(rows), CHUNK_ROWS // SLIM if slim else CHUNK_ROWS)
     needs = torch.is_grad_enabled(), torch.is_grad_enabled() and weight.requires_grad
-    return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, slim, *needs, *functions)
+    in_place = in_place and len(chunks) > 1
+    return _ChunkedCrossEntropy.apply(rows, weight, targets, chunks, in_place, *needs, *functions)
 
 
 @torch.no_grad()
@@ -187,14 +190,15 @@ def _narrowed(total, scaled, factor, dtype):
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Forms the gradients of the hidden states in the forward, and that of the head's weight there
     too if there are several chunks. The gradient of a single chunk's logits is kept: it takes less
-    memory than the head's gradient in fp32, which the backward then needs only in slices. slim: the
-    backward narrows a sum over chunks in place. of_head: whether the head's gradient is wanted."""
+    memory than the head's gradient in fp32, which the backward then needs only in slices. in_place:
+    the backward narrows a sum over chunks in its own memory. of_head: whether the head's gradient
+    is wanted."""
 
     @staticmethod
     def forward(
-        ctx, hidden, weight, targets, chunks, slim, needs_grad, of_head, loss_of_logits, scaled
+        ctx, hidden, weight, targets, chunks, in_place, needs_grad, of_head, loss_of_logits, scaled
     ):
-        ctx.scaled, ctx.slim, ctx.of_head = scaled, slim, of_head
+        ctx.scaled, ctx.in_place, ctx.of_head = scaled, in_place, of_head
         keeps = of_head and len(chunks) < 2  # the only chunk's gradient
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = p = None  # a bf16 sum would round once per chunk
@@ -220,7 +224,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         none = (None,) * 7
         if not ctx.of_head:
             return grad_h * grad.to(grad_h.dtype), None, *none
-        if ctx.slim:
+        if ctx.in_place:
             out = _narrowed(grad_w, ctx.scaled, grad, grad_h.dtype)
             return grad_h * grad.to(grad_h.dtype), out, *none
         out = torch.empty(ctx.shape, dtype=grad_h.dtype, device=grad_h.device)

@@ -274,7 +274,8 @@ def loss_bytes(args, config, compute, train) -> float:
     if getattr(compute, "lora", None):  # the head has no gradient
         return logits + copied
     if tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
-        narrowed = min(HEAD_SLICE, weight) if slim else weight
+        in_place = slim and not args.use_activation_checkpointing
+        narrowed = min(HEAD_SLICE, weight) if in_place else weight
         return weight * 4 + max(logits + copied, narrowed * size)
     return logits + max(copied, weight * size + min(HEAD_SLICE, weight) * 4)
 
