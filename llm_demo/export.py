@@ -333,7 +333,7 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
         raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
     of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
     parallelism = settings.get("parallelism", of_old_run)
-    if settings.get("resume"):  # only the last run's is recorded
+    if settings.get("resumed_step"):  # only the last run's is recorded
         parallelism = f"last by {parallelism}"
     base = f"`{base}`"
     if settings.get("random_weights") is True:

@@ -38,6 +38,9 @@ def prepare(
     clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
     adapters = lora.facts() if lora else None
     checkpoints = Checkpoints(args, world, log, clock, plan.identity, steps, copies, adapters)
+    log.resolved(resumed_step=checkpoints.first_step)
+    if checkpoints.first_step == 0:
+        log.resolved(random_weights=plan.source.weights is None)
     if checkpoints.first_step < steps:
         return clock, checkpoints
     log.say(f"nothing left to train: {checkpoints.path} is of the last step")

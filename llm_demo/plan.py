@@ -175,7 +175,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         dtype=dtype_name, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
         attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
         max_steps=horizon.max_steps, lr=horizon.lr, data_parallel=data_parallel,
-        random_weights=began_random(args.resume, source.weights, earlier),
+        random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )  # fmt: skip
     identity = {
         **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
@@ -451,14 +451,6 @@ def refuse_other_model(checkpoint: Path, config, lora: Lora | None) -> None:
         del shapes["lm_head.weight"]
     wanted = factors_of(adapters, shapes) if lora else shapes
     compare_shapes(checkpoint, weights_of(checkpoint), wanted)
-
-
-def began_random(resume: str | None, weights: Weights | None, earlier: dict) -> bool | None:
-    """Whether training began with random weights; None if the resumed run does not say. A resumed
-    run's own `weights` do not count: it trains those of the checkpoint."""
-    if earlier:
-        return earlier.get("random_weights")
-    return weights is None if resume in (None, "auto") else None
 
 
 def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:

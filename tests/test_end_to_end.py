@@ -119,7 +119,7 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
     before, after = losses(left, "eval/loss")
     assert after < before
     config = json.loads((left / "config.json").read_text())
-    assert config["random_weights"] is True
+    assert (config["resumed_step"], config["random_weights"]) == (0, True)
     assert config["parallelism"] == {"fsdp": "FSDP2", "pp": "pipeline of 2 stages"}[kind]
     assert config["global_batch"] == 8 and config["seq_len"] == 128 and config["lr"] == 1e-3
     env = json.loads((left / "env.json").read_text())
@@ -144,6 +144,8 @@ def test_a_run_resumes_in_its_folder_with_fewer_processes(first_runs, folder):
     launch("fsdp", folder, *flags, OUTPUT_DIR="fewer", **more)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 5 and len(summary["median_comm_ms"]) == 1
+    config = json.loads((out / "config.json").read_text())
+    assert (config["resumed_step"], config["random_weights"]) == (3, True)
     assert [len(r["perf/comm_ms"]) for r in metrics(out) if "train/loss" in r] == [2, 2, 2, 1, 1]
 
 

@@ -102,7 +102,8 @@ def test_the_card_says_how_it_was_trained(more, said, tmp_path):
     "more, said",
     [
         ({"resume": None, "random_weights": False}, "ring of 3, 7 optimizer steps, from `base` on"),
-        ({"resume": "auto"}, "last by ring of 3, 7 "),
+        ({"resume": "auto", "resumed_step": 0}, "llm_demo, ring of 3, 7 "),  # found nothing
+        ({"resume": "auto", "resumed_step": 3}, "last by ring of 3, 7 "),
         ({"random_weights": True}, "steps, from random weights (configuration of `base`) on"),
         ({"random_weights": None}, "steps, from `base` on"),  # not known
     ],

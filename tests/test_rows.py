@@ -20,7 +20,7 @@ from llm_demo.data.packs import heldout_beside, load_packs
 from llm_demo.data.sources import find_files, read_rows
 from llm_demo.errors import UserError
 from llm_demo.model.source import load_config, load_tokenizer, window_of, without_window
-from llm_demo.plan import began_random, fixed_steps, load_data, resumed_seq_len, resumed_settings
+from llm_demo.plan import fixed_steps, load_data, resumed_seq_len, resumed_settings
 
 PAIR = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -668,21 +668,6 @@ def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
     ):
         earlier = resumed_settings(resume, None, run)
         assert resumed_seq_len(seq_len, earlier, said.append) == seq_len
-
-
-def test_a_run_knows_whether_training_began_with_random_weights():
-    """Of a resumed run, whatever its own --model_name_or_path holds."""
-    weights = object()
-    for resume, own, earlier, random in (
-        (None, weights, {}, False),
-        (None, None, {}, True),
-        ("auto", None, {}, True),  # nothing to resume
-        ("auto", None, {"random_weights": False}, False),
-        ("elsewhere", weights, {"random_weights": True}, True),
-        ("auto", None, {"seq_len": 64}, None),  # of an earlier version
-        ("elsewhere", None, {}, None),
-    ):
-        assert began_random(resume, own, earlier) is random
 
 
 def test_a_run_of_an_earlier_version_keeps_its_number_of_steps():
