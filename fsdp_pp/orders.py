@@ -1,8 +1,8 @@
 """The order in which each stage of a pipeline works on the pieces of the model that it holds.
 
 A stage's work is a list of (FORWARD or BACKWARD, piece, micro-batch): some forwards, then a
-forward and a backward in turn, then the rest of the backwards. Each piece sees the micro-batches in
-order, so both sides of a transfer know what comes next.
+forward and a backward in turn (but in v as it comes), then the rest of the backwards. Each piece
+sees the micro-batches in order, so both sides of a transfer know what comes next.
 
 1f1b: Narayanan et al. 2019, "PipeDream". interleaved: Narayanan et al. 2021, "Efficient Large-Scale
 Language Model Training on GPU Clusters Using Megatron-LM". v: pieces placed as by Qi et al. 2024,
@@ -30,9 +30,9 @@ def order(
 ) -> list[tuple]:
     """A stage's work in a step. interleaved needs micro_batches to be a multiple of stages.
 
-    run_ahead: further forwards before the first backward, for each stage that follows. Without
-    them, a stage that ends a forward needs the gradient that it has just enabled: both transfers
-    are waited for."""
+    run_ahead: further forwards before the first backward, for each stage that follows; in v further
+    micro-batches under way. Without them, a stage that ends a forward needs the gradient that it
+    has just enabled: both transfers are waited for."""
     if schedule == "v":
         return out_and_back(stages, micro_batches, run_ahead)[stage]
     mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
@@ -59,8 +59,8 @@ def out_and_back(stages: int, micro_batches: int, run_ahead: int) -> list[list[t
     """All stages' work in the schedule v, as if a forward took 1 and a backward 2.
 
     Each stage does first what can begin first: a forward before a backward, and of forwards that of
-    the later piece. The first stage begins no micro-batch while it has 2 x stages - 1 under way,
-    with which stages wait as little as in interleaved."""
+    the later piece. The first stage begins no micro-batch while it has 2 x stages - 1 under way.
+    With twice as many micro-batches as stages, stages wait as little as in interleaved."""
     where, limit = stages_of("v", stages), 2 * stages - 1 + run_ahead
     last, works, free = len(where) - 1, [[] for _ in range(stages)], [0] * stages
     ready, entered, left = {}, 0, 0  # {work: when the one before it ends}

@@ -13,7 +13,7 @@ back. Such experts' weights are gathered as if they were not, since that overlap
 for stages - 1 micro-batches of a stage, half as long with two pieces a stage, and waits for all it
 sends.
 
-The constants fit the rows of docs/benchmarks.md and docs/speed.md (H200, three links;
+The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links;
 tests/test_fit.py)."""
 
 from llm_demo.model.attention import heads_of
