@@ -84,9 +84,15 @@ def in_namespaces(count):
 
 
 def wait_for_step(step, folder, nodes):
+    """Until that step is logged, and a checkpoint, written in the background, is there."""
     until = time.monotonic() + 120
     metrics = folder / "metrics.jsonl"
-    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
+
+    def there():
+        logged = metrics.exists() and f'"step": {step},' in metrics.read_text()
+        return logged and [*folder.glob("checkpoints/step_*")]
+
+    while not there():
         ended = [node.communicate()[0][-3000:] for node in nodes if node.poll() is not None]
         assert not ended and time.monotonic() < until, ended
         time.sleep(0.05)
