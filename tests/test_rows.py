@@ -3,24 +3,19 @@
 import gzip
 import json
 import os
-import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch.distributed as dist
-from conftest import ROOT
 from test_labels import QWEN3
 from tiny_tokenizer import CHATML, golden, make_tokenizer
-from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.data import labels, sources
 from llm_demo.data.packing import choose_seq_len
 from llm_demo.data.packs import heldout_beside, load_packs
 from llm_demo.data.sources import find_files, read_rows
 from llm_demo.errors import UserError
-from llm_demo.model.source import load_config, load_tokenizer, window_of, without_window
-from llm_demo.plan import fixed_steps, load_data, resumed_seq_len, resumed_settings
+from llm_demo.model.source import load_tokenizer
+from llm_demo.plan import load_data
 
 PAIR = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -196,6 +191,19 @@ def test_learn_turns_refuses_what_it_contradicts(tmp_path):
     path = write(tmp_path / "x.jsonl", PAIR)
     refused(path, "--learn_turns first: choose from all, last", learn_turns="first")
     refused(path, "contradict", learn_turns="last", train_on_prompt=True)
+
+
+def test_a_row_with_all_turns_marked_is_named_and_part_of_the_identity(tmp_path):
+    marked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
+    said = []
+    path = write(
+        tmp_path / "x.jsonl",
+        {"messages": marked},
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
+    )
+    packs = load(path, CHATML, said)
+    assert packs.stats["skipped"] == {labels.MARKED: 1}
+    assert packs.stats["identity"]["reading"] == {labels.MARKED: 1}
 
 
 # ------------------------------------------------------------------ files
@@ -461,233 +469,3 @@ def test_seq_len_of_a_plan(tmp_path, monkeypatch):
     assert train.seq_len == heldout.seq_len == 256
     why = "99% of 9 documents have at most 141 tokens, rounded up to a multiple of 128"
     assert f"seq_len: 256 ({why})" in said
-
-
-# ------------------------------------------------------------------ the cache
-
-
-def ruin(folder, how):
-    tokens, meta = folder / "tokens.int32", folder / "meta.json"
-    if how == "zeroed":
-        tokens.write_bytes(bytes(tokens.stat().st_size))
-    elif how == "one bit":
-        data = bytearray((folder / "learnt.bool").read_bytes())
-        data[3] ^= 1
-        (folder / "learnt.bool").write_bytes(data)
-    elif how == "truncated":
-        tokens.write_bytes(tokens.read_bytes()[:-4])
-    elif how == "lost":
-        (folder / "row_docs.npy").unlink()
-    elif how == "no meta":
-        meta.unlink()
-    elif how == "half a meta":
-        meta.write_text(meta.read_text()[:50])
-    elif how == "garbage":
-        meta.write_bytes(b"\xff\x00\x93")
-    elif how == "another meta":
-        meta.write_text("[]")
-    elif how == "changed meta":
-        meta.write_text(meta.read_text().replace('"pad_id": 260', '"pad_id": 5'))
-
-
-HOW = ("zeroed", "one bit", "truncated", "lost", "no meta", "half a meta", "garbage")
-
-
-@pytest.mark.parametrize("how", [*HOW, "another meta", "changed meta"])
-def test_a_damaged_pack_is_built_again(tmp_path, how):
-    rows = [{"text": f"text {i}"} for i in range(20)]
-    path, said = write(tmp_path / "x.jsonl", *rows), []
-    whole = load(path, seq_len=64)
-    (folder,) = (tmp_path / "cache").iterdir()
-    before = [whole.row(i)[0].copy() for i in range(len(whole))]
-    ruin(folder, how)
-    again = load(path, said=said, seq_len=64)
-    assert not again.stats["cache_hit"]
-    assert all((again.row(i)[0] == ids).all() for i, ids in enumerate(before))
-    lines = [line for line in said if "is damaged" in line]
-    assert len(lines) == 1 and str(folder) in lines[0] and "\n" not in lines[0]
-    assert load(path, seq_len=64).stats["cache_hit"]
-    assert [f.name for f in (tmp_path / "cache").iterdir()] == [folder.name]
-
-
-def test_who_has_mapped_a_pack_keeps_it(tmp_path):
-    path = write(tmp_path / "x.jsonl", *[{"text": f"text {i}"} for i in range(20)])
-    reader = load(path, seq_len=64)
-    (folder,) = (tmp_path / "cache").iterdir()
-    ruin(folder, "half a meta")
-    load(path, seq_len=64)
-    assert reader.row(0)[0][:4].tolist() == list(b"text")
-
-
-# ------------------------------------------------------------------ a whole plan, in this process
-
-
-@pytest.fixture
-def alone(tmp_path, monkeypatch):
-    """Run a script's main() in this process, in a folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-
-    def run(*flags):
-        import fsdp.train_fsdp as script
-
-        flags = ["--no_fsdp", "--no_compile", "--sample_tokens", "0", *flags]
-        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, flags)])
-        try:
-            script.main()
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
-    return run
-
-
-SIZES = dict(
-    vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
-)  # fmt: skip
-
-
-def losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line).get("train/loss") for line in lines]
-
-
-def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
-    """And before the run's folder is touched; else it trains as a model without a window."""
-    write(tmp_path / "x.jsonl", *[{"text": f"word {i} " * 4} for i in range(20)])
-    for name, window in (("window", 32), ("none", None)):
-        MistralConfig(sliding_window=window, **SIZES).save_pretrained(tmp_path / name)
-    flags = ["--train_json", "x.jsonl", "--seq_len", "64", "--max_steps", "2", "--no_save"]
-    flags += ["--tokenizer_name_or_path", ROOT / "models/qwen3-tiny"]
-    for name in ("none", "window"):
-        alone(*flags, "--model_name_or_path", name, "--output_dir", f"run {name}")
-    assert losses(tmp_path / "run window") == losses(tmp_path / "run none")
-    write(tmp_path / "x.jsonl", {"text": "word " * 40})
-    flags += ["--model_name_or_path", "window", "--output_dir", "run window", "--overwrite"]
-    for more in ([], ["--dry_run"]):
-        with pytest.raises(UserError, match="the last 32 tokens only, but the longest document"):
-            alone(*flags, *more)
-    assert len(losses(tmp_path / "run window")) == 2
-    alone(*flags, "--seq_len", "0", "--dry_run")  # the default is no longer than the window
-
-
-def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatch):
-    import fsdp.train_fsdp as script
-
-    seen, train = [], script.train
-
-    def watch(*args):
-        *before, step, evaluate, ask, state, facts = args
-        seen.clear()
-
-        def watched(rows, *more):
-            seen.append(rows.tolist())
-            return step(rows, *more)
-
-        train(*before, watched, evaluate, ask, state, facts)
-
-    monkeypatch.setattr(script, "train", watch)
-    words = [1 + 7 * i % 11 for i in range(26)]  # of each row, as each has one document
-    write(tmp_path / "x.jsonl", *[{"text": "word " * n} for n in words])
-    MistralConfig(**SIZES).save_pretrained(tmp_path / "model")
-    flags = [
-        "--model_name_or_path",
-        "model",
-        "--tokenizer_name_or_path",
-        ROOT / "models/qwen3-tiny",
-    ]
-    flags += ["--train_json", "x.jsonl", "--no_pack_sequences", "--seq_len", "32", "--overwrite"]
-    flags += ["--grad_accum_steps", "6"]
-
-    def rows_of(*more):
-        alone(*flags, *more)
-        return seen[:]
-
-    five, early = ["--max_steps", "5", "--no_save"], ["--length_warmup", "4"]
-    in_file = [i % 26 for i in range(30)]
-    assert rows_of(*five, "--no_shuffle") == np.reshape(in_file, (5, 6)).tolist()
-    plain = rows_of(*five)
-    expected = sorted(sum(plain[:4], []), key=lambda row: words[row])
-    whole = ["--output_dir", "whole", *early, "--save_every", "2", "--keep_last", "0"]
-    rows = rows_of(*whole)  # one epoch: 26 rows, then padding
-    assert sum(rows[:4], []) == expected and rows[4] == [*plain[4][:2], -1, -1, -1, -1]
-    resume = [
-        "--no_overwrite",
-        "--output_dir",
-        "again",
-        "--resume",
-        "whole/checkpoints/step_00000002",
-    ]
-    assert rows_of(*early, *resume) == rows[2:]
-    again, before = (list(filter(None, losses(tmp_path / run))) for run in ("again", "whole"))
-    assert len(again) == 3 and again == before[2:]
-    assert rows_of(*early, *resume, "--output_dir", "more", "--num_epochs", "2")[:2] == rows[2:4]
-    for more, message in (
-        (["--length_warmup", "3", *resume], "different rows: length_warmup was 4, is 3; to cont"),
-        (["--no_shuffle", *early, *resume], "different rows: shuffle was True, is False; to cont"),
-        (["--length_warmup", "5"], "5 is longer than the run's 4 steps of 6 rows: give at most 4"),
-    ):
-        with pytest.raises(UserError, match=message):
-            rows_of(*more, "--output_dir", "refused")
-    assert not (tmp_path / "refused").exists()
-
-
-def test_which_windows_are_used(tmp_path):
-    qwen = dict(sliding_window=16, max_window_layers=1, **SIZES)
-    for config, window in (
-        (Qwen2Config(use_sliding_window=False, **qwen), None),
-        (Qwen2Config(use_sliding_window=True, **qwen), 16),
-        (MistralConfig(sliding_window=16, **SIZES), 16),
-        (MistralConfig(sliding_window=None, **SIZES), None),
-    ):
-        config.save_pretrained(tmp_path)
-        config = load_config(tmp_path, 64)
-        assert window_of(config) == window
-        without_window(config, 16)
-        assert window_of(config) is None
-        assert json.loads((tmp_path / "config.json").read_text()).get("sliding_window") == window
-
-
-def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
-    """Runs of the time when the default was another one, too."""
-    monkeypatch.setattr("llm_demo.plan.from_rank0", lambda world, make: make())
-    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
-    (tmp_path / "run/config.json").write_text('{"seq_len": 1024}')
-    said, run = [], tmp_path / "run"
-    for resume in ("auto", f"{tmp_path}/run", f"{tmp_path}/run/checkpoints/step_00000001"):
-        earlier = resumed_settings(resume, None, run)
-        assert resumed_seq_len(0, earlier, said.append) == 1024
-    assert said == ["seq_len: 1024 (from the resumed run)"] * 3
-    for seq_len, resume in (
-        (64, "auto"),  # asked for: an error later, as before
-        (0, None),
-        (0, f"{tmp_path}/nothing"),
-    ):
-        earlier = resumed_settings(resume, None, run)
-        assert resumed_seq_len(seq_len, earlier, said.append) == seq_len
-
-
-def test_a_run_of_an_earlier_version_keeps_its_number_of_steps():
-    """Its launcher gave 60 by default; now a launcher with one's own data gives none."""
-    args = SimpleNamespace(resume="auto", max_steps=0, num_epochs=1.0)
-    assert fixed_steps(args, {"max_steps": 60}) == 60
-    assert fixed_steps(args, {"max_steps": 60, "max_skipped_steps": 20}) == 0  # this version's
-    for more in ({"max_steps": 9}, {"num_epochs": 2.0}, {"resume": "elsewhere"}, {"resume": None}):
-        assert fixed_steps(SimpleNamespace(**vars(args) | more), {"max_steps": 60}) == 0
-    assert fixed_steps(args, {}) == 0
-
-
-def test_a_row_with_all_turns_marked_is_named_and_part_of_the_identity(tmp_path):
-    marked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
-    said = []
-    path = write(
-        tmp_path / "x.jsonl",
-        {"messages": marked},
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
-    )
-    packs = load(path, CHATML, said)
-    assert packs.stats["skipped"] == {labels.MARKED: 1}
-    assert packs.stats["identity"]["reading"] == {labels.MARKED: 1}
