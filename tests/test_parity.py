@@ -363,6 +363,20 @@ def test_zero_equals_plain_loop(work, trained):
         assert_equal(*found[f"{engine}-{model}-{checkpointing}"], work[1][model])
 
 
+def test_zero_with_buckets_that_are_sent_during_the_backward(work):
+    """As those of a model larger than the files' buckets; stage 3 once lost a tied gradient so."""
+    folder, expected = work
+    cases = {}
+    for stage, model in ((1, "tied"), (2, "tied"), (3, "tied"), (3, "untied")):
+        switches = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}
+        file = folder / f"bucket{stage}.json"
+        file.write_text(json.dumps(switches))
+        name, more = f"bucket{stage}-{model}", ["--deepspeed_config", str(file)]
+        cases[name] = argv(folder, model, folder / name, 2, 2, *more)
+    for name, found in train(folder, "zero", 2, cases).items():
+        assert_equal(*found, expected[name.split("-")[1]])
+
+
 @pytest.mark.parametrize(
     "dtype, quick",
     [

@@ -16,7 +16,8 @@ from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows,
 # isort: split
 import deepspeed  # now that its version is checked
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.utils import set_z3_leaf_modules
+from deepspeed.runtime.zero import stage3
+from deepspeed.utils import set_z3_leaf_modules, z3_leaf_parameter
 
 # Switches allowed in --deepspeed_config.
 SWITCHES = {"zero_optimization", "comms_logger", "steps_per_print", "memory_breakdown"}
@@ -104,6 +105,7 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
         # A unit's weights are gathered at once, before its forward. The tail needs it: it uses the
         # head's weight without calling the head.
         set_z3_leaf_modules(model, [Blocks, Tail])
+        _reduce_when_whole(model.embed_tokens.weight)
     # older versions round the rotary frequencies to the compute dtype
     rotary, model.rotary = model.rotary, None
     with quiet():  # it prints memory use throughout setup
@@ -118,6 +120,14 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
     # PyTorch 2.13 renamed a collective that stage 3 calls thousands of times
     warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     return engine
+
+
+def _reduce_when_whole(embedding: torch.nn.Parameter) -> None:
+    """Let stage 3 reduce a tied embedding's gradient once autograd has summed it. DeepSpeed reduces
+    the gradients of a leaf module, here of the tail, right after the module's backward, when the
+    embedding has none yet: it would be lost unless all gradients fit into one bucket."""
+    need(vars(stage3), "z3_leaf_parameter")
+    stage3.z3_leaf_parameter = lambda p: p is not embedding and z3_leaf_parameter(p)
 
 
 def _forget_skipped(optimizer) -> None:
