@@ -115,8 +115,8 @@ class Clock:
                 more["moe/load"] = self.router_load().to("cpu", non_blocking=True)
         if isinstance(grad_norm, torch.Tensor):
             grad_norm = grad_norm.float().to("cpu", non_blocking=True)
-        numbers = loss.detach().to("cpu", non_blocking=True), grad_norm
-        numbers += (more,)
+        loss = loss.detach().to("cpu", non_blocking=True)
+        numbers = loss, grad_norm, more, self.comm.event()  # after which they are there
         totals = (history.tokens, history.label_tokens)
         memory = peak_memory_gb(self.world.device)
         measured = (memory, self.comm.take(), self.data_seconds, self.since, ended)
@@ -174,13 +174,13 @@ class Clock:
     def _log_step(
         self, step, interval, totals, numbers, lr, memory, comm, data_s, since, ended
     ) -> None:
-        ended.synchronize()
+        loss, grad_norm, more, copied = numbers
+        copied.synchronize()  # later than `ended`
         steps, tokens = interval["steps"], interval["tokens"]
         labels, slots = interval["labels"], interval["slots"]
         seconds = since.elapsed_time(ended) / 1e3
         busy, exposed, doubt, operations = self.comm.read(comm, since)
-        *numbers, more = numbers
-        loss, grad_norm = map(float, numbers)
+        loss, grad_norm = float(loss), float(grad_norm)
         with self.comm.mute():
             times = (busy, exposed, doubt, data_s * 1e3)
             mine = [loss, memory, *(x / steps for x in times)]
