@@ -3,6 +3,7 @@
 from pathlib import Path
 
 SMALL, LARGE, MOE = "models/qwen3-0.6b", "models/qwen3-8b", "models/qwen3-30b-a3b-12l"
+BALANCED = "--balanced"  # no flag of the scripts: experts are chosen in turn, see bench/balanced.py
 DEFAULTS = {
     "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
@@ -71,6 +72,7 @@ _MOE = [
         ({"micro": 4, "flags": "--expert_parallel 2"}, ("fsdp", "torchtitan")),
         ({"micro": 1, "ga": 8}, ("fsdp", "torchtitan")),
         ({"micro": 4, "data": "packed"}, ("fsdp",)),
+        ({"micro": 4, "flags": BALANCED}, ("fsdp", "torchtitan")),
     )
     for engine in engines
 ]
@@ -140,6 +142,13 @@ PRESETS = {
     + _pairs((4, 8, 16), "dualpipev", env=_SOCKETS, steps=8),
     # 12 of the 48 blocks of Qwen3-30B-A3B
     "moe": _MOE,
+    # 6 of them in one process
+    "moe_one_gpu": [
+        {"engine": engine, "model": "models/qwen3-30b-a3b-6l", "seq_len": 4096, "steps": 10,
+         "gpus": 1, **row}
+        for row in ({"micro": 4}, {"micro": 4, "flags": BALANCED}, {"micro": 1, "ga": 8})
+        for engine in ("fsdp", "torchtitan")
+    ],
     # adapters beside TRL with PEFT's, where a card has little memory
     "lora": [
         {"engine": engine, "micro": 4, "ckpt": True, "model": model, "gpus": gpus, "steps": 12,

@@ -20,7 +20,7 @@ import numpy as np
 
 from bench import store
 from bench.peers import torchtitan, trl
-from bench.presets import DEFAULTS, PRESETS, name_of
+from bench.presets import BALANCED, DEFAULTS, PRESETS, name_of
 from llm_demo.args import PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT, write_text
@@ -156,9 +156,13 @@ def command_of(row: dict, out: Path) -> list[str]:
     if not (Path(model) / "tokenizer.json").is_file() and Path(model).is_dir():
         flags["tokenizer_name_or_path"] = ROOT / "models/qwen3-tiny"
     command = ["bash", str(ROOT / LAUNCHERS[row["engine"]])]
+    more = row["flags"].split()
+    if BALANCED in more:
+        command = [sys.executable, "-m", "llm_demo.launch", "torchrun", "bench/balanced.py"]
+        more.remove(BALANCED)
     for name, value in flags.items():
         command += [f"--{name}", str(value)]
-    return command + row["flags"].split()
+    return command + more
 
 
 def environment_of(row: dict) -> dict:

@@ -16,9 +16,12 @@ import sys
 import torch
 from torch.utils.data import IterableDataset
 
+from bench.presets import BALANCED
+
 NAME = "qwen3_random_rows"
-CUT = "30B-A3B-12L"  # of torchtitan's 30B-A3B, the first 12 blocks
-FLAVORS = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B", "qwen3-30b-a3b-12l": CUT}
+CUTS = {"30B-A3B-12L": 12, "30B-A3B-6L": 6}  # the first blocks of torchtitan's 30B-A3B
+FLAVORS = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B"}
+FLAVORS |= {f"qwen3-{cut.lower()}": cut for cut in CUTS}
 # step: 20  loss: 12.1  grad_norm: 0.5  memory: 20.41GiB(14.60%)  tps: 56,970  tflops: ...
 LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
 # torchtitan logs reserved memory; our rows have allocated memory, so we print that as well
@@ -82,6 +85,7 @@ def command_of(row: dict) -> list[str]:
     if ranks_of_row(row) > 1:
         options["parallelism.context_parallel_degree"] = ranks_of_row(row)
     command += ["--compile.enable", "--metrics.disable_color_printing"]
+    command += ["--debug.moe_force_load_balance"] * (BALANCED in row["flags"])
     return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
@@ -219,11 +223,12 @@ def _register() -> None:
         )
 
     spec = get_train_spec()
-    cut = copy.deepcopy(spec.model_args["30B-A3B"])
-    cut.n_layers = 12
+    cuts = {name: copy.deepcopy(spec.model_args["30B-A3B"]) for name in CUTS}
+    for name, blocks in CUTS.items():
+        cuts[name].n_layers = blocks
     spec = dataclasses.replace(
         spec,
-        model_args={**spec.model_args, CUT: cut},
+        model_args={**spec.model_args, **cuts},
         build_dataloader_fn=loader,
         build_tokenizer_fn=None,
         build_metrics_processor_fn=Metrics,
