@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from fsdp_pp.flags import SPLIT
 from llm_demo.errors import UserError
 
 SCHEDULES = {
@@ -22,10 +24,37 @@ SCHEDULES = {
 
 
 def find(name: str) -> type:
-    """The schedule's class. Raises UserError if this PyTorch lacks it."""
+    """The schedule's class. Raises UserError if this PyTorch lacks it, or can't run it."""
     if not hasattr(schedules, SCHEDULES[name]):
         raise UserError(f"--schedule {name}: PyTorch {torch.__version__} has no {SCHEDULES[name]}")
+    if name in SPLIT and not splits_backwards():
+        raise UserError(
+            f"--schedule {name}: PyTorch {torch.__version__} can't split the backward of a Python "
+            "function (2.13 can): upgrade it, or use --schedule v"
+        )
     return getattr(schedules, SCHEDULES[name])
+
+
+def splits_backwards() -> bool:
+    """Whether the second half of a split backward finds the node of a Python function: PyTorch 2.12
+    has freed it by then."""
+    x = torch.ones(1, requires_grad=True)
+    edge = GradientEdge(_Same.apply(x).grad_fn, 0)
+    try:
+        torch.autograd.grad([edge], [x], grad_outputs=[torch.ones(1)])
+    except RuntimeError:
+        return False
+    return True
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 class TorchSchedule:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from conftest import ROOT, run
 
+from fsdp_pp import torch_schedules
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
+from llm_demo.errors import UserError
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
 OURS = ("1f1b", "gpipe", "interleaved", "v")
@@ -149,6 +151,19 @@ def test_an_evaluation_ends_with_any_number_of_batches(schedule):
             (FORWARD, piece, k) for piece in range(len(where)) for k in range(count)
         )
         simulate(works, where)
+
+
+def test_a_pytorch_that_cannot_split_backwards_is_refused(monkeypatch):
+    """PyTorch 2.11 and 2.12 free the node of a Python function before its second half."""
+
+    def freed(*args, **kwargs):
+        raise RuntimeError("Attribute '_input_metadata' is invalid")
+
+    monkeypatch.setattr(torch.autograd, "grad", freed)
+    for name in ("zbv", "dualpipev"):
+        with pytest.raises(UserError, match=f"--schedule {name}: .* can't split the backward"):
+            torch_schedules.find(name)
+    assert torch_schedules.find("torch_1f1b")
 
 
 def test_what_is_held():

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from fsdp_pp.flags import SPLIT
+from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo.data.packs import load_packs
 from llm_demo.data.steps import step_rows
 from llm_demo.optim import lr_at
@@ -184,7 +186,7 @@ def cases_of(models, folder, kind, processes, quick):
     of the quick tests, else of the slow ones. models: their folder; folder: of the runs."""
     cases = {}
     for engine, (script, n, flags, splits) in ENGINES.items():
-        if (script, n) != (kind, processes) or "--compile" in flags and not GPUS:
+        if (script, n) != (kind, processes) or why_not(engine):
             continue
         for model, (micro, accum) in zip(MODELS, splits, strict=True):
             for checkpointing in ("true", "false"):
@@ -202,6 +204,18 @@ def cases_of(models, folder, kind, processes, quick):
                 more = [*flags, "--dtype", dtype]
                 cases[name] = argv(models, "tied", folder / name, 2, accum, *more)
     return cases
+
+
+def why_not(engine):
+    """Why an engine can't be tested here, if so."""
+    kind, processes, flags, _ = ENGINES[engine]
+    if not GPUS and "--compile" in flags:
+        return "needs a GPU"
+    if GPUS and processes > GPUS:
+        return f"{processes} processes, {GPUS} GPUs"
+    if kind == "fsdp_pp" and {*SPLIT} & {*flags} and not splits_backwards():
+        return "this PyTorch can't split backwards"
+    return None
 
 
 def relative(a, b):
@@ -326,10 +340,8 @@ def launches():
 @pytest.mark.parametrize("engine, quick", list(launches()))
 def test_equals_plain_loop(engine, quick, work, trained):
     kind, processes, flags, _ = ENGINES[engine]
-    if not GPUS and "--compile" in flags:
-        pytest.skip("needs a GPU")
-    if GPUS and processes > GPUS:
-        pytest.skip(f"{processes} processes, {GPUS} GPUs")
+    if reason := why_not(engine):
+        pytest.skip(reason)
     found = trained(kind, processes, quick)
     cases = {n: f for n, f in found.items() if n.startswith(f"{engine}-")}
     cases = {n: f for n, f in cases.items() if n.split("-")[1] in MODELS}
@@ -345,10 +357,8 @@ def test_low_precision_stays_close(dtype, quick, work, trained):
     """bf16 has 8 bits of mantissa, fp16 11; the masters are fp32."""
     loss_bound, norm_bound = BOUNDS[dtype]
     for engine in LOW_PRECISION:
-        if not trains_in(dtype, engine, quick):
-            continue
         kind, processes, _, _ = ENGINES[engine]
-        if GPUS and processes > GPUS:
+        if not trains_in(dtype, engine, quick) or why_not(engine):
             continue
         losses, ranks = trained(kind, processes, quick)[f"{engine}-{dtype}"]
         expected = work[1]["tied"]
