@@ -167,6 +167,7 @@ def command_of(row: dict, out: Path) -> list[str]:
 
 def environment_of(row: dict) -> dict:
     env = {**os.environ, "PYTHON": sys.executable}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
