@@ -7,6 +7,7 @@ import re
 import pytest
 from conftest import ROOT
 
+from bench.presets import BALANCED
 from bench.run import make_parser
 from fsdp.train_fsdp import ExpertArgs, FsdpArgs
 from fsdp_pp.train_fsdp_pp import FsdpPipeArgs
@@ -121,7 +122,7 @@ def test_the_settings_are_those_of_the_launchers_with_their_defaults():
 def test_every_flag_named_exists_and_every_commands_flag_is_named():
     named = set(re.findall(r"--\w[\w-]*", TEXT)) - {"--no_"} - FOREIGN_FLAGS
     assert len(named) > 30
-    of_bench = set(re.findall(r"--\w+", make_parser().format_help()))
+    of_bench = set(re.findall(r"--\w+", make_parser().format_help())) | {BALANCED}
     parsers = (m.make_parser() for m in (export, evaluate, check, fit))
     commands = {f for p in parsers for f in re.findall(r"--\w+", p.format_help())} - {"--help"}
     commands.add("--check")  # of setup.sh
