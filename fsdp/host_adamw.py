@@ -11,13 +11,12 @@ those of AdamW on the device."""
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import psutil
 import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
 from fsdp.units import SLICE, SLOTS, Unit
-from llm_demo.device import World, cores_near, pin
+from llm_demo.device import World, cores_near, free_host_memory, pin
 from llm_demo.errors import UserError
 from llm_demo.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
 from llm_demo.parallel.mesh import local_part
@@ -193,7 +192,7 @@ def prepare_host(model: nn.Module, world: World) -> str:
     may still be on the meta device. Raises UserError if masters and moments of this node's ranks do
     not fit."""
     need = host_need(model, world)
-    free = psutil.virtual_memory().available
+    free = free_host_memory()
     if need > free:
         raise UserError(
             f"--optimizer_on_host needs {need / 2**30:.1f} GB of host memory for masters and "

@@ -1,13 +1,15 @@
 """The device this machine computes with; all decisions by vendor and architecture are made here."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+import psutil
 import torch
 
 from llm_demo.errors import UserError
@@ -28,6 +30,10 @@ PEAK_TFLOPS = {
     "RTX 4090": (82.6, 165.2, 165.2),
     "RTX 3090": (35.6, 71.0, 71.0),
 }
+
+# Of a control group, version 1 and 2: its memory limit, what it takes, page cache within that.
+GROUP_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)"
+GROUP_V2 = "memory.max", "memory.current", r"^(?:in)?active_file (\d+)"
 
 
 @dataclass(frozen=True)
@@ -141,6 +147,32 @@ def cores_near(device: torch.device, sysfs: Path = Path("/sys")) -> list[int]:
         return []
     ends = [[int(n) for n in span.split("-")] for span in spans]
     return [core for end in ends for core in range(end[0], end[-1] + 1)]
+
+
+def free_host_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process may still take: what is free, at most what the memory
+    limits of its control groups leave (containers, Slurm). Page cache is free: the kernel drops it
+    first. root: where /proc and /sys are."""
+    free = psutil.virtual_memory().available
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # macOS
+        return free
+    for line in lines:  # "0::/path" in version 2, "4:memory:/path" in version 1
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        limit, taken, cache = GROUP_V1 if controllers else GROUP_V2
+        for group in (PurePosixPath(path), *PurePosixPath(path).parents):
+            folder = top / group.relative_to("/")
+            try:
+                left = int((folder / limit).read_text()) - int((folder / taken).read_text())
+                cached = re.findall(cache, (folder / "memory.stat").read_text(), re.M)
+            except (OSError, ValueError):  # a container does not see the groups above; no limit
+                continue
+            free = min(free, max(0, left + sum(map(int, cached))))
+    return free
 
 
 def peak_memory_gb(device: torch.device) -> float:

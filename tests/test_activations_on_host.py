@@ -151,12 +151,12 @@ def test_only_inputs_of_units_leave_the_device(config):
 
 def test_too_little_host_memory(monkeypatch):
     n, shape, world = 6, (2, 32, 8), World(0, 1, 0, CPU)
-    memory = type("Memory", (), {"available": host_bytes(n, shape, torch.float32) - 1})
-    monkeypatch.setattr(activations_on_host.psutil, "virtual_memory", lambda: memory)
+    free = [host_bytes(n, shape, torch.float32) - 1]
+    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: free[0])
     monkeypatch.setattr(activations_on_host, "once_per_node", lambda world, function: function())
     with pytest.raises(UserError, match="needs 0.0 GB of host memory, and 0.0 GB are free"):
         keep_on_host(n, shape, torch.float32, world, print)
-    memory.available += 1
+    free[0] += 1
     said = []
     keep_on_host(n, shape, torch.float32, world, said.append)
     assert said == ["activations on the host: 0.0 GB of 0.0 GB free"]

@@ -136,8 +136,7 @@ def test_keeps_the_last_and_the_best(tmp_path):
 
 
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
-    few = SimpleNamespace(available=2000)  # bytes
-    monkeypatch.setattr(checkpoint.psutil, "virtual_memory", lambda: few)
+    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 2000)  # bytes
     checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
     for step in (1, 2):
         checkpoints.after_step(step, lambda s=step: state(s), dict)

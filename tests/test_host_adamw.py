@@ -110,12 +110,41 @@ def sharded(elements):
 
 def test_too_little_host_memory(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    free = SimpleNamespace(available=20 * 2**30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(host_adamw, "free_host_memory", lambda: 20 * 2**30)
     with pytest.raises(UserError, match=r"needs 24\.0 GB of host memory .* 20\.0 GB are free"):
         host_adamw.prepare_host(sharded(2**30), CPU)
     said = host_adamw.prepare_host(sharded(2**29), CPU)
     assert said == "optimizer on the host: 12.0 GB of 20.0 GB free"
+
+
+GROUPS = {
+    "v2": ("0::/job/step", "", "memory.max", "memory.current", ""),
+    "v1": (
+        "4:memory:/job/step", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line, top, limit, taken, total", GROUPS.values(), ids=GROUPS)
+def test_control_groups_limit_host_memory(line, top, limit, taken, total, tmp_path, monkeypatch):
+    """The smallest of what the machine and the groups leave; 7 bytes are page cache."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert device.free_host_memory(tmp_path) == 1000  # no /proc
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"5:devices:/\n3:cpu,cpuacct:/job\n{line}\n")
+    assert device.free_host_memory(tmp_path) == 1000  # the groups can't be seen
+    job = tmp_path / "sys/fs/cgroup" / top / "job"
+    for folder, most in ((job / "step", "max"), (job, "500"), (job.parent, "800")):
+        folder.mkdir(parents=True, exist_ok=True)
+        stat = f"{total}inactive_anon 90\n{total}inactive_file 5\n{total}active_file 2\n"
+        (folder / "memory.stat").write_text(f"file 8\n{stat}")
+        (folder / limit).write_text(f"{most}\n")
+        (folder / taken).write_text("100\n")
+    assert device.free_host_memory(tmp_path) == 500 - 100 + 7
+    (job.parent / limit).write_text("300\n")
+    assert device.free_host_memory(tmp_path) == 300 - 100 + 7
+    (job / "step" / limit).write_text("50\n")  # lowered while more was in use
+    assert device.free_host_memory(tmp_path) == 0
 
 
 def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):

@@ -7,11 +7,10 @@ import contextlib
 import math
 from collections.abc import Callable
 
-import psutil
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from llm_demo.device import World, cores_near, pin
+from llm_demo.device import World, cores_near, free_host_memory, pin
 from llm_demo.dist import once_per_node
 from llm_demo.errors import UserError
 from llm_demo.process import stay_near
@@ -117,7 +116,7 @@ def keep_on_host(
     need = world.local_size * host_bytes(n, shape, dtype)
 
     def check() -> str:
-        free = psutil.virtual_memory().available
+        free = free_host_memory()
         if need + others > free:
             besides = f" besides the optimizer's {others / 2**30:.1f} GB" if others else ""
             raise UserError(

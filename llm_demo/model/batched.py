@@ -4,11 +4,11 @@ import importlib.util
 import inspect
 import sys
 
-import psutil
 import torch
 from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from llm_demo.device import free_host_memory
 from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import head_size
 from llm_demo.model.rotary import length_dependent_rope
@@ -86,7 +86,7 @@ def free_memory(device: torch.device) -> int:
     """Free memory in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+    return free_host_memory()
 
 
 def cache_size(model, prompts: list[list[int]], new: int, rows: int, kernel: str) -> dict:

@@ -10,14 +10,13 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from llm_demo.args import Args
-from llm_demo.device import World, pin
+from llm_demo.device import World, free_host_memory, pin
 from llm_demo.dist import from_rank0, lost_peer, timeout
 from llm_demo.errors import Stopped, UserError, differences
 from llm_demo.files import PART
@@ -298,7 +297,7 @@ class Checkpoints:
         for name, t in local.items():
             places[name] = slice(total, total + t.nbytes)
             total += -(-t.nbytes // 64) * 64
-        room = 0.8 * psutil.virtual_memory().available
+        room = 0.8 * free_host_memory()
         short = torch.tensor(int(total * self.world.local_size > room))
         with self.clock.comm.mute():
             dist.all_reduce(short, dist.ReduceOp.MAX)
