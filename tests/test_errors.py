@@ -54,6 +54,7 @@ WINDOW = {
     "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 2048,
 }  # fmt: skip
+OFFLOAD = str(ROOT / "zero/ds_zero3_offload.json")
 TINY = ["--tokenizer_name_or_path", str(ROOT / "models/qwen3-tiny")]
 NO_DATA = ["--train_json", "absent.jsonl"]  # for what is refused before data is read
 WITH_EXPERTS = ["--model_name_or_path", str(ROOT / "models/qwen3-moe-tiny"), *NO_DATA]
@@ -76,6 +77,10 @@ def folder(tmp_path_factory):
         (folder / name).write_text(json.dumps({"zero_optimization": switches}))
     for name, text in BAD_DATA.items():
         (folder / name).write_text(text)
+    (folder / "huge").mkdir()
+    config = json.loads((ROOT / "models/qwen3-tiny/config.json").read_text())
+    config |= {"hidden_size": 1 << 17, "intermediate_size": 1 << 20}
+    (folder / "huge/config.json").write_text(json.dumps(config))
     (folder / "window").mkdir()
     (folder / "window/config.json").write_text(json.dumps(WINDOW))
     (folder / "trained").mkdir()
@@ -230,6 +235,16 @@ CASES += [
     ("zero", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("zero", ["--deepspeed_config", "number.json"], "train_batch_size is set by"),
     ("zero", ["--deepspeed_config", "absent.json"], "absent.json"),
+    (
+        "zero",
+        ["--model_name_or_path", "huge", *TINY],
+        r"ZeRO needs \d+\.\d GB while a checkpoint is saved or read on this node, and \d+\.\d GB",
+    ),
+    (
+        "zero",
+        ["--model_name_or_path", "huge", *TINY, "--no_save", "--deepspeed_config", OFFLOAD],
+        r"ZeRO needs \d+\.\d GB for what is offloaded on this node, and",
+    ),
     ("zero", ["--optimizer_on_host"], "use --deepspeed_config zero/ds_zero2_offload.json"),
     ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev needs --stages of at least 2"),
     (

@@ -18,11 +18,11 @@ from bench.run import PEERS
 from fsdp import estimate as fsdp
 from fsdp_pp import estimate as fsdp_pp
 from llm_demo.data.batch import position_ids
-from llm_demo.device import DTYPES
+from llm_demo.device import DTYPES, World
 from llm_demo.errors import UserError
 from llm_demo.model import attention, memory
 from llm_demo.model.attention import make_documents
-from llm_demo.model.costs import Cost, param_count
+from llm_demo.model.costs import Cost, param_count, parameters_of
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts
 from llm_demo.model.lora import apply_lora, choose_lora
@@ -136,6 +136,57 @@ def test_pinned_memory_is_rounded_up():
     assert pinned == pytest.approx(
         2 * (8 + 16 + 2 * 16.5) + (2 + 8) * n + 2 * memory.PROCESS, rel=1e-3
     )
+
+
+EIGHT = load_config(ROOT / "models/qwen3-8b", 1024)
+BF16 = SimpleNamespace(dtype=torch.bfloat16)
+SAVES, READS, NEITHER = (
+    SimpleNamespace(save=save, resume=resume, device_memory_gb=0)
+    for save, resume in ((True, None), (False, "auto"), (False, None))
+)
+
+
+def zero2(name=""):
+    """(settings, GB of the host with 4 ranks, GB of a checkpoint)."""
+    zero_settings = switches_of(f"zero/ds_zero2{name}.json")
+    host = zero.of_host(EIGHT, BF16, zero_settings, 4)
+    return {"zero_optimization": zero_settings}, host, 12 * parameters_of(EIGHT) / 2**30
+
+
+def test_the_copies_of_zeros_checkpoints_are_named(monkeypatch):
+    """12 bytes per parameter over all ranks, unless nothing is saved or read."""
+    monkeypatch.setattr(zero, "of_zero", lambda *_: [{"weights": 1.0}])
+    (offload, host, copies), (on_device, *_) = zero2("_offload"), zero2()
+    for args, settings, said in (
+        (SAVES, offload, f"{host:.1f} GB for all ranks, and {copies:.1f} GB more while a checkp"),
+        (READS, on_device, f"{copies:.1f} GB more for all ranks while a checkpoint is saved or re"),
+        (NEITHER, offload, f"{host:.1f} GB for all ranks"),
+    ):
+        last = zero.table(args, EIGHT, BF16, None, 4, settings).splitlines()[-1]
+        assert last.startswith(f"host memory: {said}"), last
+    assert ", and" not in last
+    assert "host memory" not in zero.table(NEITHER, EIGHT, BF16, None, 4, on_device)
+
+
+def test_zero_checks_the_memory_of_each_node(monkeypatch):
+    """Of two with two ranks each. The processes are there already."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(zero, "once_per_node", lambda world, check: check())
+    world, said = World(0, 4, 0, torch.device("cpu")), []
+    (offload, host, copies), (on_device, *_) = zero2("_offload"), zero2()
+    for args, settings, need in (
+        (SAVES, offload, (host + copies) / 2 - 2 * memory.PROCESS),
+        (NEITHER, offload, host / 2 - 2 * memory.PROCESS),
+        (READS, on_device, copies / 2),
+        (NEITHER, on_device, 0),
+    ):
+        monkeypatch.setattr(zero, "free_host_memory", lambda need=need: (need + 0.1) * 2**30)
+        zero.check_host(args, EIGHT, BF16, settings, world, said.append)
+        if need:
+            monkeypatch.setattr(zero, "free_host_memory", lambda need=need: (need - 0.1) * 2**30)
+            with pytest.raises(UserError, match=rf"ZeRO needs .* {need - 0.1:.1f} GB are free"):
+                zero.check_host(args, EIGHT, BF16, settings, world, said.append)
+    assert len(said) == 2 and "GB for what is offloaded, of" in said[1]
 
 
 def test_zero_shards_more_with_each_stage():

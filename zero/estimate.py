@@ -1,10 +1,16 @@
 """Estimates a rank's peak memory under ZeRO, and the host's with offload."""
 
 import math
+from collections.abc import Callable
 
+from llm_demo.device import World, free_host_memory
+from llm_demo.dist import once_per_node
+from llm_demo.errors import UserError
 from llm_demo.model.costs import block_costs, head_cost, parameters_of
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import GB, PROCESS, at_the_loss, describe, largest_unit, peak
+
+SAVING = "while a checkpoint is saved or read"
 
 
 def table(args, config, compute, train, ranks: int, settings: dict) -> str:
@@ -12,9 +18,44 @@ def table(args, config, compute, train, ranks: int, settings: dict) -> str:
     zero = settings["zero_optimization"]
     parts = of_zero(args, config, compute, train, ranks, zero)
     text = describe(parts, args.device_memory_gb)
-    if host := of_host(config, compute, zero, ranks):
+    host, copies = of_host(config, compute, zero, ranks), of_copies(args, config)
+    if host:
         text += f"\nhost memory: {host:.1f} GB for all ranks"
+        text += f", and {copies:.1f} GB more {SAVING}" * (copies > 0)
+    elif copies:
+        text += f"\nhost memory: {copies:.1f} GB more for all ranks {SAVING}"
     return text
+
+
+def check_host(args, config, compute, settings: dict, world: World, say: Callable) -> None:
+    """Check each node's host memory before anything is allocated, and say what offload takes. Every
+    rank calls. Raises UserError if a node has too little."""
+    share = world.local_size / world.size
+    host = of_host(config, compute, settings["zero_optimization"], world.size)
+    kept = share * max(0, host - world.size * PROCESS)  # the processes have started already
+    copies = share * of_copies(args, config)
+    parts = [f"{kept:.1f} GB for what is offloaded"] * bool(kept)
+    parts += [f"{copies:.1f} GB {SAVING}"] * bool(copies)
+    need = " and ".join(parts)
+
+    def check() -> str:
+        free = free_host_memory() / GB
+        if kept + copies > free:
+            raise UserError(
+                f"host memory: ZeRO needs {need} on this node, and {free:.1f} GB are free: use "
+                "more nodes, a smaller model, or fsdp/, which needs less"
+            )
+        return f"host memory: {need}, of {free:.1f} GB free"
+
+    said = once_per_node(world, check)
+    if kept:
+        say(said)
+
+
+def of_copies(args, config) -> float:
+    """GB (2**30 bytes) of host memory that all ranks take besides while a checkpoint is saved or
+    read: masters and moments, see ds_state.py."""
+    return 12 * parameters_of(config) / GB if args.save or args.resume else 0
 
 
 def of_host(config, compute, zero: dict, ranks: int) -> float:

@@ -56,6 +56,7 @@ def main() -> None:
     if not ready:
         return
     clock, checkpoints = ready
+    estimate.check_host(args, config, compute, settings, world, log.say)
 
     # model: stage 3 shards each block as soon as it has weights
     join(world.device)
