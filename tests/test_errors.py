@@ -47,6 +47,11 @@ BAD_ZERO = {
     "nvme.json": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
     "ratio.json": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
     "size.json": {"stage": 2, "reduce_bucket_size": "half"},
+    "true.json": {"stage": True},
+    "decimal.json": {"stage": 2.0},
+    "pin.json": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": "yes"}},
+    "overlap_no.json": {"stage": 2, "overlap_comm": "no"},
+    "text.json": {"stage": 2, "reduce_bucket_size": "1000"},
     "params2.json": {"stage": 2, "offload_param": {"device": "cpu"}},
 }
 WINDOW = {
@@ -231,6 +236,11 @@ CASES += [
     ("zero", ["--deepspeed_config", "nvme.json"], 'offload_optimizer must be .*"device": "cpu"'),
     ("zero", ["--deepspeed_config", "ratio.json"], "offload_optimizer.ratio is not one of"),
     ("zero", ["--deepspeed_config", "size.json"], "zero_optimization.reduce_bucket_size: Input "),
+    ("zero", ["--deepspeed_config", "true.json"], "ZeRO stage True is refused"),
+    ("zero", ["--deepspeed_config", "decimal.json"], "ZeRO stage 2.0 is refused"),
+    ("zero", ["--deepspeed_config", "pin.json"], 'pin_memory must be true or false, not "yes"'),
+    ("zero", ["--deepspeed_config", "overlap_no.json"], "overlap_comm must be true or false, no"),
+    ("zero", ["--deepspeed_config", "text.json"], 'bucket_size must be a number, not "1000"'),
     ("zero", ["--deepspeed_config", "params2.json"], "offload_param needs ZeRO stage 3, not 2"),
     ("zero", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("zero", ["--deepspeed_config", "number.json"], "train_batch_size is set by"),

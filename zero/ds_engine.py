@@ -3,6 +3,7 @@
 Tested with DeepSpeed 0.19.8."""
 
 import functools
+import json
 import warnings
 
 import torch
@@ -28,6 +29,8 @@ ZERO = {
     "stage3_max_live_parameters", "stage3_max_reuse_distance",
 }  # fmt: skip
 OFFLOAD = {"device", "pin_memory"}
+BOOLEANS = {"contiguous_gradients", "overlap_comm", "pin_memory"}
+NUMBERS = ZERO - BOOLEANS - {"offload_optimizer", "offload_param"}
 
 
 def read_switches(path: str) -> dict:
@@ -35,11 +38,12 @@ def read_switches(path: str) -> dict:
     switches = deepspeed_base.read_switches(path, SWITCHES, ZERO)
     zero = switches.get("zero_optimization", {})
     stage = zero.get("stage", 0)
-    if stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise UserError(
             f"{path}: ZeRO stage {stage!r} is refused: 1, 2 and 3 are exact; stage 0 has no "
             "gradient norm and trains on non-finite gradients"
         )
+    _check_kinds(path, zero)
     if zero.get("overlap_comm"):
         raise UserError(
             f"{path}: overlap_comm is refused: DeepSpeed reuses buffers that are still being sent, "
@@ -53,9 +57,20 @@ def read_switches(path: str) -> dict:
             raise UserError(f'{path}: {what} must be an object with "device": "cpu"')
         for key in offload.keys() - OFFLOAD:
             raise UserError(f"{path}: {what}.{key} is not one of {', '.join(sorted(OFFLOAD))}")
+        _check_kinds(path, offload)
         if stage < least:
             raise UserError(f"{path}: {what} needs ZeRO stage {least}, not {stage}")
     return switches
+
+
+def _check_kinds(path: str, values: dict) -> None:
+    """Raise UserError for a text that DeepSpeed would read as a number or boolean: the rest of this
+    script would read it differently."""
+    for key, value in values.items():
+        if key in BOOLEANS and type(value) is not bool:
+            raise UserError(f"{path}: {key} must be true or false, not {json.dumps(value)}")
+        if key in NUMBERS and type(value) not in (int, float):
+            raise UserError(f"{path}: {key} must be a number, not {json.dumps(value)}")
 
 
 def describe(switches: dict) -> str:
