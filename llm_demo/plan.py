@@ -123,7 +123,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     say(f"command: {command_line()}")
     device = this_device(world.device.index or 0)
     if args.device_memory_gb:
-        limit_memory(world.device, args.device_memory_gb)
+        if not args.estimate:  # which is also for other machines
+            limit_memory(world.device, args.device_memory_gb)
         say(f"memory: at most {args.device_memory_gb:g} GB of each GPU")
     dtype, why = pick_dtype(args.dtype, device)
     dtype_name = next(name for name, d in DTYPES.items() if d == dtype)

@@ -311,6 +311,7 @@ def test_the_flag_prints_and_makes_nothing(tmp_path, kind="pp/launch_pp.sh"):
     import sys
 
     flags = ["--estimate", "--output_dir", tmp_path / "run", "--seq_len", "64"]
+    flags += ["--device_memory_gb", "1"]  # also without a GPU
     done = run(["bash", ROOT / kind, *flags], PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     assert "estimated peak memory" in done.stdout and "total" in done.stdout
