@@ -276,9 +276,9 @@ def test_out_of_memory_advice_includes_the_scripts_own_flags():
 
 
 def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
-    """A variable close to a setting's name has no effect, which is said; common flags of other
-    trainers are translated."""
-    from llm_demo.launch.settings import misspelt
+    """A variable close to a setting's name, or of a flag that the script refuses, has no effect,
+    which is said; common flags of other trainers are translated."""
+    from llm_demo.launch.settings import misspelt, refused
 
     script = ROOT / "fsdp/train_fsdp.py"
     wrong = {"MAX_STEP": "3", "GRAD_ACUM_STEPS": "1", "LR": "1", "MAX_STEPS": "2", "HOME_DIR": "/"}
@@ -286,6 +286,12 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
         "MAX_STEP": "MAX_STEPS",
         "GRAD_ACUM_STEPS": "GRAD_ACCUM_STEPS",
     }
+    reason = "only fsdp/train_fsdp.py trains adapters"
+    environ = {"LORA_RANK": "8", "OPTIMIZER_ON_HOST": "false"}
+    assert refused(script, environ) == {}
+    assert refused(ROOT / "pp/pp_train.py", environ) == {"LORA_RANK": reason}
+    done = start(ROOT / LAUNCHERS["pp"], "--stage", "1", LORA_RANK="8")
+    assert f"warning: LORA_RANK has no effect here: {reason}" in done.stderr
     done = start(ROOT / LAUNCHERS["fsdp"], "--learning_rate", "1", MAX_STEP="3")
     assert "warning: MAX_STEP is not a setting; did you mean MAX_STEPS?" in done.stderr
     assert "unknown argument --learning_rate; did you mean --lr?" in done.stderr

@@ -83,6 +83,13 @@ def misspelt(script: Path, environ: dict) -> dict[str, str]:
     return near
 
 
+def refused(script: Path, environ: dict) -> dict[str, str]:
+    """{environment variable: why the script refuses its flag}, of variables without effect."""
+    listed = [getattr(group, "REFUSED", {}) for group in groups_of(script)]
+    reasons = {flag.upper(): why for flags in listed for flag, why in flags.items()}
+    return {k: v for k, v in reasons.items() if environ.get(k, "") not in ("", "0", "false")}
+
+
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
     """(training script, {setting: default}) of a launcher such as fsdp/launch_fsdp.sh."""
     root, text = str(launcher.parent.parent), launcher.read_text()
