@@ -16,6 +16,7 @@ from llm_demo.optim import make_adamw
 from llm_demo.parallel import deepspeed_base
 from pp import ds_engine
 from pp.stages import layer_specs
+from zero import ds_engine as zero_engine
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
 TINY = load_config(ROOT / "models/qwen3-tiny", 1024)
@@ -125,6 +126,20 @@ def test_engine_config(dtype, monkeypatch):
         None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
     )
     assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_zeros_engine_config(stage, compiled):
+    """Stage 3 would overlap by default, and its linear layer can't be compiled."""
+    switches = zero_engine.read_switches(str(ROOT / f"zero/ds_zero{stage}.json"))
+    config = zero_engine.engine_config(switches, torch.bfloat16, 3, 5, 0.7, compiled)
+    zero = deepspeed_base.DeepSpeedZeroConfig(**config["zero_optimization"])
+    assert zero.stage == stage and zero.overlap_comm is False
+    assert zero.memory_efficient_linear != (stage == 3 and compiled)
+    assert config["zero_force_ds_cpu_optimizer"] is False
+    assert config["train_micro_batch_size_per_gpu"] == 3 and "bf16" in config
+    assert "overlap_comm" not in switches["zero_optimization"]  # left as they are
 
 
 def test_fp16_where_deepspeed_has_none(monkeypatch):
