@@ -30,13 +30,14 @@ from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as sharded
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.args import PlainParser, parse_args, whole
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
 from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import experts_of
 from llm_demo.model.cut import split
 from llm_demo.model.lora import Lora, choose_lora
+from llm_demo.model.memory import PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture, load_config
 from llm_demo.plan import Compute
@@ -51,6 +52,7 @@ DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
 )  # fmt: skip
 LAUNCHERS = {PIPE: "pp/launch_pp.sh", GRID: "fsdp_pp/launch_fsdp_pp.sh"}
 FLAGS = {PIPE: PipeArgs, GRID: FsdpPipeArgs}  # of the others: FsdpArgs
+NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
 LONG = 8192  # tokens of a row from which on it may be spread over cards
 SHORT = {
     "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
@@ -247,12 +249,15 @@ def report(found: list[Choice], ask) -> str:
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
     kept = ["masters and moments"] * ("optimizer_on_host" in first.flags)
     kept += ["inputs of blocks"] * ("activations_on_host" in first.flags)
-    host = f"{first.host:.1f} GB for {' and '.join(kept)}" if kept else "no optimizer there"
+    host = f"{first.host:.1f} GB for {' and '.join(kept)}"
+    if not kept:
+        host = f"about {ask.cards * PROCESS:.0f} GB; the optimizer is on the cards"
     unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
+    rows = counted(first.tokens // ask.seq_len, "row")
     lines = [
         line(first, ask),
         "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
-        f"tokens a step: {first.tokens // ask.seq_len} rows x {ask.seq_len:,} = {first.tokens:,}",
+        f"tokens a step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
         f"memory: {first.memory:.1f} of {ask.memory:g} GB a card: {parts}",
         f"host memory: {host}{unknown}",
         "considered, the best of each way by a rough time of a step:",
@@ -288,7 +293,11 @@ def nothing(found: list[Choice], config, ask) -> str:
         if best(list(choices(config, more, pipeline=False)), more)[1]:
             helps.append(f"{cards} such cards")
             break
-    return f"nothing fits; nearest: {choice}: {said}; what would help: {' or '.join(helps)}"
+    if enough := [c.host for c in found if c.memory <= usable(ask)]:
+        helps.append(f"{math.ceil(min(enough))} GB of host memory")
+    helps = " or ".join(dict.fromkeys(helps))
+    more = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
+    return f"nothing fits; nearest: {choice}: {said}; what would help: {helps}{more}"
 
 
 def above_0(text: str) -> float:

@@ -216,7 +216,7 @@ def test_nothing_fits(capsys):
     said = re.fullmatch(
         rf"error: nothing fits; nearest: micro 1, .*, ckpt, reshard, host: {number} GB a card, of "
         rf"which 11.4 may be used, and 95.7 GB of host memory; what would help: cards of (\d+) GB "
-        r"or (\d+) such cards\n", err,
+        rf"or (\d+) such cards; {fit.NOT_SEARCHED}: see docs/zero.md\n", err,
     )  # fmt: skip
     needed, cards, more = map(float, said.groups())
     assert 12 < needed < 0.95 * cards < needed + 2
@@ -228,9 +228,28 @@ def test_a_host_that_is_too_small(capsys):
     flags = "--cards 2 --memory 32 --tokens_a_step 65536 --host_memory 64"
     with pytest.raises(SystemExit):
         fit.main([str(ROOT / LARGE), *flags.split()])
-    assert "and 95.7 GB of host memory, of 64; what would help: 96 GB of host" in (
-        capsys.readouterr().err
-    )
+    err = capsys.readouterr().err
+    assert "and 95.7 GB of host memory, of 64; what would help: 96 GB of host memory or" in err
+    assert err.count("96 GB") == 1
+
+
+def test_more_host_memory_helps_where_cards_are_nearer(capsys):
+    flags = "--cards 2 --memory 32 --tokens_a_step 100000 --host_memory"
+    with pytest.raises(SystemExit):
+        fit.main([str(ROOT / LARGE), *flags.split(), "40"])
+    err = capsys.readouterr().err
+    assert "stages 2" in err
+    assert "help: cards of 73 GB or 8 such cards or 96 GB of host memory;" in err
+    fit.main([str(ROOT / LARGE), *flags.split(), "96"])
+    assert " --optimizer_on_host" in capsys.readouterr().out
+
+
+def test_what_is_printed_without_a_host_optimizer(capsys):
+    fit.main([str(ROOT / SMALL), *"--cards 2 --memory 24 --tokens_a_step 2048".split()])
+    out = capsys.readouterr().out
+    assert "\nhost memory: about 4 GB; the optimizer is on the cards\n" in out
+    fit.main([str(ROOT / SMALL), *"--cards 1 --memory 24 --tokens_a_step 1024".split()])
+    assert "\ntokens a step: 1 row x 1,024 = 1,024\n" in capsys.readouterr().out
 
 
 def test_no_device_is_looked_at(monkeypatch):
