@@ -24,9 +24,20 @@ ZERO = {  # flags of each configuration of ZeRO
 }
 
 
+# SHARE_GPU=N: tests see N GPUs, all of them the first. For tests that start ranks by torchrun; what
+# they time means nothing.
+SHARED = int(os.environ.get("SHARE_GPU", "0"))
+if SHARED:
+    import torch
+
+    torch.cuda.init()
+    torch.cuda.device_count = lambda: SHARED
+
+
 def environment(**more):
     """This process's environment, the project's modules in reach, one thread for a process."""
-    path = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+    one_gpu = str(ROOT / "tests/one_gpu") if SHARED else None
+    path = filter(None, [one_gpu, str(ROOT), os.environ.get("PYTHONPATH")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", **more}
 
 
