@@ -5,6 +5,8 @@ import json
 import os
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from test_labels import QWEN3
 from tiny_tokenizer import CHATML, golden, make_tokenizer
@@ -312,6 +314,25 @@ def test_arrays_and_compressed_files(tmp_path):
         with pytest.raises(UserError, match=message) as error:
             list(read_rows(str(tmp_path / name)))
         assert "\n" not in str(error.value)
+
+
+def test_objects_in_parquet_keep_their_own_keys_only(tmp_path):
+    def row(name, answer, **arguments):
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        turns = [{"role": "user", "content": "hi"}]
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": [*turns, {"role": "tool", "content": "7"}, answer]}
+
+    rows = [
+        row("f", {"role": "assistant", "content": "yo"}, city="Rome", of=["a", None]),
+        row("g", {"role": "assistant", "content": "yes", "name": "Eve"}, n=3, at={"x": 1}),
+        row("h", {"role": "assistant", "content": "no"}, at={"y": 2}),
+    ]
+    jsonl, parquet = write(tmp_path / "x.jsonl", *rows), str(tmp_path / "x.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), parquet)
+    assert [row for _, row in read_rows(parquet)] == rows
+    same = [load(path, TOOLS, pack=False) for path in (jsonl, parquet)]
+    assert [first(same[0], i) for i in range(3)] == [first(same[1], i) for i in range(3)]
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError, counted
 from llm_demo.files import cache_folder, disk_full
 
-CACHE_VERSION = 3  # increase it when the output of records.py, labels.py or packing.py changes
+CACHE_VERSION = 4  # increase it when the same files are read, labelled or packed differently
 SHOWN = 400  # tokens from each end of a long example
 
 

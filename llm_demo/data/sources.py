@@ -319,5 +319,9 @@ def _hub_rows(source: str):
         ) from None
 
 
-def _without_nulls(row: dict) -> dict:
-    return {key: value for key, value in row.items() if value is not None}
+def _without_nulls(value):
+    """A value without the keys that are null, at every depth: Arrow gives each object in a column
+    the keys of all of them. Nulls in lists stay."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(v) for key, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
