@@ -284,8 +284,16 @@ def test_tables_are_read_by_datasets(kind, tmp_path):
     ]
 
 
+@pytest.mark.parametrize("name", ["x[1].parquet", "x]y.parquet", "[!x]*?.parquet"])
+def test_a_parquet_file_with_a_globs_characters_in_its_name(name, tmp_path):
+    from datasets import Dataset
+
+    Dataset.from_dict({"prompt": ["a"]}).to_parquet(tmp_path / name)
+    assert [row for _, row in read_rows(f"{tmp_path}/{name}")] == [{"prompt": "a"}]
+
+
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_a_broken_table_is_named(kind, tmp_path):
+def test_a_broken_table_is_named(kind, tmp_path, caplog):
     path = tmp_path / f"x.{kind}"
     path.write_bytes(b"")
     with pytest.raises(UserError, match=f"x.{kind}"):
@@ -293,3 +301,4 @@ def test_a_broken_table_is_named(kind, tmp_path):
     path.write_bytes(b"PAR1 no table \xff\xfe" * 5)
     with pytest.raises(UserError, match=f"x.{kind}"):
         list(read_rows(str(path)))
+    assert not caplog.records  # datasets logs what it raises

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import zlib
@@ -286,8 +287,9 @@ def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
     from datasets import load_dataset  # takes a second to import, and most files are JSONL
 
     _refuse_pointer(path)
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it raises as well
     try:
-        rows = load_dataset("parquet", data_files=path, split="train", streaming=True)
+        rows = load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             yield number, _without_nulls(row)
         if progress is not None:
