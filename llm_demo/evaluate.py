@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import DataArgs, PlainParser, choices, regex, whole
 from llm_demo.data.batch import label_positions
-from llm_demo.data.packs import load_packs
+from llm_demo.data.packs import load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
 from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
@@ -44,6 +44,7 @@ def main() -> None:
         raise UserError(
             "--answer_regex does not work with --train_on_prompt: no token is an answer"
         )
+    find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
     if args.seq_len is None:  # so that all models get the same documents
@@ -96,18 +97,20 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     if open_weights(folder) is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
+    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
+    options = {key: getattr(args, key) for key in keys}
+    log = functools.partial(print, file=sys.stderr)
+    paths = find_files(args.data, say=log)
+    data = [load_packs(path, tokenizer, pack=False, log=log, **options) for path in paths]
+    refuse_unknown_tokens(data, config.vocab_size)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
     model = model.to(device).eval()
     model.generation_config = GenerationConfig()  # the model's own may have a repetition_penalty
-    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
-    options = {key: getattr(args, key) for key in keys}
     batch, why = choose_batched(args.generate, device, config)
     if length_dependent_rope(config):  # a document's numbers would depend on the rest of the batch
         args = argparse.Namespace(**{**vars(args), "batch_size": 1})
     files = []
-    log = functools.partial(print, file=sys.stderr)
-    for path in find_files(args.data, say=log):
-        packs = load_packs(path, tokenizer, pack=False, log=log, **options)
+    for path, packs in zip(paths, data, strict=True):
         count = min(args.rows or len(packs), len(packs))
         started = time.perf_counter()
         loss, tokens = in_batches(args, device, mean_loss, model, packs, count)

@@ -16,7 +16,13 @@ import numpy as np
 import torch
 
 from llm_demo.args import Args, command_line
-from llm_demo.data.packs import LONGEST_DEFAULT, describe_example, heldout_beside, load_packs
+from llm_demo.data.packs import (
+    LONGEST_DEFAULT,
+    describe_example,
+    heldout_beside,
+    load_packs,
+    refuse_unknown_tokens,
+)
 from llm_demo.data.sources import hub_parts
 from llm_demo.data.steps import Packs, order_rows
 from llm_demo.device import (
@@ -163,7 +169,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
                 "slots; --sample_tokens asks for them"
             )
     sample_tokens = fit_window(source.config, sample_tokens, packs, say)
-    refuse_unknown_tokens(source.config, packs)
+    refuse_unknown_tokens(packs, source.config.vocab_size)
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
     compute = compute._replace(lora=lora)
@@ -272,17 +278,6 @@ def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) ->
         sample_tokens = window - longest
         say(f"answers: limited to {sample_tokens} tokens by the sliding window of {window}")
     return sample_tokens
-
-
-def refuse_unknown_tokens(config, packs: list[Packs]) -> None:
-    """Raise UserError if data given as token ids has one outside the model's vocabulary."""
-    for p in packs:
-        if any(f["format"] == "tokens" for f in p.stats["files"]):
-            if (largest := int(p.tokens.max())) >= config.vocab_size:
-                raise UserError(
-                    f"{p.stats['files'][0]['path']}: token {largest}, but the model knows "
-                    f"{config.vocab_size} only"
-                )
 
 
 def heads_of_rank(args: Args, config) -> Heads:

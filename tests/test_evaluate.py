@@ -127,3 +127,17 @@ def test_a_model_without_weights_is_one_line(folder):
     args = evaluate.make_parser().parse_args(arguments(folder))
     with pytest.raises(UserError, match="has no weights"):
         evaluate.evaluate(str(ROOT / "models/qwen3-tiny"), args, torch.device("cpu"), torch.float32)
+
+
+def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"input_ids": [1, 2, 5000000]}\n')
+    command = ["evaluate", "--models", str(folder / "base"), "--data", str(path)]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(UserError, match="x.jsonl: token 5000000, but the model knows 4096 only"):
+        evaluate.main()
+    path.unlink()
+    monkeypatch.setattr(evaluate, "find_model", None)
+    with pytest.raises(UserError, match="no such data file: .*x.jsonl"):
+        evaluate.main()

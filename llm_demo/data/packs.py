@@ -155,6 +155,16 @@ def heldout_beside(train_json: str) -> str | None:
     return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
+def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:
+    """Raise UserError if data given as token ids has one outside the model's vocabulary."""
+    for p in packs:
+        files = [f["path"] for f in p.stats["files"] if f["format"] == "tokens"]
+        if files and (largest := int(p.tokens.max())) >= vocab_size:
+            raise UserError(
+                f"{', '.join(files)}: token {largest}, but the model knows {vocab_size} only"
+            )
+
+
 def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str, dict]:
     """A hash of everything the packs depend on, as 24 hex digits, and a dict of its parts. Hashes
     contents, not names and dates, so a copy hits the cache."""
