@@ -14,7 +14,12 @@ import torch.distributed as dist
 from llm_demo.device import World
 from llm_demo.errors import STOPPED, Stopped, UserError
 from llm_demo.files import disk_full
-from llm_demo.process import minutes, outlive_terminal, raise_on_ctrl_c
+from llm_demo.process import (
+    minutes,
+    outlive_terminal,
+    raise_on_ctrl_c,
+    refuse_unusable_paths,
+)
 
 
 def timeout() -> timedelta:
@@ -57,7 +62,8 @@ def once_per_node(world: World, build: Callable):
         error = None
         if turn:
             try:
-                result = build()
+                with refuse_unusable_paths():
+                    result = build()
             except UserError as e:
                 error = str(e)
         errors = [None] * world.size
@@ -72,7 +78,8 @@ def from_rank0(world: World, make: Callable):
     box = [None, None]
     if world.rank == 0:
         try:
-            box[0] = make()
+            with refuse_unusable_paths():
+                box[0] = make()
         except UserError as e:
             box[1] = str(e)
     dist.broadcast_object_list(box)
@@ -116,7 +123,8 @@ def run(
     outlive_terminal()
     raise_on_ctrl_c()
     try:
-        main()
+        with refuse_unusable_paths():
+            main()
         if dist.is_initialized():
             # Without the barrier, a fast rank's exit looks like a crash to a slow one. Without the
             # destroy, about one gloo run in twenty ends in abort().

@@ -41,6 +41,7 @@ from llm_demo.model.memory import PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture, load_config
 from llm_demo.plan import Compute
+from llm_demo.process import refuse_unusable_paths
 from pp.flags import PipeArgs
 
 FREE = 0.05  # of a card's memory, for what the estimate does not count
@@ -343,7 +344,8 @@ def main(argv: list[str] | None = None) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
     try:
-        main()
+        with refuse_unusable_paths():
+            main()
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         sys.exit(2)

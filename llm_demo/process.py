@@ -11,12 +11,15 @@ import threading
 import time
 
 from llm_demo.errors import UserError
+from llm_demo.files import disk_full
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 
@@ -139,3 +142,16 @@ class _Stream:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
+
+
+@contextlib.contextmanager
+def refuse_unusable_paths():
+    """Raise UserError for a path without permission or with too long a name. Even Path.exists
+    raises an OSError for these."""
+    try:
+        yield
+    except OSError as error:
+        named = isinstance(error.filename, (str, os.PathLike))
+        if not named or error.errno not in UNUSABLE or disk_full(error):
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}") from error

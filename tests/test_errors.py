@@ -1,6 +1,8 @@
 """Bad input to both launchers: one clear line, a non-zero exit within seconds, nothing lost."""
 
+import errno
 import json
+import os
 import re
 import signal
 import subprocess
@@ -358,6 +360,12 @@ SPLIT_BACKWARD = [
     (["--run_ahead", "1"], "--run_ahead does not work with --schedule"),
     (["--stages", "1"], "needs --stages of at least 2"),
 ]
+LONG = "n" * 300  # longer than a file name can be
+CASES += [
+    ("fsdp", ["--output_dir", LONG], "n: File name too long"),
+    ("pp", ["--model_name_or_path", f"./{LONG}"], "n/cmd.sh: File name too long"),
+    ("zero", ["--resume", LONG, *NO_DATA], "n/manifest.json: File name too long"),
+]
 EVEN = "needs --grad_accum_steps that is a multiple of --stages 2, not 3"
 FSDP_PP = [
     *(
@@ -546,3 +554,38 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
     assert ended == [1]
     expected = "error: rank 0: No space left on device: --output_dir or the cache\n"
     assert capsys.readouterr().err == expected
+
+
+def test_a_path_without_permission_is_one_line(tmp_path, monkeypatch, capsys):
+    ended, denied = [], tmp_path / "denied"
+    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+    denied.mkdir(mode=0)
+
+    def main():
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may read everything
+        try:
+            (denied / "x").stat()
+        finally:
+            os.seteuid(user)
+
+    run_main(main)
+    assert ended == [2]
+    assert capsys.readouterr().err == f"error: {denied}/x: Permission denied\n"
+
+    def bug():
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # of no path
+
+    run_main(bug)
+    assert ended == [2, 1]
+    assert "Traceback" in capsys.readouterr().err
+
+    def full():
+        try:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+        finally:
+            main()
+
+    run_main(full)
+    assert ended == [2, 1, 1]
+    assert capsys.readouterr().err == "error: rank 0: No space left on device: x\n"
