@@ -65,6 +65,9 @@ fi
         "yourself (a PyTorch for this machine first) by" \
         "DS_BUILD_OPS=0 '$VENV_PYTHON' -m pip install -e '$ROOT'" \
         "and start the launchers with PYTHON='$VENV_PYTHON'"
+[[ -n $DRY_RUN ]] || (: >>"$ROOT/.venv.lock") 2>/dev/null ||
+    die "cannot write to $ROOT, where .venv belongs: use a copy that you can write to, or start the" \
+        "launchers with PYTHON=/path/to/python, an interpreter with the packages of requirements.txt"
 if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
     exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same time
     flock 9 || true

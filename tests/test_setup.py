@@ -252,6 +252,14 @@ def test_what_cant_work_is_one_line(machine, args, extra, words):
     assert result.stderr.startswith(f"error: {words}") and result.stderr.count("\n") == 1
 
 
+def test_a_folder_that_cant_be_written_to_is_one_line(machine):
+    (machine.repo / ".venv.lock").mkdir()  # permissions don't stop root
+    result = machine.setup()
+    assert result.returncode == 1 and result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"error: cannot write to {machine.repo}, where .venv belongs:")
+    assert "PYTHON=/path/to/python" in result.stderr
+
+
 def test_a_venv_of_the_users_own_is_left_alone(machine):
     venv = machine.repo / ".venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
