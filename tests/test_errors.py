@@ -338,7 +338,7 @@ CASES += [
     ("fsdp", ["--train_json", "numbers.json"], "numbers.json, row 1: a row must be a JSON object"),
     ("fsdp", ["--train_json", "no.jsonl.gz"], "no.jsonl.gz: damaged or truncated .gz file"),
     ("fsdp", ["--train_json", "no.jsonl.zst"], "no.jsonl.zst: damaged or truncated .zst file"),
-    ("fsdp", ["--train_json", "cells.csv"], "cells.csv, row 1: 3 cells, but 2 columns"),
+    ("fsdp", ["--train_json", "cells.csv"], "cells.csv, row 1: 3 cells, but the header has 2"),
     ("fsdp", ["--train_json", "twice.tsv"], "twice.tsv: two columns are named 'prompt'"),
     ("fsdp", ["--train_json", "no model"], "no model is a folder with no data file"),
     ("fsdp", ["--eval_json", "openai/gsm8k"], "openai/gsm8k: name the split"),

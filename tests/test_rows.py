@@ -225,7 +225,10 @@ def test_csv_cells_are_text(tmp_path):
     packs = load(str(tmp_path / "x.csv"), pack=False)
     assert first(packs, 0) == golden(YO.replace("hi", "None").replace("yo", "007"))
     for content, message in (
-        ("a,b\n1,2,3\n", r"x.csv, row 1: 3 cells, but 2 columns"),
+        ("a,b\n1,2,3\n", "x.csv, row 1: 3 cells, but the header has 2 columns: quote cells"),
+        ("prompt,completion,\nq\n", "x.csv, row 1: 1 cell, but the header has 3 columns"),
+        ("a;b\n1;2\n", "x.csv: the header is one cell, 'a;b': separate .* commas, not semicolons"),
+        ("a\tb\n1\t2\n", "x.csv: the header is one cell, .*: separate .* by commas, not tabs"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
         ('a,b\n1,"2\n', "x.csv, row 1: not valid CSV: unexpected end of data"),
         ("a,b\n", "is empty"),

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.files import digest
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # searched for in a folder
@@ -31,6 +31,8 @@ NOT_FOR_TRAINING = re.compile(
 )
 
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 # openai/gsm8k, openai/gsm8k:test, openai/gsm8k:main:train[:1000]
 HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*?)(?::([\w.-]+))??(?::(\w+(?:\[[\w:%-]*\])?))?")
@@ -269,13 +271,21 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
             names = reader.fieldnames or []
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{path}: two columns are named {repeated[0]!r}")
+            if len(names) == 1 and (found := re.search("[;,\t]", names[0])):
+                raise UserError(
+                    f"{path}: the header is one cell, {names[0][:80]!r}: separate cells by "
+                    f"{SEPARATORS[tab]}, not {SEPARATORS[found[0]]}"
+                )
             for number, row in enumerate(reader, 1):
-                if None in row:
+                more = row.pop(None, [])
+                cells = sum(cell is not None for cell in row.values()) + len(more)
+                if cells != len(names):
                     raise UserError(
-                        f"{path}, row {number}: {len(names) + len(row[None])} cells, but "
-                        f"{len(names)} columns: quote cells that contain the separator"
+                        f"{path}, row {number}: {counted(cells, 'cell')}, but the header has "
+                        f"{counted(len(names), 'column')}: quote cells that contain separators or "
+                        "line breaks, and don't leave out empty ones"
                     )
-                yield number, {k: v for k, v in row.items() if v is not None}
+                yield number, row
         except UnicodeDecodeError as error:
             raise UserError(f"{path}: not UTF-8 ({error.reason}); re-encode the file") from None
         except csv.Error as error:
