@@ -302,6 +302,7 @@ def test_arrays_and_compressed_files(tmp_path):
     bad = {
         "x.json": (b"[{}, 1]", "x.json, row 2: a row must be a JSON object, not 1"),
         "y.json": (b'[{"prompt": 1},\n {"b": }]', "y.json:2: broken JSON: .* at column 8"),
+        "z.json": (b'[{"a": 1},\n {"a": 2, "a": 3}]', "z.json: broken JSON: .*'a' twice: 2 and 3"),
         "x.jsonl": (b"[1]", "must be named .json"),
         "x.jsonl.gz": (files["d.jsonl.gz"][:-9], "x.jsonl.gz: damaged or truncated .gz file"),
         "y.jsonl.gz": (b"no gzip", "y.jsonl.gz: damaged or truncated .gz file"),

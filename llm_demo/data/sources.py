@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from llm_demo.errors import UserError, counted
@@ -248,15 +249,30 @@ def _decode(raw: bytes, where: str, encoding: str) -> str:
         raise UserError(f"{where}: not UTF-8 ({error.reason}); re-encode the file") from None
 
 
+def _object(pairs: list[tuple]) -> dict:
+    """A JSON object. json itself would keep the last of two values of a key."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        both = " and ".join(repr(value)[:40] for k, value in pairs if k == key)
+        raise ValueError(f"an object has the key {key!r} twice: {both}")
+    return values
+
+
+# Made once: json.loads with a hook makes one each time.
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def _parse(text: str, path: str, line: int, hint: str):
     """Parse JSON that starts in this line of the file."""
     try:
-        return json.loads(text)
+        return DECODER.decode(text)
     except json.JSONDecodeError as error:
         what = f"{path}:{line + error.lineno - 1}: broken JSON: {error.msg}"
         raise UserError(f"{what} at column {error.colno}; {hint}") from None
-    except (ValueError, RecursionError) as error:  # a huge number or extreme nesting
-        raise UserError(f"{path}:{line}: broken JSON: {error}") from None
+    except (ValueError, RecursionError) as error:  # a key twice, a huge number, extreme nesting
+        where = path if "\n" in text else f"{path}:{line}"  # somewhere in a whole file
+        raise UserError(f"{where}: broken JSON: {error}") from None
 
 
 def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
