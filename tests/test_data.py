@@ -166,10 +166,11 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     lines = []
     packs = load(str(path), log=lines.append)
     assert documents(packs) == [golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")]
-    assert packs.stats["skipped"] == {"nothing to learn": 1, "nothing to learn within seq_len": 1}
-    assert any(f"skipped 1 row: nothing to learn (first {path}:2)" in line for line in lines)
+    empty = "the assistant turn is empty"
+    assert packs.stats["skipped"] == {empty: 1, "nothing to learn within seq_len": 1}
+    assert any(f"skipped 1 row: {empty} (first {path}:2)" in line for line in lines)
     path.write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(UserError, match="the only row was skipped: 1 x nothing to learn"):
+    with pytest.raises(UserError, match=f"the only row was skipped: 1 x {empty}"):
         load(str(path))
 
 

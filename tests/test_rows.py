@@ -189,6 +189,17 @@ def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
     assert packs.stats["turns"][labels.REWRITTEN]["turns"] == 1
 
 
+def test_an_answer_without_a_question_is_context(tmp_path):
+    roles = ["assistant", "user", "assistant"]
+    turns = [{"role": r, "content": c} for r, c in zip(roles, ["a", "hi", "yo"], strict=True)]
+    path, said = write(tmp_path / "x.jsonl", {"messages": turns}), []
+    packs = load(path, said=said)
+    assert first(packs) == golden(f"<S>assistant\na<E>\n{YO}")
+    assert f"data: 1 turn in 1 row is not learnt: {labels.NO_PROMPT} (first {path}:1)" in said
+    reading = {labels.REFUSED: 1}  # what checkpoints of earlier versions hold
+    assert packs.stats["identity"]["reading"] == reading
+
+
 def test_learn_turns_refuses_what_it_contradicts(tmp_path):
     path = write(tmp_path / "x.jsonl", PAIR)
     refused(path, "--learn_turns first: choose from all, last", learn_turns="first")

@@ -33,6 +33,8 @@ NO_CALLS = "the chat template does not support tool calls (function_call turns)"
 
 LEFT_OUT = "the chat template drops the {role} turn"
 
+NO_PROMPT = "there is no prompt before the assistant turn"
+
 EMPTY_TURN = "the assistant turn is empty"
 
 MARKED = "marked with weight 0, train false or the like"
@@ -147,8 +149,9 @@ def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
         text = record.text if record.text.endswith(eos) else record.text + eos
         return text, "" if record.text.strip() else NOTHING
     if not record.messages or not (codec.train_on_prompt or _learnt_turns(record)):
-        all_empty = all(_is_empty(record.messages[i]) for i in _assistant_turns(record))
-        return "", NOTHING if all_empty else MARKED
+        turns = _assistant_turns(record)
+        all_empty = all(_is_empty(record.messages[i]) for i in turns)
+        return "", (EMPTY_TURN if turns else NOTHING) if all_empty else MARKED
     if "tool_calls" not in codec.template and any(m.get("tool_calls") for m in record.messages):
         return "", NO_CALLS
     if not codec.template:
@@ -274,7 +277,7 @@ def _turn_starts(
         try:
             head = _render(codec, record.messages[:turn], record, add_generation_prompt=True)
         except REFUSALS:
-            starts.append(REFUSED)
+            starts.append(REFUSED if turn else NO_PROMPT)  # few templates take no messages at all
             continue
         head = THINK_PROMPT.sub("", head)
         starts.append(len(head) if text.startswith(head) else REWRITTEN)

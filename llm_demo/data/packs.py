@@ -15,7 +15,7 @@ import numpy as np
 from llm_demo.args import DataArgs, check_choice, check_rows, choices
 from llm_demo.data.batch import IGNORE_INDEX
 from llm_demo.data.build import build, read_meta
-from llm_demo.data.labels import LEFT_OUT, MARKED, NOT_OURS, make_codec
+from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
 from llm_demo.data.packing import LONGEST_DEFAULT
 from llm_demo.data.records import ROLES
 from llm_demo.data.sources import content_of, find_files, split_name
@@ -196,6 +196,8 @@ def _reading(stats: dict) -> dict | None:
     from silently resuming on other rows."""
     counts = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
     counts.pop(NOT_OURS, None)  # these were never learnt
+    if first := counts.pop(NO_PROMPT, 0):  # earlier versions counted these as refused
+        counts[REFUSED] = counts.get(REFUSED, 0) + first
     newly_skipped = {MARKED, *(LEFT_OUT.format(role=role) for role in ROLES.values())}
     counts |= {reason: n for reason, n in stats["skipped"].items() if reason in newly_skipped}
     for file in stats["files"]:
