@@ -111,7 +111,7 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.makedirs(root, exist_ok=True)
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
-        what = disk_full(error, root) or error
+        what = disk_full(error, root) or error.strerror or error
         raise UserError(f"cannot write to the cache {root}: {what}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
@@ -122,7 +122,7 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.replace(built, folder)
     except OSError as error:
         if not os.path.isdir(folder):  # else another process built the same content first
-            what = disk_full(error, root) or error
+            what = disk_full(error, root) or error.strerror or error
             raise UserError(f"cannot build the packs in {root}: {what}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
