@@ -10,14 +10,28 @@ DEFAULTS = {
 }  # fmt: skip
 DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
 AHEAD = "--run_ahead 1"
+NO_ENGINES = "--no_copy_engines"
 ON_HOST = f"{RESHARD} --optimizer_on_host --device_memory_gb"
 # The first version of this project: half of the parameters a stage, plain attention.
 SEED_LIKE = "--partition parameters --attn_impl math --no_compile"
+
+_NO_P2P = "NCCL_P2P_DISABLE=1"
+_SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
 
 # (micro, GA, ckpt, dtype, steps): fewer steps where a step takes seconds
 _SEED = [(1, 1, False, "fp32", 32), (1, 1, True, "bf16", 32), (4, 8, True, "bf16", 16),
          (4, 8, True, "fp32", 8), (4, 8, False, "fp32", 8), (8, 1, True, "bf16", 32),
          (8, 4, True, "bf16", 16), (8, 8, True, "bf16", 16), (8, 8, True, "fp32", 6)]  # fmt: skip
+
+
+def name_of(row: dict) -> str:
+    """A short name: the main settings, and the others where they differ from their defaults."""
+    parts = [row["engine"], Path(row["model"]).name, f"s{row['seq_len']}", f"m{row['micro']}"]
+    parts += [f"ga{row['ga']}", row["dtype"]] + ["ckpt"] * row["ckpt"]
+    parts += [f"{row['gpus']}gpus"] * bool(row["gpus"])
+    parts += [] if row["data"] == "full" else [Path(row["data"]).stem]
+    extra = f"{row['flags']} {row['env']}".replace("--", "").replace("=", " ")
+    return "-".join([*parts, *extra.split()])
 
 
 def _pairs(sweep, *schedules, **more):
@@ -41,6 +55,7 @@ _8B = [
     # as many tokens per step as the pipeline
     {"engine": "fsdp", "micro": 8, "model": LARGE, "steps": 12, "flags": RESHARD},
 ]
+_8B_RESHARDED = {"micro": 4, "model": LARGE, "flags": RESHARD}
 # (engine, flags, steps): fewer steps where the optimizer is on the host
 _ZERO = [
     ("fsdp", "", 8),
@@ -76,10 +91,44 @@ _MOE = [
     )
     for engine in engines
 ]
+
+
+def _on(gpus):
+    """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
+    link at 65k and 131k tokens a step, experts, long rows."""
+    scaling = [
+        {"engine": engine, "gpus": n, "steps": 16, **row}
+        for n in (2, gpus) for engine in ("fsdp", "torchtitan")
+        for row in ({"micro": 8}, {"micro": 16}, {**_8B_RESHARDED, "steps": 12})
+        if n == gpus or engine == "fsdp"
+    ]  # fmt: skip
+    scaling.append({**_8B_RESHARDED, "gpus": gpus, "steps": 12, "flags": f"{RESHARD} {NO_ENGINES}"})
+    grids = [("fsdp", 1, ""), ("fsdp", 1, "--replicas 2"), ("pp", 2, ""), ("pp", 4, "--stages 4")]
+    grids += [("fsdp_pp", n, f"--stages {n}") for n in (2, 4) if n < gpus]
+    spread = [
+        {"engine": engine, "micro": 8, "ga": 8 * times * stages // gpus, "gpus": gpus, "steps": 10,
+         "flags": flags, "env": env}
+        for env in ("", _SOCKETS) for times in (1, 2) for engine, stages, flags in grids
+    ]  # fmt: skip
+    whole = {"model": "models/qwen3-30b-a3b", "micro": 1, "seq_len": 4096, "ckpt": True, "steps": 8}
+    experts = [
+        {**whole, "gpus": gpus, "flags": f"{RESHARD} --expert_parallel {n}{more}"}
+        for n in (1, 2, 4, 8) if n <= gpus for more in ("", f" {BALANCED}")
+    ]  # fmt: skip
+    if gpus < 8:  # 12 bytes a parameter of the states go to the host
+        for row in experts:
+            row["flags"] += " --optimizer_on_host"
+    long = [
+        {"model": LARGE, "seq_len": seq_len, "ckpt": True, "gpus": gpus, "steps": 2,
+         "flags": f"{RESHARD} --sequence_parallel {gpus} --activations_on_host"}
+        for seq_len in (131_072, 262_144, 524_288, 1_048_576)
+    ]  # fmt: skip
+    rows = [*scaling, *spread, *experts, *long]
+    return [*{name_of({**DEFAULTS, **row}): row for row in rows}.values()]  # some are of both kinds
+
+
 _LONG = {"seq_len": 131_072, "ckpt": True, "gpus": 2, "flags": "--sequence_parallel 2"}
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
-_NO_P2P = "NCCL_P2P_DISABLE=1"
-_SOCKETS = f"{_NO_P2P} NCCL_SHM_DISABLE=1"
 _PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
 PRESETS = {
     "smoke": [
@@ -181,6 +230,8 @@ PRESETS = {
     "ways": _ways(),
     "ways_no_p2p": _ways(_NO_P2P, 10),
     "ways_sockets": _ways(_SOCKETS, 8),
+    "four": _on(4),
+    "eight": _on(8),
     # the event timer beside the profiler, and steps without either
     "timer": [
         {"engine": engine, "micro": 8, "ga": ga, "steps": steps, "flags": flags}
@@ -195,13 +246,3 @@ PRESETS = {
         for data in ("packed", "full") for impl in ("math", "bucketed_math")
     ],
 }  # fmt: skip
-
-
-def name_of(row: dict) -> str:
-    """A short name: the main settings, and the others where they differ from their defaults."""
-    parts = [row["engine"], Path(row["model"]).name, f"s{row['seq_len']}", f"m{row['micro']}"]
-    parts += [f"ga{row['ga']}", row["dtype"]] + ["ckpt"] * row["ckpt"]
-    parts += [f"{row['gpus']}gpus"] * bool(row["gpus"])
-    parts += [] if row["data"] == "full" else [Path(row["data"]).stem]
-    extra = f"{row['flags']} {row['env']}".replace("--", "").replace("=", " ")
-    return "-".join([*parts, *extra.split()])

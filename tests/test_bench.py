@@ -17,10 +17,14 @@ from conftest import ROOT, python
 
 from bench import checkpoints, plots, store, table
 from bench import run as bench
+from fsdp.flags import ExpertArgs, FsdpArgs
+from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import device
 from llm_demo.args import less_memory, parse_args
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
+from pp.flags import PipeArgs
+from zero.flags import ZeroArgs
 
 
 @pytest.fixture
@@ -142,6 +146,17 @@ def test_grids_and_names():
             replicas = 2 if row["engine"] == "fsdp" else 1
             work[row["engine"]].add(row["micro"] * row["ga"] * replicas)
         assert work["pp"] == work["fsdp"]
+
+
+def test_scripts_take_the_flags_of_all_presets():
+    own = {"fsdp": (FsdpArgs, ExpertArgs), "pp": (PipeArgs,), "zero": (ZeroArgs,)}
+    own["fsdp_pp"] = FsdpPipeArgs, ExpertArgs
+    for row in (row for rows in bench.PRESETS.values() for row in rows):
+        row = {**bench.DEFAULTS, **row}
+        if row["engine"] in own:
+            command = bench.command_of({**row, "data": "x"}, pathlib.Path("out"))
+            at = next(i for i, word in enumerate(command) if word.startswith("--"))
+            parse_args("", *own[row["engine"]], argv=command[at:])
 
 
 def result_of(**settings):
