@@ -41,8 +41,12 @@ def facts_of(script: Path) -> dict[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "missing"
+    # The folders of all scripts: one script imports from another's.
+    scripts = {flags.parent for flags in ROOT.glob("*/flags.py")} | {script.resolve().parent}
+    files = sorted((ROOT / "llm_demo").rglob("*.py"))
+    files += [file for folder in sorted(scripts) for file in sorted(folder.glob("*.py"))]
     code = hashlib.sha256()
-    for file in [*sorted((ROOT / "llm_demo").rglob("*.py")), *sorted(script.parent.glob("*.py"))]:
+    for file in files:
         code.update(f"{file.name} {file.stat().st_size} ".encode() + file.read_bytes())
     return found | {"code": code.hexdigest()[:12]}
 
