@@ -69,6 +69,14 @@ class FsdpArgs:
         "Default: for large blocks over NVLink.",
     )
 
+    def check_processes(self, processes: int) -> None:
+        if self.fsdp is False and processes > 1:
+            raise UserError(f"--no_fsdp needs one process, not {processes}: set NPROC_PER_NODE=1")
+        for name in ("replicas", "expert_parallel", "sequence_parallel"):
+            parts = getattr(self, name) or 1
+            if parts != "all" and processes % int(parts):
+                raise UserError(f"--{name} {parts} does not divide {processes}, the processes")
+
     @staticmethod
     def check(args) -> None:
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):

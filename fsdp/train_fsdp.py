@@ -55,20 +55,8 @@ parse = functools.partial(parse_args, __doc__, FsdpArgs, ExpertArgs)
 def main() -> None:
     args = parse()
     world = start()
-    if args.fsdp is False and world.size > 1:
-        raise UserError(f"--no_fsdp needs one process, not {world.size}: set NPROC_PER_NODE=1")
+    args.check_processes(world.size)
     replicas = world.size if args.replicas == "all" else int(args.replicas)
-    if world.size % replicas:
-        raise UserError(f"--replicas {replicas} does not divide {world.size}, the processes")
-    if world.size % (args.expert_parallel or 1):
-        raise UserError(
-            f"--expert_parallel {args.expert_parallel} does not divide {world.size}, the processes"
-        )
-    if world.size % args.sequence_parallel:
-        raise UserError(
-            f"--sequence_parallel {args.sequence_parallel} does not divide {world.size}, the "
-            "processes"
-        )
     part = Part(world.rank % args.sequence_parallel, args.sequence_parallel)
     n_shards, data_parallel = world.size // replicas, world.size // part.of
     mesh = grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})

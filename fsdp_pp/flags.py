@@ -3,7 +3,12 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from llm_demo.args import ExpertArgs, check_partition, flag  # noqa: F401  both groups are used
+from llm_demo.args import (
+    ExpertArgs,  # noqa: F401  both groups are used
+    check_partition,
+    check_stages,
+    flag,
+)
 from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts
@@ -61,6 +66,9 @@ class FsdpPipeArgs:
         ),
         "it works with FSDP only: fsdp/launch_fsdp.sh",
     )
+
+    def check_processes(self, processes: int) -> None:
+        check_stages(self.stages, processes)
 
     @staticmethod
     def check(args) -> None:

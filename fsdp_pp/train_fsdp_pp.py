@@ -24,7 +24,7 @@ from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import run, start
-from llm_demo.errors import UserError, counted
+from llm_demo.errors import UserError
 from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import param_count
@@ -61,12 +61,7 @@ def main() -> None:
     # Each transfer has a group of its own, as the warning advises.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     world = start()
-    if world.size % args.stages:
-        processes = counted(world.size, "process", "processes")
-        raise UserError(
-            f"{processes} can't form pipelines of {args.stages} --stages: set NPROC_PER_NODE to a "
-            "multiple, or other --stages"
-        )
+    args.check_processes(world.size)
     n_shards = world.size // args.stages
     stage, shard = divmod(world.rank, n_shards)
     where = orders.stages_of(args.schedule, args.stages)

@@ -17,7 +17,7 @@ import types
 import typing
 from typing import Literal
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, counted
 from llm_demo.files import ROOT
 
 MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
@@ -30,6 +30,15 @@ def check_partition(value: str) -> None:
     if value not in named and not re.fullmatch(r"\d+(,\d+)*", value):
         raise UserError(
             f"--partition {value}: must be balanced, uniform, parameters or counts such as 18,10"
+        )
+
+
+def check_stages(stages: int, processes: int) -> None:
+    """Raise UserError if so many processes can't form pipelines of --stages."""
+    if processes % stages:
+        raise UserError(
+            f"{counted(processes, 'process', 'processes')} can't form pipelines of {stages} "
+            "--stages: set NPROC_PER_NODE to a multiple, or other --stages"
         )
 
 
@@ -224,6 +233,10 @@ SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 @dataclasses.dataclass
 class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     """The flags of every training script; `parse_args` adds a script's own."""
+
+    def check_processes(self, processes: int) -> None:
+        """Raise UserError if these flags don't work with so many processes. For a script's own
+        flags to override: its launcher calls it before any rank starts, the script once it has."""
 
 
 def check(args) -> None:

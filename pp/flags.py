@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from llm_demo.args import check_partition, flag
+from llm_demo.args import check_partition, check_stages, flag
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
@@ -44,6 +44,9 @@ class PipeArgs:
         "sequence_parallel": "only fsdp/train_fsdp.py spreads rows",
         "activations_on_host": "only fsdp/train_fsdp.py moves activations to the host",
     }
+
+    def check_processes(self, processes: int) -> None:
+        check_stages(self.stages, processes)
 
     @staticmethod
     def check(args) -> None:

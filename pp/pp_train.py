@@ -15,7 +15,7 @@ from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import answers_of, label_positions, to_device
 from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.dist import run, start
-from llm_demo.errors import UserError, counted
+from llm_demo.errors import counted
 from llm_demo.loop import prepare, train
 from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, given_counts, split
@@ -38,9 +38,7 @@ def main() -> None:
     from pp import ds_engine, ds_state, estimate, stages
 
     world = start()
-    if args.stages < 1 or world.size % args.stages:
-        processes = counted(world.size, "process", "processes")
-        raise UserError(f"{processes} can't form pipelines of {args.stages} --stages")
+    args.check_processes(world.size)
     switches = ds_engine.read_switches(args.deepspeed_config)
     where = list(range(args.stages))
     where += where[::-1] if args.schedule == "dualpipev" else []

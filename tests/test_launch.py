@@ -244,14 +244,59 @@ def test_hidden_gpus_stay_hidden(script, kind, value):
     assert [rank["CUDA_VISIBLE_DEVICES"] for rank in ranks] == [value, value]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_nodes_make_one_world(script, kind):
+@pytest.mark.parametrize("kind, processes", [("torchrun", (1, 2)), ("deepspeed", (1, 1))])
+def test_two_nodes_make_one_world(script, kind, processes):
     path = script(SHOW)
-    codes, outputs = two_nodes([[kind, str(path)]] * 2)
+    codes, outputs = two_nodes([[kind, str(path)]] * 2, processes)
     assert codes == [0, 0]
-    for rank, output in enumerate(outputs):
-        (line,) = shown(output)
-        assert (line["RANK"], line["LOCAL_RANK"], line["WORLD_SIZE"]) == (str(rank), "0", "2")
+    places = [
+        (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"])
+        for output in outputs for rank in shown(output)
+    ]  # fmt: skip
+    size = str(sum(processes))
+    assert places == [("0", "0", size), ("1", "0", size), ("2", "1", size)][: sum(processes)]
+
+
+def test_deepspeeds_nodes_with_other_numbers_of_processes_end(script, record_property):
+    record_property("bad inputs", 1)
+    codes, outputs = two_nodes([["deepspeed", str(script(SHOW))]] * 2, (1, 2))
+    last, other = (output.splitlines()[-1] for output in outputs)  # a node may say that it waits
+    assert codes == [2, 2] and last == other
+    assert last.startswith("error: NPROC_PER_NODE 1 on node 0, but NPROC_PER_NODE 2 on node 1, ")
+    assert last.endswith(": give all nodes the same number of processes")
+
+
+PROCESSES = [
+    ("deepspeed", "pp", "--stages 4", "3 processes can't form pipelines of 4 --stages: set NPROC_"),
+    ("torchrun", "fsdp_pp", "--stages 4", "3 processes can't form pipelines of 4 --stages: set "),
+    ("torchrun", "fsdp", "--replicas 2", "--replicas 2 does not divide 3, the processes"),
+    ("torchrun", "fsdp", "--expert_parallel 2", "--expert_parallel 2 does not divide 3, the proc"),
+    ("torchrun", "fsdp", "--sequence_parallel 2", "--sequence_parallel 2 does not divide 3, the "),
+    ("torchrun", "fsdp", "--no_fsdp", "--no_fsdp needs one process, not 3: set NPROC_PER_NODE=1"),
+]
+
+
+@pytest.mark.parametrize("kind, name, flags, words", PROCESSES)
+def test_flags_that_dont_fit_the_processes_start_none(
+    kind, name, flags, words, script, tmp_path, record_property
+):
+    record_property("bad inputs", 1)
+    shutil.copy(ROOT / name / "flags.py", tmp_path)
+    done = launch(kind, script("raise SystemExit('started')"), *flags.split(), NPROC_PER_NODE="3")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {words}")
+
+
+def test_flags_that_dont_fit_the_processes_of_all_nodes_start_none(
+    script, tmp_path, record_property
+):
+    record_property("bad inputs", 1)
+    shutil.copy(ROOT / "fsdp_pp/flags.py", tmp_path)
+    command = ["torchrun", str(script("raise SystemExit('started')")), "--stages", "2"]
+    codes, outputs = two_nodes([command] * 2, (1, 2))
+    last, other = (output.splitlines()[-1] for output in outputs)
+    assert codes == [2, 2] and last == other
+    assert last.startswith("error: 3 processes can't form pipelines of 2 --stages: set NPROC")
 
 
 ELSEWHERE = """
@@ -305,8 +350,8 @@ def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def two_nodes(commands) -> tuple[list[int], list[str]]:
-    """Exit codes and output of two launchers, one process each, that form one world."""
+def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
+    """Exit codes and output of two launchers, with so many processes, that form one world."""
     with socket.socket() as s:
         s.bind(("", 0))
         port = s.getsockname()[1]
@@ -319,7 +364,7 @@ def two_nodes(commands) -> tuple[list[int], list[str]]:
                 NODE_RANK=str(rank),
                 MASTER_ADDR="127.0.0.1",
                 MASTER_PORT=str(port),
-                NPROC_PER_NODE="1",
+                NPROC_PER_NODE=str(processes[rank]),
                 OMP_NUM_THREADS="1",
             ),
             stdout=subprocess.PIPE,

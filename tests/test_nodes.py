@@ -22,13 +22,15 @@ def port():
         return s.getsockname()[1]
 
 
-def meet_all(port, *who, seconds=20.0, facts=()):
-    """What each node's meet() raised, or None, with node 0 last to start. facts: of each node."""
+def meet_all(port, *who, seconds=20.0, facts=(), processes=()):
+    """What each node's meet() raised, or returned, with node 0 last to start. facts, processes: of
+    each node."""
     outcomes = [None] * len(who)
 
     def meet(i, rank, count):
         try:
-            nodes.meet(rank, count, "localhost", port, seconds, facts[i] if facts else None)
+            more = facts[i] if facts else None, processes[i] if processes else 1
+            outcomes[i] = nodes.meet(rank, count, "localhost", port, seconds, *more)
         except UserError as e:
             outcomes[i] = str(e)
 
@@ -44,7 +46,7 @@ def meet_all(port, *who, seconds=20.0, facts=()):
 
 def test_nodes_meet_and_leave_the_port_free(port):
     for _ in range(2):  # twice: the same port again at once
-        assert meet_all(port, (0, 3), (1, 3), (2, 3)) == [None] * 3
+        assert meet_all(port, (0, 3), (1, 3), (2, 3), processes=(1, 4, 2)) == [7] * 3
     with socket.create_server(("", port)):
         pass
 
@@ -63,7 +65,7 @@ def test_a_stranger_at_the_port_is_ignored(port):
 
     scanner = threading.Thread(target=scan)
     scanner.start()
-    assert meet_all(port, (0, 2), (1, 2)) == [None] * 2
+    assert meet_all(port, (0, 2), (1, 2)) == [2] * 2
     scanner.join()
 
 
@@ -110,7 +112,7 @@ def test_other_versions_or_other_code_are_named_on_all_nodes(port, tmp_path, rec
     ours = nodes.facts_of(tmp_path / "train.py")
     assert ours.keys() == {"Python", "torch", "transformers", "deepspeed", "code"}
     assert ours == nodes.facts_of(tmp_path / "train.py") and ours["torch"].startswith("2.")
-    assert meet_all(port, (0, 2), (1, 2), facts=[ours, dict(ours)]) == [None] * 2
+    assert meet_all(port, (0, 2), (1, 2), facts=[ours, dict(ours)]) == [2] * 2
     (tmp_path / "train.py").write_text("a = 2")
     for name, other in {
         **{"Python": "3.9", "torch": "2.0.1"}, "code": nodes.facts_of(tmp_path / "train.py")["code"]

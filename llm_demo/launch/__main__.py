@@ -60,11 +60,17 @@ class Node:
     wait: int  # seconds to wait for the other nodes
     restarts: int
 
-    def meet_others(self, script: str) -> None:
-        """Wait for the other nodes, just before the ranks start."""
+    def meet_others(self, script: str, flags, alike: bool = False) -> None:
+        """Wait for the other nodes, just before the ranks start. flags: of the script, or None.
+        alike: refuse other numbers of processes on other nodes."""
         if self.nodes > 1:
             seconds, facts = nodes.time_left(self.wait), nodes.facts_of(Path(script))
-            nodes.meet(self.rank, self.nodes, self.master_addr, self.master_port, seconds, facts)
+            if alike:
+                facts[nodes.PROCESSES] = self.processes
+            where = self.master_addr, self.master_port, seconds
+            total = nodes.meet(self.rank, self.nodes, *where, facts, self.processes)
+            if flags:
+                flags.check_processes(total)
 
 
 def free_port(port: int) -> int | None:
@@ -244,7 +250,7 @@ def replace(owner: ModuleType | type, **values) -> None:
         setattr(owner, name, value)
 
 
-def torchrun(node: Node, command: list[str]) -> int:
+def torchrun(node: Node, command: list[str], flags) -> int:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -271,7 +277,7 @@ def torchrun(node: Node, command: list[str]) -> int:
         "max_restarts": node.restarts,
     }
     args = run.parse_args([f"--{name}={value}" for name, value in options.items()] + command)
-    node.meet_others(command[0])
+    node.meet_others(command[0], flags)
     try:
         # Not its main(), which prints a 40-line traceback below the failing rank's own line.
         run.run(args)
@@ -284,7 +290,7 @@ def torchrun(node: Node, command: list[str]) -> int:
     return 0
 
 
-def deepspeed(node: Node, command: list[str]) -> int:
+def deepspeed(node: Node, command: list[str], flags) -> int:
     if not node.gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Only the half of DeepSpeed's launcher that starts a node's processes. The front half drops
@@ -320,7 +326,7 @@ def deepspeed(node: Node, command: list[str]) -> int:
     ]
     if stop_signals()[2:]:  # DeepSpeed doesn't handle SIGHUP
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
-    node.meet_others(command[0])
+    node.meet_others(command[0], flags, alike=True)
     received, wakeup = socket.socketpair()
     wakeup.setblocking(False)
     signal.set_wakeup_fd(wakeup.fileno())  # DeepSpeed's handlers don't say which signal arrived
@@ -365,10 +371,12 @@ def main() -> int:
                 "restarted run resumes from its newest checkpoint"
             )
         node = this_node()
+        if flags and node.nodes == 1:
+            flags.check_processes(node.processes)
         set_defaults(node)
         os.environ["LLM_DEMO_LAUNCHER"] = sys.argv[1]  # for the run's cmd.sh
         # DeepSpeed's launcher can't restart ranks; its scripts start under torchrun as well.
-        return launchers["torchrun" if node.restarts else sys.argv[1]](node, command)
+        return launchers["torchrun" if node.restarts else sys.argv[1]](node, command, flags)
     except UserError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2

@@ -1,7 +1,8 @@
 """Let the nodes find each other before any of them starts its processes.
 
 Node 0 listens at MASTER_PORT. Every node, including node 0, connects to MASTER_ADDR and sends its
-number, its versions and a digest of its code. Once all have joined, node 0 tells them to continue.
+number, how many processes it starts, its versions and a digest of its code. Once all have joined,
+node 0 tells them to continue.
 If some are missing or two disagree, all end with the same line. The port is then free again, for
 torch.distributed."""
 
@@ -20,6 +21,7 @@ from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 
 STARTED = time.monotonic()
+PROCESSES = "NPROC_PER_NODE"  # a fact for launchers that need it to be alike on all nodes
 NOTICE = 3  # seconds before a node prints that it is waiting
 
 
@@ -52,32 +54,41 @@ def facts_of(script: Path) -> dict[str, str]:
 
 
 def meet(
-    rank: int, nodes: int, addr: str, port: int, seconds: float, facts: dict | None = None
-) -> None:
-    """Wait until all nodes have joined. Raises UserError on every node if they don't within
-    `seconds`, or disagree. facts: from `facts_of`."""
+    rank: int,
+    nodes: int,
+    addr: str,
+    port: int,
+    seconds: float,
+    facts: dict | None = None,
+    processes: int = 1,
+) -> int:
+    """Wait until all nodes have joined. Returns the number of processes of all nodes. Raises
+    UserError on every node if they don't join within `seconds`, or disagree. facts: what must be
+    alike, from `facts_of`; processes: of this node."""
     facts = facts or {}
 
     def join():
         connection = socket.create_connection((addr, port), 5)
         try:
-            _send(connection, node=rank, nodes=nodes, facts=facts)
+            _send(connection, node=rank, nodes=nodes, facts=facts, processes=processes)
             connection.settimeout(_receive(connection)["wait"] + 10)
         except (OSError, ValueError, KeyError):
             connection.close()
             raise OSError("another program answers there") from None
         return connection
 
-    node0 = Node0(nodes, port, seconds, facts) if rank == 0 else None
+    node0, total = Node0(nodes, port, seconds, facts) if rank == 0 else None, 0
     with _wait_for(join, addr, port, seconds) as connection:
         try:
-            problem = _receive(connection)["problem"]
+            answer = _receive(connection)
+            problem, total = answer["problem"], answer.get("processes", 0)  # older code: without
         except (OSError, ValueError, KeyError):
             problem = f"node 0 at {addr}:{port} ended while nodes were missing: see its output"
     if node0:
         node0.thread.join()  # then the port is free
     if problem:
         raise UserError(problem)
+    return total
 
 
 def _wait_for(attempt, addr: str, port: int, seconds: float):
@@ -118,7 +129,7 @@ class Node0:
 
     def __init__(self, nodes: int, port: int, seconds: float, facts: dict):
         self.nodes, self.port, self.seconds, self.facts = nodes, port, seconds, facts
-        self.joined = {}  # node -> its connection
+        self.joined, self.processes = {}, {}  # node -> its connection, its number of processes
         dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if dual else socket.AF_INET
         try:
@@ -133,7 +144,7 @@ class Node0:
         for connection in self.joined.values():
             with connection:
                 try:
-                    _send(connection, problem=problem)
+                    _send(connection, problem=problem, processes=sum(self.processes.values()))
                     connection.settimeout(2)
                     connection.recv(1)  # clients close first, so that the port is free at once
                 except OSError:
@@ -169,7 +180,7 @@ class Node0:
         try:
             message = _receive(connection)
             node, nodes = int(message["node"]), int(message["nodes"])
-            facts = dict(message["facts"])
+            facts, processes = dict(message["facts"]), int(message.get("processes", 0))
             _send(connection, wait=self.seconds)
         except (OSError, ValueError, KeyError, TypeError):  # not a node: a port scan, say
             connection.close()
@@ -177,15 +188,16 @@ class Node0:
         if node in self.joined:
             self.joined[f"{node}, {host}"] = connection
             return f"two nodes have NODE_RANK={node}, the second is {host}"
-        self.joined[node] = connection
+        self.joined[node], self.processes[node] = connection, processes
         selector.register(connection, selectors.EVENT_READ, (node,))
         if nodes != self.nodes:
             return f"NNODES={self.nodes} on node 0, but NNODES={nodes} on node {node}, {host}"
         for name, ours in self.facts.items():
             if facts.get(name) != ours:
+                what = "number of processes" if name == PROCESSES else "versions and the same code"
                 return (
                     f"{name} {ours} on node 0, but {name} {facts.get(name)} on node {node}, "
-                    f"{host}: give all nodes the same versions and the same code"
+                    f"{host}: give all nodes the same {what}"
                 )
         return None
 
