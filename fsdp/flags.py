@@ -100,6 +100,8 @@ class FsdpArgs:
             raise UserError("--psgd_rank does not work with --sequence_parallel")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
+        if args.psgd_start is not None and not args.psgd_rank:
+            raise UserError("--psgd_start needs --psgd_rank")
         if args.psgd_rank and args.optimizer_on_host:
             raise UserError(
                 "--psgd_rank keeps its errors on the device: drop --optimizer_on_host, or use "

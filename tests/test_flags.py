@@ -165,6 +165,7 @@ EARLY = [
      "--profile_steps 3: must be two steps such as 5:7, counted from 1"),
     ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
+    ("fsdp", "--replicas all --psgd_start 3", "--psgd_start needs --psgd_rank"),
     ("pp", "--optimizer_on_host",
      "--optimizer_on_host: DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"),
     ("zero", "--optimizer_on_host",
