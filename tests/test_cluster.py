@@ -41,6 +41,7 @@ esac
 # Says what a launcher would take from the environment, and ends as told on the second node.
 LAUNCHER = """
 names="NNODES NODE_RANK MASTER_ADDR MASTER_PORT NPROC_PER_NODE RESUME OUTPUT_DIR SAVE_EVERY MODEL"
+names+=" STOP_MINUTES JOIN_SECONDS SRUN_CPUS_PER_TASK"
 for name in $names; do [[ -v $name ]] && echo "$name=${!name}"; done > seen-$NODE_RANK
 echo "$*" >> seen-$NODE_RANK
 ((NODE_RANK == 0)) || exit "${CODE:-0}"
@@ -64,6 +65,7 @@ def slurm(tmp_path):
             "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "31", "SLURM_JOB_NUM_NODES": "2",
             "SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
             "SEEN": str(tmp_path), "PYTHON": python(), "STATE": "RUNNING",
+            "SLURM_CPUS_PER_TASK": "32",
         }  # fmt: skip
         return subprocess.Popen(
             ["bash", spooled, *map(str, arguments)], env=environment(**{**job, **more}), text=True,
@@ -94,8 +96,31 @@ def test_a_job_is_requeued_if_its_run_has_saved(code, state, requeued, slurm, tm
     for node in range(2):
         assert (tmp_path / f"seen-{node}").read_text().splitlines() == [
             "NNODES=2", f"NODE_RANK={node}", "MASTER_ADDR=127.0.0.1", "MASTER_PORT=20031",
-            "RESUME=auto", "OUTPUT_DIR=runs/slurm-31", "SAVE_EVERY=200", "--lr 1e-4 --seed a b",
+            "RESUME=auto", "OUTPUT_DIR=runs/slurm-31", "SAVE_EVERY=200", "STOP_MINUTES=8",
+            "JOIN_SECONDS=600", "SRUN_CPUS_PER_TASK=32", "--lr 1e-4 --seed a b",
         ]  # fmt: skip
+
+
+# Ends as a launcher does that has saved because of SIGTERM.
+SAVES = """
+trap 'exit 75' TERM
+touch seen-$NODE_RANK
+for ((i = 0; i < 600; i++)); do sleep 0.05; done
+"""
+
+
+def test_the_batch_shell_outlives_its_own_sigterm(slurm, tmp_path):
+    (tmp_path / "launcher.sh").write_text(SAVES)
+    job = slurm("launcher.sh")
+    until = time.monotonic() + 20
+    while len([*tmp_path.glob("seen-*")]) < 2:
+        assert job.poll() is None and time.monotonic() < until, job.stdout.read()
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)  # first: bash acts on it once srun has ended
+    for task in (tmp_path / "tasks").read_text().split():
+        os.kill(int(task), signal.SIGTERM)
+    said, _ = job.communicate(timeout=30)
+    assert job.returncode == 75 and calls(tmp_path) == ["requeue 31"], said
 
 
 @pytest.mark.slow
@@ -134,8 +159,7 @@ def test_what_slurm_reads():
     assert 60 * stop < int(seconds)
 
 
-def test_skypilots_task_is_of_its_schema():
-    """By SkyPilot's own schema where the package is installed; its keys and types everywhere."""
+def test_the_keys_and_types_of_skypilots_task():
     task = yaml.safe_load(TASK.read_text())
     assert {*task} == {
         "name", "num_nodes", "workdir", "resources", "volumes", "envs", "setup", "run",
@@ -143,12 +167,13 @@ def test_skypilots_task_is_of_its_schema():
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert all(isinstance(value, str) for value in task["envs"].values())
     assert task["num_nodes"] >= 1 and task["envs"]["OUTPUT_DIR"].startswith(tuple(task["volumes"]))
-    try:
-        from sky.utils import schemas
-    except ImportError:
-        return
+
+
+def test_skypilot_accepts_its_task():
+    schemas = pytest.importorskip("sky.utils.schemas")
     import jsonschema
 
+    task = yaml.safe_load(TASK.read_text())
     jsonschema.validate(task, schemas.get_task_schema())
     jsonschema.validate(task["resources"], schemas.get_resources_schema())
 
@@ -169,5 +194,5 @@ def test_what_skypilots_task_runs(gpus, tmp_path):
         assert (tmp_path / f"seen-{node}").read_text().split() == [
             "NNODES=2", f"NODE_RANK={node}", "MASTER_ADDR=10.0.0.5",
             *[f"NPROC_PER_NODE={gpus}"] * bool(gpus), "RESUME=auto", "OUTPUT_DIR=/shared/run",
-            "SAVE_EVERY=200", "MODEL=Qwen/Qwen3-0.6B",
+            "SAVE_EVERY=200", "MODEL=Qwen/Qwen3-0.6B", "JOIN_SECONDS=600",
         ]  # fmt: skip
