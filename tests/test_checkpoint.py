@@ -186,6 +186,19 @@ def test_a_changed_router_is_said_or_refused(tmp_path):
         checkpoints_of(Voice(tmp_path, router_aux_loss=0.01, freeze_router=True), {}, flags)
 
 
+def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):
+    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
+    of_fsdp = {"freeze_router": False, "lora_dropout": 0.0, "psgd_rank": 0, "psgd_start": None}
+    of_pp = Voice(tmp_path)
+    for name in of_fsdp:
+        del of_pp.settings[name]
+    for step, rank in ((1, 0), (2, 8)):
+        voice = Voice(tmp_path, **of_fsdp | {"psgd_rank": rank})
+        save(checkpoints_of(voice, {}, {**flags, "resume": None, **KEEP}), step)
+        checkpoints_of(of_pp, {}, flags)
+        assert of_pp.said == ["resume: settings changed: psgd_rank was 8, is None"] * (rank > 0)
+
+
 def test_an_earlier_version_shuffled_the_rows_and_did_not_sort_them(tmp_path):
     save(make(tmp_path), 1)
     flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}

@@ -116,6 +116,8 @@ class Checkpoints:
                 f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
                 "the routers would be missing"
             )
+        # What only another script has, at its default, is no change; all those defaults are falsy.
+        before = {k: value for k, value in before.items() if value or k in self.settings}
         if changes := differences(before, {k: self.settings.get(k) for k in before}):
             self.log.say(f"resume: settings changed: {'; '.join(changes)}")
 
