@@ -124,6 +124,17 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(damage, tmp_path):
         make(tmp_path, resume=str(named))
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_again(tmp_path):
+    save(make(tmp_path), 1, 2)
+    for step in (1, 2):
+        flip(tmp_path / f"checkpoints/step_{step:08d}/trainer.json")
+    with pytest.raises(UserError, match=f"no checkpoint in {tmp_path}/checkpoints is intact: to "):
+        make(tmp_path)
+    (tmp_path / "checkpoints").rename(tmp_path / "away")
+    step, said = found(tmp_path)
+    assert step == 0 and "starting from step 1" in said
+
+
 def test_keeps_the_last_and_the_best(tmp_path):
     kept = lambda: sorted(p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints"))  # noqa: E731
     checkpoints = make(tmp_path, keep_last=2, keep_best=True, save_async=True)

@@ -201,7 +201,7 @@ def find_checkpoint(
     resume: str | None, run_folder: Path, world: World, say, tensors: bool = True
 ) -> Path | None:
     """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
-    UserError if a named checkpoint is damaged. tensors: as in problem_of."""
+    UserError if a named checkpoint is damaged, or all of a run are. tensors: as in problem_of."""
     if not resume:
         return None
     auto = resume == "auto"
@@ -211,7 +211,8 @@ def find_checkpoint(
             raise UserError(f"{named}: {problem}")
         return named
     folder = named / "checkpoints"
-    for path in from_rank0(world, lambda: published(folder)):
+    paths = from_rank0(world, lambda: published(folder))
+    for path in paths:
         problem = problem_of(path, world, tensors)
         if not problem:
             return path
@@ -219,6 +220,10 @@ def find_checkpoint(
     if not auto:
         there = from_rank0(world, named.is_dir)
         raise UserError(f"{named}: {'it has no intact checkpoint' if there else 'no such folder'}")
+    if paths:
+        raise UserError(
+            f"no checkpoint in {folder} is intact: to start again from step 1, move it away"
+        )
     say(f"resume: no checkpoint in {folder}, starting from step 1")
     return None
 
