@@ -10,6 +10,7 @@ from llm_demo.args import Args
 from llm_demo.data.batch import Batch, answers_of, label_positions
 from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
+from llm_demo.errors import counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
 from llm_demo.model.costs import flops_of_slot
@@ -43,6 +44,12 @@ def prepare(
         log.resolved(random_weights=plan.source.weights is None)
     if checkpoints.first_step < steps:
         return clock, checkpoints
+    if (first := checkpoints.first_step) > steps:
+        log.say(
+            f"nothing to train: {checkpoints.path} is of step {first}, beyond the run's "
+            f"{counted(steps, 'step')}; to train on, set --max_steps above {first}"
+        )
+        return None
     log.say(f"nothing left to train: {checkpoints.path} is of the last step")
     if checkpoints.path.parent == checkpoints.folder and not args.dry_run:
         export_last(args, world, log, checkpoints.path)

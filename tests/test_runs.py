@@ -219,6 +219,20 @@ def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train,
     assert (out / "profile.txt").exists() is profiled
 
 
+def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, capsys):
+    out = train("fsdp", "--max_steps 3 --eval_json none")
+    (out / "summary.json").unlink()
+    before = contents(out)
+    capsys.readouterr()
+    train("fsdp", "--max_steps 2 --eval_json none --resume auto --export bf16")
+    said = capsys.readouterr().out
+    beyond = (
+        "nothing to train: out/checkpoints/step_00000003 is of step 3, beyond the run's 2 steps;"
+    )
+    assert beyond in said and "last step" not in said
+    assert contents(out) == before
+
+
 def test_an_export_that_exists_is_left_and_said(train, capsys):
     flags = "--max_steps 1 --eval_json none --export"
     out = train("fsdp", f"{flags} bf16")
