@@ -233,6 +233,17 @@ def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, caps
     assert contents(out) == before
 
 
+def test_a_moved_runs_command_asks_where_to_go_on(train, tmp_path):
+    out = train("fsdp", "--max_steps 1 --eval_json none")
+    command = lambda *flags: run(["bash", *flags], cwd=tmp_path, fresh=True)  # noqa: E731
+    assert command("out/cmd.sh", "--help").returncode == 0
+    out.rename(tmp_path / "moved")
+    done = command("moved/cmd.sh", "--resume", "auto")
+    line = f"error: this run was moved from {out}: add --output_dir {tmp_path}/moved\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    assert command("moved/cmd.sh", "--output_dir", "moved", "--help").returncode == 0
+
+
 def test_an_export_that_exists_is_left_and_said(train, capsys):
     flags = "--max_steps 1 --eval_json none --export"
     out = train("fsdp", f"{flags} bf16")

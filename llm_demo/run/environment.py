@@ -13,6 +13,20 @@ import torch
 from llm_demo.device import World, links, this_device
 from llm_demo.files import ROOT, write_json
 
+# Not through the launcher script: its defaults would fill flags that this run left open. With exec,
+# because a resumed run rewrites this file while bash is still reading it.
+CMD = """\
+#!/usr/bin/env bash
+here=$(cd "$(dirname "$0")" && pwd)
+if [[ ! $here -ef {folder} && " $*" != *" --output"[_-]"dir"* ]]; then
+    echo {moved} "$here" >&2
+    exit 2
+fi
+export LLM_DEMO_STARTED_IN=$PWD
+cd {cwd} || exit
+exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {launcher} {script} {argv} "$@"
+"""
+
 
 def environment(world: World) -> dict:
     """Versions, hardware and revision of this run."""
@@ -55,11 +69,12 @@ def describe_run(folder: Path, settings: dict, world: World) -> None:
     given = os.environ
     several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if "NNODES" in given else ()
     nodes = [f"{name}={given[name]}" for name in several if name in given]
-    # Not through the launcher script: its defaults would fill flags that this run left open. With
-    # exec, because a resumed run rewrites this file while bash is still reading it.
-    (folder / "cmd.sh").write_text(
-        f"#!/usr/bin/env bash\nexport LLM_DEMO_STARTED_IN=$PWD\ncd {shlex.quote(os.getcwd())}\n"
-        f"exec env {' '.join([*nodes, f'NPROC_PER_NODE={world.local_size}'])} "
-        f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m llm_demo.launch "
-        f'{launcher} {shlex.quote(os.path.abspath(sys.argv[0]))} {shlex.join(argv)} "$@"\n'
-    )
+    path, python, script = folder.absolute(), sys.executable, os.path.abspath(sys.argv[0])
+    words = {
+        "folder": path, "moved": f"error: this run was moved from {path}: add --output_dir",
+        "cwd": os.getcwd(), "root": ROOT, "python": python, "script": script,
+    }  # fmt: skip
+    words = {name: shlex.quote(str(word)) for name, word in words.items()}
+    nodes = " ".join([*nodes, f"NPROC_PER_NODE={world.local_size}"])
+    text = CMD.format(**words, nodes=nodes, launcher=launcher, argv=shlex.join(argv))
+    (folder / "cmd.sh").write_text(text)
