@@ -32,8 +32,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 STEPS = 6
 
 
-@pytest.mark.parametrize("kind", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.slow)])
-def test_a_rank_killed_at_random_changes_no_bit(kind, script, tmp_path):  # noqa: F811
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind, trained",
+    [
+        ("torchrun", "fsdp/train_fsdp.py"),
+        pytest.param("deepspeed", "pp/pp_train.py", marks=slow),
+        pytest.param("deepspeed", "zero/train_zero.py", marks=slow),
+        pytest.param("torchrun", "fsdp_pp/train_fsdp_pp.py", marks=slow),
+    ],
+)
+def test_a_rank_killed_at_random_changes_no_bit(kind, trained, script, tmp_path):  # noqa: F811
     seed = int(os.environ.get("KILL_SEED") or random.randrange(10**6))
     draw = random.Random(seed)
     rank, step, wait = draw.randrange(2), draw.randint(1, STEPS - 2), draw.random() / 5
@@ -46,7 +57,7 @@ def test_a_rank_killed_at_random_changes_no_bit(kind, script, tmp_path):  # noqa
         flags = f"--model_name_or_path {model} --seq_len 32 --max_steps {STEPS} --save_every 2 "
         flags += "--eval_json none --sample_tokens 0 --warmup_steps 2 --log_every 1 --keep_last 0 "
         flags += f"--train_json {ROOT}/data/sft_en.jsonl --micro_batch_size 1 --resume auto"
-        command = [folder / "metrics.jsonl", who, step, wait, ROOT / SCRIPTS[kind], *flags.split()]
+        command = [folder / "metrics.jsonl", who, step, wait, ROOT / trained, *flags.split()]
         done = launch(
             kind, script(KILLED), *command, "--output_dir", folder, RESTARTS=restarts,
             TORCHELASTIC_RESTART_COUNT="0",
