@@ -112,6 +112,7 @@ slow = pytest.mark.slow
                 ("fsdp_pp", 2, on_loopback),
                 ("fsdp", 2, in_namespaces), ("pp", 2, in_namespaces),
                 ("fsdp", 3, in_namespaces), ("pp", 3, in_namespaces),
+                ("zero", 3, in_namespaces),
             )
         ),
     ],
