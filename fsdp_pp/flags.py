@@ -79,6 +79,11 @@ class FsdpPipeArgs:
                 f"--schedule {args.schedule} needs --grad_accum_steps that is a multiple of "
                 f"--stages {args.stages}, not {accum}"
             )
+        if args.schedule == "torch_1f1b" and accum < args.stages:
+            raise UserError(
+                f"--schedule {args.schedule} needs --grad_accum_steps of at least --stages "
+                f"{args.stages}, not {accum}"
+            )
         if args.run_ahead and args.schedule in BY_TORCH:
             raise UserError(f"--run_ahead does not work with --schedule {args.schedule}")
         if args.schedule in (*TWICE, *BY_TORCH) and args.stages < 2:

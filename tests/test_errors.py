@@ -388,6 +388,10 @@ FSDP_PP = [
     ),
     (["--schedule", "interleaved"], "--schedule interleaved needs --stages of at least 2"),
     (["--schedule", "torch_1f1b"], "--schedule torch_1f1b needs --stages of at least 2"),
+    (
+        ["--schedule", "torch_1f1b", "--stages", "2", "--grad_accum_steps", "1"],
+        "--schedule torch_1f1b needs --grad_accum_steps of at least --stages 2, not 1",
+    ),
     (["--schedule", "2f2b"], "--schedule 2f2b: choose from 1f1b, gpipe"),
     (["--stages", "0"], "--stages"),
     (["--stages", "2"], "1 process can't form pipelines of 2 --stages"),
