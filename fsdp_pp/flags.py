@@ -64,7 +64,7 @@ class FsdpPipeArgs:
             "sequence_parallel",
             "activations_on_host",
         ),
-        "it works with FSDP only: fsdp/launch_fsdp.sh",
+        "only fsdp/train_fsdp.py has it: bash fsdp/launch_fsdp.sh",
     )
 
     def check_processes(self, processes: int) -> None:

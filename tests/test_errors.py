@@ -157,7 +157,7 @@ LAUNCHED = [
     ("fsdp_pp", ["--schedule", "zbv", "--partition", "3,3"], ["give 4 counts", "a sum of 6"]),
     ("fsdp_pp", [*ONE_BLOCK, *NO_DATA], ["the model has 1 block, too few for 2 pieces"]),
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
-    ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: it works with FSDP only"]),
+    ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: only fsdp/train_fsdp.py has it"]),
     ("fsdp", ["--resume", "no run", *NO_DATA], ["no run: no such folder"]),
     (
         "fsdp",
@@ -296,10 +296,10 @@ CASES += [
     ("fsdp", ["--replicas", "3"], "--replicas 3 does not divide 1, the processes"),
     ("pp", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
     ("zero", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
-    ("fsdp_pp", ["--lora_rank", "4"], "--lora_rank: it works with FSDP only"),
+    ("fsdp_pp", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py has it"),
     ("pp", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py spreads"),
     ("zero", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py spreads"),
-    ("fsdp_pp", ["--sequence_parallel", "2"], "--sequence_parallel: it works with FSDP only"),
+    ("fsdp_pp", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py has"),
     ("fsdp", ["--sequence_parallel", "0"], "--sequence_parallel 0: must be at least 1"),
     ("fsdp", ["--sequence_parallel", "2"], "--sequence_parallel 2 does not divide 1, the proc"),
     (
@@ -399,8 +399,8 @@ FSDP_PP = [
     (["--partition", "even"], "--partition even: must be balanced"),
     (["--partition", "2,4", *NO_DATA], "--partition 2,4: give 1 counts"),
     (["--partition", "7", *NO_DATA], "--partition 7: give 1 counts.*a sum of 6"),
-    (["--optimizer_on_host"], "--optimizer_on_host: it works with FSDP only"),
-    (["--replicas", "all"], "--replicas: it works with FSDP only"),
+    (["--optimizer_on_host"], "--optimizer_on_host: only fsdp/train_fsdp.py has it"),
+    (["--replicas", "all"], "--replicas: only fsdp/train_fsdp.py has it"),
     (["--no_fsdp"], "unknown argument --no_fsdp"),
     (["--deepspeed_config", "absent.json"], "--deepspeed_config: only for pp/ and zero/"),
 ]
@@ -442,7 +442,7 @@ CASES += [
     ("fsdp", [*DEEPSEEK, "--router_aux_loss", "0.1"], "deepseek_v3 balances its load by"),
     ("fsdp", [*QWEN, "--lora_rank", "4"], "--lora_rank does not work with a mixture of experts"),
     ("fsdp", [*QWEN, "--optimizer_on_host", "--freeze_router"], "does not work with --optimizer_"),
-    ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "it works with FSDP only"),
+    ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "only fsdp/train_fsdp.py has"),
 ]
 
 

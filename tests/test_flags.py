@@ -178,7 +178,7 @@ EARLY = [
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
      "and --grad_accum_steps of at least 2 x stages: 8"),
     ("fsdp_pp", "--optimizer_on_host",
-     "--optimizer_on_host: it works with FSDP only: fsdp/launch_fsdp.sh"),
+     "--optimizer_on_host: only fsdp/train_fsdp.py has it: bash fsdp/launch_fsdp.sh"),
     ("fsdp_pp", "--schedule zbv --reshard_after_forward",
      "--schedule zbv splits each backward in two: --reshard_after_forward would give wrong "
      "gradients"),
