@@ -225,6 +225,8 @@ class ExpertArgs:
     def check(args) -> None:
         if args.freeze_router and getattr(args, "optimizer_on_host", False):
             raise UserError("--freeze_router does not work with --optimizer_on_host")
+        if args.freeze_router and getattr(args, "router_aux_loss", 0):
+            raise UserError("--router_aux_loss trains the routers: drop --freeze_router")
 
 
 SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)

@@ -442,6 +442,7 @@ CASES += [
     ("fsdp", [*DEEPSEEK, "--router_aux_loss", "0.1"], "deepseek_v3 balances its load by"),
     ("fsdp", [*QWEN, "--lora_rank", "4"], "--lora_rank does not work with a mixture of experts"),
     ("fsdp", [*QWEN, "--optimizer_on_host", "--freeze_router"], "does not work with --optimizer_"),
+    ("fsdp", [*QWEN, "--router_aux_loss", "1", "--freeze_router"], "drop --freeze_router"),
     ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "only fsdp/train_fsdp.py has"),
 ]
 
