@@ -23,7 +23,7 @@ class FsdpArgs:
     reshard_after_forward: bool = flag(
         False,
         "Gather blocks' weights in every forward and backward, not once per step.",
-        saves_memory=True,
+        saves_memory="true",
     )
     replicas: str = flag(
         "1",
@@ -39,14 +39,19 @@ class FsdpArgs:
     optimizer_on_host: bool = flag(
         False,
         "Keep fp32 weights and AdamW's moments in host memory.",
-        saves_memory=True,
+        saves_memory="true",
     )
     activations_on_host: bool = flag(
         False,
         "Keep blocks' inputs in host memory until their backward.",
-        saves_memory=True,
+        saves_memory="true",
     )
-    sequence_parallel: int = flag(1, "Ranks over which each row is spread.", at_least=1)
+    sequence_parallel: int = flag(
+        1,
+        "Ranks over which each row is spread.",
+        at_least=1,
+        saves_memory="2, for long rows on several processes",
+    )
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
     lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
@@ -83,6 +88,8 @@ class FsdpArgs:
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
         if not (args.replicas == "all" or args.replicas.isdecimal() and int(args.replicas)):
             raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
+        if args.reshard_after_forward and args.fsdp is False:
+            raise UserError("--reshard_after_forward needs FSDP: drop --no_fsdp")
         if args.replicas != "1" and args.fsdp is False:
             raise UserError("--replicas needs FSDP: drop --no_fsdp")
         if (args.expert_parallel or 1) > 1 and args.fsdp is False:

@@ -48,7 +48,7 @@ class FsdpPipeArgs:
         False,
         "Gather each block's weights in every forward and backward pass instead of once per step: "
         "less memory, more communication.",
-        saves_memory=True,
+        saves_memory="true, if stages have several processes",
     )
 
     REFUSED: ClassVar = dict.fromkeys(

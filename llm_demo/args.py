@@ -43,14 +43,14 @@ def check_stages(stages: int, processes: int) -> None:
 
 
 def flag(
-    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory=False
+    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory=""
 ):
     """A dataclass field that is a flag.
 
     Args:
         positive, at_least, at_most: bounds of a number.
         env: the environment variable that sets it, "" for none; default: its name in capitals.
-        saves_memory: whether to suggest switching it on after running out of GPU memory.
+        saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
     """
     metadata = {
         "help": help, "positive": positive, "at_least": at_least, "at_most": at_most, "env": env,
@@ -82,7 +82,7 @@ class ModelArgs:
         False,
         "Recompute each decoder block in the backward pass: less memory, about a third more "
         "compute.",
-        saves_memory=True,
+        saves_memory="true",
     )
     compile: bool | None = flag(
         None, "Compile decoder blocks and loss. Default: where it works and is faster."
@@ -259,6 +259,23 @@ def check(args) -> None:
         raise UserError("--input_key and --target_key name a pair of columns: set both")
 
 
+def check_all(args) -> None:
+    """The same of a script's own flags too."""
+    check(args)
+    for group in reversed(type(args).__mro__):
+        if "check" in vars(group):
+            group.check(args)
+
+
+def accepted(args, name: str, value) -> bool:
+    """Whether the flags are still accepted with another value of one."""
+    try:
+        check_all(dataclasses.replace(args, **{name: value}))
+    except UserError:
+        return False
+    return True
+
+
 def check_rows(seq_len: int, learn_turns: str, train_on_prompt: bool) -> None:
     if 0 < seq_len < 8:
         raise UserError(f"--seq_len {seq_len} is too small: the minimum is 8")
@@ -277,18 +294,24 @@ def parse_steps(text: str) -> tuple[int, int] | None:
 
 
 def less_memory(args) -> str:
-    """What to change after running out of GPU memory, best first, with the current values."""
+    """What to change after running out of GPU memory, best first, with the current values. Nothing
+    that the flags' checks refuse; what depends on more than flags is said."""
     ways = []
     if args.micro_batch_size > 1:
         ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
     for field in dataclasses.fields(args):
-        if field.metadata["saves_memory"] and not getattr(args, field.name):
-            ways.append((field.name, "true"))
-    if args.activation_memory_budget == 1:
-        ways.append(("activation_memory_budget", "0.6, if blocks are compiled"))
+        how = field.metadata["saves_memory"]
+        if not how or getattr(args, field.name) != field.default:
+            continue
+        if accepted(args, field.name, value_of(field, how.split(",")[0])):
+            ways.append((field.name, how))
+    if args.activation_memory_budget == 1 and accepted(args, "activation_memory_budget", 0.6):
+        ways.append(("activation_memory_budget", "0.6, if blocks are compiled and have no experts"))
     ways.append(("seq_len", "shorter rows"))
     if args.dtype == "fp32":
         ways.append(("dtype", "bf16"))
+    if getattr(args, "lora_rank", None) == 0 and accepted(args, "lora_rank", 16):
+        ways.append(("lora_rank", "16, to train adapters only, if blocks have no experts"))
     lines = [f"--{name} (now {shown(getattr(args, name))}): {how}" for name, how in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
@@ -420,9 +443,7 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     bases = (*reversed(more), Args)  # the last base's fields come first
     args = dataclasses.make_dataclass("AllArgs", [], bases=bases)(**values)
-    check(args)
-    for group in more:
-        getattr(group, "check", lambda args: None)(args)
+    check_all(args)
     return args
 
 

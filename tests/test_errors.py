@@ -278,6 +278,11 @@ CASES += [
         ["--activations_on_host", "--use_activation_checkpointing", "--blocks_per_unit", "2"],
         "--activations_on_host works on single blocks: drop --blocks_per_unit",
     ),
+    (
+        "fsdp",
+        ["--reshard_after_forward", "--no_fsdp"],
+        "--reshard_after_forward needs FSDP: drop --no_fsdp",
+    ),
     ("fsdp", ["--replicas", "0"], "--replicas 0: must be a positive integer or all"),
     ("fsdp", ["--replicas", "both"], "--replicas both: must be a positive integer or all"),
     ("fsdp", ["--replicas", "all", "--no_fsdp"], "--replicas needs FSDP"),

@@ -278,6 +278,28 @@ def test_out_of_memory_advice_includes_the_scripts_own_flags():
     assert "reshard" not in args.less_memory(on)
 
 
+OUT_OF_MEMORY = [
+    (FsdpArgs, "", {"use_activation_checkpointing", "reshard_after_forward", "optimizer_on_host",
+     "sequence_parallel", "activation_memory_budget", "lora_rank"}),
+    (FsdpArgs, "--lora_rank 8 --use_activation_checkpointing", {"reshard_after_forward",
+     "activations_on_host", "sequence_parallel", "activation_memory_budget"}),
+    (FsdpArgs, "--freeze_router --no_compile", {"use_activation_checkpointing",
+     "reshard_after_forward", "sequence_parallel", "lora_rank"}),
+    (FsdpArgs, "--no_fsdp --seq_len 33", {"use_activation_checkpointing", "optimizer_on_host",
+     "activation_memory_budget", "lora_rank"}),
+    (FsdpPipeArgs, "--schedule zbv --grad_accum_steps 4",
+     {"use_activation_checkpointing", "activation_memory_budget"}),
+    (PipeArgs, "", {"use_activation_checkpointing", "activation_memory_budget"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("group, flags, names", OUT_OF_MEMORY)
+def test_out_of_memory_advice_is_only_what_the_flags_allow(group, flags, names):
+    parsed = args.parse_args("", group, ExpertArgs, argv=flags.split())
+    said = re.findall(r"\d\. --(\w+) ", args.less_memory(parsed))
+    assert set(said) == names | {"seq_len"} and len(said) == len(names) + 1
+
+
 def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
     """A variable close to a setting's name, or of a flag that the script refuses, has no effect,
     which is said; common flags of other trainers are translated."""
