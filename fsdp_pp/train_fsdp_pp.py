@@ -63,6 +63,7 @@ def main() -> None:
     world = start()
     args.check_processes(world.size)
     n_shards = world.size // args.stages
+    sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
     stage, shard = divmod(world.rank, n_shards)
     where = orders.stages_of(args.schedule, args.stages)
     last = len(where) - 1
@@ -92,6 +93,8 @@ def main() -> None:
     way += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
     log.resolved(partition=",".join(map(str, counts)), parallelism=way)
     log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
+    if args.reshard_after_forward and not sharded:
+        log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, n_shards, counts))
         return
@@ -107,7 +110,6 @@ def main() -> None:
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
     low = compute.dtype != torch.float32
-    sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
     flat = low and not sharded
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
     with loading(weights, world.size):

@@ -269,7 +269,8 @@ def test_the_launcher_trains_evaluates_and_answers(one_process, tmp_path):
     assert (config["global_batch"], config["partition"]) == (16, "4,2")
 
     before = {p.name: p.read_text() for p in out.iterdir() if p.is_file()}
-    said = launch(LAUNCHER, out, "--dry_run", "--overwrite", **TWO)
+    said = launch(LAUNCHER, out, "--dry_run", "--overwrite", "--reshard_after_forward", **TWO)
+    assert "warning: --reshard_after_forward has no effect: no stage is sharded" in said
     assert "dry run: everything is ready for step 1" in said and "step 1/4" not in said
     assert {p.name: p.read_text() for p in out.iterdir() if p.is_file()} == before
 
