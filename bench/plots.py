@@ -147,7 +147,8 @@ def setup_of(results: list[dict]) -> str:
 
 def shares(summary: dict) -> dict[str, float]:
     """Split the step of the rank that waits most; the shares add up to 1."""
-    exposed, wait = summary["median_comm_exposed_ms"], summary["median_comm_wait_ms"]
+    keys = "median_comm_exposed_ms", "median_comm_wait_ms"
+    exposed, wait = (summary[key] or [0.0] for key in keys)  # None: not measured
     rank = max(range(len(wait)), key=lambda r: wait[r])
     # part of the waiting may be hidden behind compute
     exposed, wait = exposed[rank], min(wait[rank], exposed[rank])

@@ -47,7 +47,7 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
         return [*head, "", result["status"], *[""] * (len(HEAD) - len(head) - 2)]
 
     def worst(key):
-        return f"{max(summary[key]):.1f}" if any(summary.get(key, ())) else "n/a"
+        return f"{max(summary[key]):.1f}" if any(summary.get(key) or ()) else "n/a"
 
     def rate(key):
         return f"{summary[key]:,.0f}" if row["data"] != "full" and key in summary else ""

@@ -197,7 +197,7 @@ class RunArgs:
         None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."
     )
     report_to: Literal["none", "tensorboard", "wandb"] = flag("none", "Also log to this tracker.")
-    comm_timer: bool = flag(True, "Measure communication time in every step. Off: log it as 0.")
+    comm_timer: bool = flag(True, "Measure communication time in every step. Off: it is n/a.")
     profile_steps: str = flag(
         "",
         "Steps to profile, such as 5:7 (from 1): traces and profile.txt. Default: none.",

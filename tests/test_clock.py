@@ -4,9 +4,12 @@ from types import SimpleNamespace
 
 import torch
 
+from bench.plots import shares
+from bench.table import line_of
 from llm_demo.device import World
 from llm_demo.run.clock import Clock
 from llm_demo.run.comm import _Clock
+from llm_demo.run.summary import TIMES, summarise, timed_while_profiled
 
 
 def test_numbers_of_the_last_step_are_read_after_their_copies():
@@ -48,3 +51,28 @@ def test_numbers_of_the_last_step_are_read_after_their_copies():
     clock.begin()
     clock.end_step(1, 10, 5, 10, OnDevice(), 1.0, 1e-3)
     assert (records[0]["train/loss"], records[0]["moe/aux_loss"]) == (2.5, 2.5)
+
+
+def test_communication_that_is_not_measured_is_not_zero():
+    """Nor in the summary and in the tables of benchmarks."""
+    args = SimpleNamespace(
+        profile_steps=None, log_every=1, max_skipped_steps=0, peak_tflops=None, comm_timer=False
+    )
+    said, records = [], []
+    log = SimpleNamespace(open=lambda step: [], record=records.append, say=said.append)
+    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, 1.0, torch.float32)
+    clock.gather = SimpleNamespace(floats=lambda mine: [mine], waits=lambda operations: [0.0])
+    clock.begin()
+    clock.end_step(1, 10, 5, 10, torch.tensor(2.5), 1.0, 1e-3)
+    assert " ms (comm n/a) | " in said[0]
+    assert [records[0][key] for key in TIMES] == [None] * 3
+    settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
+    settings["use_activation_checkpointing"] = False
+    summary = summarise(clock.history, settings, 1.0, None, None, [0.0])
+    assert summary["median_comm_ms"] is None and summary["row"]["comm_ms"] == "n/a"
+    assert timed_while_profiled(clock.history, 1, 1) is None
+    row = {"engine": "fsdp", "model": "m", "micro": 1, "ga": 1, "ckpt": False, "dtype": "fp32"}
+    row |= {"data": "full", "flags": "", "env": "", "seq_len": 10}
+    result = {"row": row, "status": "ok", "summary": summary, "config": {"global_batch": 1}}
+    assert line_of(result).count("n/a") == 4  # with MFU
+    assert shares(summary)["compute and idle"] == 1

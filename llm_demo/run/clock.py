@@ -187,6 +187,10 @@ class Clock:
             ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
         share, memory, busy, exposed, doubt, data_ms = map(list, zip(*ranks, strict=True))
         self.history.doubts[step] = doubt
+        if self.args.comm_timer:
+            comm = [[round(x, 3) for x in ms] for ms in (busy, exposed, [x / steps for x in wait])]
+        else:
+            comm = [None] * 3
         loss = math.fsum(share)
         flops = self.flops * slots / seconds / self.world.size
         record = {
@@ -196,9 +200,9 @@ class Clock:
             "train/lr": lr,
             "train/skipped": not math.isfinite(grad_norm),
             "perf/step_ms": seconds * 1e3 / steps,
-            "perf/comm_ms": [round(x, 3) for x in busy],
-            "perf/comm_exposed_ms": [round(x, 3) for x in exposed],
-            "perf/comm_wait_ms": [round(x / steps, 3) for x in wait],
+            "perf/comm_ms": comm[0],
+            "perf/comm_exposed_ms": comm[1],
+            "perf/comm_wait_ms": comm[2],
             "perf/data_ms": round(max(data_ms), 3),
             "perf/toks_per_s": tokens / seconds,
             "perf/label_toks_per_s": labels / seconds,
@@ -228,11 +232,12 @@ class Clock:
         mfu = f"{r['perf/mfu']:.1%}" if self.peak else "n/a"
         left = timedelta(seconds=int((self.max_steps - r["step"]) * r["perf/step_ms"] / 1e3))
         eta = f"eta {left}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
+        comm = f"{max(r['perf/comm_ms']):.0f}" if r["perf/comm_ms"] else "n/a"
         load = f"load {max(r['moe/load']):.1f}x | " if "moe/load" in r else ""
         return (
             f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | {load}"
             f"gnorm {r['train/grad_norm']:.2f} | lr {r['train/lr']:.1e} | "
-            f"{r['perf/step_ms']:.0f} ms (comm {max(r['perf/comm_ms']):.0f}) | "
+            f"{r['perf/step_ms']:.0f} ms (comm {comm}) | "
             f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} labels) | "
             f"mfu {mfu} | mem {max(r['perf/peak_mem_gb']):.1f} GB | {eta}"
         )

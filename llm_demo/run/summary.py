@@ -7,7 +7,7 @@ from llm_demo.files import finite
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
-TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
+TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")  # None: not measured
 
 
 class History:
@@ -45,8 +45,8 @@ def summarise(
     None. host: each rank's peak host memory."""
     records = history.records
     # A resumed run may have had a different number of processes: only the last number counts.
-    ranks = len(records[-1]["perf/comm_ms"])
-    alike = [r for r in records if len(r["perf/comm_ms"]) == ranks]
+    ranks = len(records[-1]["perf/peak_mem_gb"])
+    alike = [r for r in records if len(r["perf/peak_mem_gb"]) == ranks]
     steady = alike[WARMUP:] or alike
     losses = [r["train/loss"] for r in records]
 
@@ -54,12 +54,14 @@ def summarise(
         return statistics.median(r[key] for r in steady)
 
     def of_ranks(key):
-        return [round(statistics.median(x), 3) for x in zip(*(r[key] for r in steady), strict=True)]
+        lists = [r[key] for r in steady if r[key]]
+        return [round(statistics.median(x), 3) for x in zip(*lists, strict=True)] or None
 
+    comm = of_ranks("perf/comm_ms")
     row = (
         settings["micro_batch_size"], settings["grad_accum_steps"],
         "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"].upper(),
-        f"{median('perf/step_ms'):.0f}", f"{max(of_ranks('perf/comm_ms')):.0f}",
+        f"{median('perf/step_ms'):.0f}", f"{max(comm):.0f}" if comm else "n/a",
         f"{median('perf/slots_per_s'):.0f}",
         " / ".join(f"{m:.1f}" for m in records[-1]["perf/peak_mem_gb"]),
     )  # fmt: skip
@@ -76,7 +78,7 @@ def summarise(
         "skipped_steps": sum(r["train/skipped"] for r in records),
         "median_step_ms": median("perf/step_ms"),
         "spread_step_ms": [pick(r["perf/step_ms"] for r in steady) for pick in (min, max)],
-        "median_comm_ms": of_ranks("perf/comm_ms"),
+        "median_comm_ms": comm,
         "median_comm_exposed_ms": of_ranks("perf/comm_exposed_ms"),
         "median_comm_wait_ms": of_ranks("perf/comm_wait_ms"),
         "median_data_ms": median("perf/data_ms"),
@@ -92,9 +94,11 @@ def summarise(
     }
 
 
-def timed_while_profiled(history: History, first: int, last: int) -> dict:
-    """The means of each rank's event timings over the profiled steps."""
+def timed_while_profiled(history: History, first: int, last: int) -> dict | None:
+    """The means of each rank's event timings over the profiled steps; None: not measured."""
     same = [r for r in history.records if first <= r["step"] <= last]
+    if not all(r["perf/comm_ms"] for r in same):
+        return None
     ranks = {k: zip(*(r[k] for r in same), strict=True) for k in TIMES}
     ranks["doubt"] = zip(*(history.doubts[r["step"]] for r in same), strict=True)
     return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}
