@@ -34,7 +34,7 @@ from llm_demo.model.generate import stop_tokens
 from llm_demo.model.lora import factors_of, identity_of, merge_into, same_base
 from llm_demo.model.names import in_files, matrices
 from llm_demo.model.source import find_model, load_tokenizer
-from llm_demo.model.weights import materialise, open_weights
+from llm_demo.model.weights import Weights, materialise, open_weights
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
 
@@ -103,7 +103,9 @@ def export(
     lora = checked_facts(checkpoint).get("adapters")
     if not lora and (merge or base):
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
-    base = base or lora and lora["base"]["path"]
+    if merge or base:
+        identity, weights = find_base(checkpoint, lora, base)
+        lora = {**lora, "base": identity}
     part = out.with_name(f"{PART}{out.name}")
     shutil.rmtree(part, ignore_errors=True)
     try:
@@ -113,9 +115,9 @@ def export(
         refuse_other_shapes(checkpoint, held)
         whole = merge or not lora
         if not whole:
-            n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora, base)
+            n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora)
         else:
-            read = merged(checkpoint, config, held, lora, base) if lora else None
+            read = merged(checkpoint, config, held, lora, weights) if lora else None
             how = DTYPES[dtype], max_shard_size, buffers, read
             n_bytes = write_weights(checkpoint, part, shapes, *how)
             config.dtype = DTYPES[dtype]
@@ -193,11 +195,9 @@ def refuse_non_finite(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> Non
             )
 
 
-def write_adapter(
-    checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict, base: str
-) -> int:
+def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict) -> int:
     """Write adapters as PEFT does; returns bytes. wanted: {name: shape} of their factors; lora: as
-    of Lora.facts(); base: a folder or hub id."""
+    of Lora.facts()."""
     from peft import LoraConfig  # takes a second
 
     tensors = {name: torch.empty(shape) for name, shape in wanted.items()}
@@ -208,28 +208,39 @@ def write_adapter(
     alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
     LoraConfig(
         r=lora["rank"], lora_alpha=alpha, lora_dropout=lora.get("dropout", 0),
-        target_modules=lora["targets"], base_model_name_or_path=base,
+        target_modules=lora["targets"], base_model_name_or_path=lora["base"]["path"],
         task_type="CAUSAL_LM", inference_mode=True,
     ).save_pretrained(folder)  # fmt: skip
     return sum(t.nbytes for t in tensors.values())
 
 
-def merged(checkpoint: Path, config, wanted: dict, lora: dict, base: str) -> Callable:
-    """A function that fills {name: tensor} with the sum of the base and its adapters.
-
-    wanted: {name: shape} of the factors; base: a folder or hub id. Raises UserError if the adapters
-    were trained on another one."""
-    folder, seed = find_model(base), lora["base"].get("seed", 0)
+def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights | None]:
+    """(the identity of the adapters' base, its weights). base: the folder or hub id where it is
+    now, if it has moved. Raises UserError if it is gone, or another one."""
+    name = base or lora["base"]["path"]
+    try:
+        folder = find_model(name)
+    except UserError as e:
+        if base:
+            raise
+        raise UserError(f"{e}; if the adapters' base has moved, name it with --base") from None
     weights = open_weights(folder)
-    found = identity_of(base, folder, weights, seed, drawn_on())
+    found = identity_of(name, folder, weights, lora["base"].get("seed", 0), drawn_on())
     if not same_base(found, lora["base"]):
         raise UserError(
             f"{checkpoint} holds adapters of another base than {folder}: weights "
             f"{described(lora['base'])}, not {described(found)}"
         )
+    return found, weights
+
+
+def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights | None) -> Callable:
+    """A function that fills {name: tensor} with the sum of the base and its adapters.
+
+    wanted: {name: shape} of the factors; weights: of the base, None for random ones."""
     factors = {name: torch.empty(shape) for name, shape in wanted.items()}
     read_tensors(checkpoint, factors)
-    lm = None if weights else skeleton(config, "sdpa")
+    lm, seed = None if weights else skeleton(config, "sdpa"), lora["base"].get("seed", 0)
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
         for name, t in tensors.items():

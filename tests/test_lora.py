@@ -20,6 +20,7 @@ from bench.checkpoints import tensors
 from fsdp import estimate
 from llm_demo.data.packs import load_packs
 from llm_demo.errors import UserError
+from llm_demo.export import export
 from llm_demo.model import memory
 from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.decoder import Blocks
@@ -257,6 +258,27 @@ def test_merge_writes_the_whole_model(run_folder, work, tmp_path):
     assert loss_of(model, folder) == pytest.approx(last_loss(run_folder), rel=1e-5)
     done = exported(run_folder, tmp_path / "other", "--merge", "--base", folder / "untied")
     assert done.returncode == 2 and "adapters of another base" in done.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_an_adapter_names_a_base_that_was_checked(run_folder, work, tmp_path, monkeypatch):
+    checkpoint = at(run_folder, 4)
+    shutil.copytree(work[0] / "tied", tmp_path / "moved")
+    monkeypatch.chdir(tmp_path)
+    export(checkpoint, tmp_path / "out", base="moved")
+    written = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "moved")
+    for base, said in (
+        (str(work[0] / "untied"), "holds adapters of another base than"),
+        ("./absent", "no model at ./absent"),
+    ):
+        with pytest.raises(UserError, match=said):
+            export(checkpoint, tmp_path / "other", base=base)
+    monkeypatch.setattr("llm_demo.export.find_model", lambda _: find_model("./gone"))
+    with pytest.raises(
+        UserError, match="no model at ./gone: .*; if .* has moved, name it with --b"
+    ):
+        export(checkpoint, tmp_path / "other", merge=True)
     assert not (tmp_path / "other").exists()
 
 
