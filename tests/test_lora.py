@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import test_parity as parity
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, run, torchrun
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_estimate import mixed, really_kept
@@ -20,11 +21,11 @@ from bench.checkpoints import tensors
 from fsdp import estimate
 from llm_demo.data.packs import load_packs
 from llm_demo.errors import UserError
-from llm_demo.export import export
+from llm_demo.export import export, write_adapter
 from llm_demo.model import memory
 from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.decoder import Blocks
-from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora
+from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora, factors_of
 from llm_demo.model.source import find_model, load_config
 from llm_demo.model.weights import open_weights
 
@@ -200,16 +201,36 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_to_the_bit(run_folder, wor
     assert facts["adapters"]["base"]["path"] == str(folder / "tied")
 
 
+def adapted_layer():
+    """With a dropout of a half."""
+    torch.manual_seed(3)
+    layer = nn.Linear(8, 8)
+    layer.requires_grad_(False)
+    adapted = LoraLinear(layer, Lora(2, 4.0, 0.5, ("x",), 0, {})).to_empty(device="cpu")
+    for p in adapted.parameters():
+        p.data.normal_()
+    return adapted
+
+
+def test_dropout_is_of_the_adapters_inputs_in_training():
+    """PEFT's formula: base(x) + B(A(dropout(x))) * scale."""
+    layer, x = adapted_layer(), torch.randn(50, 8)
+    base, (a, b) = F.linear(x, layer.weight, layer.bias), (layer.lora_A.weight, layer.lora_B.weight)
+    torch.manual_seed(5)
+    found = layer(x)
+    torch.manual_seed(5)
+    expected = base + F.dropout(x, 0.5) @ a.T @ b.T * (4.0 / 2)
+    assert torch.allclose(found, expected, atol=1e-5)
+    with torch.no_grad():
+        whole = layer(x)
+    assert torch.allclose(whole, base + x @ a.T @ b.T * (4.0 / 2), atol=1e-5)
+    assert not torch.allclose(found, whole, atol=0.1)
+
+
 def test_a_recomputed_block_drops_the_same_inputs():
     found = []
     for recomputed in (False, True):
-        torch.manual_seed(3)
-        layer = nn.Linear(8, 8)
-        layer.requires_grad_(False)
-        lora = Lora(2, 4.0, 0.5, ("x",), 0, {})
-        adapted = LoraLinear(layer, lora).to_empty(device="cpu")
-        for p in adapted.parameters():
-            p.data.normal_()
+        adapted = adapted_layer()
 
         class Block(nn.Module):
             mlp = None
@@ -239,6 +260,25 @@ def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
     assert plain == pytest.approx(
         json.loads((run_folder / "summary.json").read_text())["eval_loss"]["0"], rel=1e-5
     )
+
+
+def test_an_export_names_the_layers_that_have_adapters(tmp_path, monkeypatch):
+    config = parity.MODELS["tied"]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    lora = lora_of(config, "q_proj,down_proj", rank=4)._replace(base={"path": "a/base"}).facts()
+    wanted = factors_of(lora, {name: tuple(p.shape) for name, p in model.named_parameters()})
+
+    def fill(checkpoint, tensors):
+        for t in tensors.values():
+            t.normal_()
+
+    monkeypatch.setattr("llm_demo.export.read_tensors", fill)
+    write_adapter(tmp_path, tmp_path, wanted, torch.float32, lora)
+    written = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert sorted(written["target_modules"]) == ["down_proj", "q_proj"]
+    model = PeftModel.from_pretrained(model, tmp_path)
+    adapted = {ours(name) for name, _ in model.named_parameters() if ".lora_" in name}
+    assert adapted == wanted.keys() and len(adapted) == 4 * 2 * 2
 
 
 def test_an_adapter_is_no_model(run_folder):
