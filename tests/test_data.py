@@ -14,7 +14,7 @@ from tiny_tokenizer import CHATML, golden, make_tokenizer
 from transformers import Qwen3Config
 
 from llm_demo.data import packs as data
-from llm_demo.data.batch import real_tokens
+from llm_demo.data.batch import Part, real_tokens
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
 from llm_demo.data.steps import collate, order_rows, step_rows
@@ -296,6 +296,8 @@ def test_collate(tmp_path):
     real = real_tokens(batch).view(3, 16)
     assert real.sum(1).tolist() == [6, 0, 16]
     assert real[0, :6].all()
+    slices = [real_tokens(batch, Part(at, 4)).view(3, 4) for at in range(4)]
+    assert np.concatenate(slices, 1).tolist() == real.tolist()
     with pytest.raises(ValueError, match="max_docs"):
         collate(packs, [0], max_docs=1)
 

@@ -88,6 +88,18 @@ def test_a_first_run_learns_the_rules(kind, tmp_path):
     assert spent < 180
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_small_mixture_of_experts_learns(tmp_path):
+    """The command of docs/moe.md."""
+    model = ROOT / "models/qwen3-moe-tiny"
+    done = run(["bash", LAUNCHERS["fsdp"], "--model_name_or_path", model], cwd=tmp_path,
+               timeout=600, fresh=True, PYTHON=sys.executable, OUTPUT_DIR="run")  # fmt: skip
+    before, after = evaluations(done, tmp_path)
+    assert after["eval/loss"] <= before["eval/loss"] / 5
+    assert " | load " in done.stdout
+
+
 def test_a_first_run_begins_to_learn(tmp_path):
     """A short one; what it leaves is worth exporting, and the export answers the same."""
     done = run(["bash", LAUNCHERS["fsdp"]], cwd=tmp_path, PYTHON=sys.executable, OUTPUT_DIR="run",

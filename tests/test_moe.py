@@ -50,7 +50,8 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "fsdp": ("fsdp", 2, [], [(2, 2), (4, 1)]),
     "spread": ("fsdp", 2, ["--expert_parallel", "2"], [(1, 4), (4, 1), (2, 2), (2, 2)]),
     "spread_by_2": ("fsdp", 4, ["--expert_parallel", "2"], [(2, 1), (1, 2)]),
-    "spread_by_4": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4"], [(1, 2), (2, 1)]),
+    "spread_by_4": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4"], [(1, 2), (2, 1), (1, 2)]),
+    "replicas": ("fsdp", 4, [*RESHARD, "--replicas", "2"], [(1, 2), (2, 1)]),
     "host_one": ("fsdp", 1, ["--no_fsdp", "--optimizer_on_host"], [(2, 4), (8, 1), (2, 4), (8, 1)]),
     "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (1, 4)]),
     "host_spread": ("fsdp", 2, [*RESHARD, "--optimizer_on_host", *SPREAD_2], [(2, 2), (4, 1)]),
@@ -61,7 +62,16 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
 }
 # whose parts the others have
-SLOW = ("spread_by_4", "host_one", "host", "host_spread", "reshard", "twice", "gathered_again")
+SLOW = (
+    "spread_by_4",
+    "replicas",
+    "host_one",
+    "host",
+    "host_spread",
+    "reshard",
+    "twice",
+    "gathered_again",
+)
 SLOW += ("zbv",)
 
 
@@ -248,6 +258,28 @@ def test_the_optimizer_on_the_host_has_the_same_numbers(model, n, work, tmp_path
         assert max(parity.relative(t, whole[key]) for key, t in found.items()) < 1e-7
 
 
+def test_routers_of_one_process_stay_in_fp32(work, tmp_path):
+    """In bf16 it has FSDP2's numbers to the bit; and frozen routers stay as they are."""
+    flags = [
+        "--model_name_or_path", work[0] / "qwen", "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", "32", "--max_steps", "2", "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--dtype", "bf16",
+    ]  # fmt: skip
+    more = {"one": ["--no_fsdp"], "fsdp": ["--fsdp"], "frozen": ["--no_fsdp", "--freeze_router"]}
+    runs = [[*flags, *own, "--output_dir", tmp_path / name] for name, own in more.items()]
+    run_all("fsdp", 1, runs, tmp_path)
+    one, fsdp, frozen = (tensors_of(tmp_path / n / "checkpoints/step_00000002") for n in more)
+    given = AutoModelForCausalLM.from_pretrained(work[0] / "qwen").state_dict()
+    routers = [name for name in one if name.endswith(".gate.weight")]
+    assert len(routers) == 3
+    for name in routers:
+        assert torch.equal(frozen[name], given[name]) and not torch.equal(one[name], given[name])
+        assert torch.equal(one[name], fsdp[name]) or parity.DEVICE != "cpu"
+    if parity.DEVICE == "cpu":
+        names = "train/loss", "train/grad_norm", "moe/load"
+        assert metrics(tmp_path / "one", *names) == metrics(tmp_path / "fsdp", *names)
+
+
 def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
     """Equal however the batch is split; it lowers the largest load."""
     flags = [
@@ -261,16 +293,18 @@ def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
     runs = {
         "one": [*one, *added], "without": one,
         "split": [*split, *added, "--use_activation_checkpointing"],
+        "slices": [*split, "--micro_batch_size", "4", *added, "--sequence_parallel", "2"],
     }  # fmt: skip
     runs = {name: [*more, "--output_dir", tmp_path / name] for name, more in runs.items()}
     run_all("fsdp", 1, [runs["one"], runs["without"]], tmp_path)
-    run_all("fsdp", 2, [runs["split"]], tmp_path)
+    run_all("fsdp", 2, [runs["split"], runs["slices"]], tmp_path)
     found = {}
     for name in runs:
         names = ["train/loss", "train/grad_norm"] + ["moe/aux_loss"] * (name != "without")
         found[name] = metrics(tmp_path / name, *names), metrics(tmp_path / name, "moe/load")
-    for one, split in zip(found["one"][0], found["split"][0], strict=True):
-        assert split == pytest.approx(one, rel=1e-5)
+    for name in ("split", "slices"):
+        for one, other in zip(found["one"][0], found[name][0], strict=True):
+            assert other == pytest.approx(one, rel=1e-5)
     assert found["one"][0][0][0] == pytest.approx(found["without"][0][0][0], rel=1e-6)
     assert found["one"][0][0][1] != pytest.approx(found["without"][0][0][1], rel=1e-3)
     assert max(found["one"][1][-1][0]) < max(found["without"][1][-1][0])
