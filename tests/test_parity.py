@@ -278,6 +278,20 @@ ENGINES = {
     "zero3_offload": ("zero", 2, ZERO["zero3_offload"], [(1, 4), (2, 2), (2, 2)]),
     "zero3_four": ("zero", 4, ZERO["zero3"], [(1, 2), (2, 1), (1, 2)]),
 }
+# the other schedules of a pipeline with FSDP, on so many processes; +: resharded
+OTHERS = {
+    2: "torch_1f1b torch_1f1b+ torch_interleaved+",
+    4: "1f1b+ gpipe gpipe+ interleaved v torch_1f1b+ torch_interleaved torch_interleaved+ zbv "
+    "dualpipev",
+}
+FPP_OTHERS = {}
+for processes, names in OTHERS.items():
+    for name in names.split():
+        flags = ["--schedule", name.rstrip("+"), *RESHARD * name.endswith("+")]
+        splits = [(1, 4)] * 3 if name in ("zbv", "dualpipev") else [(1, 4), (2, 2), (1, 4)]
+        splits = [(4 // processes * micro, accum) for micro, accum in splits]
+        FPP_OTHERS[f"fpp{processes}_{name}"] = "fsdp_pp", processes, flags, splits
+ENGINES |= FPP_OTHERS
 # What is trained of ZeRO unless slow tests are asked for: a model and whether it recomputes
 # activations; and those trained in bf16 too.
 QUICK = {
@@ -305,6 +319,7 @@ ONLY_SLOW += (
     "fpp_dualpipev",
 )
 ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
+ONLY_SLOW += tuple(FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
