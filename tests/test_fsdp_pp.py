@@ -11,6 +11,7 @@ import torch
 from conftest import ROOT, run
 
 from fsdp_pp import torch_schedules
+from fsdp_pp.estimate import held_by
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
 from llm_demo.errors import UserError
 
@@ -190,6 +191,16 @@ def test_what_is_held():
     # two of the first piece, two of the second, and then two more of the first before a backward
     assert held(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
     assert [held(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_what_is_estimated_to_be_held_by_split_backwards(schedule):
+    """Of both pieces as many micro-batches as `v` ever has of one, but not more than there are."""
+    found = [held_by(schedule, 2, stage, 8, 0) for stage in range(2)]
+    assert found == [{0: 3, 3: 3}, {1: 3, 2: 3}]
+    assert held_by(schedule, 4, 1, 16, 0) == {1: 7, 6: 7}
+    assert held_by(schedule, 4, 1, 5, 0) == {1: 5, 6: 5}
+    assert held_by("torch_interleaved", 2, 0, 8, 0) == held(order("interleaved", 2, 0, 8))
 
 
 def test_how_long_stages_wait():
