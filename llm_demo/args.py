@@ -358,7 +358,7 @@ def value_of(field: dataclasses.Field, text: str):
     if choices_of(field):
         check_choice(field.name, value, choices_of(field))
     if kind in (int, float):
-        check_bounds(field, value)
+        check_bounds(field, value, given)
     return value
 
 
@@ -367,8 +367,8 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UserError(f"--{name} {value[:80]}: choose from {', '.join(allowed)}")
 
 
-def check_bounds(field: dataclasses.Field, value: float) -> None:
-    bounds, given = field.metadata, f"--{field.name} {str(value)[:80]}"
+def check_bounds(field: dataclasses.Field, value: float, given: str) -> None:
+    bounds = field.metadata
     most = bounds["at_most"] or (MAX_INT if isinstance(value, int) else math.inf)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{given}: must be a finite number")
@@ -438,7 +438,9 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         if scripts := scripts_with(name):
             raise UserError(f"{unknown[0]}: only for {' and '.join(scripts)}")
         known += [f"--{other}" for other in ELSEWHERE]
-        near = [option[2:] for option in difflib.get_close_matches(f"--{name}", known, 1)]
+        near = []
+        if unknown[0].startswith("--"):
+            near = [option[2:] for option in difflib.get_close_matches(f"--{name}", known, 1)]
         hint = f"did you mean --{ELSEWHERE.get(near[0], near[0])}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     bases = (*reversed(more), Args)  # the last base's fields come first

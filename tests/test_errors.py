@@ -263,7 +263,7 @@ CASES += [
     (
         "fsdp",
         ["--activation_memory_budget", "2"],
-        "--activation_memory_budget 2.0: must be at most 1",
+        "--activation_memory_budget 2: must be at most 1",
     ),
     ("fsdp", ["--activation_memory_budget", "0.5", "--no_compile"], "add --compile"),
     (
@@ -318,10 +318,10 @@ CASES += [
         "--psgd_rank does not work with --sequence_parallel",
     ),
     ("pp", ["--optimizer_on_host"], "DeepSpeed's pipeline has no exact optimizer on the host"),
-    ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1.0: must not be negative"),
+    ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1: must not be negative"),
     ("pp", ["--device_memory_gb", "30"], "--device_memory_gb limits GPU memory"),
     ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: must be two steps"),
-    ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0.0: must be positive"),
+    ("fsdp", ["--peak_tflops", "0"], "--peak_tflops 0: must be positive"),
     ("fsdp", ["--peak_tflops", "inf"], "--peak_tflops inf: must be a finite number"),
     ("fsdp", ["--lr", "inf"], "--lr inf: must be a finite number"),
     ("fsdp", ["--weight_decay", "nan"], "--weight_decay nan: must be a finite number"),

@@ -155,6 +155,8 @@ def test_a_launcher_takes_any_setting(kind, tmp_path):
 
 EARLY = [
     ("fsdp", "--lr nan", "--lr nan: must be a finite number"),
+    ("fsdp", "--lr 1e400", "--lr 1e400: must be a finite number"),
+    ("fsdp", "extra", "unknown argument extra; see --help"),
     ("fsdp", "--learning_rate 1", "unknown argument --learning_rate; did you mean --lr?"),
     ("fsdp", "--overlong wrap", "--overlong wrap: choose from truncate, split, drop"),
     ("fsdp", "--attn_impl x", "--attn_impl x: choose from auto, sdpa, varlen_cudnn, varlen, "
