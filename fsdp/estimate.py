@@ -39,7 +39,8 @@ def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
         parts = of_fsdp(args, config, compute, train, world.size, True, n)
         need[n] = max(sum(rank.values()) for rank in parts)
         if need[n] < 0.95 * capacity:
-            why = f"the fewest that fit: about {need[n]:.0f} of {capacity:.0f} GB"
+            why = "they fit" if n == 1 else "the fewest that fit"
+            why += f": about {need[n]:.0f} of {capacity:.0f} GB"
             if n > 1 and not args.reshard_after_forward:
                 why += "; all on each rank with --reshard_after_forward may be faster"
             return n, why

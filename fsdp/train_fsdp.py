@@ -181,9 +181,14 @@ def main() -> None:
         else:
             optimized = Shards(model)
     here = sum(p.numel() for p in optimized.params)
-    way = f"{way} over {world.size} processes" if sharded else "one plain process"
-    frozen = f"{n_params:,} frozen parameters, {n_trained:,} of adapters"
-    log.say(f"{way}: {frozen if lora else f'{n_params:,} parameters'}, {here:,} here")
+    first, *rest = way.split(", ")
+    processes = counted(world.size, "process", "processes")
+    way = ", ".join([f"{first} on {processes}", *rest]) if sharded else "one plain process"
+    what = f"{n_params:,} parameters, {here:,} here"
+    if lora:
+        what = f"{n_params:,} frozen parameters, {n_trained:,} trained in adapters, "
+        what += f"{here:,} of them here"
+    log.say(f"{way}: {what}")
     optimizer = optimized
     if not on_host:
         optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
@@ -194,7 +199,7 @@ def main() -> None:
         exact = args.warmup_steps if args.psgd_start is None else args.psgd_start
         how = args.psgd_rank, exact, grid, checkpoints.first_step
         low_rank = LowRank(optimized.model_params, *how)
-        log.say(f"PowerSGD from step {exact + 1} on: {low_rank.describe()}")
+        log.say(low_rank.describe())
         if exact >= horizon.max_steps:
             log.say(f"warning: the run ends at step {horizon.max_steps}, before PowerSGD starts")
     elif args.psgd_rank:
@@ -291,7 +296,8 @@ def choose_spread(args, config, compute, train, world, log: Log) -> int:
     elif not asked:
         how = args, config, compute, train, world
         n, why = from_rank0(world, lambda: estimate.choose_spread(*how))
-    log.say(f"experts: spread over {counted(n, 'rank')} ({why})")
+    how = "all on each rank" if n == 1 else f"spread over {n} ranks"
+    log.say(f"experts: {how} ({why})")
     log.resolved(expert_parallel=n)
     return n
 

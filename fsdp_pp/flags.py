@@ -40,8 +40,8 @@ class FsdpPipeArgs:
     )
     run_ahead: int = flag(
         0,
-        "Micro-batches by which a stage runs further ahead of the next: hides transfers over slow "
-        "links, takes memory. Not for PyTorch's runner.",
+        "Micro-batches by which a stage runs further ahead of the next: can hide transfers over "
+        "slow links, takes memory. Not for PyTorch's runner.",
         at_least=0,
     )
     reshard_after_forward: bool = flag(

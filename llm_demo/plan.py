@@ -219,6 +219,8 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
 
 
 def short(n: int) -> str:
+    if n < 1e6:
+        return f"{n:,}"
     return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
 
 

@@ -13,6 +13,7 @@ from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from fsdp.train_fsdp import choose_spread
 from llm_demo.dist import World
 from llm_demo.model import experts_choice
 from llm_demo.model.decoder import CHOICE, keeping
@@ -281,7 +282,21 @@ def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alon
     assert why_not_compiled("grouped") is None
 
 
+def test_the_log_says_where_experts_are():
+    said, resolved = [], {}
+    log = SimpleNamespace(say=said.append, resolved=lambda **more: resolved.update(more))
+    two, config = World(0, 2, 0, CPU), Qwen3MoeConfig(num_experts=E, **SIZES)
+    for asked, replicas, line in (
+        (None, "2", "experts: all on each rank (because of --replicas)"),
+        (2, "1", "experts: spread over 2 ranks (as requested)"),
+    ):
+        args = Namespace(expert_parallel=asked, replicas=replicas)
+        n = choose_spread(args, config, None, None, two, log)
+        assert n == resolved["expert_parallel"] == (asked or 1) and said.pop() == line
+
+
 def test_choice_of_the_product():
+    assert choose_product(CONFIGS["qwen"], CPU, torch.float32) == ("looped", "on a CPU")
     narrow = Qwen3MoeConfig(**{**SIZES, "moe_intermediate_size": 12})
     assert choose_product(narrow, H100, torch.bfloat16, lambda: None)[0] == "looped"
     for device, dtype, problem, expected in (

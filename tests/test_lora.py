@@ -2,6 +2,7 @@
 in one process; and the files of checkpoints and exports."""
 
 import json
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -199,6 +200,9 @@ def test_a_checkpoint_holds_adapters_only_and_resumes_to_the_bit(run_folder, wor
     assert all(torch.equal(t, other[name]) for name, t in one.items())
     facts = json.loads((at(run_folder, 4) / "trainer.json").read_text())
     assert facts["adapters"]["base"]["path"] == str(folder / "tied")
+    n = sum(t.numel() for name, t in one.items() if name.endswith(".weight"))
+    line = rf"FSDP2 on 2 processes: [\d,]+ frozen parameters, {n:,} trained in adapters, [\d,]+ of"
+    assert re.search(line, (run_folder / "train.log").read_text())
 
 
 def adapted_layer():
@@ -390,6 +394,7 @@ def test_adapters_do_not_continue_a_whole_model(work, tmp_path):
 # ---------------------------------------------------------------- bad input
 
 BAD = {
+    "no layer": (["--lora_targets="], "--lora_targets names no layer: choose from q_proj, k_p"),
     "missing layer": (["--lora_targets", "q_proj,gate"], "is named 'gate'; they are q_proj, "),
     "rank": (["--lora_rank", "65"], "--lora_rank 65 is larger than a side of model.layers.0."),
     "alpha alone": (["--lora_rank", "0", "--lora_alpha", "8"], "--lora_alpha needs --lora_rank"),

@@ -38,7 +38,7 @@ from llm_demo.model.cut import costs, describe_split, split
 from llm_demo.model.decoder import make_units, skeleton, unit_sizes
 from llm_demo.model.source import describe_model, load_config
 from llm_demo.model.weights import fill, materialise, open_weights
-from llm_demo.plan import find_source
+from llm_demo.plan import find_source, short
 from llm_demo.run import checkpoint_files
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
@@ -324,6 +324,7 @@ def test_the_log_names_both_sizes(alone):
         said = []
         find_source(args, WORLD, 64, said.append)
         assert size in said[0]
+    assert [short(n) for n in (3_456, 354_848, 2_960_000)] == ["3,456", "354,848", "2.96M"]
 
 
 def test_random_models_have_zero_biases():

@@ -136,7 +136,7 @@ def test_the_launcher_trains_copies(tmp_path):
     done = run(["bash", ROOT / "fsdp/launch_ddp.sh", *flags], NPROC_PER_NODE="2", PSGD_RANK="8",
                PYTHON=sys.executable)  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "FSDP2 with 2 replicas, PowerSGD of rank 8 over 2 processes: 3," in done.stdout
+    assert "FSDP2 with 2 replicas on 2 processes, PowerSGD of rank 8: 3," in done.stdout
     share = float(re.search(r"PowerSGD from step 2 on: ([\d.]+)% of the grad", done.stdout)[1])
     assert 3 < share < 10
     config = json.loads((tmp_path / "run/config.json").read_text())

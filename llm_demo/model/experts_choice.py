@@ -19,7 +19,7 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tu
             f"transformers {version('transformers')} is too old for experts: upgrade it"
         )
     if device.type == "cpu":
-        return "looped", "a product per expert"
+        return "looped", "on a CPU"
     if dtype != torch.bfloat16:
         return "looped", "the grouped product needs bf16"
     if config.hidden_size % 8 or config.moe_intermediate_size % 8:

@@ -140,12 +140,20 @@ def choose_lora(args, config, base: dict) -> Lora:
     """What the flags mean for a model, found in a copy of it without memory. config: from
     transformers. Raises UserError for layers that it lacks, and a rank larger than a matrix."""
     if is_mixture(config):
-        raise UserError("--lora_rank does not work with a mixture of experts")
+        raise UserError(
+            "--lora_rank does not work with a mixture of experts: adapters are for linear layers, "
+            "which experts are not"
+        )
     layers = linear_layers(skeleton(config, "sdpa"))
     names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     asked = list(names)
     if args.lora_targets != ALL:
         asked = [part.strip() for part in args.lora_targets.split(",")]
+    if not any(asked):
+        raise UserError(
+            f"--lora_targets names no layer: choose from {', '.join(names)}, or leave it out for "
+            "all of them"
+        )
     for name in asked:
         if name not in names:
             raise UserError(

@@ -126,10 +126,13 @@ class LowRank:
 
     def describe(self) -> str:
         """What is sent, for the log."""
+        if not self.groups:
+            return "warning: PowerSGD compresses nothing: its rank is too large for every matrix"
         thin = sum(sum(g.error.shape[1:]) * g.factor.shape[2] * len(g.members) for g in self.groups)
         whole = sum(local_part(self.params[i]).numel() for i in self.whole)
         total = sum(local_part(p).numel() for p in self.params)
-        text = f"{(thin + whole) / total:.1%} of the gradients' bytes are sent"
+        text = f"PowerSGD from step {self.start + 1} on: {(thin + whole) / total:.1%} of the "
+        text += "gradients' bytes are sent"
         small = [self.params[i].hf_name for i in self.whole if self.params[i].ndim > 1]
         if small:
             text += f"; too small to compress: {small[0]}"
