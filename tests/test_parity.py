@@ -232,7 +232,7 @@ def assert_equal(losses, ranks, expected):
         for step, (norm, grads) in enumerate(zip(expected["norm"], expected["grads"], strict=True)):
             assert rank["steps"][step]["norm"] == pytest.approx(norm, rel=TOLERANCE)
             for name, grad in rank["steps"][step]["grads"].items():
-                error = (grad - grads[name]).norm() / max(grads[name].norm(), SMALL * norm)
+                error = (grad - grads[name]).norm() / max(grads[name].norm(), SMALL * norm, 1e-12)
                 assert error < TOLERANCE, f"step {step}, gradient of {name}"
         for name, param in rank["params"].items():
             assert relative(param, expected["params"][name]) < TOLERANCE, f"parameter {name}"
