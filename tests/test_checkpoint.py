@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, python, run
+from torch.distributed.checkpoint import filesystem
 
 from llm_demo.device import World
 from llm_demo.dist import lost_peer
@@ -153,6 +154,19 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
         checkpoints.after_step(step, lambda s=step: state(s), dict)
     assert "too little host memory for copies" in checkpoints.log.said[1] and not checkpoints.thread
     assert found(tmp_path)[0] == 2
+
+
+def test_writing_copies_waits_for_no_device(tmp_path, monkeypatch):
+    """dcp's own way waits for a stream every 10 MB: for the steps of rank 0, in a thread."""
+    waits = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(1), wait_stream=lambda other: None)
+    device = SimpleNamespace(current_stream=lambda: stream, stream=contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setattr(filesystem, "_get_device_module", lambda kind: device)
+    tensors = {f"w{i}": torch.zeros(1_500_000) for i in range(4)}
+    checkpoint_files.write(tmp_path / "c/part", tensors, {"step": 1}, WORLD)
+    assert not waits
 
 
 def test_other_data_is_refused_with_the_difference_named(tmp_path):
