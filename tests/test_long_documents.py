@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
+from torch.distributed.utils import _to_kwargs
 
 from llm_demo.model import attention, long_documents
 from llm_demo.model.attention import BACKENDS, make_documents
@@ -102,3 +103,11 @@ def test_long_documents_take_few_lengths():
     assert len(set(padded)) == 5 * 16 + 1
     assert all(n <= p <= 1.0625 * n and p % 256 == 0 for n, p in zip(lengths, padded, strict=True))
     assert [long_documents.padded_length(n) for n in (1, 64, 65, 1025)] == [64, 64, 128, 1088]
+
+
+def test_boundaries_stay_on_the_cpu_under_fsdp2():
+    """It moves the tensors of all arguments to the device; each attention would wait for these."""
+    documents = make_documents(boundaries(), (B, S), "varlen_cudnn", torch.device("cpu"))
+    (moved,), _ = _to_kwargs((documents,), {}, torch.device("meta"), False)
+    assert moved[0].cu_seqlens.is_meta
+    assert moved[0].boundaries.tensor.equal(boundaries())

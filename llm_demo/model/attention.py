@@ -51,6 +51,13 @@ class Buckets(NamedTuple):
     scatter: torch.Tensor  # int64 [B*S]: the bucket slot of each token of the stream
 
 
+class OnHost:
+    """A tensor that stays on the CPU: FSDP2 moves all that it finds in tuples to the device."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
 class Documents(NamedTuple):
     """Document layout of a micro-batch [B, S], in the form the chosen backend needs."""
 
@@ -58,7 +65,7 @@ class Documents(NamedTuple):
     max_len: int  # upper bound on document lengths
     buckets: Buckets | None = None  # also None if every document is a whole row
     mask: torch.Tensor | None = None  # bool [B, 1, S, S]
-    boundaries: torch.Tensor | None = None  # cu_seqlens on the CPU
+    boundaries: OnHost | None = None  # cu_seqlens on the CPU
     long: int = LONG  # tokens of a document that is computed alone
 
 
@@ -78,7 +85,7 @@ def make_documents(
     buckets = mask = boundaries = None
     max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
     if impl == "varlen_cudnn":
-        boundaries, max_len = cu_seqlens.cpu(), S
+        boundaries, max_len = OnHost(cu_seqlens.cpu()), S
     if impl.startswith("bucketed"):
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
@@ -244,8 +251,8 @@ def _torch_varlen():
 def _varlen_cudnn(q, k, v, documents, scaling):
     B, _, S, _ = q.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    cu, boundaries, long = documents.cu_seqlens, documents.boundaries, documents.long
-    out, _ = attend_documents(q, k, v, cu, boundaries, long, scaling)
+    how = documents.cu_seqlens, documents.boundaries.tensor, documents.long, scaling
+    out, _ = attend_documents(q, k, v, *how)
     return out.unflatten(0, (B, S))
 
 
