@@ -70,6 +70,26 @@ def test_exposed_is_communication_that_the_compute_stream_waits_for():
     assert [*operations.values()] == [pytest.approx((1, 10)), pytest.approx((20, 21))]
 
 
+def test_a_send_is_waited_for_before_its_time_is_read():
+    """It lies on a stream that the compute stream does not wait for."""
+
+    class Event(_Clock):
+        over = False
+
+        def synchronize(self):
+            self.over = True
+
+        def elapsed_time(self, later):
+            assert later.over or later is start, "device not ready"
+            return super().elapsed_time(later)
+
+    timer, (origin, start, end) = CommTimer(torch.device("cpu"), 0, 2), (Event() for _ in range(3))
+    for event in (origin, start, end):
+        event.record()
+    busy, *_ = timer.read(([(("send", 0), start, end, False, 0.0, 0.0)], []), origin)
+    assert busy >= 0
+
+
 def test_events_are_used_again(monkeypatch):
     """Waits of the compute stream: 50 events a step otherwise, for the whole run."""
     timer, made = CommTimer(torch.device("cpu"), 0, 2), []
