@@ -111,7 +111,8 @@ class Scratch:
 
 
 class GatherIntoScratch:
-    """FSDP2's all-gathers of embedding and head, whose results FSDP2 copies at once."""
+    """FSDP2's all-gathers of embedding and head, whose results FSDP2 copies at once. Only of units
+    that nothing gathers again in the backward, where a reduction could come before the copy."""
 
     def __init__(self, scratch: Scratch):
         self.scratch = scratch

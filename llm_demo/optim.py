@@ -207,7 +207,8 @@ class LossScale:
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dynamic = dtype == torch.float16
-        self.scale = torch.tensor(2.0**16 if self.dynamic else 1.0, device=device)
+        # torch.tensor would wait for the device
+        self.scale = torch.full((), 2.0**16 if self.dynamic else 1.0, device=device)
         self.good_steps = torch.zeros((), device=device)
 
     def facts(self) -> dict:
