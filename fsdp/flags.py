@@ -9,6 +9,8 @@ LORA = ("lora_targets", "lora_alpha", "lora_dropout")
 NOT_WITH_LORA = {
     "psgd_rank": "adapters' gradients are small already",
     "optimizer_on_host": "adapters' optimizer states are small, and a frozen model has none",
+    "router_aux_loss": "routers are frozen too",
+    "router_bias_update": "routers are frozen too",
 }
 
 

@@ -311,7 +311,7 @@ def less_memory(args) -> str:
     if args.dtype == "fp32":
         ways.append(("dtype", "bf16"))
     if getattr(args, "lora_rank", None) == 0 and accepted(args, "lora_rank", 16):
-        ways.append(("lora_rank", "16, to train adapters only, if blocks have no experts"))
+        ways.append(("lora_rank", "16, to train adapters only"))
     lines = [f"--{name} (now {shown(getattr(args, name))}): {how}" for name, how in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 

@@ -445,7 +445,11 @@ CASES += [
     ("fsdp", ["--router_bias_update", "nan"], "--router_bias_update nan"),
     ("fsdp", [*QWEN, "--router_bias_update", "0.1"], "qwen3_moe has no bias for its experts"),
     ("fsdp", [*DEEPSEEK, "--router_aux_loss", "0.1"], "deepseek_v3 balances its load by"),
-    ("fsdp", [*QWEN, "--lora_rank", "4"], "--lora_rank does not work with a mixture of experts"),
+    (
+        "fsdp",
+        [*QWEN, "--lora_rank", "4", "--lora_targets", "gate_proj"],
+        "they are q_proj, k_proj, v_proj, o_proj",
+    ),
     ("fsdp", [*QWEN, "--optimizer_on_host", "--freeze_router"], "does not work with --optimizer_"),
     ("fsdp", [*QWEN, "--router_aux_loss", "1", "--freeze_router"], "drop --freeze_router"),
     ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "only fsdp/train_fsdp.py has"),

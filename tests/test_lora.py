@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import test_moe as moe
 import test_parity as parity
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from llm_demo.model.weights import open_weights
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
 PACKED = {"tied": True, "untied": True, "llama": False}
+MIXTURES = ("qwen", "deepseek", "shared")
 ENGINES = {  # (processes, further flags, (micro, accumulation) for each model)
     "plain": (1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
     "two": (2, [], [(1, 4), (4, 1), (2, 2)]),
@@ -50,7 +52,11 @@ def ours(name: str) -> str:
 def with_peft(folder, name):
     """PEFT's own model, whose factors start as the trainer's do."""
     base = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-    targets = TARGETS[name] if TARGETS[name] == "all-linear" else TARGETS[name].split(",")
+    targets = TARGETS.get(name, "all-linear")
+    if name in MIXTURES:
+        base.config._experts_implementation = "eager"
+        targets = ",".join(lora_of(base.config, rank=RANK).targets)
+    targets = targets if targets == "all-linear" else targets.split(",")
     how = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     model = get_peft_model(base, how)
     for key, p in model.named_parameters():
@@ -139,6 +145,62 @@ def test_equals_peft(processes, quick, work):
             assert rank["params"].keys() == expected["tied"]["params"].keys()
 
 
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """The same of models with experts, packed."""
+    folder = tmp_path_factory.mktemp("mixtures")
+    models, tokenizer = parity.smaller_vocabulary(moe.MODELS, folder / "tokenizer")
+    parity.write_rows(folder / "data.jsonl")
+    packs, results = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN), {}
+    for name in MIXTURES:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
+        for key, p in model.named_parameters():
+            if key.endswith("bias"):
+                nn.init.normal_(p, std=0.05)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        found = plain_loop(with_peft(folder, name), packs)
+        found["grads"] = [{ours(k): v for k, v in step.items()} for step in found["grads"]]
+        results[name] = found | {"params": {ours(k): v for k, v in found["params"].items()}}
+    return folder, results
+
+
+SPREAD, AGAIN = ["--expert_parallel", "2"], ["--use_activation_checkpointing"]
+WITH_EXPERTS = {  # (processes, model, micro, accumulation, further flags)
+    "plain": (1, "qwen", 4, 2, AGAIN),
+    "plain_shared": (1, "shared", 8, 1, []),
+    "two": (2, "deepseek", 2, 2, ["--reshard_after_forward"]),
+    "two_spread": (2, "qwen", 1, 4, [*SPREAD, *AGAIN]),
+    "two_rows": (2, "shared", 4, 2, ["--sequence_parallel", "2"]),
+}
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_beside_frozen_experts_equals_peft(processes, mixtures):
+    folder, expected = mixtures
+    cases = {}
+    for case, (n, name, micro, accum, more) in WITH_EXPERTS.items():
+        if n == processes:
+            also = ["--lora_rank", str(RANK), "--lora_alpha", str(ALPHA), *more]
+            cases[case] = parity.argv(folder, name, folder / case, micro, accum, *also)
+    for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
+        assert_equal(losses, ranks, expected[WITH_EXPERTS[case][1]])
+
+
+def test_adapters_beside_experts_are_exported_and_merged(mixtures, tmp_path):
+    folder, _ = mixtures
+    flags = run_flags(folder, "deepseek", tmp_path / "run", "--export", "fp32")
+    torchrun(2, ROOT / "fsdp/train_fsdp.py", *flags)
+    done = exported(tmp_path / "run", tmp_path / "merged", "--merge", "--dtype", "fp32")
+    assert done.returncode == 0, done.stderr
+    base = AutoModelForCausalLM.from_pretrained(folder / "deepseek", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "run/hf")
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for model in (adapted, whole):
+        assert loss_of(model, folder) == pytest.approx(last_loss(tmp_path / "run"), rel=1e-5)
+
+
 # ---------------------------------------------------------------- checkpoints and exports
 
 
@@ -176,7 +238,7 @@ def last_loss(run):
 
 def loss_of(model, folder):
     """The same of a Hugging Face model, one document at a time."""
-    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
     packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=False)
     total = count = 0
     with torch.no_grad():
@@ -431,13 +493,19 @@ def test_blocks_with_adapters_keep_what_real_ones_keep(dtype, targets):
     assert found[1] == pytest.approx(real, rel=0.02)
 
 
-def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps():
-    config, lora = mixed(), Lora(64, 32.0, 0.0, lora_of(parity.MODELS["tied"]).targets, 0, {})
-    real = really_kept(config, "sdpa", torch.bfloat16, 0, compiled=True, lora=lora)
+@pytest.mark.parametrize(  # block 1 has experts
+    "block, targets", [(0, "all-linear"), (0, "q_proj,down_proj"), (1, "all-linear")]
+)
+def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps(block, targets):
+    config = mixed() if block else mixed(mlp_only_layers=[0, 1, 2])
+    names = lora_of(config, targets, rank=64).targets
+    lora = Lora(64, 32.0, 0.0, names, 0, {})
+    torch._dynamo.reset()  # it gives up compiling a function that has been compiled often
+    real = really_kept(config, "sdpa", torch.bfloat16, block, compiled=True, lora=lora)
     args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
     compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True, lora=lora)
     found = memory.saved_bytes(args, config, compute, SimpleNamespace(single=True))
-    assert found[0] == pytest.approx(real, rel=0.1)
+    assert found[block] == pytest.approx(real, rel=0.1)
 
 
 def test_a_frozen_8b_takes_two_bytes_a_weight():

@@ -28,7 +28,8 @@ def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
         experts.grid, experts.first = grid, group.rank() * n
         experts.spread_over = known(group), group.size()
         for name, p in experts.named_parameters(recurse=False):
-            setattr(experts, name, nn.Parameter(p[experts.first :][:n].clone()))
+            part = nn.Parameter(p[experts.first :][:n].clone(), requires_grad=p.requires_grad)
+            setattr(experts, name, part)
 
 
 def spread_experts(product, self, hidden, index, weights):

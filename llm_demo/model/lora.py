@@ -15,7 +15,7 @@ from torch import nn
 
 from llm_demo.errors import UserError, differences
 from llm_demo.model.decoder import skeleton
-from llm_demo.model.source import is_mixture
+from llm_demo.model.experts import blocks_with_experts
 from llm_demo.model.weights import Weights
 
 ALL = "all-linear"  # PEFT's name for it
@@ -139,11 +139,6 @@ def merge_into(
 def choose_lora(args, config, base: dict) -> Lora:
     """What the flags mean for a model, found in a copy of it without memory. config: from
     transformers. Raises UserError for layers that it lacks, and a rank larger than a matrix."""
-    if is_mixture(config):
-        raise UserError(
-            "--lora_rank does not work with a mixture of experts: adapters are for linear layers, "
-            "which experts are not"
-        )
     layers = linear_layers(skeleton(config, "sdpa"))
     names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
     asked = list(names)
@@ -174,16 +169,22 @@ def choose_lora(args, config, base: dict) -> Lora:
 
 
 def linear_layers(lm: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a decoder's blocks, by name."""
+    """The linear layers of a decoder's blocks, by name; in a mixture of experts those of attention:
+    to PEFT, gate_proj and the like are the experts there."""
     found = lm.model.layers.named_modules(prefix="model.layers")
-    return {name: layer for name, layer in found if isinstance(layer, nn.Linear)}
+    found = {name: layer for name, layer in found if isinstance(layer, nn.Linear)}
+    if blocks_with_experts(lm):
+        found = {name: layer for name, layer in found.items() if ".self_attn." in name}
+    return found
 
 
 def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze a decoder on the meta device, in `dtype`, and give its layers adapters, in fp32."""
+    """Freeze a decoder on the meta device, in `dtype` but for fp32 routers, and give its layers
+    adapters, in fp32."""
+    routers = {p for block in blocks_with_experts(lm) for p in block.mlp.gate.parameters()}
     for p in lm.parameters():
         p.requires_grad_(False)
-        p.data = p.data.to(dtype)
+        p.data = p.data if p in routers else p.data.to(dtype)
     for name, layer in linear_layers(lm).items():
         block, _, kind = name.rpartition(".")
         if kind in lora.targets:

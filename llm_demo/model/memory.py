@@ -114,6 +114,10 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     lora = getattr(compute, "lora", None)
     more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
     size = compute.dtype.itemsize
+
+    def trained(*names: str) -> bool:  # else a product needs no input in the backward
+        return not lora or any(name in lora.targets for name in names)
+
     d, shape = config.hidden_size, heads_of(config)
     # Both residuals and both norms' outputs; q and k, v, the attention output; gate, up and their
     # product. Qwen3 normalises q and k, and keeps them before that too. The compiler recomputes
@@ -129,11 +133,15 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
             always = 3 * shared_width(config)
             if config.model_type == "qwen2_moe":  # what the shared expert's gate multiplies
                 always += d
-            kept = (4 * d + attention + always + k * (d + 3 * inner)) * size
-            # the router's input and probabilities in fp32, the choices in three orders, the weights
-            kept += 4 * d + 4 * experts_of(config) + k * (3 * 8 + 4)
+            rows = 2 * inner if lora else d + 3 * inner  # frozen products need no inputs
+            kept = (4 * d + attention + always + k * rows + more) * size
+            # the router's input, if trained, and probabilities in fp32; the choices in three
+            # orders; the weights
+            kept += 4 * d * (not lora) + 4 * experts_of(config) + k * (3 * 8 + 4)
         else:
-            kept = (4 * d + attention + 3 * config.intermediate_size + more) * size
+            inner = config.intermediate_size
+            mlp = d * trained("gate_proj", "up_proj") + (2 + trained("down_proj")) * inner
+            kept = (3 * d + attention + mlp + more) * size
         saved.append((kept + exchanged) * args.activation_memory_budget)
     return saved
 
