@@ -16,6 +16,7 @@ import torch.distributed as dist
 from conftest import ROOT, environment, processes_with, python, run
 from safetensors.torch import save_file
 
+from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo import fit
 from llm_demo.dist import run as run_main
 from llm_demo.errors import UserError
@@ -175,6 +176,8 @@ LAUNCHED = [
         ["--sequence_parallel 2 does not divide --seq_len 33"],
     ),
 ]
+if not splits_backwards():  # else all of these are refused
+    LAUNCHED = [row for row in LAUNCHED if "zbv" not in row[1]]
 
 
 @pytest.mark.parametrize("kind, flags, parts", LAUNCHED, ids=lambda x: str(x[0]) + str(x[-1]))

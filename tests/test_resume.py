@@ -7,6 +7,7 @@ import torch
 from conftest import ROOT, ZERO, smaller_model, torchrun
 
 from bench.checkpoints import tensors
+from fsdp_pp.torch_schedules import splits_backwards
 
 KEPT = ("train/loss", "train/grad_norm", "train/lr", "data/tokens", "data/label_tokens")
 STEPS, AT = 3, 2  # the whole run, and where it is taken up again
@@ -135,6 +136,7 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     fp32 = ["--dtype", "fp32", "--micro_batch_size", "2"]
     three, six = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"]
     twice = ["--schedule", "interleaved"]
+    out_and_back = "zbv" if splits_backwards() else "v"  # both ends of the model on a stage
     heldout = ["--eval_json", "{folder}/data.jsonl", "--eval_every", "2"]
     runs("fsdp_pp", 4, {
         "grid": [*fp32, *three, *heldout],
@@ -145,7 +147,7 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     runs("fsdp_pp", 2, {
         "one16": [*BF16, *six], "one16-again": resumed("one16", *BF16, *six),
         "twice-from-grid": resumed("grid", *fp32, *six, *twice),
-        "v-from-grid": resumed("grid", *fp32, *six, "--schedule", "zbv"),  # both ends on a stage
+        "v-from-grid": resumed("grid", *fp32, *six, "--schedule", out_and_back),
     })  # fmt: skip
     runs("fsdp", 2, {"shards-from-grid": resumed("grid", *fp32, *three)})
     for name in ("grid", "grid16", "one16"):
