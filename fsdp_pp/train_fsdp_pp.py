@@ -234,7 +234,7 @@ def main() -> None:
     @torch.no_grad()
     def evaluate(micro):
         count = heldout_rows(data.heldout, n_shards, micro).size // n_shards // micro
-        total = torch.zeros(2, device=world.device)
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
         batches = heldout_batches(data.heldout, shard, n_shards, micro, data.max_docs)
         inputs = Lookahead(inputs_of(batch, *labels) for batch, *labels in batches)
         run_pipeline(order_here(orders.forwards_only, count), inputs, micro, total.add_)

@@ -21,6 +21,7 @@ from llm_demo.errors import UserError, counted
 from llm_demo.files import ROOT
 
 MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
+MAX_STEPS = 99_999_999  # the names of checkpoints have eight digits
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
 
 
@@ -140,7 +141,9 @@ class TrainArgs:
 
     micro_batch_size: int = flag(1, "Rows per data-parallel rank in one pass.", at_least=1)
     grad_accum_steps: int = flag(1, "Micro-batches per optimizer step.", at_least=1)
-    max_steps: int = flag(0, "Optimizer steps. 0: as many as --num_epochs takes.")
+    max_steps: int = flag(
+        0, "Optimizer steps. 0: as many as --num_epochs takes.", at_most=MAX_STEPS
+    )
     num_epochs: float = flag(
         1.0, "Passes over the training data, if --max_steps is 0.", at_most=1e9
     )

@@ -91,7 +91,7 @@ def train(
     step(rows, n_labels, lr): an optimizer step on `rows`, the row numbers of all replicas; -1
         stands for a row of padding. Returns this rank's share of the loss and the gradient norm,
         0-dim tensors on the device
-    evaluate(micro): loss.score summed over this rank's held-out rows, fp32 [2] on the device
+    evaluate(micro): loss.score summed over this rank's held-out rows, fp64 [2] on the device
     ask(batch, index): the likeliest next tokens, see generate.generate
     state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""
     source, data, horizon = plan.source, plan.data, plan.horizon

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llm_demo.args import Args, command_line
+from llm_demo.args import MAX_STEPS, Args, command_line
 from llm_demo.data.packs import (
     LONGEST_DEFAULT,
     describe_example,
@@ -372,6 +372,10 @@ def pick_horizon(
     )
     n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
     max_steps = args.max_steps or math.ceil(n_total / global_batch)
+    if max_steps > MAX_STEPS:
+        raise UserError(
+            f"--num_epochs {args.num_epochs:g} takes {max_steps:,} steps: at most {MAX_STEPS:,}"
+        )
     if before := fixed_steps(args, earlier):
         if before != max_steps:
             max_steps, n_total = before, None

@@ -26,8 +26,9 @@ SWITCHES = {
 }  # fmt: skip
 ZERO = {
     "stage", "reduce_scatter", "reduce_bucket_size", "allgather_partitions",
-    "allgather_bucket_size", "overlap_comm", "contiguous_gradients", "round_robin_gradients",
+    "allgather_bucket_size", "overlap_comm", "contiguous_gradients",
 }  # fmt: skip
+# Not round_robin_gradients: with replicas, checkpoints in fp32 would hold wrong values.
 
 
 class Pipeline(PipelineModule):

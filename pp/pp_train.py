@@ -133,7 +133,9 @@ def main() -> None:
         count = rows.size // replicas // micro
         batches = progress(feed(data.heldout, rows, micro=micro), "evaluating", count, "batches")
         scores = ds_engine.forward_only(engine, iter(batches), count, score_fn, reshape=micro != B)
-        return torch.stack(scores).sum(0) if scores else torch.zeros(2, device=world.device)
+        if not scores:
+            return torch.zeros(2, dtype=torch.float64, device=world.device)
+        return torch.stack(scores).sum(0, dtype=torch.float64)
 
     def ask(batch, index):
         for layout in layouts:

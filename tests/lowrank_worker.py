@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from llm_demo.parallel import lowrank
 from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.mesh import REPLICA, SHARD
 
 SHAPES = {"a": (40, 30), "b": (40, 30), "wide": (24, 64), "bias": (30,), "small": (4, 5)}
 R = 3
+# so that matrices of one shape are in several groups, and sums in several buckets
+lowrank.TOGETHER, lowrank.BUCKET = 1300, 50
 
 
 def gradient(name: str, step: int) -> torch.Tensor:

@@ -57,6 +57,7 @@ BAD_ZERO = {
     "overlap_no.json": {"stage": 2, "overlap_comm": "no"},
     "text.json": {"stage": 2, "reduce_bucket_size": "1000"},
     "params2.json": {"stage": 2, "offload_param": {"device": "cpu"}},
+    "robin.json": {"stage": 1, "round_robin_gradients": True},
 }
 WINDOW = {
     "model_type": "mistral", "sliding_window": 8, "vocab_size": 4096, "hidden_size": 32,
@@ -213,6 +214,7 @@ BOTH = [
     ),
     (["--dtype", "fp8"], "--dtype.*fp8"),
     (["--max_steps", "many"], "--max_steps.*many"),
+    (["--max_steps", "100000000"], "--max_steps 100000000: must be at most 99,999,999"),
     (["--micro_batch_size", "0"], "--micro_batch_size 0"),
     (["--lr", "-1"], "--lr -1"),
     (["--warmup_steps", "-1"], "--warmup_steps -1"),
@@ -235,6 +237,7 @@ CASES += [
     ("pp", ["--deepspeed_config", "zero2.json"], "ZeRO stage 2"),
     ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
+    ("pp", ["--deepspeed_config", "robin.json"], "round_robin_gradients is not among the switches"),
     ("pp", ["--stages", "0"], "--stages"),
     ("zero", ["--deepspeed_config", "no_stage.json"], "ZeRO stage 0 is refused: 1, 2 and 3"),
     ("zero", ["--deepspeed_config", "overlap.json"], "overlap_comm is refused"),

@@ -244,6 +244,7 @@ def assert_equal(losses, ranks, expected):
 # (script, processes, further flags, (micro, accumulation) for each model): different splits of the
 # same 8 rows, so that each row of the table tests the loss's independence of them too
 RESHARD = ["--reshard_after_forward"]
+ONE = ["--blocks_per_unit", "1"]  # several units in each stage, as real models have
 INTERLEAVED, TORCH_INTERLEAVED = (["--schedule", f"{by}interleaved"] for by in ("", "torch_"))
 ENGINES = {
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
@@ -255,9 +256,9 @@ ENGINES = {
     "replicas": ("fsdp", 2, ["--replicas", "all"], [(1, 4), (4, 1), (2, 2)]),
     "replicas_four": ("fsdp", 4, ["--replicas", "2", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
     "pp": ("pp", 2, [], [(2, 4), (4, 2), (4, 2)]),
-    "pp_v": ("pp", 2, ["--schedule", "dualpipev"], [(2, 4), (2, 4), (2, 4)]),
-    "pp_dp": ("pp", 4, [], [(2, 2), (1, 4), (4, 1)]),
-    "fpp": ("fsdp_pp", 2, [], [(2, 4), (4, 2), (4, 2)]),
+    "pp_v": ("pp", 2, ["--schedule", "dualpipev", *ONE], [(2, 4), (2, 4), (2, 4)]),
+    "pp_dp": ("pp", 4, ONE, [(2, 2), (1, 4), (4, 1)]),
+    "fpp": ("fsdp_pp", 2, ONE, [(2, 4), (4, 2), (4, 2)]),
     "fpp_one": ("fsdp_pp", 1, ["--stages", "1"], [(2, 4), (1, 8), (4, 2)]),
     "fpp_one_dp": ("fsdp_pp", 2, ["--stages", "1"], [(2, 2), (1, 4), (4, 1)]),
     "fpp_twice": ("fsdp_pp", 2, INTERLEAVED, [(2, 4), (1, 8), (4, 2)]),
@@ -392,15 +393,33 @@ def test_zero_equals_plain_loop(work, trained):
         assert_equal(*found[f"{engine}-{model}-{checkpointing}"], work[1][model])
 
 
-def test_zero_with_buckets_that_are_sent_during_the_backward(work):
-    """As those of a model larger than the files' buckets; stage 3 once lost a tied gradient so."""
+# Sizes that only large models pass, and parameters that no rank keeps whole.
+SMALL_SIZES = {
+    "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1000,
+    "stage3_max_live_parameters": 1000, "stage3_max_reuse_distance": 0, "sub_group_size": 1000,
+}  # fmt: skip
+
+
+def test_zero_with_sizes_that_large_models_pass(work):
+    """Buckets that are sent during the backward, as those of a model larger than the files'; stage
+    3 once lost a tied gradient so. Several units."""
     folder, expected = work
     cases = {}
-    for stage, model in ((1, "tied"), (2, "tied"), (3, "tied"), (3, "untied")):
-        switches = {"zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}}
-        file = folder / f"bucket{stage}.json"
-        file.write_text(json.dumps(switches))
-        name, more = f"bucket{stage}-{model}", ["--deepspeed_config", str(file)]
+    on_host = {"device": "cpu", "pin_memory": True}
+    for name, stage, model in (
+        ("1", 1, "tied"), ("2", 2, "tied"), ("2_offload", 2, "tied"), ("3", 3, "tied"),
+        ("3", 3, "untied"), ("3_offload", 3, "tied"),
+    ):  # fmt: skip
+        zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
+        if stage == 3:
+            zero |= SMALL_SIZES
+        if "offload" in name:
+            zero["offload_optimizer"] = on_host
+            zero |= {"offload_param": on_host} if stage == 3 else {}
+        file = folder / f"small{name}.json"
+        file.write_text(json.dumps({"zero_optimization": zero}))
+        name, more = f"small{name}-{model}", ["--deepspeed_config", str(file)]
+        more += ["--blocks_per_unit", "1"]
         cases[name] = argv(folder, model, folder / name, 2, 2, *more)
     for name, found in train(folder, "zero", 2, cases).items():
         assert_equal(*found, expected[name.split("-")[1]])

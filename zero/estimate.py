@@ -69,12 +69,12 @@ def of_host(config, compute, zero: dict, ranks: int) -> float:
     if "offload_param" in zero:
         total += _pinned(share * size, zero["offload_param"]) + share * size
     if optimizer := zero.get("offload_optimizer"):
-        parts = [share]  # stage 2 has one; stage 3 cuts its masters
+        masters = _pinned(share * 4, optimizer)  # stage 2 has one buffer; stage 3 cuts it
         if zero["stage"] == 3:
-            cut = zero.get("sub_group_size", 1e9)
-            parts = [cut] * int(share // cut) + [share % cut]
-            total += sum(_pinned(part * 4, optimizer) for part in parts)  # and so the gradients
-        masters = sum(_pinned(part * 4, optimizer) for part in parts)
+            cut = max(1, zero.get("sub_group_size", 1e9))  # 0: a group for each parameter
+            masters = share // cut * _pinned(cut * 4, optimizer)
+            masters += _pinned(share % cut * 4, optimizer)
+            total += masters  # and so the gradients
         total += masters + _pinned(share * 4, optimizer) + share * 8
         if zero["stage"] == 2:  # the weights on their way to the device
             total += share * ranks * size

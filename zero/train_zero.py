@@ -106,7 +106,7 @@ def main() -> None:
 
     @torch.no_grad()
     def evaluate(micro):
-        total = torch.zeros(2, device=world.device)
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
         here = data.heldout, world.rank, world.size, micro, data.max_docs
         for batch, *labels in heldout_batches(*here):
             total += forward(batch, *labels)
