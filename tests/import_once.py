@@ -223,11 +223,14 @@ def serve(listener: socket.socket, owner: socket.socket) -> dict:
             elif ready in forks:
                 # a fork has ended, or the process that stands for it has been killed
                 connection = forks[ready] if isinstance(ready, int) else ready
-                pid, pidfd = forks.pop(connection)
-                del forks[pidfd]
+                pid, pidfd = forks[connection]
                 if ready is connection:
                     os.kill(pid, signal.SIGKILL)
-                code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                ended, status = os.waitpid(pid, 0 if ready is connection else os.WNOHANG)
+                if not ended:  # an event of an earlier fork, whose pidfd had the same number
+                    continue
+                del forks[connection], forks[pidfd]
+                code = os.waitstatus_to_exitcode(status)
                 selector.unregister(connection)
                 selector.unregister(pidfd)
                 try:
