@@ -138,6 +138,9 @@ class Device:
                 device.work(0.001)
                 return self.at <= device.host
 
+            def synchronize(self):
+                device.host = max(device.host, self.at)
+
             def elapsed_time(self, later):
                 return later.at - self.at
 
