@@ -70,16 +70,16 @@ def main() -> None:
 
     # decisions and data
     log = Log(args, world, "fsdp")
-    way = "FSDP2" if sharded else "one process"
+    way, more = "FSDP2" if sharded else "one process", ""
     if replicas > 1:
         way = f"FSDP2 with {replicas} replicas"
     if compresses:
-        way += f", PowerSGD of rank {args.psgd_rank}"
+        more += f", PowerSGD of rank {args.psgd_rank}"
     if part.of > 1:
-        way += f", rows spread over {part.of} ranks"
+        more += f", rows spread over {part.of} ranks"
         if world.local_size % part.of:
             log.say("warning: rows are spread over nodes, whose network every block then waits for")
-    log.resolved(fsdp=sharded, parallelism=way)
+    log.resolved(fsdp=sharded, parallelism=way + more)
     refuse = functools.partial(check_experts, args)
     plan = make_plan(args, world, log, data_parallel, refuse)
     (_, config, weights, _), data, compute, horizon = plan[:4]
@@ -181,9 +181,8 @@ def main() -> None:
         else:
             optimized = Shards(model)
     here = sum(p.numel() for p in optimized.params)
-    first, *rest = way.split(", ")
     processes = counted(world.size, "process", "processes")
-    way = ", ".join([f"{first} on {processes}", *rest]) if sharded else "one plain process"
+    way = f"{way} on {processes}{more}" if sharded else "one plain process"
     what = f"{n_params:,} parameters, {here:,} here"
     if lora:
         what = f"{n_params:,} frozen parameters, {n_trained:,} trained in adapters, "

@@ -3,12 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from llm_demo.args import (
-    ExpertArgs,  # noqa: F401  both groups are used
-    check_partition,
-    check_stages,
-    flag,
-)
+from llm_demo.args import ExpertArgs, check_partition, check_stages, flag  # noqa: F401
 from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts

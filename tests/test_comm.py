@@ -86,7 +86,7 @@ def test_a_send_is_waited_for_before_its_time_is_read():
     timer, (origin, start, end) = CommTimer(torch.device("cpu"), 0, 2), (Event() for _ in range(3))
     for event in (origin, start, end):
         event.record()
-    busy, *_ = timer.read(([(("send", 0), start, end, False, 0.0, 0.0)], []), origin)
+    busy, *_ = timer.read(([((0, 1, "", 0), start, end, False, 0.0, 0.0)], []), origin)
     assert busy >= 0
 
 

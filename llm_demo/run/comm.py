@@ -187,8 +187,9 @@ class CommTimer:
         """(busy ms, exposed ms, doubt ms, {operation: (start, end)}) of what `take` returned, with
         start and end in ms since `origin`, an earlier event."""
         ops, waits = taken
-        for _, _, end, *_ in ops:  # the compute stream does not wait for a pipeline's sends
-            end.synchronize()
+        for key, _, end, *_ in ops:
+            if key[0] == self.rank:  # a send, for which the compute stream does not wait
+                end.synchronize()
 
         def interval(start, end, late=0.0):
             at = origin.elapsed_time(start) + late
