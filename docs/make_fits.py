@@ -88,7 +88,7 @@ def measured(model: str, way: str) -> str:
 
 def table(found: dict) -> str:
     heads = [f"{n} x {gb} GB" for n, gb in CARDS]
-    text = f"| model | way | {' | '.join(heads)} | measured on 2 x 141 GB, tokens/s |\n"
+    text = f"| model | setting | {' | '.join(heads)} | measured on 2 x 141 GB, tokens/s |\n"
     text += "|---" * (len(CARDS) + 3) + "|\n"
     for model in MODELS:
         for way in (DEVICE, HOST, ADAPTERS):
