@@ -1,7 +1,7 @@
 """Write the tables of what fits, in docs/fits.md, docs/long.md and the README:
 python docs/make_fits.py
 
-Memory is the search of llm_demo/fit.py, tokens per second are the rows under bench/results.
+What fits is found by llm_demo/fit.py. Tokens per second come from the rows under bench/results.
 tests/test_fit.py fails when the tables are stale."""
 
 import bisect
@@ -20,17 +20,17 @@ from llm_demo.model.source import load_config  # noqa: E402
 MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
 CARDS = ((1, 24), (2, 24), (2, 32), (1, 80), (2, 141))
 TOKENS = 65_536
-PRESETS = ("teff", "speed", "memory", "zero", "lora")  # of bench/results/h200-x2, over NVLink
+PRESETS = ("teff", "speed", "memory", "zero", "lora")  # in bench/results/h200-x2, over NVLink
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
-RANK = 16  # of adapters
+RANK = 16  # rank of the adapters
 NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`"}
-HOST_GB = 128  # of memory for each card, where rows are as long as they fit
+HOST_GB = 128  # host memory for each card, in the table of the longest rows
 MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
 LONGEST = re.compile(r"(<!-- longest -->\n).*?(<!-- end longest -->)", re.S)
 
 
 def cells() -> dict[tuple, fit.Choice | None]:
-    """(model, cards, way) -> the fastest choice that fits, None if nothing does."""
+    """(model, cards, setting) -> the fastest choice that fits, None if nothing does."""
     found = {}
     for model in MODELS:
         config = load_config(folder(model), 1024)
@@ -54,7 +54,7 @@ def folder(model: str) -> Path:
 
 
 def cell(choice: fit.Choice | None) -> str:
-    """Micro-batch size and flags in a few words."""
+    """The micro-batch size and flags of a choice, abbreviated."""
     if not choice:
         return "–"
     flags = {k: v for k, v in choice.flags.items() if k not in ("grad_accum_steps", "lora_rank")}
@@ -63,7 +63,7 @@ def cell(choice: fit.Choice | None) -> str:
 
 
 def measured(model: str, way: str) -> str:
-    """The most tokens per second that were measured in bf16 on two cards, and how."""
+    """The highest tokens per second measured in bf16 on two cards, and the settings."""
     fastest = 0, "–"
     for preset in PRESETS:
         file = ROOT / f"bench/results/h200-x2/{preset}.jsonl"
@@ -112,7 +112,7 @@ def short(found: dict) -> str:
 
 
 def longest(model: str, cards: tuple[int, int]) -> str:
-    """The longest row that fits, a power of two, and how."""
+    """The longest row that fits (a power of two), and the settings."""
 
     def fastest(power: int) -> tuple[fit.Choice, bool]:
         words = f"{folder(model)} --cards {cards[0]} --memory {cards[1]} --seq_len {2**power}"
@@ -139,7 +139,7 @@ def long_rows() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Each page as it should be."""
+    """Page -> its text with up-to-date tables."""
     found = cells()
     made = (
         (ROOT / "docs/fits.md", MARKED, table(found)),

@@ -1,7 +1,7 @@
 """Write docs/flags.md, the table of all flags: python docs/make_flags.py
 
-Flags come from llm_demo/args.py and the flags.py beside each training script, the launchers' own
-values from the settings at their top. tests/test_flags.py fails when the page is stale.
+Flags come from llm_demo/args.py and the flags.py beside each training script. The launchers' own
+values come from the settings at their top. tests/test_flags.py fails when the page is stale.
 """
 
 import dataclasses
@@ -20,20 +20,20 @@ TOP = """\
 Written by `python docs/make_flags.py`. Edit the texts in {files}.
 
 - **On the command line**: `bash fsdp/launch_fsdp.sh --lr 2e-5`. Dashes may replace underscores.
-  `--save` is `--save true`, and `--no_save` is `--save false`; so for all booleans.
-- **In the environment**: `LR=2e-5 bash fsdp/launch_fsdp.sh`. A launcher reads the variables of the
+  `--save` means `--save true`, and `--no_save` means `--save false`; all booleans work like this.
+- **In the environment**: `LR=2e-5 bash fsdp/launch_fsdp.sh`. A launcher reads the variables in the
   column *environment* for the flags of its script. The scripts themselves and
   `fsdp/launch_script.py` do not.
-- **At the top of a launcher** are the settings to edit: {settings}. Any other variable of the
-  tables can be added there, as in `SEED=${{SEED-7}}`.
+- **At the top of a launcher** are the settings to edit: {settings}. You can add any other variable
+  from the tables there, as in `SEED=${{SEED-7}}`.
 
-A flag beats the environment, which beats the launcher. An empty value leaves the choice to the
-script. Asking for a number of epochs drops the launcher's number of steps. With the bundled model
-and data ({bundled}), the launchers set {first_run} where these are empty.
+A flag overrides the environment, which overrides the launcher. An empty value leaves the choice to
+the script. If you set a number of epochs, the launcher's number of steps is not used. With the
+bundled model and data ({bundled}), the launchers set {first_run} where these are empty.
 
-An unknown flag, a wrong value or a contradiction is one line, `error: ...`, and exit code 2,
-before anything is imported. A model that the script cannot train is refused before data is read,
-and whatever else cannot work before step 1.
+An unknown flag, a wrong value or a contradiction ends with one line, `error: ...`, and exit code 2,
+before anything is imported. A model that the script cannot train is refused before data is read.
+Anything else that cannot work is refused before step 1.
 """
 
 
@@ -66,7 +66,7 @@ def page() -> str:
 
 
 def row(field: dataclasses.Field, launchers: dict[str, dict[str, str]]) -> list[str]:
-    """The cells of a flag; launcher: its value, if it is not the default."""
+    """The cells of a flag. The launcher cell has its value there, if that is not the default."""
     names = [field.name, f"no_{field.name}"] if kind_of(field) is bool else [field.name]
     default = "" if field.default is None else shown(field.default)
     env = env_of(field)

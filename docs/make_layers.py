@@ -1,7 +1,7 @@
 """Write the picture of the layers in docs/design.md: python docs/make_layers.py
 
-A module's layer is one above the highest module that it imports, anywhere in its text. Fails where
-modules import each other."""
+A module's layer is one above the highest module that it imports, anywhere in its text. Fails if
+modules import each other in a circle."""
 
 import ast
 import re
