@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what the tests need and run them; arguments go to pytest: bash tests/run.sh -k packing -x
+# Install what the tests need and run all of them, or those that arguments for pytest name:
+# bash tests/run.sh tests/test_data.py -k packing -x
 # PYTHON=... uses that interpreter as it is, instead of preparing .venv.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,4 +10,4 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 cd "$ROOT"
 # Two files at a time, or one if they share GPUs (see tests/conftest.py).
-exec "$PYTHON" -m pytest tests -n auto --dist loadfile --no-loadscope-reorder "$@"
+exec "$PYTHON" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
