@@ -121,7 +121,9 @@ class GatherIntoScratch:
         return self.scratch.take(math.prod(size))
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        # PyTorch 2.13 renamed it
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class GatherByEngines:
