@@ -10,7 +10,7 @@ from llm_demo.args import Args
 from llm_demo.data.batch import Batch, answers_of, label_positions
 from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
-from llm_demo.errors import counted
+from llm_demo.errors import Stopped, counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
 from llm_demo.model.costs import flops_of_slot
@@ -124,7 +124,11 @@ def train(
         last = n + 1 == horizon.max_steps
         if data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
             evaluation(n + 1)
-        checkpoints.after_step(n + 1, state, facts)
+        try:
+            checkpoints.after_step(n + 1, state, facts)
+        except Stopped:
+            log.close()
+            raise
 
     checkpoints.finish()
     export_last(args, world, log, checkpoints.folder / f"step_{horizon.max_steps:08d}")
