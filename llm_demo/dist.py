@@ -73,8 +73,11 @@ def once_per_node(world: World, build: Callable):
     return result
 
 
-def from_rank0(world: World, make: Callable):
-    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank."""
+def from_rank0(world: World, make: Callable, long: bool = False):
+    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
+
+    long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if long else None
     box = [None, None]
     if world.rank == 0:
         try:
@@ -82,7 +85,7 @@ def from_rank0(world: World, make: Callable):
                 box[0] = make()
         except UserError as e:
             box[1] = str(e)
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, group=group)
     if box[1]:
         raise UserError(box[1])
     return box[0]

@@ -10,6 +10,7 @@ from llm_demo.args import Args
 from llm_demo.data.batch import Batch, answers_of, label_positions
 from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
+from llm_demo.dist import from_rank0
 from llm_demo.errors import Stopped, counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
@@ -152,14 +153,17 @@ def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:
 
 
 def export_last(args: Args, world: World, log: Log, checkpoint) -> None:
-    """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
+    """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder. Every
+    rank calls; rank 0 writes, which may take an hour for a large model."""
     out = log.folder / "hf"
-    if args.export == "none" or world.rank != 0:
-        return
-    if out.exists():
-        log.say(f"--export {args.export}: {out} exists already and is left unchanged")
-    else:
-        log.say(export(checkpoint, out, args.export))
+
+    def write() -> str:
+        if out.exists():
+            return f"--export {args.export}: {out} exists already and is left unchanged"
+        return export(checkpoint, out, args.export)
+
+    if args.export != "none":
+        log.say(from_rank0(world, write, long=True))
 
 
 @torch.no_grad()
