@@ -332,8 +332,14 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
     signal.set_wakeup_fd(wakeup.fileno())  # DeepSpeed's handlers don't say which signal arrived
     try:
         launch.main()
-    except SystemExit:
-        return report(ranks.failed) if ranks.failed else ranks.code(received.recv(1)[0])
+    except SystemExit as end:
+        if ranks.failed:
+            return report(ranks.failed)
+        received.settimeout(1)
+        try:
+            return ranks.code(received.recv(1)[0])
+        except TimeoutError:  # no signal: the launcher itself refused something
+            return end.code if isinstance(end.code, int) else 1
     return 0
 
 
