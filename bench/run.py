@@ -21,9 +21,9 @@ import numpy as np
 from bench import store
 from bench.peers import torchtitan, trl
 from bench.presets import BALANCED, DEFAULTS, PRESETS, name_of
-from llm_demo.args import PlainParser, regex, whole
+from llm_demo.args import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.errors import UserError
-from llm_demo.files import ROOT, write_text
+from llm_demo.files import PART, ROOT, cache_folder
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl}
@@ -94,7 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def grid(args) -> dict[str, dict]:
     """Return the rows asked for by their keys: a preset's, changed by flags, or combinations."""
-    given = {"engine": args.engines, "ckpt": args.ckpt and [c == "true" for c in args.ckpt]}
+    given = {"engine": args.engines, "ckpt": args.ckpt and [boolean(text) for text in args.ckpt]}
     for name in ("micro", "ga", "dtype", "seq_len", "model", "gpus", "data"):
         given[name] = getattr(args, name)
     for name in ("steps", "flags", "env"):
@@ -113,6 +113,12 @@ def grid(args) -> dict[str, dict]:
     return {store.key_of({"row": row}): row for row in rows}
 
 
+def boolean(text: str) -> bool:
+    if text.lower() not in TRUE + FALSE:
+        raise UserError(f"--ckpt {text[:80]}: must be true or false")
+    return text.lower() in TRUE
+
+
 def measure(row: dict, timeout: float) -> dict:
     """Run a row. Returns its status ("ok", "out of memory" or "failed"), command and figures."""
     peer = PEERS.get(row["engine"])
@@ -129,7 +135,7 @@ def measure(row: dict, timeout: float) -> dict:
     outcome = {"status": "ok", **figures} if figures else failure(code, text)
     result = json.dumps({"command": " ".join(command), **outcome})
     # paths of this machine mean nothing elsewhere
-    paths = {f"{scratch}/": "OUT/", f"{cache()}/": "CACHE/", sys.executable: "python"}
+    paths = {f"{scratch}/": "OUT/", f"{Path(cache_folder())}/": "CACHE/", sys.executable: "python"}
     for path, name in {**paths, f"{ROOT}/": ""}.items():
         result = result.replace(path, name)
     return json.loads(result)
@@ -184,7 +190,7 @@ def data_of(row: dict, model: str) -> str:
     if row["data"] not in ("full", "packed", "mixed"):
         return row["data"]
     vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
-    file = cache() / f"bench-{row['data']}-{vocab}-{S}.jsonl"
+    file = Path(cache_folder()) / f"bench-{row['data']}-{vocab}-{S}.jsonl"
     if file.exists():
         return str(file)
     rng = np.random.default_rng(0)
@@ -202,12 +208,10 @@ def data_of(row: dict, model: str) -> str:
             document = {"input_ids": ids, "labels": [-100] * (n // 3) + ids[n // 3 :]}
         lines.append(f"{json.dumps(document)}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(lines))
+    part = file.with_name(f"{PART}{os.getpid()}-{file.name}")  # others may write the same file
+    part.write_text("".join(lines))
+    part.replace(file)
     return str(file)
-
-
-def cache() -> Path:
-    return Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
 
 
 def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str]:

@@ -69,7 +69,7 @@ def _describe(number: int, where, output_dir: str | None) -> str:
 
 
 def cache_folder() -> str:
-    """The folder of cached packs."""
+    """The folder of what is kept between runs, such as packs."""
     return os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
 
 

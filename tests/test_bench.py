@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -195,6 +196,31 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert store.read("x") == before
     store.write("x", result_of(micro=2))
     assert len(store.read("x")) == 2
+
+
+def test_two_benchmarks_at_a_time_lose_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda name: (read(name), time.sleep(0.2))[0])
+    results = [result_of(micro=micro) for micro in (1, 2)]
+    threads = [threading.Thread(target=store.write, args=("x", result)) for result in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read("x")) == 2
+
+
+def test_the_data_that_another_benchmark_writes_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
+    row = {**bench.DEFAULTS, "seq_len": 32}
+    file = pathlib.Path(bench.data_of(row, str(ROOT / "models/qwen3-tiny")))
+    half = file.with_name(f".part-{file.name}")
+    half.write_text(file.read_text()[:99])
+    file.unlink()
+    file = pathlib.Path(bench.data_of(row, str(ROOT / "models/qwen3-tiny")))
+    assert len(file.read_text().splitlines()) == 512 and half.stat().st_size == 99
+    assert {*tmp_path.iterdir()} == {file, half}
 
 
 def test_names_of_results_are_allowed_on_every_system():
@@ -411,3 +437,13 @@ def test_what_is_drawn_is_a_share_of_the_step():
     assert plots.shares(summary) == pytest.approx(
         {"compute and idle": 0.7, "exposed transfer": 0.1, "waiting": 0.2}
     )
+
+
+def test_checkpointing_is_on_or_off_in_any_spelling():
+    def rows(text):
+        args = bench.make_parser().parse_args(["--engines", "fsdp", "--ckpt", text])
+        return [row["ckpt"] for row in bench.grid(args).values()]
+
+    assert rows("True,no") == [True, False] and rows("1") == [True]
+    with pytest.raises(UserError, match="--ckpt maybe: must be true or false"):
+        rows("true,maybe")
