@@ -24,6 +24,7 @@ from bench.presets import BALANCED, DEFAULTS, PRESETS, name_of
 from llm_demo.args import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import PART, ROOT, cache_folder
+from llm_demo.process import command
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl}
@@ -59,7 +60,8 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(
-        description=f"{__doc__.splitlines()[0]} Flags that take A,B measure all combinations."
+        prog="python -m bench.run",
+        description=f"{__doc__.splitlines()[0]} Flags that take A,B measure all combinations.",
     )
     parser.add_argument("--preset", choices=PRESETS, help="a set of rows; flags override it")
     for name, kind, text in (
@@ -262,10 +264,7 @@ def describe(result: dict) -> str:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the row would keep running
     try:
-        sys.exit(main())
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        command(main)
     except KeyboardInterrupt:
         print("\nstopped: completed rows are kept, --resume continues", file=sys.stderr)
         sys.exit(130)

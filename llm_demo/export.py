@@ -55,7 +55,7 @@ Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = PlainParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("source", help="a checkpoint, or a run folder for its newest complete checkpoint")
     add("out", type=Path, help="folder to create")

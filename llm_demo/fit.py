@@ -41,7 +41,7 @@ from llm_demo.model.memory import PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture, load_config
 from llm_demo.plan import Compute
-from llm_demo.process import refuse_unusable_paths
+from llm_demo.process import command
 from pp.flags import PipeArgs
 
 FREE = 0.05  # of a card's memory, for what the estimate does not count
@@ -314,7 +314,7 @@ def above_0(text: str) -> float:
 
 def make_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
-    parser = PlainParser(prog="llm_demo.fit", description=__doc__, formatter_class=style)
+    parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
     add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
     add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
     add("--cards", type=whole(1), required=True, help="GPUs, of one node")
@@ -343,9 +343,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
-    try:
-        with refuse_unusable_paths():
-            main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    command(main)
