@@ -125,7 +125,8 @@ def measure(row: dict, timeout: float) -> dict:
     """Run a row. Returns its status ("ok", "out of memory" or "failed"), command and figures."""
     peer = PEERS.get(row["engine"])
     if peer and not peer.installed():
-        return {"status": "failed", "error": f"{row['engine']} is not installed", "command": ""}
+        error = f"{row['engine']} is not installed: run pip install {peer.PACKAGES}"
+        return {"status": "failed", "error": error, "command": ""}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         command = peer.command_of(row) if peer else command_of(row, out)
@@ -179,8 +180,8 @@ def environment_of(row: dict) -> dict:
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
-    if peer := PEERS.get(row["engine"]):
-        env[peer.ROW] = json.dumps(row)
+    if row["engine"] == "trl":
+        env[trl.ROW] = json.dumps(row)
     return env
 
 

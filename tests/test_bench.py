@@ -334,7 +334,7 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
         f"step: {step} memory: 20.4GiB(14%) tps: 1,000\n"
         for step in (1, 10, 20, 30)
     )
-    monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torchtitan, "version", lambda name: "0.2.2")
     monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
     result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
     assert result["status"] == "ok" and result["command"].startswith("python -m torch.distributed")
@@ -344,11 +344,18 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
 
 
-def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism(monkeypatch):
+def test_another_version_of_a_peer_is_not_measured(monkeypatch):
+    from bench.peers import torchtitan
+
+    monkeypatch.setattr(torchtitan, "version", lambda name: "0.3.0")
+    result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    assert result["status"] == "failed" and "pip install torchtitan==0.2.2" in result["error"]
+
+
+def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
     from bench.peers import torchtitan
 
     row = {**bench.DEFAULTS, "gpus": 4, "ga": 3, "seq_len": 4096, "flags": "--sequence_parallel 2"}
-    monkeypatch.setattr(torchtitan, "is_0_2", lambda: True)
     command = torchtitan.command_of(row)
     for name, value in (
         ("parallelism.context_parallel_degree", "2"), ("training.global_batch_size", "6")

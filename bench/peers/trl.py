@@ -12,6 +12,7 @@ import time
 
 import torch
 
+PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON
 FIGURES = re.compile(r"trl figures: (\{.*\})")
 WARMUP = 2  # steps left out, as in our summaries
