@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from llm_demo.args import DataArgs, PlainParser, choices, regex, whole
+from llm_demo.args import DataArgs, PlainParser, check_rows, choices, regex, whole
 from llm_demo.data.batch import label_positions
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
@@ -45,6 +45,9 @@ def main() -> None:
         raise UserError(
             "--answer_regex does not work with --train_on_prompt: no token is an answer"
         )
+    if bool(args.input_key) != bool(args.target_key):
+        raise UserError("--input_key and --target_key name a pair of columns: set both")
+    check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt)
     find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
@@ -70,7 +73,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--data", required=True, help="files, folders, globs or hub splits, as in training")
     add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
         "max_position_embeddings of the models")  # fmt: skip
-    add("--data_format", default="auto", help="this and the next four as in training")
+    add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
+        help="this and the next four as in training")  # fmt: skip
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")

@@ -12,7 +12,6 @@ import tempfile
 
 import numpy as np
 
-from llm_demo.args import DataArgs, check_choice, check_rows, choices
 from llm_demo.data.batch import IGNORE_INDEX
 from llm_demo.data.build import build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
@@ -60,10 +59,7 @@ def load_packs(
     "file:line"}, turns {reason they are not learnt: {turns, rows, first}} of the rows that are not
     skipped, truncated and split (documents), tokens, label_tokens, fill (0..1), files [{path,
     format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
-    Raises UserError for invalid flags, files or tokenizers."""
-    check_choice("overlong", overlong, choices(DataArgs, "overlong"))
-    check_choice("learn_turns", learn_turns, choices(DataArgs, "learn_turns"))
-    check_rows(seq_len, learn_turns, train_on_prompt)
+    The commands check the flags; raises UserError for files or tokenizers that can't be used."""
     files = find_files(train_json, dataset_config, dataset_split, log)
     codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
     format_flags = (data_format, input_key, target_key)
