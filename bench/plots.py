@@ -116,7 +116,8 @@ def draw_panels(names: list[str], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = [series(name) for name in names]
-    ways = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(w for p in panels for w in p))}
+    names_of_lines = dict.fromkeys(name for groups in panels for name in groups)
+    colors = {name: f"C{i}" for i, name in enumerate(names_of_lines)}
     size = 5 * len(panels) + 3.2, 4.6
     figure, axes = plt.subplots(
         1, len(panels), figsize=size, sharex=True, sharey=True, layout="constrained"
@@ -126,7 +127,7 @@ def draw_panels(names: list[str], file: Path) -> None:
         for name, rows in groups.items():
             xs = [slots(r) / 1e3 for r in rows]
             ys = [r["summary"]["median_slots_per_s"] / 1e3 for r in rows]
-            (drawn[name],) = axis.plot(xs, ys, "o-", color=ways[name])
+            (drawn[name],) = axis.plot(xs, ys, "o-", color=colors[name])
         axis.set(xlabel="thousand slots per step", ylim=(0, None))
         axis.set_title(setup_of([r for rows in groups.values() for r in rows]), fontsize=9)
     axes[0].set_ylabel("thousand slots/s")

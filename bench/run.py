@@ -165,13 +165,13 @@ def command_of(row: dict, out: Path) -> list[str]:
     if not (Path(model) / "tokenizer.json").is_file() and Path(model).is_dir():
         flags["tokenizer_name_or_path"] = ROOT / "models/qwen3-tiny"
     command = ["bash", str(ROOT / LAUNCHERS[row["engine"]])]
-    more = row["flags"].split()
-    if BALANCED in more:
+    flags_of_row = row["flags"].split()
+    if BALANCED in flags_of_row:
         command = [sys.executable, "-m", "llm_demo.launch", "torchrun", "bench/balanced.py"]
-        more.remove(BALANCED)
+        flags_of_row.remove(BALANCED)
     for name, value in flags.items():
         command += [f"--{name}", str(value)]
-    return command + more
+    return command + flags_of_row
 
 
 def environment_of(row: dict) -> dict:

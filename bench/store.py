@@ -48,7 +48,7 @@ def locked(folder: Path):
 
 
 def key_of(result: dict) -> str:
-    """What tells results apart: all settings of a row but the number of steps.
+    """What identifies a result: all settings of a row but the number of steps.
 
     Results of bench.checkpoints have columns of their own; the first names script and flags."""
     if "columns" in result:
