@@ -125,8 +125,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         pairs = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
         prompts, expected = [p for p, _ in pairs], [e for _, e in pairs]
         started = time.perf_counter()
-        answers, how = answer(model, tokenizer, prompts, args, device, batch, why)
-        say(f"{name}: {len(prompts):,} answers {how}", started)
+        answers, method = answer(model, tokenizer, prompts, args, device, batch, why)
+        say(f"{name}: {len(prompts):,} answers {method}", started)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         answers, expected = list(map(decode, answers)), list(map(decode, expected))
         if args.answer_regex:

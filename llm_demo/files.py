@@ -10,7 +10,7 @@ import resource
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent  # of the repository
+ROOT = Path(__file__).resolve().parent.parent  # the repository
 PART = ".part-"  # name prefix of anything incomplete or being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -82,7 +82,7 @@ def digest(file: Path) -> str:
 
 
 def write_json(file: Path, value, **options) -> None:
-    """Replace a JSON file atomically. options: of json.dumps."""
+    """Replace a JSON file atomically. options: those of json.dumps."""
     write_text(file, json.dumps(value, **{"indent": 1, **options}) + "\n")
 
 

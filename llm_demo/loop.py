@@ -33,7 +33,7 @@ def prepare(
     args: Args, world: World, plan: Plan, log: Log, copies: bool = False
 ) -> tuple[Clock, Checkpoints] | None:
     """The clock and the checkpoints of a run, or None if it has nothing left to train; then do what
-    it may have been killed before. copies: as in Checkpoints."""
+    it may have been killed before. copies: see Checkpoints."""
     steps = plan.horizon.max_steps
     lora = plan.compute.lora
     flops = flops_of_slot(plan.source.config, plan.data.train.attended, lora and lora.parameters)
@@ -65,7 +65,7 @@ def heldout_batches(
     packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows, with
-    its progress: as label_positions and answers_of return them, on the CPU."""
+    its progress. See label_positions and answers_of; all are on the CPU."""
     rows = heldout_rows(packs, replicas, micro)
     batches = micro_batches(packs, rows, replica, replicas, micro, max_docs)
     for batch in progress(batches, "evaluating", rows.size // replicas // micro, "batches"):
@@ -201,5 +201,5 @@ def finish(world: World, log: Log, clock: Clock) -> None:
         log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
     log.say(f"run: {log.folder}")
     if lines := next_steps(log.folder, argparse.Namespace(**log.settings), summary["steps"]):
-        log.say("\n".join(["what can be done next, as commands:", *lines]))
+        log.say("\n".join(["next steps:", *lines]))
     log.close()

@@ -1,7 +1,7 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
 file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
-memory-mapped from a cache folder -> order_rows: the rows of step k -> collate: tensors"""
+memory-mapped from a cache folder -> the rows of step k, and their tensors (steps.py)"""
 
 import glob
 import hashlib
@@ -107,8 +107,8 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.makedirs(root, exist_ok=True)
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
-        what = disk_full(error, root) or error.strerror or error
-        raise UserError(f"cannot write to the cache {root}: {what}; set LLM_DEMO_CACHE") from None
+        reason = disk_full(error, root) or error.strerror or error
+        raise UserError(f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
         os.mkdir(built)
@@ -118,8 +118,8 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.replace(built, folder)
     except OSError as error:
         if not os.path.isdir(folder):  # else another process built the same content first
-            what = disk_full(error, root) or error.strerror or error
-            raise UserError(f"cannot build the packs in {root}: {what}") from error
+            reason = disk_full(error, root) or error.strerror or error
+            raise UserError(f"cannot build the packs in {root}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
