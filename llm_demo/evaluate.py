@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
         "max_position_embeddings of the models")  # fmt: skip
     add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
-        help="this and the next four as in training")  # fmt: skip
+        help="this and the next four: see the flags of the training scripts")  # fmt: skip
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
