@@ -10,8 +10,8 @@ from llm_demo.model import experts
 
 
 def in_turn(router, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As experts._choose, for hidden [T, d]: token t takes experts t k to t k + k - 1, modulo their
-    number, with the weights that the router gives these."""
+    """Replaces experts._choose, for hidden [T, d]: token t takes experts t k to t k + k - 1, modulo
+    their number, with the weights that the router gives these."""
     logits = F.linear(hidden, router.weight)
     places = torch.arange(len(hidden) * router.top_k, device=hidden.device)
     index = (places % router.num_experts).view(-1, router.top_k)

@@ -5,7 +5,6 @@ one waits for its checkpoints, one resumes from the first checkpoint. import is 
 memory while a model is read, summed over all processes, less that of a start with the bundled tiny
 model."""
 
-import argparse
 import contextlib
 import json
 import re
@@ -25,6 +24,8 @@ from huggingface_hub import save_torch_state_dict
 from bench import store
 from bench.presets import DEFAULTS, SMALL
 from bench.run import command_of, environment_of, run_command
+from llm_demo import process
+from llm_demo.args import PlainParser, whole
 from llm_demo.device import DTYPES, World
 from llm_demo.files import ROOT
 from llm_demo.loop import LOADED
@@ -36,16 +37,17 @@ from llm_demo.run.environment import environment
 LOGGED = ("train/loss", "train/grad_norm")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+def main() -> None:
+    text = __doc__.split("\n\n")[0]
+    parser = PlainParser(prog="python -m bench.checkpoints", description=text)
     parser.add_argument("--engines", default="fsdp,pp")
     parser.add_argument("--model", default=SMALL, help="model to save and resume")
     parser.add_argument("--import_model", default=SMALL, help="model to read, with random weights")
     parser.add_argument("--import_dtype", default="bf16", choices=DTYPES, help="dtype of its file")
     parser.add_argument("--dtype", default="bf16")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--save_every", type=int, default=20)
-    parser.add_argument("--seq_len", type=int, default=1024)
+    parser.add_argument("--steps", type=whole(1), default=40)
+    parser.add_argument("--save_every", type=whole(1), default=20)
+    parser.add_argument("--seq_len", type=whole(8), default=1024)
     parser.add_argument("--flags", default="", help='for the launcher: --flags="--attn_impl math"')
     parser.add_argument("--only", choices=["save", "import"])
     parser.add_argument("--out", default="checkpoints", help="folder in bench/results/")
@@ -58,7 +60,6 @@ def main() -> int:
                 result["columns"] = {"script": script, **result["columns"]}
                 print(result["columns"], flush=True)
                 store.write(f"{args.out}/{kind}", result)
-    return 0
 
 
 def command(engine: str, args, out: Path, *flags: str, model: str | None = None) -> list[str]:
@@ -215,11 +216,11 @@ def watch(command: list[str]) -> tuple[int, float]:
 def resident() -> int:
     """Return the resident bytes of all processes below this one."""
     total = 0
-    for process in psutil.Process().children(recursive=True):
+    for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
-            total += process.memory_info().rss
+            total += child.memory_info().rss
     return total
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    process.command(main)

@@ -5,18 +5,20 @@ the crossover marked; peak memory; how a step's time is spent. Several files wit
 them become one picture, named after the first: throughput only, one panel a file, as for links of
 different speed. --check fails if a picture was drawn from other results."""
 
+import argparse
 import hashlib
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 
 from bench import store
 from bench.table import in_order
+from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
+from llm_demo.process import command
 
 PLOTS = ROOT / "bench/plots"
 
@@ -114,7 +116,8 @@ def draw_panels(names: list[str], file: Path) -> None:
     import matplotlib.pyplot as plt
 
     panels = [series(name) for name in names]
-    ways = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(w for p in panels for w in p))}
+    names_of_lines = dict.fromkeys(name for groups in panels for name in groups)
+    colors = {name: f"C{i}" for i, name in enumerate(names_of_lines)}
     size = 5 * len(panels) + 3.2, 4.6
     figure, axes = plt.subplots(
         1, len(panels), figsize=size, sharex=True, sharey=True, layout="constrained"
@@ -124,7 +127,7 @@ def draw_panels(names: list[str], file: Path) -> None:
         for name, rows in groups.items():
             xs = [slots(r) / 1e3 for r in rows]
             ys = [r["summary"]["median_slots_per_s"] / 1e3 for r in rows]
-            (drawn[name],) = axis.plot(xs, ys, "o-", color=ways[name])
+            (drawn[name],) = axis.plot(xs, ys, "o-", color=colors[name])
         axis.set(xlabel="thousand slots per step", ylim=(0, None))
         axis.set_title(setup_of([r for rows in groups.values() for r in rows]), fontsize=9)
     axes[0].set_ylabel("thousand slots/s")
@@ -168,16 +171,18 @@ def digest(*names: str) -> str:
 
 
 def main() -> int:
-    pictures = [a for a in sys.argv[1:] if a != "--check"]
-    if not pictures:
-        raise UserError("no results named: run python -m bench.plots my-box/teff")
-    for picture in pictures:
+    style = argparse.RawTextHelpFormatter
+    parser = PlainParser(prog="python -m bench.plots", description=__doc__, formatter_class=style)
+    parser.add_argument("pictures", nargs="+", metavar="NAME", help="results, such as my-box/teff")
+    parser.add_argument("--check", action="store_true", help="draw nothing, only compare")
+    args = parser.parse_args()
+    for picture in args.pictures:
         names = picture.split(",")
         for name in names:
             if not series(name):
                 raise UserError(f"{name}: no results to draw")
         file = PLOTS / f"{names[0]}.png"
-        if "--check" not in sys.argv:
+        if not args.check:
             draw(*names, file) if len(names) == 1 else draw_panels(names, file)
             print(file)
         elif not file.exists() or digest(*names).encode() not in file.read_bytes():
@@ -186,7 +191,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        sys.exit(f"error: {e}")
+    command(main)

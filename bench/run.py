@@ -21,9 +21,10 @@ import numpy as np
 from bench import store
 from bench.peers import torchtitan, trl
 from bench.presets import BALANCED, DEFAULTS, PRESETS, name_of
-from llm_demo.args import PlainParser, regex, whole
+from llm_demo.args import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.errors import UserError
-from llm_demo.files import ROOT, write_text
+from llm_demo.files import PART, ROOT, cache_folder
+from llm_demo.process import command
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
 PEERS = {"torchtitan": torchtitan, "trl": trl}
@@ -59,7 +60,8 @@ def main() -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(
-        description=f"{__doc__.splitlines()[0]} Flags that take A,B measure all combinations."
+        prog="python -m bench.run",
+        description=f"{__doc__.splitlines()[0]} Flags that take A,B measure all combinations.",
     )
     parser.add_argument("--preset", choices=PRESETS, help="a set of rows; flags override it")
     for name, kind, text in (
@@ -94,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def grid(args) -> dict[str, dict]:
     """Return the rows asked for by their keys: a preset's, changed by flags, or combinations."""
-    given = {"engine": args.engines, "ckpt": args.ckpt and [c == "true" for c in args.ckpt]}
+    given = {"engine": args.engines, "ckpt": args.ckpt and [boolean(text) for text in args.ckpt]}
     for name in ("micro", "ga", "dtype", "seq_len", "model", "gpus", "data"):
         given[name] = getattr(args, name)
     for name in ("steps", "flags", "env"):
@@ -113,11 +115,18 @@ def grid(args) -> dict[str, dict]:
     return {store.key_of({"row": row}): row for row in rows}
 
 
+def boolean(text: str) -> bool:
+    if text.lower() not in TRUE + FALSE:
+        raise UserError(f"--ckpt {text[:80]}: must be true or false")
+    return text.lower() in TRUE
+
+
 def measure(row: dict, timeout: float) -> dict:
     """Run a row. Returns its status ("ok", "out of memory" or "failed"), command and figures."""
     peer = PEERS.get(row["engine"])
     if peer and not peer.installed():
-        return {"status": "failed", "error": f"{row['engine']} is not installed", "command": ""}
+        error = f"{row['engine']} is not installed: run pip install {peer.PACKAGES}"
+        return {"status": "failed", "error": error, "command": ""}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         command = peer.command_of(row) if peer else command_of(row, out)
@@ -129,7 +138,7 @@ def measure(row: dict, timeout: float) -> dict:
     outcome = {"status": "ok", **figures} if figures else failure(code, text)
     result = json.dumps({"command": " ".join(command), **outcome})
     # paths of this machine mean nothing elsewhere
-    paths = {f"{scratch}/": "OUT/", f"{cache()}/": "CACHE/", sys.executable: "python"}
+    paths = {f"{scratch}/": "OUT/", f"{Path(cache_folder())}/": "CACHE/", sys.executable: "python"}
     for path, name in {**paths, f"{ROOT}/": ""}.items():
         result = result.replace(path, name)
     return json.loads(result)
@@ -156,13 +165,13 @@ def command_of(row: dict, out: Path) -> list[str]:
     if not (Path(model) / "tokenizer.json").is_file() and Path(model).is_dir():
         flags["tokenizer_name_or_path"] = ROOT / "models/qwen3-tiny"
     command = ["bash", str(ROOT / LAUNCHERS[row["engine"]])]
-    more = row["flags"].split()
-    if BALANCED in more:
+    flags_of_row = row["flags"].split()
+    if BALANCED in flags_of_row:
         command = [sys.executable, "-m", "llm_demo.launch", "torchrun", "bench/balanced.py"]
-        more.remove(BALANCED)
+        flags_of_row.remove(BALANCED)
     for name, value in flags.items():
         command += [f"--{name}", str(value)]
-    return command + more
+    return command + flags_of_row
 
 
 def environment_of(row: dict) -> dict:
@@ -171,8 +180,8 @@ def environment_of(row: dict) -> dict:
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
-    if peer := PEERS.get(row["engine"]):
-        env[peer.ROW] = json.dumps(row)
+    if row["engine"] == "trl":
+        env[trl.ROW] = json.dumps(row)
     return env
 
 
@@ -184,7 +193,7 @@ def data_of(row: dict, model: str) -> str:
     if row["data"] not in ("full", "packed", "mixed"):
         return row["data"]
     vocab, S = json.loads((Path(model) / "config.json").read_text())["vocab_size"], row["seq_len"]
-    file = cache() / f"bench-{row['data']}-{vocab}-{S}.jsonl"
+    file = Path(cache_folder()) / f"bench-{row['data']}-{vocab}-{S}.jsonl"
     if file.exists():
         return str(file)
     rng = np.random.default_rng(0)
@@ -202,12 +211,10 @@ def data_of(row: dict, model: str) -> str:
             document = {"input_ids": ids, "labels": [-100] * (n // 3) + ids[n // 3 :]}
         lines.append(f"{json.dumps(document)}\n")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(lines))
+    part = file.with_name(f"{PART}{os.getpid()}-{file.name}")  # others may write the same file
+    part.write_text("".join(lines))
+    part.replace(file)
     return str(file)
-
-
-def cache() -> Path:
-    return Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
 
 
 def run_command(command: list[str], env: dict, timeout: float) -> tuple[int, str]:
@@ -258,10 +265,7 @@ def describe(result: dict) -> str:
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # or the row would keep running
     try:
-        sys.exit(main())
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+        command(main)
     except KeyboardInterrupt:
         print("\nstopped: completed rows are kept, --resume continues", file=sys.stderr)
         sys.exit(130)

@@ -1,6 +1,9 @@
 """Results on disk: bench/results/NAME.jsonl has one JSON object per line, one line per row."""
 
+import contextlib
+import fcntl
 import json
+import os
 from pathlib import Path
 
 from bench.presets import DEFAULTS
@@ -24,14 +27,28 @@ def write(name: str, result: dict) -> None:
 
     The file is replaced as a whole: an interruption leaves the old one. It is read again first,
     because another benchmark may have added rows in the meantime."""
-    results = {key_of(r): r for r in read(name)}
-    results[key_of(result)] = result
-    file_of(name).parent.mkdir(parents=True, exist_ok=True)
-    write_text(file_of(name), "".join(f"{json.dumps(r)}\n" for r in results.values()))
+    file = file_of(name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with locked(file.parent):
+        results = {key_of(r): r for r in read(name)}
+        results[key_of(result)] = result
+        write_text(file, "".join(f"{json.dumps(r)}\n" for r in results.values()))
+
+
+@contextlib.contextmanager
+def locked(folder: Path):
+    """Hold a lock on a folder; another process waits for it."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems can't lock a folder
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 def key_of(result: dict) -> str:
-    """What tells results apart: all settings of a row but the number of steps.
+    """What identifies a result: all settings of a row but the number of steps.
 
     Results of bench.checkpoints have columns of their own; the first names script and flags."""
     if "columns" in result:

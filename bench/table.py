@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 from bench import store
+from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
+from llm_demo.process import command
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = (
@@ -98,9 +100,8 @@ def pages() -> list[Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    style = argparse.RawTextHelpFormatter
+    parser = PlainParser(prog="python -m bench.table", description=__doc__, formatter_class=style)
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
@@ -119,8 +120,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    command(main)

@@ -31,7 +31,7 @@ PEAK_TFLOPS = {
     "RTX 3090": (35.6, 71.0, 71.0),
 }
 
-# Of a control group, version 1 and 2: its memory limit, what it takes, page cache within that.
+# Files of a control group, version 1 and 2: its memory limit, its usage, page cache within that.
 GROUP_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)"
 GROUP_V2 = "memory.max", "memory.current", r"^(?:in)?active_file (\d+)"
 
@@ -63,7 +63,7 @@ def this_device(index: int = 0) -> Device:
 
 
 def drawn_on() -> str:
-    """What random numbers depend on besides the seed: the model of the GPU, or that it is a CPU."""
+    """What random numbers depend on, apart from the seed: the model of the GPU, or "CPU"."""
     device = this_device()
     return device.name if device.type == "cuda" else "CPU"
 
@@ -100,11 +100,11 @@ def links() -> list[str]:
     "NV18", "PIX", "XGMI". The first two GPUs' link comes first. Empty if the tool names none."""
     for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
         try:
-            said = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
+            table = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
         except (OSError, subprocess.TimeoutExpired):
             continue
         # "GPU0 X NV18 ..."; the table's header is indented
-        rows = [line.split()[1:] for line in said.splitlines() if line.startswith("GPU")]
+        rows = [line.split()[1:] for line in table.splitlines() if line.startswith("GPU")]
         pairs = [row[j] for i, row in enumerate(rows) for j in range(i + 1, len(rows))]
         if pairs:
             return list(dict.fromkeys(pairs))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.device import World
-from llm_demo.errors import STOPPED, Stopped, UserError
+from llm_demo.errors import STOPPED, Stopped, UserError, counted
 from llm_demo.files import disk_full
 from llm_demo.process import (
     minutes,
@@ -39,13 +39,14 @@ def start() -> World:
         env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
+            gpus = counted(torch.cuda.device_count(), "GPU")
             raise UserError(
-                f"rank {rank} wants GPU {local_rank}, this machine shows "
-                f"{torch.cuda.device_count()}: lower NPROC_PER_NODE or see CUDA_VISIBLE_DEVICES"
+                f"rank {rank} needs GPU {local_rank}, but PyTorch sees only {gpus}: lower "
+                "NPROC_PER_NODE or check CUDA_VISIBLE_DEVICES"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        # gloo besides NCCL: objects and barriers before step 1 need no GPU.
+        # gloo as well as NCCL: objects and barriers before step 1 need no GPU.
         dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout(), device_id=device)
     else:
         device = torch.device("cpu")
@@ -68,13 +69,16 @@ def once_per_node(world: World, build: Callable):
                 error = str(e)
         errors = [None] * world.size
         dist.all_gather_object(errors, error)
-        if found := next((e for e in errors if e), None):
-            raise UserError(found)
+        if first := next((e for e in errors if e), None):
+            raise UserError(first)
     return result
 
 
-def from_rank0(world: World, make: Callable):
-    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank."""
+def from_rank0(world: World, make: Callable, long: bool = False):
+    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
+
+    long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if long else None
     box = [None, None]
     if world.rank == 0:
         try:
@@ -82,7 +86,7 @@ def from_rank0(world: World, make: Callable):
                 box[0] = make()
         except UserError as e:
             box[1] = str(e)
-    dist.broadcast_object_list(box)
+    dist.broadcast_object_list(box, group=group)
     if box[1]:
         raise UserError(box[1])
     return box[0]
@@ -110,7 +114,7 @@ def _let_others_speak() -> None:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether an operation failed because another rank has ended."""
-    return any(f"onnection {how} by peer" in str(error) for how in ("closed", "reset"))
+    return any(f"onnection {end} by peer" in str(error) for end in ("closed", "reset"))
 
 
 def run(
@@ -148,18 +152,19 @@ def run(
     except torch.OutOfMemoryError as e:
         code = 1
         rank = os.environ.get("RANK", "0")
-        ways = advice(parse()) if advice else ""
-        helps = f"; what helps, in this order: {ways}" if ways else ""
-        said = f"error: rank {rank} is out of GPU memory ({str(e).split('. ')[0]}){helps}"
-        print(said, file=sys.stderr)
+        steps = advice(parse()) if advice else ""
+        hint = f"; what helps, in this order: {steps}" if steps else ""
+        cause = str(e).split(". ")[0]
+        print(f"error: rank {rank} is out of GPU memory ({cause}){hint}", file=sys.stderr)
     except Exception as e:
         code = 1
         if lost_peer(e):
             rank = os.environ["RANK"]
             _let_others_speak()  # the peer prints the reason, and the launcher ends this rank
-            print(f"error: rank {rank} lost a peer: see that one's error", file=sys.stderr)
-        elif what := disk_full(e, output_dir=parse and parse().output_dir):
-            print(f"error: rank {os.environ.get('RANK', '0')}: {what}", file=sys.stderr)
+            message = f"rank {rank} lost the connection to another rank: see that rank's error"
+            print(f"error: {message}", file=sys.stderr)
+        elif reason := disk_full(e, output_dir=parse and parse().output_dir):
+            print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
         else:
             traceback.print_exc()
     sys.stdout.flush()

@@ -55,7 +55,7 @@ Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = PlainParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("source", help="a checkpoint, or a run folder for its newest complete checkpoint")
     add("out", type=Path, help="folder to create")
@@ -88,8 +88,8 @@ def export(
     base: str | None = None,
 ) -> str:
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
-    only when complete; of adapters the same without the base's weights and configurations, or with
-    `merge` those of the merged model. base: where that base is now. Returns a line for the log.
+    only when complete. A run of adapters is written without the base's weights and configurations,
+    or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
     Raises UserError if `out` is not empty."""
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose another name")
@@ -118,8 +118,9 @@ def export(
             n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora)
         else:
             read = merged(checkpoint, config, held, lora, weights) if lora else None
-            how = DTYPES[dtype], max_shard_size, buffers, read
-            n_bytes = write_weights(checkpoint, part, shapes, *how)
+            n_bytes = write_weights(
+                checkpoint, part, shapes, DTYPES[dtype], max_shard_size, buffers, read
+            )
             config.dtype = DTYPES[dtype]
             if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
                 config.num_mtp_layers = 0
@@ -196,8 +197,8 @@ def refuse_non_finite(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> Non
 
 
 def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict) -> int:
-    """Write adapters as PEFT does; returns bytes. wanted: {name: shape} of their factors; lora: as
-    of Lora.facts()."""
+    """Write adapters as PEFT does; returns bytes. wanted: {name: shape} of their factors; lora:
+    what Lora.facts() returned."""
     from peft import LoraConfig  # takes a second
 
     tensors = {name: torch.empty(shape) for name, shape in wanted.items()}
@@ -237,7 +238,7 @@ def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Wei
 def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights | None) -> Callable:
     """A function that fills {name: tensor} with the sum of the base and its adapters.
 
-    wanted: {name: shape} of the factors; weights: of the base, None for random ones."""
+    wanted: {name: shape} of the factors; weights: the base's, None for random ones."""
     factors = {name: torch.empty(shape) for name, shape in wanted.items()}
     read_tensors(checkpoint, factors)
     lm, seed = None if weights else skeleton(config, "sdpa"), lora["base"].get("seed", 0)
@@ -291,8 +292,8 @@ def write_weights(
         for file, names in plan.filename_to_tensors.items():
             names, tensors = set(names), {}
             # a fused tensor is read whole, even if another file has some of its experts
-            mine = {n: s for n, s in wanted.items() if names & in_files({n: s}, set()).keys()}
-            for group in in_groups(mine):
+            needed = {n: s for n, s in wanted.items() if names & in_files({n: s}, set()).keys()}
+            for group in in_groups(needed):
                 tensors |= read_group(group, names, dtype, buffers, read)
             refuse_non_finite(checkpoint, tensors)
             save_file(tensors, folder / file, metadata={"format": "pt"})
@@ -318,8 +319,8 @@ def in_groups(shapes: dict[str, tuple]) -> Iterator[dict[str, tuple]]:
 def read_group(
     shapes: dict[str, tuple], names: set[str], dtype, buffers, read: Callable
 ) -> dict[str, torch.Tensor]:
-    """Read these parameters; returns their tensors in a file, in the dtype to write. names: of the
-    tensors in that file; the rest as in write_weights."""
+    """Read these parameters; returns their tensors in a file, in the dtype to write. names: the
+    tensors in that file; for the rest see write_weights."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
     read(masters)
     tensors = {}

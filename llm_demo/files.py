@@ -10,7 +10,7 @@ import resource
 import shutil
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent  # of the repository
+ROOT = Path(__file__).resolve().parent.parent  # the repository
 PART = ".part-"  # name prefix of anything incomplete or being removed; never read
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -69,7 +69,7 @@ def _describe(number: int, where, output_dir: str | None) -> str:
 
 
 def cache_folder() -> str:
-    """The folder of cached packs."""
+    """The folder of what is kept between runs, such as packs."""
     return os.environ.get("LLM_DEMO_CACHE") or os.path.expanduser("~/.cache/llm_demo")
 
 
@@ -82,7 +82,7 @@ def digest(file: Path) -> str:
 
 
 def write_json(file: Path, value, **options) -> None:
-    """Replace a JSON file atomically. options: of json.dumps."""
+    """Replace a JSON file atomically. options: those of json.dumps."""
     write_text(file, json.dumps(value, **{"indent": 1, **options}) + "\n")
 
 

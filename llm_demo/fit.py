@@ -1,4 +1,4 @@
-"""Which flags fit on your cards, and which of them should be fastest. Needs no GPU.
+"""Find the flags that fit on your cards and should be fastest. Needs no GPU.
 
     python -m llm_demo.fit models/qwen3-8b --cards 2 --memory 32 --tokens_a_step 100000
 
@@ -27,7 +27,7 @@ import torch
 
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
-from fsdp_pp import estimate as sharded
+from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.args import PlainParser, parse_args, whole
 from llm_demo.errors import UserError, counted
@@ -41,10 +41,10 @@ from llm_demo.model.memory import PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture, load_config
 from llm_demo.plan import Compute
-from llm_demo.process import refuse_unusable_paths
+from llm_demo.process import command
 from pp.flags import PipeArgs
 
-FREE = 0.05  # of a card's memory, for what the estimate does not count
+FREE = 0.05  # share of a card's memory, for what the estimate leaves out
 LARGEST = 64  # micro-batch size
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
@@ -52,7 +52,7 @@ DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
     "FSDP pipeline",
 )  # fmt: skip
 LAUNCHERS = {PIPE: "pp/launch_pp.sh", GRID: "fsdp_pp/launch_fsdp_pp.sh"}
-FLAGS = {PIPE: PipeArgs, GRID: FsdpPipeArgs}  # of the others: FsdpArgs
+FLAGS = {PIPE: PipeArgs, GRID: FsdpPipeArgs}  # for the others: FsdpArgs
 NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
 LONG = 8192  # tokens of a row from which on it may be spread over cards
 SHORT = {
@@ -65,12 +65,12 @@ SHORT = {
 
 
 class Choice(NamedTuple):
-    way: str  # of WAYS
+    way: str  # one of WAYS
     flags: dict
-    seconds: float  # of a step: see above
-    tokens: int  # of a step
-    parts: dict[str, float]  # memory of the fullest card
-    host: float  # memory of the host, for all ranks
+    seconds: float  # estimated time of a step, see above
+    tokens: int  # per step
+    parts: dict[str, float]  # memory of the fullest card, GB
+    host: float  # memory of the host for all ranks, GB
 
     @property
     def memory(self) -> float:
@@ -82,7 +82,7 @@ class Choice(NamedTuple):
 
 
 def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
-    """Every setting worth a look, whether it fits or not."""
+    """Every setting to consider, whether it fits or not."""
     lora, rank = None, {}
     if ask.lora_rank:
         rank = {"lora_rank": ask.lora_rank}
@@ -91,13 +91,12 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     names = (*config.to_dict(), *config.attribute_map)
     config = SimpleNamespace(**{n: getattr(config, n) for n in names if hasattr(config, n)})
     ckpt = {"use_activation_checkpointing": True}
-    ways = [{}, {"activation_memory_budget": 0.6}, ckpt]
+    savings = [{}, {"activation_memory_budget": 0.6}, ckpt]
     if ask.seq_len >= LONG:
-        ways.append({**ckpt, "activations_on_host": True})
-    for saved in ways:
-        both = False, True
-        over = spreads(config, ask), expert_spreads(config, ask)
-        for reshard, host, rows, experts in itertools.product(both, both, *over):
+        savings.append({**ckpt, "activations_on_host": True})
+    for saved in savings:
+        grid = (False, True), (False, True), spreads(config, ask), expert_spreads(config, ask)
+        for reshard, host, rows, experts in itertools.product(*grid):
             on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
             on["sequence_parallel"] = rows if rows > 1 else 0
             on["expert_parallel"] = experts if experts > 1 else 0
@@ -134,12 +133,12 @@ def spreads(config, ask) -> list[int]:
     """Over how many cards a row may be spread."""
     if ask.seq_len < LONG:
         return [1]
-    found = []
+    possible = []
     for n in (n for n in range(1, ask.cards + 1) if ask.cards % n == ask.seq_len % n == 0):
         with contextlib.suppress(UserError):
             share_of_heads(heads_of(config), n)
-            found.append(n)
-    return found
+            possible.append(n)
+    return possible
 
 
 def expert_spreads(config, ask) -> list[int]:
@@ -165,7 +164,7 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
         args, host = dataclasses.replace(defaults, **batch, **flags), 0.0
         speed = ask.seq_len, cards, ask.tflops, ask.bandwidth
         if stages > 1:
-            if args.schedule == "dualpipev" and accum < max(4, 2 * stages):
+            if args.schedule == "dualpipev" and accum < 2 * stages:
                 continue
             if args.schedule == "interleaved" and accum % stages:
                 continue
@@ -174,14 +173,15 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
         else:
             if args.use_activation_checkpointing and train.longest >= estimate.LONG:
                 within = dataclasses.replace(args, device_memory_gb=ask.memory)
-                how = within, config, compute, train, cards, cards > 1, experts_over
-                kept, _ = estimate.choose_attention_kept(*how)
-                compute = COMPUTE._replace(lora=lora, attention_kept=kept)
-            how = args, config, compute, train, cards, cards > 1, experts_over
-            parts = estimate.of_fsdp(*how)
+                blocks, _ = estimate.choose_attention_kept(
+                    within, config, compute, train, cards, cards > 1, experts_over
+                )
+                compute = COMPUTE._replace(lora=lora, attention_kept=blocks)
+            parts = estimate.of_fsdp(args, config, compute, train, cards, cards > 1, experts_over)
             way = CKPT if args.use_activation_checkpointing else DEVICE
-            more = lora and lora.parameters, compute.attention_kept / config.num_hidden_layers
-            seconds = step_time.of_fsdp(args, config, *speed, *more)
+            adapters = lora and lora.parameters
+            not_recomputed = compute.attention_kept / config.num_hidden_layers
+            seconds = step_time.of_fsdp(args, config, *speed, adapters, not_recomputed)
             if args.optimizer_on_host:
                 way = HOST
             if replicas < cards:
@@ -202,15 +202,14 @@ def flags_of(group: type):
 
 def of_stages(way: str, args, config, train, replicas: int) -> list[dict[str, float]]:
     pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
-    how = args.partition, train.seq_len, args.use_activation_checkpointing
-    counts = split(config, pieces, *how)
+    counts = split(config, pieces, args.partition, train.seq_len, args.use_activation_checkpointing)
     if way == GRID:
-        return sharded.of_stages(args, config, COMPUTE, train, replicas, counts)
-    from pp import estimate  # after the flags: importing DeepSpeed takes seconds
+        return fsdp_pp_estimate.of_stages(args, config, COMPUTE, train, replicas, counts)
+    from pp import estimate as pp_estimate  # after the flags: importing DeepSpeed takes seconds
 
     steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
-    held = estimate.pieces_held(args.schedule, args.stages, counts, steady)
-    return estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
+    held = pp_estimate.pieces_held(args.schedule, args.stages, counts, steady)
+    return pp_estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -224,7 +223,7 @@ def usable(ask) -> float:
 
 
 def best(found: list[Choice], ask) -> tuple[Choice, bool]:
-    """The fastest that fits, or else what comes nearest; whether it fits."""
+    """(the fastest that fits, or else the one that comes nearest; whether it fits)."""
     fitting = [choice for choice in found if not lacking(choice, ask)]
     if not fitting:
         return min(found, key=lambda choice: (lacking(choice, ask), choice.seconds)), False
@@ -248,24 +247,24 @@ def line(choice: Choice, ask) -> str:
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
-    kept = ["masters and moments"] * ("optimizer_on_host" in first.flags)
-    kept += ["inputs of blocks"] * ("activations_on_host" in first.flags)
-    host = f"{first.host:.1f} GB for {' and '.join(kept)}"
-    if not kept:
+    on_host = ["masters and moments"] * ("optimizer_on_host" in first.flags)
+    on_host += ["inputs of blocks"] * ("activations_on_host" in first.flags)
+    host = f"{first.host:.1f} GB for {' and '.join(on_host)}"
+    if not on_host:
         host = f"about {ask.cards * PROCESS:.0f} GB; the optimizer is on the cards"
     unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
     rows = counted(first.tokens // ask.seq_len, "row")
     lines = [
         line(first, ask),
         "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
-        f"tokens a step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
+        f"tokens per step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
         f"memory: {first.memory:.1f} of {ask.memory:g} GB a card: {parts}",
         f"host memory: {host}{unknown}",
-        "considered, the best of each way by a rough time of a step:",
+        "considered (the fastest of each kind by the estimated time of a step):",
     ]
     for way in WAYS:
-        if found_here := [choice for choice in found if choice.way == way]:
-            choice, fits = best(found_here, ask)
+        if candidates := [choice for choice in found if choice.way == way]:
+            choice, fits = best(candidates, ask)
             slower = f"{choice.seconds / first.seconds:.2f} x the time"
             why = "chosen" if choice is first else slower if fits else shortage(choice, ask)
             lines.append(f"  {way:15} {choice.memory:6.1f} GB  {why:28} {choice}")
@@ -280,25 +279,25 @@ def shortage(choice: Choice, ask) -> str:
 def nothing(found: list[Choice], config, ask) -> str:
     """What comes nearest, and what would help."""
     choice, _ = best(found, ask)
-    said = f"{choice.memory:.1f} GB a card, of which {usable(ask):.1f} may be used"
-    said += f", and {choice.host:.1f} GB of host memory" * (choice.host > 0)
+    memory = f"{choice.memory:.1f} GB a card, of which {usable(ask):.1f} may be used"
+    memory += f", and {choice.host:.1f} GB of host memory" * (choice.host > 0)
     needs = []
     if choice.memory > usable(ask):
         needs.append(f"cards of {math.ceil(choice.memory / (1 - FREE))} GB")
     if ask.host_memory and choice.host > ask.host_memory:
-        said += f", of {ask.host_memory:g}"
+        memory += f", of {ask.host_memory:g}"
         needs.append(f"{math.ceil(choice.host)} GB of host memory")
     helps = [" with ".join(needs)]
     for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
-        more = argparse.Namespace(**{**vars(ask), "cards": cards})
-        if best(list(choices(config, more, pipeline=False)), more)[1]:
+        larger = argparse.Namespace(**{**vars(ask), "cards": cards})
+        if best(list(choices(config, larger, pipeline=False)), larger)[1]:
             helps.append(f"{cards} such cards")
             break
     if enough := [c.host for c in found if c.memory <= usable(ask)]:
         helps.append(f"{math.ceil(min(enough))} GB of host memory")
     helps = " or ".join(dict.fromkeys(helps))
-    more = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
-    return f"nothing fits; nearest: {choice}: {said}; what would help: {helps}{more}"
+    note = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
+    return f"nothing fits; nearest: {choice}: {memory}; what would help: {helps}{note}"
 
 
 def above_0(text: str) -> float:
@@ -314,12 +313,12 @@ def above_0(text: str) -> float:
 
 def make_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
-    parser = PlainParser(prog="llm_demo.fit", description=__doc__, formatter_class=style)
+    parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
     add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
-    add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
+    add("model", metavar="MODEL", help="a folder or a hub id; only its config.json is read")
     add("--cards", type=whole(1), required=True, help="GPUs, of one node")
     number("--memory", required=True, help="GB (2**30 bytes) of each card")
-    add("--tokens_a_step", type=whole(1), required=True, help="least tokens of an optimizer step")
+    add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
     add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
     add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
     number("--host_memory", help="GB of the host's memory for the run; default: as much as needed")
@@ -332,8 +331,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     ask = make_parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        of_hub = not Path(ask.model).expanduser().is_dir()  # of which only config.json is read
-        config = load_config(find_model(ask.model, config_in=folder), ask.seq_len, trained=of_hub)
+        on_hub = not Path(ask.model).expanduser().is_dir()
+        config = load_config(find_model(ask.model, config_in=folder), ask.seq_len, trained=on_hub)
     found = list(choices(config, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)
@@ -343,9 +342,4 @@ def main(argv: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU
-    try:
-        with refuse_unusable_paths():
-            main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    command(main)

@@ -10,7 +10,8 @@ from llm_demo.args import Args
 from llm_demo.data.batch import Batch, answers_of, label_positions
 from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
-from llm_demo.errors import counted
+from llm_demo.dist import from_rank0
+from llm_demo.errors import Stopped, counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
 from llm_demo.model.costs import flops_of_slot
@@ -32,7 +33,7 @@ def prepare(
     args: Args, world: World, plan: Plan, log: Log, copies: bool = False
 ) -> tuple[Clock, Checkpoints] | None:
     """The clock and the checkpoints of a run, or None if it has nothing left to train; then do what
-    it may have been killed before. copies: as in Checkpoints."""
+    it may have been killed before. copies: see Checkpoints."""
     steps = plan.horizon.max_steps
     lora = plan.compute.lora
     flops = flops_of_slot(plan.source.config, plan.data.train.attended, lora and lora.parameters)
@@ -64,7 +65,7 @@ def heldout_batches(
     packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows, with
-    its progress: as label_positions and answers_of return them, on the CPU."""
+    its progress. See label_positions and answers_of; all are on the CPU."""
     rows = heldout_rows(packs, replicas, micro)
     batches = micro_batches(packs, rows, replica, replicas, micro, max_docs)
     for batch in progress(batches, "evaluating", rows.size // replicas // micro, "batches"):
@@ -124,7 +125,11 @@ def train(
         last = n + 1 == horizon.max_steps
         if data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
             evaluation(n + 1)
-        checkpoints.after_step(n + 1, state, facts)
+        try:
+            checkpoints.after_step(n + 1, state, facts)
+        except Stopped:
+            log.close()
+            raise
 
     checkpoints.finish()
     export_last(args, world, log, checkpoints.folder / f"step_{horizon.max_steps:08d}")
@@ -148,14 +153,17 @@ def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:
 
 
 def export_last(args: Args, world: World, log: Log, checkpoint) -> None:
-    """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder."""
+    """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder. Every
+    rank calls; rank 0 writes, which may take an hour for a large model."""
     out = log.folder / "hf"
-    if args.export == "none" or world.rank != 0:
-        return
-    if out.exists():
-        log.say(f"--export {args.export}: {out} exists already and is left unchanged")
-    else:
-        log.say(export(checkpoint, out, args.export))
+
+    def write() -> str:
+        if out.exists():
+            return f"--export {args.export}: {out} exists already and is left unchanged"
+        return export(checkpoint, out, args.export)
+
+    if args.export != "none":
+        log.say(from_rank0(world, write, long=True))
 
 
 @torch.no_grad()
@@ -193,5 +201,5 @@ def finish(world: World, log: Log, clock: Clock) -> None:
         log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
     log.say(f"run: {log.folder}")
     if lines := next_steps(log.folder, argparse.Namespace(**log.settings), summary["steps"]):
-        log.say("\n".join(["what can be done next, as commands:", *lines]))
+        log.say("\n".join(["next steps:", *lines]))
     log.close()

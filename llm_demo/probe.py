@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from llm_demo.device import this_device
+from llm_demo.files import cache_folder
 from llm_demo.process import PARENT
 
 
@@ -24,8 +25,7 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     ~/.cache/llm_demo."""
     device = this_device()
     key = json.dumps([module, args, device.name, device.arch, torch.__version__, versions])
-    folder = Path(os.environ.get("LLM_DEMO_CACHE") or Path.home() / ".cache/llm_demo")
-    file = folder / "probes" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    file = Path(cache_folder()) / "probes" / hashlib.sha256(key.encode()).hexdigest()[:24]
     if file.exists():
         return file.read_text() or None
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from llm_demo.errors import UserError
 from llm_demo.files import disk_full
@@ -155,3 +156,14 @@ def refuse_unusable_paths():
         if not named or error.errno not in UNUSABLE or disk_full(error):
             raise
         raise UserError(f"{error.filename}: {error.strerror}") from error
+
+
+def command(main: Callable[[], int | None]) -> None:
+    """Exit with the code that main() returns. Bad input ends with one line and code 2."""
+    try:
+        with refuse_unusable_paths():
+            code = main()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

@@ -9,7 +9,6 @@ import math
 import re
 import statistics
 import string
-import sys
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from matplotlib.figure import Figure
 
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
+from llm_demo.process import command
 from llm_demo.run.reader import (
     column,
     finite,
@@ -47,7 +47,7 @@ PARTS = {  # of a step, in the order of the bars
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = PlainParser(description=__doc__.split("\n\n")[0])
+    parser = PlainParser(prog="python -m llm_demo.report", description=__doc__.split("\n\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), metavar="FILE.html",
@@ -420,8 +420,4 @@ CHART = {  # matplotlib's settings
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        sys.exit(2)
+    command(main)

@@ -3,13 +3,15 @@
 The flags are found by introspection, so that a new one can't be forgotten."""
 
 import dataclasses
+import importlib
+import sys
 import typing
 
 import pytest
 
 import bench.run
 from fsdp.train_fsdp import FsdpArgs
-from llm_demo import args, dist, evaluate, export
+from llm_demo import args, dist, evaluate, export, process
 from llm_demo.errors import UserError
 from llm_demo.launch import __main__ as launch
 from pp.pp_train import PipeArgs
@@ -100,3 +102,34 @@ def test_variables_of_the_launchers(name, monkeypatch, record_property):
             dist.start()  # also without the launcher
     else:
         assert name in launch.__doc__
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llm_demo.evaluate", "llm_demo.export", "llm_demo.report", "llm_demo.fit", "llm_demo.check",
+     "bench.run", "bench.checkpoints", "bench.plots", "bench.table"],
+)  # fmt: skip
+def test_each_program_names_itself_and_refuses_other_flags(name, monkeypatch, capsys):
+    module = importlib.import_module("llm_demo.check.__main__" if name.endswith("check") else name)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as end:
+        module.main()
+    assert end.value.code == 0 and capsys.readouterr().out.startswith(f"usage: python -m {name} ")
+    monkeypatch.setattr(sys, "argv", [name, "--hepl"])
+    with pytest.raises(UserError, match=r"\(see --help\)"):
+        module.main()
+
+
+def test_a_program_ends_with_one_line_for_bad_input(capsys, tmp_path):
+    def ends(main):
+        with pytest.raises(SystemExit) as end:
+            process.command(main)
+        return end.value.code
+
+    def refuse():
+        raise UserError("no such thing")
+
+    assert ends(lambda: None) in (None, 0) and ends(lambda: 3) == 3
+    assert ends(refuse) == 2 and capsys.readouterr().err == "error: no such thing\n"
+    assert ends((tmp_path / ("x" * 999)).stat) == 2
+    assert capsys.readouterr().err.endswith("File name too long\n")

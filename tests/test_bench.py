@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -197,6 +198,31 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert len(store.read("x")) == 2
 
 
+def test_two_benchmarks_at_a_time_lose_no_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    read = store.read
+    monkeypatch.setattr(store, "read", lambda name: (read(name), time.sleep(0.2))[0])
+    results = [result_of(micro=micro) for micro in (1, 2)]
+    threads = [threading.Thread(target=store.write, args=("x", result)) for result in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(read("x")) == 2
+
+
+def test_the_data_that_another_benchmark_writes_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
+    row = {**bench.DEFAULTS, "seq_len": 32}
+    file = pathlib.Path(bench.data_of(row, str(ROOT / "models/qwen3-tiny")))
+    half = file.with_name(f".part-{file.name}")
+    half.write_text(file.read_text()[:99])
+    file.unlink()
+    file = pathlib.Path(bench.data_of(row, str(ROOT / "models/qwen3-tiny")))
+    assert len(file.read_text().splitlines()) == 512 and half.stat().st_size == 99
+    assert {*tmp_path.iterdir()} == {file, half}
+
+
 def test_names_of_results_are_allowed_on_every_system():
     files = [file for folder in (store.RESULTS, plots.PLOTS) for file in folder.rglob("*")]
     assert len(files) > 12
@@ -308,7 +334,7 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
         f"step: {step} memory: 20.4GiB(14%) tps: 1,000\n"
         for step in (1, 10, 20, 30)
     )
-    monkeypatch.setattr(torchtitan.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(torchtitan, "version", lambda name: "0.2.2")
     monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
     result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
     assert result["status"] == "ok" and result["command"].startswith("python -m torch.distributed")
@@ -318,11 +344,18 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
 
 
-def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism(monkeypatch):
+def test_another_version_of_a_peer_is_not_measured(monkeypatch):
+    from bench.peers import torchtitan
+
+    monkeypatch.setattr(torchtitan, "version", lambda name: "0.3.0")
+    result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
+    assert result["status"] == "failed" and "pip install torchtitan==0.2.2" in result["error"]
+
+
+def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
     from bench.peers import torchtitan
 
     row = {**bench.DEFAULTS, "gpus": 4, "ga": 3, "seq_len": 4096, "flags": "--sequence_parallel 2"}
-    monkeypatch.setattr(torchtitan, "is_0_2", lambda: True)
     command = torchtitan.command_of(row)
     for name, value in (
         ("parallelism.context_parallel_degree", "2"), ("training.global_batch_size", "6")
@@ -411,3 +444,13 @@ def test_what_is_drawn_is_a_share_of_the_step():
     assert plots.shares(summary) == pytest.approx(
         {"compute and idle": 0.7, "exposed transfer": 0.1, "waiting": 0.2}
     )
+
+
+def test_checkpointing_is_on_or_off_in_any_spelling():
+    def rows(text):
+        args = bench.make_parser().parse_args(["--engines", "fsdp", "--ckpt", text])
+        return [row["ckpt"] for row in bench.grid(args).values()]
+
+    assert rows("True,no") == [True, False] and rows("1") == [True]
+    with pytest.raises(UserError, match="--ckpt maybe: must be true or false"):
+        rows("true,maybe")

@@ -105,6 +105,26 @@ def test_events_are_used_again(monkeypatch):
     assert len(made) == 20
 
 
+def test_operations_of_different_groups_are_kept_apart(monkeypatch):
+    """However it is passed: waits are compared with those of ranks in the same group only."""
+    gather = lambda output, input, group=None, async_op=False: None  # noqa: E731
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    timer, x, group = CommTimer(torch.device("cpu"), 0, 2), torch.ones(2), SimpleNamespace()
+    group.group_name = "shards"
+    timer.install()
+    try:
+        torch.distributed.all_gather_into_tensor(x, x, group=group)
+        torch.distributed.all_gather_into_tensor(x, x, group)
+        torch.distributed.all_gather_into_tensor(x, x, group, True)  # runs on: not timed
+        timer.call("all_gather", lambda x: None, x, group=group)
+        timer.call("all_gather", lambda x: None, x)
+    finally:
+        timer.remove()
+    gathers, copies = ("all_gather_into_tensor", "shards"), "copied all_gather"
+    expected = [(*gathers, 0), (*gathers, 1), (copies, "shards", 0), (copies, "", 0)]
+    assert [op[0] for op in timer.take()[0]] == expected
+
+
 class Device:
     """A stream and its host in simulated milliseconds, with as much of torch.cuda as is timed."""
 

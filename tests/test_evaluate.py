@@ -141,3 +141,21 @@ def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeyp
     monkeypatch.setattr(evaluate, "find_model", None)
     with pytest.raises(UserError, match="no such data file: .*x.jsonl"):
         evaluate.main()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--data_format csv", "--data_format: invalid choice: 'csv'"),
+        ("--learn_turns first", "--learn_turns: invalid choice: 'first'"),
+        ("--input_key prompt", "--input_key and --target_key name a pair of columns: set both"),
+        ("--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),
+        ("--learn_turns last --train_on_prompt", "contradict each other"),
+    ],
+)
+def test_bad_flags_are_one_line_before_a_model_is_sought(flags, message, folder, monkeypatch):
+    monkeypatch.setattr(evaluate, "find_model", None)
+    command = ["evaluate", "--models", "a/model", "--data", str(folder / "x.jsonl")]
+    monkeypatch.setattr(sys, "argv", [*command, *flags.split()])
+    with pytest.raises(UserError, match=message):
+        evaluate.main()

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, python, run
+from conftest import ROOT, python, run, torchrun
 from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -240,3 +240,32 @@ def test_positions_of_yarn(tmp_path):
             continue
         with pytest.raises(UserError, match=f"has positions up to {limit}"):
             load_config(tmp_path, limit + 1)
+
+
+LONG = """
+import time, torch
+from pathlib import Path
+from types import SimpleNamespace
+from llm_demo import dist, loop
+
+def export(checkpoint, out, dtype):
+    time.sleep(5)
+    return "exported"
+
+def main():
+    world = dist.start()
+    log = SimpleNamespace(folder=Path("nowhere"), say=lambda text: print(world.rank, text))
+    loop.export = export
+    loop.export_last(SimpleNamespace(export="bf16"), world, log, Path("step_00000001"))
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    print("sum", total.item())
+
+dist.run(main)
+"""
+
+
+def test_ranks_wait_for_an_export_that_takes_longer_than_one_operation_may(tmp_path):
+    (tmp_path / "long.py").write_text(LONG)
+    done = torchrun(2, tmp_path / "long.py", DIST_TIMEOUT_MINUTES="0.04")
+    assert "0 exported" in done.stdout and done.stdout.count("sum 2.0") == 2

@@ -249,7 +249,7 @@ def test_what_is_printed_without_a_host_optimizer(capsys):
     out = capsys.readouterr().out
     assert "\nhost memory: about 4 GB; the optimizer is on the cards\n" in out
     fit.main([str(ROOT / SMALL), *"--cards 1 --memory 24 --tokens_a_step 1024".split()])
-    assert "\ntokens a step: 1 row x 1,024 = 1,024\n" in capsys.readouterr().out
+    assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in capsys.readouterr().out
 
 
 def test_no_device_is_looked_at(monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import no_ranks, python
+from conftest import no_ranks, python, run
 
 from llm_demo.errors import UserError
 from llm_demo.launch.__main__ import NotRestarted, Ranks, replace, report
@@ -496,3 +496,16 @@ def test_a_signal_to_the_launcher_leaves_no_process(repo, kind, name):
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert process.returncode == 128 + signal.Signals[name]
     assert stderr.splitlines()[-1] == f"error: stopped by {name}"
+
+
+REFUSES = """
+import sys
+from deepspeed.launcher import launch
+from llm_demo.launch.__main__ import Node, deepspeed
+launch.main = lambda: sys.exit(2)
+sys.exit(deepspeed(Node(0, 1, 1, 0, "127.0.0.1", 0, 50, 0), ["train.py"], None))
+"""
+
+
+def test_deepspeeds_launcher_may_end_without_a_signal_or_a_failed_rank():
+    assert run([sys.executable, "-c", REFUSES], timeout=120).returncode == 2

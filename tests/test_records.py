@@ -233,17 +233,10 @@ BAD_FLAGS = {
         {"data_format": "messages"},
         r":1: no 'messages'.*keys: prompt, compl",
     ),
-    "half a pair": ({"input_key": "prompt"}, "go together"),
     "keys and format": (
         {"input_key": "a", "target_key": "b", "data_format": "text"},
         "does not accept",
     ),
-    "unknown format": (
-        {"data_format": "csv"},
-        "--data_format csv: choose from auto, tokens, messages",
-    ),
-    "unknown overlong": ({"overlong": "wrap"}, "--overlong wrap: choose from truncate"),
-    "seq_len": ({"seq_len": 7}, "--seq_len 7 is too small"),
 }
 
 

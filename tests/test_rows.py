@@ -200,12 +200,6 @@ def test_an_answer_without_a_question_is_context(tmp_path):
     assert packs.stats["identity"]["reading"] == reading
 
 
-def test_learn_turns_refuses_what_it_contradicts(tmp_path):
-    path = write(tmp_path / "x.jsonl", PAIR)
-    refused(path, "--learn_turns first: choose from all, last", learn_turns="first")
-    refused(path, "contradict", learn_turns="last", train_on_prompt=True)
-
-
 def test_a_row_with_all_turns_marked_is_named_and_part_of_the_identity(tmp_path):
     marked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
     said = []

@@ -27,7 +27,7 @@ from test_security import sign
 from llm_demo import export
 from llm_demo.data import packs as data
 from llm_demo.device import World
-from llm_demo.errors import UserError
+from llm_demo.errors import Stopped, UserError
 from llm_demo.files import disk_full
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.source import load_tokenizer
@@ -112,6 +112,24 @@ def old_run(folder):
 
 def contents(folder):
     return {p.relative_to(folder): p.is_file() and p.read_bytes() for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_ends_or_stops_closes_its_tracker(stopped, train, tmp_path, monkeypatch):
+    """The process may end without Python's exit handlers, which would close it."""
+    calls = []
+    tracked = SimpleNamespace(
+        log=lambda numbers, step: calls.append(step), finish=lambda: calls.append("finished")
+    )
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: tracked))
+    if stopped:
+        begin = checkpoint.Checkpoints.begin
+        asked = lambda self: (begin(self), setattr(self, "stop", True))  # noqa: E731
+        monkeypatch.setattr(checkpoint.Checkpoints, "begin", asked)
+    with pytest.raises(Stopped) if stopped else contextlib.nullcontext():
+        train("fsdp", "--max_steps 2 --eval_json none --report_to wandb")
+    assert calls[-1] == "finished" and calls.count("finished") == 1
+    assert set(calls[:-1]) == ({1} if stopped else {1, 2})
 
 
 # ---------------------------------------------------------------- refused runs

@@ -152,7 +152,7 @@ def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path)
         assert time.monotonic() - begun < 60
         for node, said in zip(others, outputs, strict=True):
             errors = [line for line in said.splitlines() if line.startswith("error: ")]
-            assert node.returncode == 1 and len(errors) == 1 and "lost a peer" in errors[0], said
+            assert node.returncode == 1 and len(errors) == 1 and "lost the conn" in errors[0], said
             assert "Traceback" not in said
         assert max(steps_of(run)) < STEPS
 

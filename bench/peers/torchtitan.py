@@ -1,17 +1,16 @@
 """torchtitan's Qwen3 on rows of random tokens, with FSDP2 and torch.compile, beside our scripts.
 
-torchtitan imports this module and finds a model with its own layers, loss and optimizer, and data
-that takes no time to load: 0.2 through --experimental.custom_import, 0.3 through --module. 0.3
-needs a torch newer than 2.11 but only says so by an import that fails."""
+torchtitan 0.2.2 imports this module through --experimental.custom_import and finds a model with its
+own layers, loss and optimizer, and data that takes no time to load."""
 
 import copy
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import statistics
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from torch.utils.data import IterableDataset
@@ -27,15 +26,15 @@ LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
 # torchtitan logs reserved memory; our rows have allocated memory, so we print that as well
 ALLOCATED = re.compile(r"allocated at the peak: ([\d.]+)GiB")
 ENVIRONMENT = re.compile(r"environment: (\{.*\})")
-ROW = "BENCH_TORCHTITAN_ROW"  # for 0.3: the row to measure, as JSON
+VERSION = "0.2.2"  # 0.3 registers models in another way
+PACKAGES = f"torchtitan=={VERSION}"
 
 
 def installed() -> bool:
-    return importlib.util.find_spec("torchtitan") is not None
-
-
-def is_0_2() -> bool:
-    return importlib.util.find_spec("torchtitan.protocols.train_spec") is not None
+    try:
+        return version("torchtitan") == VERSION
+    except PackageNotFoundError:
+        return False
 
 
 def gpus_of(row: dict) -> int:
@@ -65,8 +64,6 @@ def command_of(row: dict) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={gpus_of(row)}", "--local-ranks-filter=0", "--tee=3"]
     command += ["-m", "torchtitan.train"]
-    if not is_0_2():
-        return [*command, "--module", "bench.peers.torchtitan", "--config", NAME]
     options = {
         "job.dump_folder": "/tmp/torchtitan",
         "model.name": NAME,
@@ -114,17 +111,16 @@ def read(row: dict, text: str) -> dict | None:
 
 
 class RandomRows(IterableDataset):
-    """Endless (inputs, labels). positions: with each token's position in its row."""
+    """Endless (inputs, labels)."""
 
-    def __init__(self, seq_len: int, rank: int, positions: bool):
+    def __init__(self, seq_len: int, rank: int):
         generator = torch.Generator().manual_seed(rank)
         self.rows = torch.randint(151_643, (64, seq_len + 1), generator=generator)
-        self.more = {"positions": torch.arange(seq_len)} if positions else {}
 
     def __iter__(self):
         while True:
             for row in self.rows:
-                yield {"input": row[:-1], **self.more}, row[1:]
+                yield {"input": row[:-1]}, row[1:]
 
     def state_dict(self):
         return {}
@@ -133,90 +129,35 @@ class RandomRows(IterableDataset):
         pass
 
 
-class Printing:
-    """For torchtitan's MetricsProcessor: print what our rows have and its log lacks."""
-
-    def __init__(self, *args, **kwargs):
-        from importlib.metadata import version
-
-        from llm_demo.device import World
-        from llm_demo.run.environment import environment
-
-        super().__init__(*args, **kwargs)
-        rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        env = environment(World(rank, size, local, torch.device("cuda", local)))
-        env["versions"]["torchtitan"] = version("torchtitan")
-        print("environment:", json.dumps(env), flush=True)
-
-    def log(self, *args, **kwargs):
-        peak = f"{torch.cuda.max_memory_allocated() / 2**30:.3f}GiB"
-        print("allocated at the peak:", peak, flush=True)
-        super().log(*args, **kwargs)  # resets the peak
-
-
-def qwen3_random_rows():
-    """The configuration of torchtitan 0.3 for the row in the environment."""
-    from torchtitan.components.dataloader import ParallelAwareDataloader
-    from torchtitan.components.metrics import MetricsProcessor
-    from torchtitan.components.tokenizer import BaseTokenizer
-    from torchtitan.config import CompileConfig, TrainingConfig
-    from torchtitan.distributed.activation_checkpoint import FullAC
-    from torchtitan.models.qwen3 import config_registry, model_registry
-
-    def config_like(base):  # each torchtitan class needs one of its own
-        return dataclasses.make_dataclass("Config", [], bases=(base,), kw_only=True, slots=True)
-
-    class Rows(ParallelAwareDataloader):
-        Config = config_like(ParallelAwareDataloader.Config)
-
-        def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **unused):
-            rows = RandomRows(seq_len, dp_rank, positions=True)
-            super().__init__(rows, dp_rank, dp_world_size, batch_size=local_batch_size)
-
-    class NoTokenizer(BaseTokenizer):
-        Config = config_like(BaseTokenizer.Config)
-        encode = decode = get_vocab_size = None
-
-        def __init__(self, config, **unused):
-            super().__init__()
-
-    class Metrics(Printing, MetricsProcessor):
-        Config = config_like(MetricsProcessor.Config)
-
-    row = json.loads(os.environ[ROW])
-    if ranks_of_row(row) > 1:
-        sys.exit("error: context parallelism is measured with torchtitan 0.2 only")
-    config = config_registry.qwen3_0_6b()
-    config.model_spec = model_registry(FLAVORS[row["model"].rsplit("/", 1)[-1]])
-    config.dump_folder = "/tmp/torchtitan"
-    config.metrics = Metrics.Config(log_freq=logged_of(row), disable_color_printing=True)
-    config.tokenizer, config.dataloader = NoTokenizer.Config(), Rows.Config()
-    config.compile = CompileConfig(enable=True)
-    config.activation_checkpoint = FullAC.Config() if row["ckpt"] else None
-    config.training = TrainingConfig(
-        local_batch_size=row["micro"],
-        global_batch_size=row["micro"] * row["ga"] * int(os.environ["WORLD_SIZE"]),
-        seq_len=row["seq_len"],
-        steps=steps_of(row),
-    )
-    return config
-
-
 def _register() -> None:
-    """Register the model with torchtitan 0.2."""
+    """Register the model with torchtitan."""
     from torchtitan.components.dataloader import ParallelAwareDataloader
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.models.qwen3 import get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
 
-    class Metrics(Printing, MetricsProcessor):
+    from llm_demo.device import World
+    from llm_demo.run.environment import environment
+
+    class Metrics(MetricsProcessor):
+        """Also prints what our rows have and torchtitan's log lacks."""
+
         def __init__(self, job_config, parallel_dims, model_args):
             super().__init__(job_config, parallel_dims)
+            rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+            env = environment(World(rank, size, local, torch.device("cuda", local)))
+            env["versions"]["torchtitan"] = version("torchtitan")
+            print("environment:", json.dumps(env), flush=True)
+
+        def log(self, *args, **kwargs):
+            peak = f"{torch.cuda.max_memory_allocated() / 2**30:.3f}GiB"
+            print("allocated at the peak:", peak, flush=True)
+            super().log(*args, **kwargs)  # resets the peak
 
     def loader(dp_world_size, dp_rank, tokenizer, job_config, infinite=True):
         training = job_config.training
         return ParallelAwareDataloader(
-            RandomRows(training.seq_len, dp_rank, positions=False),
+            RandomRows(training.seq_len, dp_rank),
             dp_rank=dp_rank,
             dp_world_size=dp_world_size,
             batch_size=training.local_batch_size,
@@ -237,5 +178,4 @@ def _register() -> None:
 
 
 if "torchtitan.train" in sys.modules or sys.argv[0].endswith("torchtitan/train.py"):
-    if is_0_2():
-        _register()
+    _register()

@@ -12,6 +12,7 @@ import time
 
 import torch
 
+PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON
 FIGURES = re.compile(r"trl figures: (\{.*\})")
 WARMUP = 2  # steps left out, as in our summaries
@@ -134,10 +135,13 @@ def main() -> None:
     sharded = {}
     if size > 1:
         layer = type(model.model.layers[0]).__name__
-        how = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": [layer]}
-        how["reshard_after_forward"] = "--reshard_after_forward" in row["flags"]
-        how["cpu_ram_efficient_loading"] = True
-        sharded = {"fsdp": True, "fsdp_config": how}
+        config_of_fsdp = {
+            "fsdp_version": 2,
+            "transformer_layer_cls_to_wrap": [layer],
+            "reshard_after_forward": "--reshard_after_forward" in row["flags"],
+            "cpu_ram_efficient_loading": True,
+        }
+        sharded = {"fsdp": True, "fsdp_config": config_of_fsdp}
     settings = SFTConfig(
         output_dir="/tmp/trl", max_steps=row["steps"], learning_rate=1e-4, warmup_steps=2,
         per_device_train_batch_size=row["micro"], gradient_accumulation_steps=row["ga"],

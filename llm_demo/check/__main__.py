@@ -3,17 +3,17 @@
 Prints one line for each thing checked: ok, warning or error, and what to do about it. The exit code
 is 1 if there is an error, so that training can't work. docs/check.md explains every line."""
 
-import argparse
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 
+from llm_demo.args import PlainParser
 from llm_demo.check import files, gpus, machine, pairs, processes
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import ROOT, Worker, ask, receive
+from llm_demo.process import command
 
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
 LIMIT = 90
@@ -239,9 +239,9 @@ def amd(devices, facts) -> list:
 # ---------------------------------------------------------------- the command
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> PlainParser:
     summary = __doc__.split("\n\n")[1]
-    parser = argparse.ArgumentParser(prog="python -m llm_demo.check", description=summary)
+    parser = PlainParser(prog="python -m llm_demo.check", description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for a report")
     where = "where runs would be saved (default: runs/)"
     parser.add_argument("--output_dir", default=str(ROOT / "runs"), help=where)
@@ -277,4 +277,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)

@@ -163,7 +163,7 @@ def nvlinks() -> dict[int, list[float]]:
 
 
 def nvlink_lines(links: dict, indices: list[int]) -> list:
-    """A warning if some GPUs have fewer active NVLinks than others. indices: as in nvidia-smi."""
+    """A warning if some GPUs have fewer active NVLinks than others. indices: nvidia-smi's."""
     active = {i: len(links[index]) for i, index in enumerate(indices) if index in links}
     most = max(active.values(), default=0)
     few = [f"GPU {i} has {count}" for i, count in active.items() if count < most]
@@ -179,7 +179,7 @@ def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
     if load.get("gen") in PCIE and load.get("width"):
         gen, width = load["gen"], load["width"]
         links = [(PCIE[gen], width, f"PCIe {gen:.0f} x{width:.0f}")]
-    # AMD cards contain a PCIe switch, with the slot's link above it. The slowest link counts.
+    # AMD cards contain a PCIe switch, with the slot's link above it. The slowest link is the limit.
     folder = Path(os.path.realpath(root() / "sys/bus/pci/devices" / place))
     while not load.get("gen") and re.match(r"[0-9a-f]{4}:", folder.name):
         speed = number(read(folder / "current_link_speed"))

@@ -47,7 +47,7 @@ def python() -> list:
 
 
 def packages() -> list:
-    """Versions of what training imports besides torch and DeepSpeed."""
+    """Versions of what training imports, apart from torch and DeepSpeed."""
     versions = []
     for package in ("transformers", "datasets", "accelerate", "numpy"):
         try:

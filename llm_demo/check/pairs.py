@@ -13,7 +13,7 @@ from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import Worker, receive
 
 LIMITS = {"start": 60, "gemm": 20, "pair": 20, "all": 30, "pairs": 40}  # seconds
-SLOW = 0.6  # of a link's bandwidth
+SLOW = 0.6  # share of a link's bandwidth
 P2P_OFF = "NCCL_P2P_DISABLE"
 FIX_P2P = (
     f"boot with iommu=pt (AMD: or amd_iommu=off) and disable ACS in the BIOS; until then, "

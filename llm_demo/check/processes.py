@@ -98,8 +98,8 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=2)
         code = self.process.returncode or 0
-        how = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        self.kill(": ".join([how, *self.errors()[-1:]]))
+        end = f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        self.kill(": ".join([end, *self.errors()[-1:]]))
         return {"problem": self.problem}
 
     def kill(self, problem: str) -> None:

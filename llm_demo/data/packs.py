@@ -1,7 +1,7 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
 file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
-memory-mapped from a cache folder -> order_rows: the rows of step k -> collate: tensors"""
+memory-mapped from a cache folder -> the rows of step k, and their tensors (steps.py)"""
 
 import glob
 import hashlib
@@ -12,7 +12,6 @@ import tempfile
 
 import numpy as np
 
-from llm_demo.args import DataArgs, check_choice, check_rows, choices
 from llm_demo.data.batch import IGNORE_INDEX
 from llm_demo.data.build import build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
@@ -60,10 +59,7 @@ def load_packs(
     "file:line"}, turns {reason they are not learnt: {turns, rows, first}} of the rows that are not
     skipped, truncated and split (documents), tokens, label_tokens, fill (0..1), files [{path,
     format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
-    Raises UserError for invalid flags, files or tokenizers."""
-    check_choice("overlong", overlong, choices(DataArgs, "overlong"))
-    check_choice("learn_turns", learn_turns, choices(DataArgs, "learn_turns"))
-    check_rows(seq_len, learn_turns, train_on_prompt)
+    The commands check the flags; raises UserError for files or tokenizers that can't be used."""
     files = find_files(train_json, dataset_config, dataset_split, log)
     codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
     format_flags = (data_format, input_key, target_key)
@@ -111,8 +107,8 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.makedirs(root, exist_ok=True)
         temporary = tempfile.mkdtemp(prefix="building-", dir=root)
     except OSError as error:
-        what = disk_full(error, root) or error.strerror or error
-        raise UserError(f"cannot write to the cache {root}: {what}; set LLM_DEMO_CACHE") from None
+        reason = disk_full(error, root) or error.strerror or error
+        raise UserError(f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE") from None
     built = os.path.join(temporary, "packs")
     try:
         os.mkdir(built)
@@ -122,8 +118,8 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
         os.replace(built, folder)
     except OSError as error:
         if not os.path.isdir(folder):  # else another process built the same content first
-            what = disk_full(error, root) or error.strerror or error
-            raise UserError(f"cannot build the packs in {root}: {what}") from error
+            reason = disk_full(error, root) or error.strerror or error
+            raise UserError(f"cannot build the packs in {root}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

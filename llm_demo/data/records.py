@@ -57,10 +57,6 @@ class RowFormat(NamedTuple):
 
 def detect_format(row, where, data_format="auto", input_key=None, target_key=None) -> RowFormat:
     """How to read a file, by its first row and the flags. Raises UserError if flags conflict."""
-    if data_format not in DATA_FORMATS:
-        raise UserError(f"--data_format {data_format}: choose from {', '.join(DATA_FORMATS)}")
-    if bool(input_key) != bool(target_key):
-        raise UserError("--input_key and --target_key go together: give both or neither")
     if input_key:
         if data_format not in ("auto", "prompt", "input"):
             raise UserError(

@@ -88,9 +88,9 @@ def _in_folder(folder: str, say: Callable) -> list[str]:
     paths = [path for path in paths if os.path.isfile(path)]
     files = _without(paths, NOT_FOR_TRAINING, say)
     if not files:
-        what = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
+        holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
         raise UserError(
-            f"{folder} is a folder with {what}: name a data file ({', '.join(FILES)}, also with "
+            f"{folder} is a folder with {holds}: name a data file ({', '.join(FILES)}, also with "
             f".gz or .zst) or a glob such as {folder.rstrip('/')}/*/*.parquet"
         )
     return files
@@ -254,8 +254,8 @@ def _object(pairs: list[tuple]) -> dict:
     values = dict(pairs)
     if len(values) < len(pairs):
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        both = " and ".join(repr(value)[:40] for k, value in pairs if k == key)
-        raise ValueError(f"an object has the key {key!r} twice: {both}")
+        values = " and ".join(repr(value)[:40] for k, value in pairs if k == key)
+        raise ValueError(f"an object has the key {key!r} twice: {values}")
     return values
 
 
@@ -268,8 +268,8 @@ def _parse(text: str, path: str, line: int, hint: str):
     try:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
-        what = f"{path}:{line + error.lineno - 1}: broken JSON: {error.msg}"
-        raise UserError(f"{what} at column {error.colno}; {hint}") from None
+        problem = f"{path}:{line + error.lineno - 1}: broken JSON: {error.msg}"
+        raise UserError(f"{problem} at column {error.colno}; {hint}") from None
     except (ValueError, RecursionError) as error:  # a key twice, a huge number, extreme nesting
         where = path if "\n" in text else f"{path}:{line}"  # somewhere in a whole file
         raise UserError(f"{where}: broken JSON: {error}") from None
@@ -293,8 +293,8 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
                     f"{SEPARATORS[tab]}, not {SEPARATORS[found[0]]}"
                 )
             for number, row in enumerate(reader, 1):
-                more = row.pop(None, [])
-                cells = sum(cell is not None for cell in row.values()) + len(more)
+                surplus = row.pop(None, [])
+                cells = sum(cell is not None for cell in row.values()) + len(surplus)
                 if cells != len(names):
                     raise UserError(
                         f"{path}, row {number}: {counted(cells, 'cell')}, but the header has "

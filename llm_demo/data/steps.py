@@ -98,10 +98,9 @@ def order_rows(
 ) -> Callable[[int], np.ndarray]:
     """The rows of a run: step_rows as a function of the step alone.
 
-    shuffle False: Packs.file_order in every epoch. length_warmup: the rows of so many steps, from
-    the first, are the same but come in order of their longest document, equal ones in the order
-    that they would have had. These steps must end before n_total, so that a run of another length
-    has the same."""
+    shuffle False: Packs.file_order in every epoch. length_warmup: number of steps at the start
+    whose rows are sorted by their longest document, shortest first; equal ones keep their order.
+    These steps must end before n_total, so that a run of another length has the same."""
     order = None if shuffle else packs.file_order()
     of_steps = functools.partial(step_rows, len(packs), seed, n_total=n_total, order=order)
     if not length_warmup:
@@ -158,13 +157,13 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
 
 
 def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
-    """cu_seqlens of these rows, as in Batch, without reading any tokens."""
+    """cu_seqlens of these rows, see Batch, without reading any tokens."""
     lengths = [packs.lengths(int(row)) for row in rows]
     return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
 
 
 def bounds_of(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
-    """cu_seqlens as in Batch. lengths: of each row's documents, see Packs.row."""
+    """cu_seqlens, see Batch. lengths: those of each row's documents, see Packs.row."""
     ends = list(itertools.accumulate(itertools.chain(*lengths)))
     bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
     bounds[: len(ends) + 1] = [0, *ends]

@@ -54,21 +54,23 @@ class Node:
     gpus: int
     processes: int
     nodes: int
-    rank: int  # of this node
+    rank: int  # this node's number
     master_addr: str
     master_port: int
     wait: int  # seconds to wait for the other nodes
     restarts: int
 
     def meet_others(self, script: str, flags, alike: bool = False) -> None:
-        """Wait for the other nodes, just before the ranks start. flags: of the script, or None.
+        """Wait for the other nodes, just before the ranks start. flags: the script's, or None.
         alike: refuse other numbers of processes on other nodes."""
         if self.nodes > 1:
             seconds, facts = nodes.time_left(self.wait), nodes.facts_of(Path(script))
             if alike:
                 facts[nodes.PROCESSES] = self.processes
-            where = self.master_addr, self.master_port, seconds
-            total = nodes.meet(self.rank, self.nodes, *where, facts, self.processes)
+            total = nodes.meet(
+                self.rank, self.nodes, self.master_addr, self.master_port, seconds, facts,
+                self.processes,
+            )  # fmt: skip
             if flags:
                 flags.check_processes(total)
 
@@ -145,7 +147,7 @@ def signals_ignored():
 
 
 class NotRestarted(Exception):
-    """The ranks failed in a way that a restart can't cure."""
+    """The ranks failed in a way that a restart can't fix."""
 
 
 class Ranks:
@@ -332,8 +334,14 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
     signal.set_wakeup_fd(wakeup.fileno())  # DeepSpeed's handlers don't say which signal arrived
     try:
         launch.main()
-    except SystemExit:
-        return report(ranks.failed) if ranks.failed else ranks.code(received.recv(1)[0])
+    except SystemExit as end:
+        if ranks.failed:
+            return report(ranks.failed)
+        received.settimeout(1)
+        try:
+            return ranks.code(received.recv(1)[0])
+        except TimeoutError:  # no signal: the launcher itself refused something
+            return end.code if isinstance(end.code, int) else 1
     return 0
 
 

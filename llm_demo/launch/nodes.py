@@ -36,7 +36,7 @@ def resolve(addr: str, port: int, seconds: float) -> None:
 
 
 def facts_of(script: Path) -> dict[str, str]:
-    """What must be alike on all nodes: versions, and a digest of the code."""
+    """What must be the same on all nodes: versions, and a digest of the code."""
     found = {"Python": ".".join(map(str, sys.version_info[:2]))}
     for package in ("torch", "transformers", "deepspeed"):
         try:
@@ -64,7 +64,7 @@ def meet(
 ) -> int:
     """Wait until all nodes have joined. Returns the number of processes of all nodes. Raises
     UserError on every node if they don't join within `seconds`, or disagree. facts: what must be
-    alike, from `facts_of`; processes: of this node."""
+    the same, from `facts_of`; processes: the number on this node."""
     facts = facts or {}
 
     def join():
@@ -194,10 +194,10 @@ class Node0:
             return f"NNODES={self.nodes} on node 0, but NNODES={nodes} on node {node}, {host}"
         for name, ours in self.facts.items():
             if facts.get(name) != ours:
-                what = "number of processes" if name == PROCESSES else "versions and the same code"
+                fix = "number of processes" if name == PROCESSES else "versions and the same code"
                 return (
                     f"{name} {ours} on node 0, but {name} {facts.get(name)} on node {node}, "
-                    f"{host}: give all nodes the same {what}"
+                    f"{host}: give all nodes the same {fix}"
                 )
         return None
 

@@ -109,7 +109,7 @@ class Checkpoints:
                     f"{text}; {self._as_many_rows(before)}to continue anyway, add --resume_anyway"
                 )
             self.log.say(f"resume: {text}; continuing because of --resume_anyway")
-        before = self.facts.get("settings", {})  # of an older version: fewer
+        before = self.facts.get("settings", {})  # an older version has fewer
         frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
         if "freeze_router" in before and frozen[0] != frozen[1]:
             raise UserError(
@@ -333,8 +333,9 @@ class Checkpoints:
             copies[name] = self.staged[name].copy_(local, non_blocking=True)
             if isinstance(t, DTensor):
                 mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
-                how = {"shape": t.shape, "stride": t.stride()}
-                copies[name] = DTensor.from_local(copies[name], mesh, t.placements, **how)
+                copies[name] = DTensor.from_local(
+                    copies[name], mesh, t.placements, shape=t.shape, stride=t.stride()
+                )
         torch.get_device_module(self.world.device).synchronize()
         return copies
 

@@ -65,8 +65,9 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
     on_all_ranks(make if first else lambda: None, world, group)
     # Copying ahead waits for the current stream every 10 MB, even if no tensor is on a device. In
     # the writing thread that is the first GPU's: rank 0's steps, or another rank's context there.
-    how = {} if any(t.is_cuda for t in tensors.values()) else {"per_thread_copy_ahead": 0}
-    writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True, **how)
+    on_gpu = any(t.is_cuda for t in tensors.values())
+    ahead = {} if on_gpu else {"per_thread_copy_ahead": 0}
+    writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True, **ahead)
     dcp.save(tensors, storage_writer=writer, process_group=group)
     files = {k: v for rank in on_all_ranks(hashed, world, group) for k, v in rank.items()}
 
@@ -132,7 +133,7 @@ def _pairs(x) -> bool:
 
 
 def _adapters(x) -> bool:
-    """As of model.lora.Lora.facts()."""
+    """Whether x has the form of what model.lora.Lora.facts() returns."""
     if not isinstance(x, dict) or not {"rank", "alpha", "targets", "base"} <= x.keys():
         return False
     numbers = [x["rank"], x["alpha"], x.get("dropout", 0)]
@@ -204,7 +205,7 @@ def find_checkpoint(
     resume: str | None, run_folder: Path, world: World, say, tensors: bool = True
 ) -> Path | None:
     """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
-    UserError if a named checkpoint is damaged, or all of a run are. tensors: as in problem_of."""
+    UserError if a named checkpoint is damaged, or all of a run are. tensors: see problem_of."""
     if not resume:
         return None
     auto = resume == "auto"
@@ -245,7 +246,7 @@ def weights_of(path: Path) -> dict[str, tuple]:
 
 def compare_shapes(path: Path, saved: dict[str, tuple], wanted: dict[str, tuple]) -> set[str]:
     """The names of what PowerSGD keeps that differ or are missing on either side. Raises UserError
-    if anything else does. saved: {name: shape} of a checkpoint; wanted: of this run."""
+    if anything else does. saved: {name: shape} of a checkpoint; wanted: this run's."""
     unused = set()
     for name in sorted({*wanted, *saved}):
         if wanted.get(name) != saved.get(name) and name.endswith(PSGD):
@@ -274,9 +275,9 @@ def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None
     _load(path, tensors, process_group=group)
 
 
-def _load(path: Path, tensors: dict, **how) -> None:
+def _load(path: Path, tensors: dict, **options) -> None:
     try:
-        dcp.load(tensors, storage_reader=Reader(path), **how)
+        dcp.load(tensors, storage_reader=Reader(path), **options)
     except (dcp.CheckpointException, OSError) as e:
         raise UserError(f"{path} can't be read: {reason_of(e)}") from e
 
@@ -287,8 +288,8 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
         return "a tensor file holds other objects, which are refused"
-    if said := disk_full(error, folder):
-        return said
+    if reason := disk_full(error, folder):
+        return reason
     cause = error  # a full disk may appear as a file format error
     while cause and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__

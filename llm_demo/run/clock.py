@@ -68,7 +68,7 @@ class Clock:
 
     def restart(self, since=None) -> None:
         """Start a new interval at the event `since`, by default now: the time since the last logged
-        step (e.g. an evaluation) counts for no step."""
+        step (e.g. an evaluation) belongs to no step."""
         self.comm.take()
         self.data_seconds, self.since = 0.0, since or self.comm.event()
         self.interval = Counter()  # of steps, tokens, labels and slots
@@ -87,7 +87,7 @@ class Clock:
     def end_step(self, step, n_tokens, n_labels, slots, loss, grad_norm, lr: float) -> None:
         """Record optimizer step `step` (from 1) if it is to be logged.
 
-        n_tokens, n_labels, slots: of the step, over all ranks. loss: this rank's share of the
+        n_tokens, n_labels, slots: the step's, over all ranks. loss: this rank's share of the
         step's loss; grad_norm: the same on every rank; both are 0-dim tensors on the device. They
         are written one logged step later, because reading them now would make the host wait for the
         device. Raises UserError, on every rank, after --max_skipped_steps consecutive steps with a
@@ -214,7 +214,7 @@ class Clock:
             "data/fill": tokens / slots,
         }
         if (load := more.pop("moe/load", None)) is not None:
-            # of each block: the largest load over the mean, and the share of experts without any
+            # for each block: the largest load over the mean, and the share of experts without load
             most, mean = load.max(1).values, load.double().mean(1)
             record["moe/load"] = [round(x, 3) for x in (most / mean).tolist()]
             record["moe/idle"] = [round(x, 4) for x in (load == 0).double().mean(1).tolist()]

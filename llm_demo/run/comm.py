@@ -23,6 +23,7 @@ nothing of launches, and count a wait from the moment it is requested.
 
 import contextlib
 import functools
+import inspect
 import math
 import time
 from collections import Counter
@@ -87,17 +88,19 @@ class CommTimer:
         """Wrap torch.distributed's functions."""
         for name in COLLECTIVES:
             if hasattr(dist, name):
-                self._patch(dist, name, functools.partial(self._timed, name))
+                parameters = tuple(inspect.signature(getattr(dist, name)).parameters)
+                self._patch(dist, name, functools.partial(self._timed_call, name, parameters))
         self._patch(dist, "batch_isend_irecv", self._timed_batch)
         if self.cuda:
             self.compute = torch.cuda.current_stream().cuda_stream
             self._patch(torch.cuda.Stream, "wait_event", self._timed_wait)
 
-    def call(self, name: str, function, *args):
-        """Call and time a collective that is not one of torch.distributed's."""
+    def call(self, name: str, function, *args, group: dist.ProcessGroup | None = None):
+        """Call and time a collective that is not one of torch.distributed's. group: the ranks that
+        take part; None: all."""
         if not self.originals:  # not installed
             return function(*args)
-        return self._timed(f"copied {name}", function, args, {})
+        return self._timed(f"copied {name}", function, args, {}, group)
 
     def remove(self) -> None:
         for (where, name), original in self.originals.items():
@@ -123,15 +126,20 @@ class CommTimer:
 
         setattr(where, name, patched)
 
-    def _timed(self, name, call, args, kwargs):
+    def _timed_call(self, name, parameters, call, args, kwargs):
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if given.get("async_op"):
+            return call(*args, **kwargs)
+        return self._timed(name, call, args, kwargs, given.get("group"))
+
+    def _timed(self, name, call, args, kwargs, group=None):
         tensors = []
         for value in (*args, *kwargs.values()):
             tensors += value if isinstance(value, (list, tuple)) else [value]
         tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
         other_device = any(t.device.type != self.device.type for t in tensors)
-        if self.muted or other_device or kwargs.get("async_op"):
+        if self.muted or other_device:
             return call(*args, **kwargs)
-        group = kwargs.get("group")
         if name in ("send", "recv"):
             peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
             ends = (self.rank, peer) if name == "send" else (peer, self.rank)

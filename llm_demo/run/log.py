@@ -21,7 +21,7 @@ class Log:
     def __init__(self, args: Args, world: World, script: str):
         self.args, self.world = args, world
         self.is_main = world.rank == 0
-        self.tracker = open_tracker(args)
+        self.track, self.close_tracker = open_tracker(args)
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
         self.lock = self.file = None
@@ -57,8 +57,7 @@ class Log:
         with self.writing():
             with open(self.folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(finite(record)) + "\n")
-            if self.tracker:
-                self.tracker(self.folder, record)
+            self.track(self.folder, record)
 
     @contextlib.contextmanager
     def writing(self):
@@ -111,5 +110,8 @@ class Log:
         return steps
 
     def close(self) -> None:
-        self.file.close()
-        self.lock.close()
+        """End the log of a run that is complete or stopped. Every rank may call."""
+        if self.is_main:
+            self.close_tracker()  # else a run that was stopped would appear as crashed
+            self.file.close()
+            self.lock.close()

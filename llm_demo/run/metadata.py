@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from llm_demo.errors import UserError
 
-# What DCP pickles besides dtypes. BytesStorageMetadata is left out: DCP unpickles such items
+# What DCP pickles in addition to dtypes. BytesStorageMetadata is left out: DCP unpickles such items
 # without restrictions, and this project's checkpoints hold tensors only.
 NAMES = {
     "torch": {"Size"},

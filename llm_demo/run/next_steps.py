@@ -71,8 +71,8 @@ def resume(folder: Path, *flags) -> str:
     """The command that resumes from the run's newest checkpoint."""
     if "NNODES" in os.environ:
         return "the same command on every node, with --resume auto"
-    more = ["--output_dir", folder.absolute(), "--no_overwrite", "--resume", "auto", *flags]
-    return shlex.join(["bash", shown(folder / "cmd.sh"), *map(str, more)])
+    flags = ["--output_dir", folder.absolute(), "--no_overwrite", "--resume", "auto", *flags]
+    return shlex.join(["bash", shown(folder / "cmd.sh"), *map(str, flags)])
 
 
 def module(name: str, *arguments) -> str:
@@ -85,8 +85,8 @@ def module(name: str, *arguments) -> str:
 
 def shown(path: Path) -> str:
     """The path, relative to the user's working folder if it lies inside."""
-    path, here = path.absolute(), users_folder()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    path, folder = path.absolute(), users_folder()
+    return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 
 def users_folder() -> Path:

@@ -175,7 +175,7 @@ def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> lis
     calls = [e for e in events if e.get("cat") in HOST_CALLS and "correlation" in e.get("args", {})]
     launched = {e["args"]["correlation"]: e["ts"] for e in calls}
     times = [launched.get(e.get("args", {}).get("correlation"), math.inf) for e in kernels]
-    # of each kernel and the later ones, which may be on other streams
+    # for each kernel the earliest launch of it and the later ones, which may be on other streams
     earliest = list(itertools.accumulate(reversed(times), min))[::-1]
     waits, reached = [], begin
     for e, own, first in zip(kernels, times, earliest, strict=True):

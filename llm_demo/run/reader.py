@@ -17,8 +17,8 @@ def read_run(folder: Path) -> SimpleNamespace:
 
     Raises UserError if the folder holds no run, OSError if it can't be read."""
     if not folder.is_dir():
-        what = "is a file: name the run's folder" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}")
+        problem = "is a file: name the run's folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}")
     file = folder / "metrics.jsonl"
     if not (file.exists() or (folder / "config.json").exists()):
         raise UserError(f"{folder} is not a run's folder: it has no metrics.jsonl or config.json")
@@ -129,5 +129,5 @@ def status(run) -> tuple[str, str]:
     last, wanted = run.steps[-1]["step"], number(run.config.get("max_steps"))
     if number(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
         return "finished", f"finished, {last:,} steps"
-    of = f" of {wanted:,.0f}" if wanted > 0 else ""
-    return "unfinished", f"running or interrupted at step {last:,}{of}"
+    total = f" of {wanted:,.0f}" if wanted > 0 else ""
+    return "unfinished", f"running or interrupted at step {last:,}{total}"

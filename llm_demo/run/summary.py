@@ -44,7 +44,7 @@ def summarise(
     """The contents of summary.json. settings: resolved flags. profile: the profiler's figures or
     None. host: each rank's peak host memory."""
     records = history.records
-    # A resumed run may have had a different number of processes: only the last number counts.
+    # A resumed run may have had a different number of processes: only the last number is used.
     ranks = len(records[-1]["perf/peak_mem_gb"])
     alike = [r for r in records if len(r["perf/peak_mem_gb"]) == ranks]
     steady = alike[WARMUP:] or alike
