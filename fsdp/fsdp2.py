@@ -34,7 +34,7 @@ def reduce_traffic(
     accumulates: bool,
     compiles: bool,
     engines: bool,
-    timed: Callable = lambda name, call, *args: call(*args),
+    timed: Callable = lambda name, call, *args, group: call(*args),
     units: list[Unit] = (),
     replicas: int = 1,
 ) -> list[str]:
@@ -47,7 +47,8 @@ def reduce_traffic(
         accumulates: a step has several micro-batches.
         compiles: torch.compile works here.
         engines: blocks use copy engines.
-        timed: timed(name, function, *args) calls a function of copy_engines; CommTimer.call.
+        timed: timed(name, function, *args, group=ranks) calls a function of copy_engines; see
+            CommTimer.call.
         units: those that sum gradients themselves.
         replicas: over which FSDP2 then sums the group's sums."""
     missing, sums, scratch = {}, {}, None
@@ -137,7 +138,7 @@ class GatherByEngines:
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
         # the input is part of the output
-        self.timed("all_gather", copy_engines.all_gather, output_tensor)
+        self.timed("all_gather", copy_engines.all_gather, output_tensor, group=self.group)
 
 
 class SumInFp32:
@@ -184,7 +185,8 @@ class SumInFp32:
             raise RuntimeError(f"FSDP2 asks for another reduction than configured: {asked}")
         # this rank's part from each rank
         if self.engines:
-            parts = self.timed("all_to_all", copy_engines.all_to_all, input_tensor)
+            exchange = copy_engines.all_to_all
+            parts = self.timed("all_to_all", exchange, input_tensor, group=self.group)
         else:
             if self.unit:
                 received = self.scratch.take(input_tensor.numel())
