@@ -8,6 +8,7 @@ DEFAULTS = {
     "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
+ONE_OF = "--one_of"  # nor is this: one rank of so many, alone on a GPU, see bench/one_rank.py
 DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
 AHEAD = "--run_ahead 1"
 NO_ENGINES = "--no_copy_engines"
@@ -93,6 +94,9 @@ _MOE = [
 ]
 
 
+_WHOLE_MIXTURE = {"model": "models/qwen3-30b-a3b", "micro": 1, "seq_len": 4096, "ckpt": True}
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -110,9 +114,8 @@ def _on(gpus):
          "flags": flags, "env": env}
         for env in ("", _SOCKETS) for times in (1, 2) for engine, stages, flags in grids
     ]  # fmt: skip
-    whole = {"model": "models/qwen3-30b-a3b", "micro": 1, "seq_len": 4096, "ckpt": True, "steps": 8}
     experts = [
-        {**whole, "gpus": gpus, "flags": f"{RESHARD} --expert_parallel {n}{more}"}
+        {**_WHOLE_MIXTURE, "gpus": gpus, "steps": 8, "flags": f"{RESHARD} --expert_parallel {n}{more}"}
         for n in (1, 2, 4, 8) if n <= gpus for more in ("", f" {BALANCED}")
     ]  # fmt: skip
     if gpus < 8:  # 12 bytes a parameter of the states go to the host
@@ -197,6 +200,16 @@ PRESETS = {
          "gpus": 1, **row}
         for row in ({"micro": 4}, {"micro": 4, "flags": BALANCED}, {"micro": 1, "ga": 8})
         for engine in ("fsdp", "torchtitan")
+    ],
+    # one rank of runs on more GPUs: its memory, and its compute without communication
+    "one_rank": [
+        {"engine": "fsdp", "gpus": 1, "steps": 8, **row, "flags": f"{ONE_OF} {ranks} {flags}"}
+        for ranks, flags, row in (
+            (2, RESHARD, {"model": LARGE, "micro": 4, "steps": 12}),
+            (2, "", {"model": LARGE, "micro": 4, "steps": 12}),
+            *((8, f"{RESHARD} --expert_parallel {n}", _WHOLE_MIXTURE) for n in (1, 8)),
+            (8, RESHARD, {"model": "models/qwen3-32b", "micro": 4, "ckpt": True}),
+        )
     ],
     # adapters beside TRL with PEFT's, where a card has little memory
     "lora": [

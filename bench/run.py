@@ -20,7 +20,7 @@ import numpy as np
 
 from bench import store
 from bench.peers import torchtitan, trl
-from bench.presets import BALANCED, DEFAULTS, PRESETS, name_of
+from bench.presets import BALANCED, DEFAULTS, ONE_OF, PRESETS, name_of
 from llm_demo.args import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import PART, ROOT, cache_folder
@@ -169,6 +169,10 @@ def command_of(row: dict, out: Path) -> list[str]:
     if BALANCED in flags_of_row:
         command = [sys.executable, "-m", "llm_demo.launch", "torchrun", "bench/balanced.py"]
         flags_of_row.remove(BALANCED)
+    if ONE_OF in flags_of_row:
+        at = flags_of_row.index(ONE_OF)
+        command = [sys.executable, str(ROOT / "bench/one_rank.py"), flags_of_row[at + 1]]
+        del flags_of_row[at : at + 2]
     for name, value in flags.items():
         command += [f"--{name}", str(value)]
     return command + flags_of_row

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from bench import store
+from bench.presets import ONE_OF
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
@@ -54,6 +55,9 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     def rate(key):
         return f"{summary[key]:,.0f}" if row["data"] != "full" and key in summary else ""
 
+    peaks = summary["peak_mem_gb"]
+    if ONE_OF in notes:  # the other ranks are this one again
+        peaks = peaks[:1]
     low, high = summary["spread_step_ms"]
     mfu = f"{summary['mfu']:.1%}" if summary.get("mfu") else "n/a"
     return [
@@ -62,7 +66,7 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
         worst("median_comm_exposed_ms"), worst("median_comm_wait_ms"),
         f"{summary['median_slots_per_s']:,.0f}", rate("median_toks_per_s"),
         rate("median_label_toks_per_s"), mfu,
-        " / ".join(f"{m:.1f}" for m in summary["peak_mem_gb"]),
+        " / ".join(f"{m:.1f}" for m in peaks),
         f"{sum(summary.get('peak_host_gb', ())):.1f}" if host else "",
     ]  # fmt: skip
 
