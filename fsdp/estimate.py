@@ -79,9 +79,9 @@ def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int
     text = describe(parts * replicas, args.device_memory_gb)
     if args.activations_on_host or args.optimizer_on_host:
         host = replicas * of_host(args, config, compute, train, ranks)
-        what = ["masters and moments"] * args.optimizer_on_host
-        what += ["inputs of blocks"] * args.activations_on_host
-        text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(what)}"
+        held = ["masters and moments"] * args.optimizer_on_host
+        held += ["inputs of blocks"] * args.activations_on_host
+        text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(held)}"
         if args.optimizer_on_host and args.save_every and args.save_async:
             text += "; masters and moments again while checkpoints are written in the background"
     return text
@@ -188,6 +188,7 @@ def of_fsdp(
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},
     ]
     if first:
-        more = {"gradients": grads_of_blocks, "activations": first, "loss": 0}
-        moments.append({"weights": late, **rest, **more})
+        moments.append(
+            {"weights": late, **rest, "gradients": grads_of_blocks, "activations": first, "loss": 0}
+        )
     return [peak(*moments)] * ranks

@@ -61,7 +61,7 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     # an estimate: of the experts' inputs, in the order of experts and of tokens
     experts = [2 * k * config.hidden_size * size for k in chosen]
     grads = [of_experts or dense for of_experts in experts]
-    return [each + scores + more for each, more in zip(again, grads, strict=True)]
+    return [saved + scores + grad for saved, grad in zip(again, grads, strict=True)]
 
 
 def _attention_gradients(args, config, compute, train) -> float:
@@ -96,8 +96,8 @@ def _exchanged(args, config, compute) -> tuple[int, int]:
     repeated = max(keys, n)
     sent = queries * width + repeated * (width + values)
     # the output also as its product wants it, and the copies of keys and values
-    more = queries * values + (repeated - keys) * (width + values)
-    return more * size, 2 * sent * size
+    extra = queries * values + (repeated - keys) * (width + values)
+    return extra * size, 2 * sent * size
 
 
 def _chosen(config) -> list[int]:
@@ -112,7 +112,7 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     if not compute.compile:
         return [each + exchanged for each in _saved_uncompiled(config, compute, train)]
     lora = getattr(compute, "lora", None)
-    more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
+    adapters = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
     size = compute.dtype.itemsize
 
     def trained(*names: str) -> bool:  # else a product needs no input in the backward
@@ -134,14 +134,14 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
             if config.model_type == "qwen2_moe":  # what the shared expert's gate multiplies
                 always += d
             rows = 2 * inner if lora else d + 3 * inner  # frozen products need no inputs
-            kept = (4 * d + attention + always + k * rows + more) * size
+            kept = (4 * d + attention + always + k * rows + adapters) * size
             # the router's input, if trained, and probabilities in fp32; the choices in three
             # orders; the weights
             kept += 4 * d * (not lora) + 4 * experts_of(config) + k * (3 * 8 + 4)
         else:
             inner = config.intermediate_size
             mlp = d * trained("gate_proj", "up_proj") + (2 + trained("down_proj")) * inner
-            kept = (3 * d + attention + mlp + more) * size
+            kept = (3 * d + attention + mlp + adapters) * size
         saved.append((kept + exchanged) * args.activation_memory_budget)
     return saved
 
@@ -218,18 +218,18 @@ def _saved_uncompiled(config, compute, train) -> list[float]:
             if hasattr(block.mlp, "gate"):
                 block.mlp.gate.float()
             # the difference of two: some tensors have the size of weights, not of tokens
-            more, less = (_count(block, config, compute, moved, tokens) for tokens in (512, 256))
-            counted[shapes] = (more - less) / 256 + kernel
+            twice, once = (_count(block, config, compute, moved, n) for n in (512, 256))
+            counted[shapes] = (twice - once) / 256 + kernel
         saved.append(counted[shapes])
     return saved
 
 
 def _count(block, config, compute, moved: str, tokens: int) -> int:
     """Bytes that a block on the meta device keeps."""
-    like = {"dtype": compute.dtype, "device": "meta"}
-    hidden = torch.empty(1, tokens, config.hidden_size, requires_grad=True, **like)
+    meta = functools.partial(torch.empty, dtype=compute.dtype, device="meta")
+    hidden = meta(1, tokens, config.hidden_size, requires_grad=True)
     rotary = getattr(config, "qk_rope_head_dim", None) or head_size(config)
-    table = torch.empty(1, tokens, rotary, **like)
+    table = meta(1, tokens, rotary)
     kept = {}
 
     def keep(t):  # several tensors may be views of one storage
