@@ -226,9 +226,9 @@ class ExpertArgs:
 
     @staticmethod
     def check(args) -> None:
-        if args.freeze_router and getattr(args, "optimizer_on_host", False):
+        if args.freeze_router and args.optimizer_on_host:
             raise UserError("--freeze_router does not work with --optimizer_on_host")
-        if args.freeze_router and getattr(args, "router_aux_loss", 0):
+        if args.freeze_router and args.router_aux_loss:
             raise UserError("--router_aux_loss trains the routers: drop --freeze_router")
 
 
@@ -238,6 +238,13 @@ SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 @dataclasses.dataclass
 class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     """The flags of every training script; `parse_args` adds a script's own."""
+
+    # What flags of some scripts are in the others, for code that all scripts share. No fields: a
+    # script with such a flag declares it.
+    activations_on_host = freeze_router = optimizer_on_host = reshard_after_forward = False
+    lora_rank = psgd_rank = router_aux_loss = router_bias_update = 0
+    sequence_parallel = 1
+    deepspeed_config = expert_parallel = None
 
     def check_processes(self, processes: int) -> None:
         """Raise UserError if these flags don't work with so many processes. For a script's own
@@ -313,7 +320,7 @@ def less_memory(args) -> str:
     ways.append(("seq_len", "shorter rows"))
     if args.dtype == "fp32":
         ways.append(("dtype", "bf16"))
-    if getattr(args, "lora_rank", None) == 0 and accepted(args, "lora_rank", 16):
+    if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
         ways.append(("lora_rank", "16, to train adapters only"))
     lines = [f"--{name} (now {shown(getattr(args, name))}): {how}" for name, how in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))

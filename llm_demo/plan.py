@@ -139,7 +139,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
 
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
     flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
-    if file := getattr(args, "deepspeed_config", None):
+    if file := args.deepspeed_config:
         flags["content of --deepspeed_config"] = json.loads(Path(file).read_text())
     same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
@@ -283,7 +283,7 @@ def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) ->
 
 
 def heads_of_rank(args: Args, config) -> Heads:
-    return share_of_heads(heads_of(config), getattr(args, "sequence_parallel", 1))
+    return share_of_heads(heads_of(config), args.sequence_parallel)
 
 
 def pick_compute(
@@ -333,7 +333,7 @@ def pick_lora(
     args: Args, world: World, source: Source, dtype_name: str, say: Callable
 ) -> Lora | None:
     """The adapters that the flags ask for, if this script has such flags."""
-    if not getattr(args, "lora_rank", 0):
+    if not args.lora_rank:
         return None
     if args.export != "none" and not importlib.util.find_spec("peft"):
         raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
