@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llm_demo.args import ExpertArgs, flag  # noqa: F401  both groups are the script's
+from llm_demo.args import ExpertArgs, flag
 from llm_demo.errors import UserError
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
@@ -130,3 +130,6 @@ class FsdpArgs:
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
             )
+
+
+GROUPS = (FsdpArgs, ExpertArgs)

@@ -11,7 +11,7 @@ import torch
 
 from fsdp import estimate
 from fsdp.build import build
-from fsdp.flags import ExpertArgs, FsdpArgs
+from fsdp.flags import GROUPS
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
 from llm_demo.args import less_memory, parse_args
@@ -36,7 +36,7 @@ from llm_demo.parallel.mesh import REPLICA, SHARD, make_mesh
 from llm_demo.plan import Compute, make_plan
 from llm_demo.run.log import Log
 
-parse = functools.partial(parse_args, __doc__, FsdpArgs, ExpertArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

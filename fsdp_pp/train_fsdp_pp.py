@@ -11,12 +11,11 @@ import os
 import torch
 import torch.distributed as dist
 
-from fsdp.flags import ExpertArgs
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
 from fsdp_pp import estimate, orders, runner, torch_schedules
 from fsdp_pp.build import build
-from fsdp_pp.flags import BY_TORCH, SPLIT, FsdpPipeArgs
+from fsdp_pp.flags import BY_TORCH, GROUPS, SPLIT
 from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links
 from llm_demo.args import less_memory, parse_args
@@ -41,7 +40,7 @@ from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
 from llm_demo.plan import make_plan
 from llm_demo.run.log import Log
 
-parse = functools.partial(parse_args, __doc__, FsdpPipeArgs, ExpertArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

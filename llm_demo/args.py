@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import math
 import re
 import shlex
@@ -15,6 +16,7 @@ import sys
 import textwrap
 import types
 import typing
+from pathlib import Path
 from typing import Literal
 
 from llm_demo.errors import UserError, counted
@@ -417,7 +419,7 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     Args:
         description: printed as it is above the help.
         more: dataclasses of flags; `check(args)` of one that has it raises UserError for values
-            that contradict each other. REFUSED: {another script's flag: why it is refused}.
+            that contradict each other.
 
     Raises UserError for an unknown flag (with the nearest known one), a value that is not allowed
     and a combination that contradicts itself.
@@ -442,9 +444,6 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        for group in more:
-            if reason := getattr(group, "REFUSED", {}).get(name):
-                raise UserError(f"{unknown[0]}: {reason}")
         if scripts := scripts_with(name):
             raise UserError(f"{unknown[0]}: only for {' and '.join(scripts)}")
         known += [f"--{other}" for other in ELSEWHERE]
@@ -459,11 +458,27 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     return args
 
 
+def groups_of(folder: Path) -> tuple[type, ...]:
+    """GROUPS in the flags.py of a script's folder: the dataclasses of its own flags. The script
+    itself is not imported, because that takes seconds."""
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_flags", folder / "flags.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GROUPS
+
+
+def own_fields() -> dict[str, list[dataclasses.Field]]:
+    """The flags of each script's own, by its folder, as in "fsdp/"."""
+    folders = [file.parent for file in sorted(ROOT.glob("*/flags.py"))]
+    return {
+        f"{folder.name}/": [f for group in groups_of(folder) for f in dataclasses.fields(group)]
+        for folder in folders
+    }
+
+
 def scripts_with(name: str) -> list[str]:
-    """The scripts with a flag of their own of this name, found in their flags.py."""
-    field = re.compile(rf"^    {re.escape(name)}: .* = flag\(", re.M)
-    files = sorted(ROOT.glob("*/flags.py"))
-    return [f"{file.parent.name}/" for file in files if field.search(file.read_text())]
+    """The folders of the scripts with a flag of their own of this name."""
+    return [folder for folder, fields in own_fields().items() if name in {f.name for f in fields}]
 
 
 def spellings(name: str) -> tuple[str, ...]:

@@ -26,9 +26,9 @@ from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
-from pp.flags import PipeArgs
+from pp.flags import GROUPS
 
-parse = functools.partial(parse_args, __doc__, PipeArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:

@@ -24,9 +24,9 @@ from llm_demo.model.weights import loading
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
 from llm_demo.run.log import Log
-from zero.flags import ZeroArgs
+from zero.flags import GROUPS
 
-parse = functools.partial(parse_args, __doc__, ZeroArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:
