@@ -9,7 +9,6 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp import estimate
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, host_need, prepare_host
 from fsdp.sharding import precision, shard_units, sum_over_ranks
@@ -54,6 +53,7 @@ def build(
     mesh: DeviceMesh,
     spread: int,
     part: Part,
+    per_unit: int,
     timed: Callable,
 ) -> Built:
     """Build the model on every rank. Raises UserError if the host has too little memory.
@@ -64,6 +64,7 @@ def build(
         mesh: what FSDP2 shards and sums over: the grid, or one replica if PowerSGD sums the rest.
         spread: over how many ranks each block's experts are spread.
         part: the slice of each row that this rank holds.
+        per_unit: blocks of a unit, 0 if their size decides.
         timed: CommTimer.call."""
     (_, config, weights, _), data, compute, horizon = plan[:4]
     n_shards, group = grid[SHARD].size(), grid[SHARD].get_group()
@@ -89,7 +90,7 @@ def build(
     with loading(weights, n_shards):
         blocks = make_units(
             lm,
-            estimate.per_unit_of(args),
+            per_unit,
             checkpointing=args.use_activation_checkpointing,
             attention_kept=compute.attention_kept,
         )

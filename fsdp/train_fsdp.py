@@ -104,7 +104,8 @@ def main() -> None:
     # model
     built = build(
         args, world, plan, log,
-        sharded=sharded, grid=grid, mesh=mesh, spread=spread, part=part, timed=clock.comm.call,
+        sharded=sharded, grid=grid, mesh=mesh, spread=spread, part=part,
+        per_unit=estimate.per_unit_of(args), timed=clock.comm.call,
     )  # fmt: skip
     model, optimized, row_group = built.model, built.optimized, built.row_group
     n_here = sum(p.numel() for p in optimized.params)
