@@ -264,7 +264,7 @@ CASES += [
         ["--model_name_or_path", "huge", *TINY, "--no_save", "--deepspeed_config", OFFLOAD],
         r"ZeRO needs \d+\.\d GB for what is offloaded on this node, and",
     ),
-    ("zero", ["--optimizer_on_host"], "use --deepspeed_config zero/ds_zero2_offload.json"),
+    ("zero", ["--optimizer_on_host"], "--optimizer_on_host: only for fsdp/"),
     ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev needs --stages of at least 2"),
     (
         "fsdp",
