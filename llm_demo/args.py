@@ -312,11 +312,11 @@ def less_memory(args) -> str:
     if args.micro_batch_size > 1:
         ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
     for field in dataclasses.fields(args):
-        how = field.metadata["saves_memory"]
-        if not how or getattr(args, field.name) != field.default:
+        advice = field.metadata["saves_memory"]
+        if not advice or getattr(args, field.name) != field.default:
             continue
-        if accepted(args, field.name, value_of(field, how.split(",")[0])):
-            ways.append((field.name, how))
+        if accepted(args, field.name, value_of(field, advice.split(",")[0])):
+            ways.append((field.name, advice))
     if args.activation_memory_budget == 1 and accepted(args, "activation_memory_budget", 0.6):
         ways.append(("activation_memory_budget", "0.6, if blocks are compiled and have no experts"))
     ways.append(("seq_len", "shorter rows"))
@@ -324,7 +324,7 @@ def less_memory(args) -> str:
         ways.append(("dtype", "bf16"))
     if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
         ways.append(("lora_rank", "16, to train adapters only"))
-    lines = [f"--{name} (now {shown(getattr(args, name))}): {how}" for name, how in ways]
+    lines = [f"--{name} (now {shown(getattr(args, name))}): {advice}" for name, advice in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 

@@ -315,7 +315,7 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
         "MAX_STEP": "MAX_STEPS",
         "GRAD_ACUM_STEPS": "GRAD_ACCUM_STEPS",
     }
-    environ = {"LORA_RANK": "8", "REPLICAS": "2", "OPTIMIZER_ON_HOST": "false", "RUN_AHEAD": "1"}
+    environ = {"LORA_RANK": "8", "REPLICAS": "2", "OPTIMIZER_ON_HOST": "0", "RUN_AHEAD": "1"}
     assert of_others(script, environ) == {"RUN_AHEAD": ["fsdp_pp/"]}
     assert of_others(ROOT / "pp/pp_train.py", environ) == {
         "LORA_RANK": ["fsdp/"],

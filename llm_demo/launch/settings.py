@@ -76,11 +76,16 @@ def misspelt(script: Path, environ: dict) -> dict[str, str]:
 
 def of_others(script: Path, environ: dict) -> dict[str, list[str]]:
     """{environment variable: the scripts with its flag}, of variables without effect: this script
-    lacks the flag. Without those that hold its default."""
+    lacks the flag. Without those that hold its default or false."""
     own, found = names_of(script), {}
     for field in (field for fields in own_fields().values() for field in fields):
         name = env_of(field)
-        if name not in own and environ.get(name, "") not in ("", shown(field.default)):
+        if name not in own and environ.get(name, "") not in (
+            "",
+            "0",
+            "false",
+            shown(field.default),
+        ):
             found[name] = scripts_with(field.name)
     return found
 
