@@ -79,13 +79,8 @@ def of_others(script: Path, environ: dict) -> dict[str, list[str]]:
     lacks the flag. Without those that hold its default or false."""
     own, found = names_of(script), {}
     for field in (field for fields in own_fields().values() for field in fields):
-        name = env_of(field)
-        if name not in own and environ.get(name, "") not in (
-            "",
-            "0",
-            "false",
-            shown(field.default),
-        ):
+        name, off = env_of(field), ("", "0", "false", shown(field.default))
+        if name not in own and environ.get(name, "") not in off:
             found[name] = scripts_with(field.name)
     return found
 
