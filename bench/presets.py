@@ -115,7 +115,8 @@ def _on(gpus):
         for env in ("", _SOCKETS) for times in (1, 2) for engine, stages, flags in grids
     ]  # fmt: skip
     experts = [
-        {**_WHOLE_MIXTURE, "gpus": gpus, "steps": 8, "flags": f"{RESHARD} --expert_parallel {n}{more}"}
+        {**_WHOLE_MIXTURE, "gpus": gpus, "steps": 8,
+         "flags": f"{RESHARD} --expert_parallel {n}{more}"}
         for n in (1, 2, 4, 8) if n <= gpus for more in ("", f" {BALANCED}")
     ]  # fmt: skip
     if gpus < 8:  # 12 bytes a parameter of the states go to the host

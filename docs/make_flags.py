@@ -11,8 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_demo.args import SHARED, choices_of, env_of, kind_of, shown  # noqa: E402
-from llm_demo.launch.settings import BUNDLED, FIRST_RUN, groups_of, read_launcher  # noqa: E402
+from llm_demo.args import SHARED, choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
+from llm_demo.launch.settings import BUNDLED, FIRST_RUN, read_launcher  # noqa: E402
 
 TOP = """\
 # Flags
@@ -45,7 +45,7 @@ def page() -> str:
         scripts[script] = None
     groups, users = {}, {}  # title -> group, its scripts
     for script in scripts:
-        for group in groups_of(script):
+        for group in groups_of(script.parent):
             groups[group.__doc__] = group
             users.setdefault(group.__doc__, []).append(str(script.relative_to(ROOT)))
     sections = [(group.__doc__, group) for group in SHARED]

@@ -79,9 +79,9 @@ def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int
     text = describe(parts * replicas, args.device_memory_gb)
     if args.activations_on_host or args.optimizer_on_host:
         host = replicas * of_host(args, config, compute, train, ranks)
-        what = ["masters and moments"] * args.optimizer_on_host
-        what += ["inputs of blocks"] * args.activations_on_host
-        text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(what)}"
+        held = ["masters and moments"] * args.optimizer_on_host
+        held += ["inputs of blocks"] * args.activations_on_host
+        text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(held)}"
         if args.optimizer_on_host and args.save_every and args.save_async:
             text += "; masters and moments again while checkpoints are written in the background"
     return text
@@ -104,7 +104,7 @@ def of_host(args, config, compute, train, ranks: int) -> float:
     need = ranks * PROCESS
     if args.optimizer_on_host:
         need += 12 * parameters_of(config) / GB
-    if getattr(args, "activations_on_host", False):
+    if args.activations_on_host:
         shape = tokens_here(args, train), config.hidden_size
         need += ranks * host_bytes(config.num_hidden_layers, shape, compute.dtype) / GB
     return need
@@ -112,7 +112,7 @@ def of_host(args, config, compute, train, ranks: int) -> float:
 
 def per_unit_of(args) -> int:
     """Blocks of a unit, 0 if their size decides: only a unit's input goes to the host."""
-    return 1 if getattr(args, "activations_on_host", False) else args.blocks_per_unit
+    return 1 if args.activations_on_host else args.blocks_per_unit
 
 
 def of_fsdp(
@@ -135,7 +135,7 @@ def of_fsdp(
     gathered = (ends + 2 * unit if args.reshard_after_forward else whole) * size
     head_in_fp32 = not args.use_activation_checkpointing  # the memory of its gradient: see loss.py
     trained = total
-    if lora := getattr(compute, "lora", None):  # what is frozen has no fp32 copy and no gradients
+    if lora := compute.lora:  # what is frozen has no fp32 copy and no gradients
         trained, halves = lora.parameters, compute.dtype == torch.bfloat16 and compute.compile
         if sharded:
             early = (total * size + trained * 4) / ranks + gathered + trained * size
@@ -188,6 +188,7 @@ def of_fsdp(
         {"weights": late, **rest, "gradients": grads, "activations": 0, "loss": 0},
     ]
     if first:
-        more = {"gradients": grads_of_blocks, "activations": first, "loss": 0}
-        moments.append({"weights": late, **rest, **more})
+        moments.append(
+            {"weights": late, **rest, "gradients": grads_of_blocks, "activations": first, "loss": 0}
+        )
     return [peak(*moments)] * ranks

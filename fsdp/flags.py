@@ -2,16 +2,25 @@
 
 import dataclasses
 
-from llm_demo.args import ExpertArgs, flag  # noqa: F401  both groups are the script's
+from llm_demo.args import ExpertArgs, flag
 from llm_demo.errors import UserError
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
-NOT_WITH_LORA = {
-    "psgd_rank": "adapters' gradients are small already",
-    "optimizer_on_host": "adapters' optimizer states are small, and a frozen model has none",
-    "router_aux_loss": "routers are frozen too",
-    "router_bias_update": "routers are frozen too",
-}
+NEED_FSDP = ("reshard_after_forward", "replicas", "expert_parallel", "sequence_parallel")
+NOT_TOGETHER = (  # two flags and, if known, why
+    ("expert_parallel", "replicas", ""),
+    ("psgd_rank", "sequence_parallel", ""),
+    ("psgd_rank", "optimizer_on_host", "its errors stay on the device"),
+    ("lora_rank", "psgd_rank", "adapters' gradients are small already"),
+    (
+        "lora_rank",
+        "optimizer_on_host",
+        "adapters' optimizer states are small, and a frozen model has none",
+    ),
+    ("lora_rank", "router_aux_loss", "routers are frozen too"),
+    ("lora_rank", "router_bias_update", "routers are frozen too"),
+)
+OFF = {"replicas": "1", "expert_parallel": 1, "sequence_parallel": 1}  # and what is false
 
 
 @dataclasses.dataclass
@@ -90,32 +99,23 @@ class FsdpArgs:
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
         if not (args.replicas == "all" or args.replicas.isdecimal() and int(args.replicas)):
             raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
-        if args.reshard_after_forward and args.fsdp is False:
-            raise UserError("--reshard_after_forward needs FSDP: drop --no_fsdp")
-        if args.replicas != "1" and args.fsdp is False:
-            raise UserError("--replicas needs FSDP: drop --no_fsdp")
-        if (args.expert_parallel or 1) > 1 and args.fsdp is False:
-            raise UserError("--expert_parallel needs FSDP: drop --no_fsdp")
-        if (args.expert_parallel or 1) > 1 and args.replicas != "1":
-            raise UserError("--expert_parallel does not work with --replicas")
-        if args.sequence_parallel > 1 and args.fsdp is False:
-            raise UserError("--sequence_parallel needs FSDP: drop --no_fsdp")
+        on = {name for name, value in vars(args).items() if value and value != OFF.get(name)}
+        for name in NEED_FSDP:
+            if name in on and args.fsdp is False:
+                raise UserError(f"--{name} needs FSDP: drop --no_fsdp")
+        for one, other, why in NOT_TOGETHER:
+            if {one, other} <= on:
+                reason = f": {why}" if why else ""
+                raise UserError(f"--{one} does not work with --{other}{reason}")
         if args.seq_len % args.sequence_parallel:
             raise UserError(
                 f"--sequence_parallel {args.sequence_parallel} does not divide --seq_len "
                 f"{args.seq_len}"
             )
-        if args.sequence_parallel > 1 and args.psgd_rank:
-            raise UserError("--psgd_rank does not work with --sequence_parallel")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_start is not None and not args.psgd_rank:
             raise UserError("--psgd_start needs --psgd_rank")
-        if args.psgd_rank and args.optimizer_on_host:
-            raise UserError(
-                "--psgd_rank keeps its errors on the device: drop --optimizer_on_host, or use "
-                "exact sums"
-            )
         if args.activations_on_host and not args.use_activation_checkpointing:
             raise UserError("--activations_on_host needs --use_activation_checkpointing")
         if args.activations_on_host and args.blocks_per_unit > 1:
@@ -123,10 +123,10 @@ class FsdpArgs:
         for name in LORA:
             if not args.lora_rank and getattr(args, name) != getattr(FsdpArgs, name):
                 raise UserError(f"--{name} needs --lora_rank")
-        for name, why in NOT_WITH_LORA.items():
-            if args.lora_rank and getattr(args, name):
-                raise UserError(f"--lora_rank does not work with --{name}: {why}")
         if args.psgd_rank and args.dtype == "fp16":
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
             )
+
+
+GROUPS = (FsdpArgs, ExpertArgs)

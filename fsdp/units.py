@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from llm_demo.errors import UserError
-from llm_demo.model.compiling import add_into, compiled, compiled_add, sum_into
 from llm_demo.model.decoder import DecoderLoss
 from llm_demo.model.experts import Routers
+from llm_demo.model.sums import add, add_into, compile_once, sum_into
 from llm_demo.parallel.mesh import local_part, shards_of
 
 # For the optimizer on the host (host_adamw.py):
@@ -47,7 +47,7 @@ class Unit:
     def add(self, parts: list[torch.Tensor]) -> None:
         """Add a micro-batch's gradients. parts: from each rank, flat, as long as the sum."""
         function = sum_into if self.fresh else add_into
-        (compiled(function) if self.compiles else function)(self.sum, parts)
+        (compile_once(function) if self.compiles else function)(self.sum, parts)
         self.fresh = False
 
     def take_grads(self) -> None:
@@ -57,9 +57,9 @@ class Unit:
         self.fresh = False
         pairs = zip(self.grads, self.params, strict=True)
         pairs = [(total, p) for total, p in pairs if p.grad is not None]
-        add = compiled_add() if self.compiles else torch._foreach_add_
         if pairs:
-            add([total for total, _ in pairs], [p.grad for _, p in pairs])
+            function = compile_once(add) if self.compiles else add
+            function([total for total, _ in pairs], [p.grad for _, p in pairs])
         for p in self.params:
             p.grad = None
 

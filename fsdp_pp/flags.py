@@ -1,9 +1,9 @@
 """Flags of train_fsdp_pp.py beyond those in llm_demo/args.py. Imports nothing heavy."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
-from llm_demo.args import ExpertArgs, check_partition, check_stages, flag  # noqa: F401
+from llm_demo.args import ExpertArgs, check_partition, check_stages, flag
 from llm_demo.errors import UserError
 
 SPLIT = ("zbv", "dualpipev")  # a backward in two parts
@@ -46,22 +46,6 @@ class FsdpPipeArgs:
         saves_memory="true, if stages have several processes",
     )
 
-    REFUSED: ClassVar = dict.fromkeys(
-        (
-            "optimizer_on_host",
-            "replicas",
-            "psgd_rank",
-            "psgd_start",
-            "copy_engines",
-            "router_aux_loss",
-            "router_bias_update",
-            "lora_rank",
-            "sequence_parallel",
-            "activations_on_host",
-        ),
-        "only fsdp/train_fsdp.py has it: bash fsdp/launch_fsdp.sh",
-    )
-
     def check_processes(self, processes: int) -> None:
         check_stages(self.stages, processes)
 
@@ -94,3 +78,6 @@ class FsdpPipeArgs:
                     f"--schedule {args.schedule} needs --grad_accum_steps of at least "
                     f"{2 * args.stages} (2 x --stages), not {accum}"
                 )
+
+
+GROUPS = (FsdpPipeArgs, ExpertArgs)

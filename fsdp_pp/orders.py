@@ -35,10 +35,10 @@ def order(
     has just enabled: both transfers are waited for."""
     if schedule == "v":
         return out_and_back(stages, micro_batches, run_ahead)[stage]
-    mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
+    pieces = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
     forwards = forwards_only(schedule, stages, stage, micro_batches)
-    both = [(k // stages, p, k) for p in mine for k in range(micro_batches)]
-    backwards = [(BACKWARD, p, k) for _, p, k in sorted(both, key=lambda x: (x[0], -x[1], x[2]))]
+    rounds = [(k // stages, p, k) for p in pieces for k in range(micro_batches)]
+    backwards = [(BACKWARD, p, k) for _, p, k in sorted(rounds, key=lambda x: (x[0], -x[1], x[2]))]
     before = {
         "gpipe": micro_batches,
         "1f1b": stages - 1 - stage,
@@ -89,10 +89,10 @@ def out_and_back(stages: int, micro_batches: int, run_ahead: int) -> list[list[t
 
 def forwards_only(schedule: str, stages: int, stage: int, micro_batches: int) -> list[tuple]:
     """A stage's work when it only evaluates."""
-    mine = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
+    pieces = [p for p, at in enumerate(stages_of(schedule, stages)) if at == stage]
     # as many micro-batches as there are stages go through one piece, then through the next
-    both = sorted((k // stages, p, k) for p in mine for k in range(micro_batches))
-    return [(FORWARD, p, k) for _, p, k in both]
+    rounds = sorted((k // stages, p, k) for p in pieces for k in range(micro_batches))
+    return [(FORWARD, p, k) for _, p, k in rounds]
 
 
 def with_receives(works: list[list[tuple]], where: list[int], stage: int) -> list[tuple]:
@@ -119,11 +119,11 @@ def with_receives(works: list[list[tuple]], where: list[int], stage: int) -> lis
                     number[kind, piece, k] = len(number)
                     done[s] += 1
     receives = [[] for _ in works[stage]]
-    mine = [number[work] for work in works[stage]]
+    numbers = [number[work] for work in works[stage]]
     for (kind, piece, _), n in number.items():  # in the order in which they are sent
         into = piece + 1 if kind == FORWARD else piece - 1
         if 0 <= into <= last and where[piece] != stage == where[into]:
-            receives[bisect(mine, n)].append((kind, into))
+            receives[bisect(numbers, n)].append((kind, into))
     return [(*work, now) for work, now in zip(works[stage], receives, strict=True)]
 
 

@@ -1,12 +1,14 @@
 """The pieces of the model that a stage holds: made, sharded, filled with weights."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp.sharding import precision, shard_units, sum_over_ranks
 from llm_demo.model.compiling import compile_forward
 from llm_demo.model.decoder import Blocks, DecoderLoss, unit_sizes
+from llm_demo.model.experts import blocks_with_experts
 from llm_demo.model.weights import allocate, fill
 
 
@@ -32,18 +34,22 @@ class Pieces(nn.ModuleDict):
                 if compute.compile:
                     for unit in blocks:
                         compile_forward(unit, args.activation_memory_budget)
-                ends = {"first": piece == 0, "last": piece == last}
-                self[str(piece)] = DecoderLoss(lm, blocks, compute.compile, **ends)
+                self[str(piece)] = DecoderLoss(
+                    lm, blocks, compute.compile, first=piece == 0, last=piece == last
+                )
                 self.names += ["model.embed_tokens"] * (piece == 0)
                 self.names += [f"model.layers.{i}" for i in range(first, first + count)]
                 self.names += ["model.norm", "lm_head"] if piece == last else []
             at = first + count
+        # of this stage, and of the whole model
+        self.routers = [piece.routers for piece in self.values() if piece.routers]
+        self.gates = [block.mlp.gate for block in blocks_with_experts(lm)]
 
     def shard(self, dtype: torch.dtype, reshard: bool, mesh) -> None:
         """Shard each unit with FSDP2 over a mesh; embedding and head are units of their own."""
         policy = precision(dtype)
         for piece in self.values():
-            shard_units(piece, dtype, mesh, reshard)
+            shard_units(piece, dtype, mesh, reshard=reshard)
             for end in filter(None, (piece.tail, piece)):
                 fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         sum_over_ranks(self)
@@ -71,3 +77,15 @@ class Pieces(nn.ModuleDict):
             lm.model.embed_tokens.weight if embedding else None,
             lm.lm_head.weight if head else None,
         )
+
+    def take_load(self, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+        """Routers.take_load for the whole model, on every rank. group: the ranks of this stage."""
+        total = torch.zeros(
+            len(self.gates), self.gates[0].num_experts, dtype=torch.int64, device=device
+        )
+        for routers in self.routers:
+            load = routers.take_load(group)
+            if group.rank() == 0:
+                total[[self.gates.index(router) for router in routers.routers]] = load
+        dist.all_reduce(total)
+        return total

@@ -28,6 +28,7 @@ def run(
             None for the first piece.
         backward: backward(piece, k, y, gradient) runs autograd from the output y. gradient: None
             for the last piece, whose output is the loss. Without `backward`, nothing is kept."""
+    shape, dtype = hidden
     kept, passed = {}, {}  # (piece, k) -> output; (kind, piece) -> from another piece of this stage
 
     def take(kind, piece):
@@ -42,8 +43,8 @@ def run(
             passed.setdefault((kind, piece), deque()).append(t)
 
     for kind, piece, k, receives in work:
-        for what in receives:  # while the device computes, since the host is ahead
-            links.expect(*what, *hidden)
+        for received_kind, to in receives:  # while the device computes, since the host is ahead
+            links.expect(received_kind, to, shape, dtype)
         links.begin()
         if kind == FORWARD:
             x = take(FORWARD, piece) if piece else None

@@ -21,12 +21,12 @@ class TiedEnds:
 
     def sum_gradients(self) -> None:
         """Give each copy the sum of both gradients."""
-        both = [p for p in (self.embedding, self.head) if p is not None]
-        grads = [self.optimized.grad_of(p) for p in both]
+        ends = [p for p in (self.embedding, self.head) if p is not None]
+        grads = [self.optimized.grad_of(p) for p in ends]
         if self.here:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])
-        elif both:
+        elif ends:
             dist.all_reduce(grads[0], group=self.group)
 
     def counted_once(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:

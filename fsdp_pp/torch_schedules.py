@@ -90,9 +90,12 @@ class TorchSchedule:
             self.stages.append(PipelineStage(module, at, count, device, group=group, **shapes))
         kind = find(name)
         several = issubclass(kind, schedules.PipelineScheduleMulti)
-        what = self.stages if several else self.stages[0]
-        how = {"loss_fn": lambda loss, take: take(loss), "scale_grads": False}
-        self.schedule = kind(what, micro_batches, **how)
+        self.schedule = kind(
+            self.stages if several else self.stages[0],
+            micro_batches,
+            loss_fn=lambda loss, take: take(loss),
+            scale_grads=False,
+        )
 
     def run(self, inputs: list[tuple], take: Callable) -> None:
         """Forwards and backwards of a step. inputs: (ids, the other arguments of the forward) of
@@ -100,7 +103,7 @@ class TorchSchedule:
         numbers, losses = [stage.stage_index for stage in self.stages], []
         first, last = 0 in numbers, self.count - 1 in numbers
         args = [(ids,) if first else () for ids, _ in inputs]
-        kwargs = [more for _, more in inputs]
+        kwargs = [others for _, others in inputs]
         targets = [take] * len(inputs) if last else None
         self.schedule._has_backward = True
         for stage in self.stages:
@@ -108,5 +111,5 @@ class TorchSchedule:
             stage.clear_runtime_states()
         step = self.schedule._step_microbatches
         known = inspect.signature(step).parameters
-        more = {"return_outputs": False} if "return_outputs" in known else {}
-        step(args, kwargs, targets, losses if last else None, **more)
+        options = {"return_outputs": False} if "return_outputs" in known else {}
+        step(args, kwargs, targets, losses if last else None, **options)

@@ -11,13 +11,11 @@ import os
 import torch
 import torch.distributed as dist
 
-from fsdp.flags import ExpertArgs
-from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import accumulate
-from fsdp.shards import Shards, not_optimized, training_state
+from fsdp.shards import not_optimized, training_state
 from fsdp_pp import estimate, orders, runner, torch_schedules
-from fsdp_pp.flags import BY_TORCH, SPLIT, FsdpPipeArgs
-from fsdp_pp.pieces import Pieces
+from fsdp_pp.build import build
+from fsdp_pp.flags import BY_TORCH, GROUPS, SPLIT
 from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links
 from llm_demo.args import less_memory, parse_args
@@ -27,17 +25,12 @@ from llm_demo.dist import run, start
 from llm_demo.errors import UserError
 from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
-from llm_demo.model.costs import param_count
 from llm_demo.model.cut import describe_split, given_counts, split
-from llm_demo.model.decoder import skeleton
-from llm_demo.model.experts import blocks_with_experts
 from llm_demo.model.source import check_experts, is_mixture
-from llm_demo.model.weights import loading
 from llm_demo.optim import (
     LossScale,
     adam_steps,
     clipped_step,
-    compiles_adamw,
     fill_adam_state,
     make_adamw,
     set_lr,
@@ -47,7 +40,7 @@ from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
 from llm_demo.plan import make_plan
 from llm_demo.run.log import Log
 
-parse = functools.partial(parse_args, __doc__, FsdpPipeArgs, ExpertArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:
@@ -86,12 +79,12 @@ def main() -> None:
             )
 
     plan = make_plan(args, world, log, n_shards, refuse)
-    (_, config, weights, _), data, compute, horizon = plan[:4]
+    (_, config, _, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
     counts = split(config, last + 1, args.partition, S, checkpointing)
-    way = f"{args.schedule} pipeline of {args.stages} stages"
-    way += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
-    log.resolved(partition=",".join(map(str, counts)), parallelism=way)
+    parallelism = f"{args.schedule} pipeline of {args.stages} stages"
+    parallelism += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
+    log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
     if args.reshard_after_forward and not sharded:
         log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
@@ -107,38 +100,22 @@ def main() -> None:
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     links = Links(where, ranks, world.rank, world.device)
-    lm = skeleton(config, compute.attn_impl, weights, compute.product)
-    n_params = param_count(lm)
-    low = compute.dtype != torch.float32
-    flat = low and not sharded
-    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
-    with loading(weights, world.size):
-        pieces = Pieces(lm, args, compute, counts, where, stage)
-        routers = [piece.routers for piece in pieces.values() if piece.routers]
-        if args.freeze_router:
-            for each in routers:
-                each.requires_grad_(False)
-        if sharded:
-            pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
-            if low:
-                how = compute.dtype, accum > 1, compute.compile, False
-                for missing in reduce_traffic(pieces, world, grid[SHARD].get_group(), *how):
-                    log.say(f"fsdp: {missing}")
-        pieces.load(weights, args.seed, world.device)
-        if flat:
-            units = [unit for piece in pieces.values() for unit in piece.units]
-            units += [piece.tail for piece in pieces.values() if piece.tail]
-            in_fp32 = {p for each in routers for p in each.parameters()}
-            optimized = Masters(pieces, units, compute.dtype, accum > 1, compiled, in_fp32)
-        else:
-            optimized = Shards(pieces)
-    here = sum(p.numel() for p in optimized.params)
-    log.say(f"{way}: {n_params:,} parameters, {here:,} here")
-    optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, compiled)
+    built = build(
+        args, world, plan, log,
+        sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,
+    )  # fmt: skip
+    pieces, optimized = built.pieces, built.optimized
+    flat = isinstance(optimized, Masters)  # which takes the gradients of each backward
+    n_here = sum(p.numel() for p in optimized.params)
+    log.say(f"{parallelism}: {built.n_params:,} parameters, {n_here:,} here")
+
+    # optimizer
+    optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, built.compiled)
     optimized.follow(optimizer)
     loss_scale = LossScale(compute.dtype, world.device)
-    ends = ranks[where[0]].tolist(), ranks[where[last]].tolist()
-    group = tied_group(*ends, shard) if config.tie_word_embeddings else None
+    group = None
+    if config.tie_word_embeddings:
+        group = tied_group(ranks[where[0]].tolist(), ranks[where[last]].tolist(), shard)
     copies = TiedEnds(pieces.tied(), optimized, group)
     # made by all ranks together, for saves in the background
     checkpoints.meshes[grid[SHARD]] = on_device(grid, "cpu")[SHARD]
@@ -152,32 +129,28 @@ def main() -> None:
         copies.copy(optimizer)
         del tensors
         loss_scale.load(checkpoints.facts["loss_scale"])
-    with_experts = [block.mlp.gate for block in blocks_with_experts(lm)]
+    if pieces.gates:
+        stage_group = grid[SHARD].get_group()
+        clock.router_load = functools.partial(pieces.take_load, stage_group, world.device)
 
-    def load_of_experts():
-        total = torch.zeros(
-            len(with_experts), with_experts[0].num_experts, dtype=torch.int64, device=world.device
-        )
-        for each in routers:
-            load = each.take_load(grid[SHARD].get_group())
-            if shard == 0:
-                total[[with_experts.index(router) for router in each.routers]] = load
-        dist.all_reduce(total)
-        return total
-
-    if with_experts:
-        clock.router_load = load_of_experts
-
-    def order_here(order, *how):
-        works = [order(args.schedule, args.stages, s, *how) for s in range(args.stages)]
+    def order_here(order, *rest):
+        works = [order(args.schedule, args.stages, s, *rest) for s in range(args.stages)]
         return orders.with_receives(works, where, stage)
 
     if by_torch:
-        like = {"dtype": compute.dtype, "device": "meta", "requires_grad": True}
-        hidden = torch.empty(B, S, config.hidden_size, **like)
-        ids = torch.empty(B, S, dtype=torch.int64, device="meta")
-        how = accum, world.device, grid[STAGE].get_group(), hidden, ids
-        schedule = torch_schedules.TorchSchedule(args.schedule, pieces, last + 1, *how)
+        hidden = torch.empty(
+            B, S, config.hidden_size, dtype=compute.dtype, device="meta", requires_grad=True
+        )
+        schedule = torch_schedules.TorchSchedule(
+            args.schedule,
+            pieces,
+            count=last + 1,
+            micro_batches=accum,
+            device=world.device,
+            group=grid[STAGE].get_group(),
+            hidden=hidden,
+            ids=torch.empty(B, S, dtype=torch.int64, device="meta"),
+        )
     else:
         work = order_here(orders.order, accum, args.run_ahead)
 
@@ -193,10 +166,10 @@ def main() -> None:
         """Do this stage's work. take(output): what follows the last piece."""
 
         def forward(piece, k, x):
-            ids, more = inputs[k]
+            ids, others = inputs[k]
             if str(piece) == [*pieces][-1]:
                 inputs[k] = None  # this stage needs it no more
-            y = pieces[str(piece)](ids if x is None else x, **more)
+            y = pieces[str(piece)](ids if x is None else x, **others)
             return take(y) if piece == last else y
 
         hidden = (micro, S, config.hidden_size), compute.dtype
@@ -214,8 +187,9 @@ def main() -> None:
 
         def backward(piece, k, y, grad):
             if sharded:
-                how = args.reshard_after_forward, k == accum - 1
-                accumulate(pieces[str(piece)], *how, every=False)
+                accumulate(
+                    pieces[str(piece)], args.reshard_after_forward, last=k == accum - 1, every=False
+                )
             y.backward(grad)
             if flat:
                 optimized.take_grads(last=k == accum - 1)

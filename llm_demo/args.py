@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import importlib.util
 import math
 import re
 import shlex
@@ -15,6 +16,7 @@ import sys
 import textwrap
 import types
 import typing
+from pathlib import Path
 from typing import Literal
 
 from llm_demo.errors import UserError, counted
@@ -226,9 +228,9 @@ class ExpertArgs:
 
     @staticmethod
     def check(args) -> None:
-        if args.freeze_router and getattr(args, "optimizer_on_host", False):
+        if args.freeze_router and args.optimizer_on_host:
             raise UserError("--freeze_router does not work with --optimizer_on_host")
-        if args.freeze_router and getattr(args, "router_aux_loss", 0):
+        if args.freeze_router and args.router_aux_loss:
             raise UserError("--router_aux_loss trains the routers: drop --freeze_router")
 
 
@@ -238,6 +240,13 @@ SHARED = (ModelArgs, DataArgs, TrainArgs, RunArgs)
 @dataclasses.dataclass
 class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     """The flags of every training script; `parse_args` adds a script's own."""
+
+    # What flags of some scripts are in the others, for code that all scripts share. No fields: a
+    # script with such a flag declares it.
+    activations_on_host = freeze_router = optimizer_on_host = reshard_after_forward = False
+    lora_rank = psgd_rank = router_aux_loss = router_bias_update = 0
+    sequence_parallel = 1
+    deepspeed_config = expert_parallel = None
 
     def check_processes(self, processes: int) -> None:
         """Raise UserError if these flags don't work with so many processes. For a script's own
@@ -303,19 +312,19 @@ def less_memory(args) -> str:
     if args.micro_batch_size > 1:
         ways.append(("micro_batch_size", "halve it, double grad_accum_steps"))
     for field in dataclasses.fields(args):
-        how = field.metadata["saves_memory"]
-        if not how or getattr(args, field.name) != field.default:
+        advice = field.metadata["saves_memory"]
+        if not advice or getattr(args, field.name) != field.default:
             continue
-        if accepted(args, field.name, value_of(field, how.split(",")[0])):
-            ways.append((field.name, how))
+        if accepted(args, field.name, value_of(field, advice.split(",")[0])):
+            ways.append((field.name, advice))
     if args.activation_memory_budget == 1 and accepted(args, "activation_memory_budget", 0.6):
         ways.append(("activation_memory_budget", "0.6, if blocks are compiled and have no experts"))
     ways.append(("seq_len", "shorter rows"))
     if args.dtype == "fp32":
         ways.append(("dtype", "bf16"))
-    if getattr(args, "lora_rank", None) == 0 and accepted(args, "lora_rank", 16):
+    if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
         ways.append(("lora_rank", "16, to train adapters only"))
-    lines = [f"--{name} (now {shown(getattr(args, name))}): {how}" for name, how in ways]
+    lines = [f"--{name} (now {shown(getattr(args, name))}): {advice}" for name, advice in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
 
 
@@ -410,7 +419,7 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     Args:
         description: printed as it is above the help.
         more: dataclasses of flags; `check(args)` of one that has it raises UserError for values
-            that contradict each other. REFUSED: {another script's flag: why it is refused}.
+            that contradict each other.
 
     Raises UserError for an unknown flag (with the nearest known one), a value that is not allowed
     and a combination that contradicts itself.
@@ -435,9 +444,6 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
-        for group in more:
-            if reason := getattr(group, "REFUSED", {}).get(name):
-                raise UserError(f"{unknown[0]}: {reason}")
         if scripts := scripts_with(name):
             raise UserError(f"{unknown[0]}: only for {' and '.join(scripts)}")
         known += [f"--{other}" for other in ELSEWHERE]
@@ -452,11 +458,27 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     return args
 
 
+def groups_of(folder: Path) -> tuple[type, ...]:
+    """GROUPS in the flags.py of a script's folder: the dataclasses of its own flags. The script
+    itself is not imported, because that takes seconds."""
+    spec = importlib.util.spec_from_file_location(f"{folder.name}_flags", folder / "flags.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GROUPS
+
+
+def own_fields() -> dict[str, list[dataclasses.Field]]:
+    """The flags of each script's own, by its folder, as in "fsdp/"."""
+    folders = [file.parent for file in sorted(ROOT.glob("*/flags.py"))]
+    return {
+        f"{folder.name}/": [f for group in groups_of(folder) for f in dataclasses.fields(group)]
+        for folder in folders
+    }
+
+
 def scripts_with(name: str) -> list[str]:
-    """The scripts with a flag of their own of this name, found in their flags.py."""
-    field = re.compile(rf"^    {re.escape(name)}: .* = flag\(", re.M)
-    files = sorted(ROOT.glob("*/flags.py"))
-    return [f"{file.parent.name}/" for file in files if field.search(file.read_text())]
+    """The folders of the scripts with a flag of their own of this name."""
+    return [folder for folder, fields in own_fields().items() if name in {f.name for f in fields}]
 
 
 def spellings(name: str) -> tuple[str, ...]:

@@ -200,7 +200,8 @@ def lr_at(step: int, lr: float, warmup: int, total: int, lr_scheduler: str) -> f
 
 
 class LossScale:
-    """fp16's dynamic loss scale, on the device: halved by overflow, doubled after 1000 good steps.
+    """fp16's dynamic loss scale, on the device: halved by overflow, to 1 at least, and doubled
+    after 1000 good steps.
 
     torch.amp.GradScaler detects overflow per rank. Here the global norm does, equally on every
     rank, so all skip together. The scale stays 1 in the other dtypes."""
@@ -225,6 +226,7 @@ class LossScale:
             self.good_steps = torch.where(overflow, 0, self.good_steps + 1)
             grow = self.good_steps >= 1000
             self.scale *= torch.where(overflow, 0.5, torch.where(grow, 2.0, 1.0))
+            self.scale.clamp_(min=1.0)  # from 0 it would never come back
             self.good_steps = torch.where(grow, 0, self.good_steps)
 
 

@@ -139,7 +139,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
 
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
     flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
-    if file := getattr(args, "deepspeed_config", None):
+    if file := args.deepspeed_config:
         flags["content of --deepspeed_config"] = json.loads(Path(file).read_text())
     same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
@@ -238,8 +238,8 @@ def load_data(
 
     seq_len 0: derived from the lengths of the training documents, at most `limit`."""
     eval_json = heldout_file(args)
-    both = f"{args.train_json},{eval_json}"
-    for name, named in (("dataset_config", both), ("dataset_split", args.train_json)):
+    either = f"{args.train_json},{eval_json}"
+    for name, named in (("dataset_config", either), ("dataset_split", args.train_json)):
         if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
             raise UserError(
                 f"--{name} {getattr(args, name)} applies only to hub datasets, and "
@@ -265,8 +265,8 @@ def load_data(
         say("held-out: none given, so no held-out loss")
         return train, None, eval_json
     heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len))
-    both = {f["path"] for f in train.stats["files"]} & {f["path"] for f in heldout.stats["files"]}
-    for path in sorted(both):
+    learnt, asked = ({f["path"] for f in p.stats["files"]} for p in (train, heldout))
+    for path in sorted(learnt & asked):
         say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
     return train, heldout, eval_json
 
@@ -283,7 +283,7 @@ def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) ->
 
 
 def heads_of_rank(args: Args, config) -> Heads:
-    return share_of_heads(heads_of(config), getattr(args, "sequence_parallel", 1))
+    return share_of_heads(heads_of(config), args.sequence_parallel)
 
 
 def pick_compute(
@@ -333,12 +333,14 @@ def pick_lora(
     args: Args, world: World, source: Source, dtype_name: str, say: Callable
 ) -> Lora | None:
     """The adapters that the flags ask for, if this script has such flags."""
-    if not getattr(args, "lora_rank", 0):
+    if not args.lora_rank:
         return None
     if args.export != "none" and not importlib.util.find_spec("peft"):
         raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
-    how = args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
-    base = from_rank0(world, lambda: identity_of(*how))
+    identify = functools.partial(
+        identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
+    )
+    base = from_rank0(world, identify)
     lora = choose_lora(args, source.config, base)
     share = lora.parameters / parameters_of(source.config)
     say(
@@ -414,8 +416,14 @@ def pick_order(args: Args, horizon: Horizon, train: Packs, say: Callable) -> Cal
         say(f"rows: in file order{packed}, the same in every epoch (--no_shuffle)")
     if first:
         say(f"rows: those of the first {first} steps in order of their longest document")
-    shape = horizon.global_batch, horizon.n_total
-    return order_rows(train, args.seed, *shape, args.shuffle, first)
+    return order_rows(
+        train,
+        args.seed,
+        horizon.global_batch,
+        horizon.n_total,
+        shuffle=args.shuffle,
+        length_warmup=first,
+    )
 
 
 # ---------------------------------------------------------------- of a resumed run

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.errors import UserError
-from llm_demo.model.compiling import compiled_add
 from llm_demo.model.decoder import Blocks
+from llm_demo.model.sums import add, compile_once
 from llm_demo.parallel import deepspeed_base
 from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows, quiet
 
@@ -110,7 +110,7 @@ class _Fp32Sums:
         for unit in module.modules():
             if isinstance(unit, Blocks):
                 self.together |= dict.fromkeys(unit.parameters(), tuple(unit.parameters()))
-        self.add = compiled_add() if compiled else torch._foreach_add_
+        self.add = compile_once(add) if compiled else add
 
     @torch.no_grad()
     def __call__(self, param, group: int, index: int, clear_lp_grads: bool) -> None:

@@ -1,7 +1,7 @@
 """Flags of pp_train.py beyond those in llm_demo/args.py. Imports nothing heavy."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 from llm_demo.args import check_partition, check_stages, flag
 from llm_demo.errors import UserError
@@ -38,13 +38,6 @@ class PipeArgs:
         0, "Passed by DeepSpeed's launcher and ignored: LOCAL_RANK counts.", env=""
     )
 
-    REFUSED: ClassVar = {
-        "optimizer_on_host": "DeepSpeed's pipeline has no exact optimizer on the host; use FSDP",
-        "lora_rank": "only fsdp/train_fsdp.py trains adapters",
-        "sequence_parallel": "only fsdp/train_fsdp.py spreads rows",
-        "activations_on_host": "only fsdp/train_fsdp.py moves activations to the host",
-    }
-
     def check_processes(self, processes: int) -> None:
         check_stages(self.stages, processes)
 
@@ -57,3 +50,6 @@ class PipeArgs:
                 "--schedule dualpipev needs --stages of at least 2 and --grad_accum_steps of at "
                 f"least 2 x stages: {least}"
             )
+
+
+GROUPS = (PipeArgs,)

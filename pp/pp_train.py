@@ -26,9 +26,9 @@ from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
 from llm_demo.progress import progress
 from llm_demo.run.log import Log
-from pp.flags import PipeArgs
+from pp.flags import GROUPS
 
-parse = functools.partial(parse_args, __doc__, PipeArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:
@@ -86,7 +86,9 @@ def main() -> None:
     # optimizer and engine
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say)
     optimizer = make_adamw(module.parameters(), horizon.lr, args.weight_decay, compiled)
-    settings = ds_engine.engine_config(switches, compute.dtype, B, accum, args.max_grad_norm)
+    settings = ds_engine.engine_config(
+        switches, compute.dtype, micro=B, accum=accum, clip=args.max_grad_norm
+    )
     engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
     if weights and compute.dtype != torch.float32:
         set_masters(engine, weights)
@@ -99,9 +101,9 @@ def main() -> None:
     def feed(packs, rows, factor=None, micro=B):
         """(inputs, labels) of each micro-batch: the first stage uses inputs, the last labels.
         Without a factor, labels are for `score_fn`."""
-        mine = share_of(rows, replica, replicas, micro)
+        share = share_of(rows, replica, replicas, micro)
         for layout in layouts:
-            layout.follow(boundaries(packs, group, data.max_docs) for group in mine)
+            layout.follow(boundaries(packs, group, data.max_docs) for group in share)
         batches = micro_batches(packs, rows, replica, replicas, micro, data.max_docs)
 
         def pairs():

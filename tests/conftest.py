@@ -17,6 +17,8 @@ import psutil
 import pytest
 from import_once import ALWAYS
 
+from llm_demo.args import Args
+
 ROOT = Path(__file__).resolve().parent.parent
 ZERO = {  # flags of each configuration of ZeRO
     f"zero{name}": ["--deepspeed_config", str(ROOT / f"zero/ds_zero{name}.json")]
@@ -137,6 +139,13 @@ def no_ranks(folder: Path) -> str:
     stand_in.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit\nexec {interpreter} -c "{code}" "$@"\n')
     stand_in.chmod(0o755)
     return str(stand_in)
+
+
+def args_with(**given):
+    """The flags of a script, these given."""
+    args = Args()
+    vars(args).update(given)
+    return args
 
 
 def run(command, cwd=ROOT, timeout=240, fresh=False, **env):

@@ -204,11 +204,12 @@ optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 if not torch.cuda.is_available():
     optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
 if KIND == "fsdp":
+    import fsdp.build
     import fsdp.host_adamw
     import fsdp.train_fsdp as script
 
     fsdp.host_adamw.SLICE = 3 << 10  # smaller than the largest parameters
-    reduce_traffic = script.reduce_traffic
+    reduce_traffic = fsdp.build.reduce_traffic
 elif KIND == "fsdp_pp":
     import fsdp_pp.train_fsdp_pp as script
 else:
@@ -229,7 +230,8 @@ for case in json.load(open(CASES)):
     record.update(steps=[], after_step=[], case=case)
     optim.global_norm = global_norm
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
-        script.reduce_traffic = (lambda *args: []) if case.get("as_it_is") else reduce_traffic
+        as_it_is = case.get("as_it_is")
+        fsdp.build.reduce_traffic = (lambda *_, **__: []) if as_it_is else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
 dist.barrier()

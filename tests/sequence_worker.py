@@ -9,11 +9,14 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config
 
+from fsdp.flags import FsdpArgs
+from llm_demo.args import parse_args
 from llm_demo.data.batch import Part, position_ids
 from llm_demo.model.attention import fused_kernels, make_documents
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.model.memory import saved_bytes
 from llm_demo.model.sequence_spread import spread_rows
+from llm_demo.plan import Compute
 from llm_demo.run.comm import CommTimer
 
 CPU, S = torch.device("cpu"), 64
@@ -78,10 +81,8 @@ def check_kept(dtype, compiled):
         kept.pop(p.untyped_storage().data_ptr(), None)
     assert out.shape == hidden.shape
     real = sum(size for _, size in kept.values()) / hidden[..., 0].numel()
-    args = SimpleNamespace(
-        use_activation_checkpointing=False, activation_memory_budget=1.0, sequence_parallel=2
-    )
-    compute = SimpleNamespace(dtype=dtype, attn_impl="sdpa", compile=compiled)
+    args = parse_args("", FsdpArgs, argv=["--sequence_parallel", "2"])
+    compute = Compute(dtype, "sdpa", compiled)
     found = saved_bytes(args, CONFIG, compute, SimpleNamespace(single=True, seq_len=512))[0]
     assert abs(found / real - 1) < (0.1 if compiled else 0.01), (dtype, compiled, found, real)
 

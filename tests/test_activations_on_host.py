@@ -6,7 +6,7 @@ import weakref
 import pytest
 import test_parity as parity
 import torch
-from conftest import ROOT
+from conftest import ROOT, args_with
 from test_parity import train
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -190,13 +190,8 @@ def test_same_bits_as_on_the_device(processes, tmp_path):
 
 
 def settings(**more):
-    args = {
-        "micro_batch_size": 1, "grad_accum_steps": 1, "use_activation_checkpointing": True,
-        "activation_memory_budget": 1.0, "blocks_per_unit": 0, "reshard_after_forward": True,
-        "optimizer_on_host": False, "activations_on_host": False, "psgd_rank": 0,
-        "device_memory_gb": 0, "save_every": 0, "save_async": False,
-    }  # fmt: skip
-    return type("Args", (), args | more)
+    on = {"use_activation_checkpointing": True, "reshard_after_forward": True}
+    return args_with(**on | more)
 
 
 def test_estimates(monkeypatch):

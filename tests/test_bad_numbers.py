@@ -10,11 +10,11 @@ import typing
 import pytest
 
 import bench.run
-from fsdp.train_fsdp import FsdpArgs
+from fsdp.flags import FsdpArgs
 from llm_demo import args, dist, evaluate, export, process
 from llm_demo.errors import UserError
 from llm_demo.launch import __main__ as launch
-from pp.pp_train import PipeArgs
+from pp.flags import PipeArgs
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 BAD = ["nan", "inf", "-inf", "-1", "many", ""]

@@ -53,7 +53,6 @@ def test_splits_that_do_not_fit():
         (2, "3,4", "sum of 6, the model's"),
         (2, "6,0", "each at least 1"),
         (2, "2,2,2", "give 2 counts"),
-        (2, "evenly", "--partition evenly: must be balanced, uniform"),
     ):
         with pytest.raises(UserError, match=message):
             split(TINY, stages, partition, 1024, False)

@@ -159,7 +159,7 @@ LAUNCHED = [
     ("fsdp_pp", ["--schedule", "zbv", "--partition", "3,3"], ["give 4 counts", "a sum of 6"]),
     ("fsdp_pp", [*ONE_BLOCK, *NO_DATA], ["the model has 1 block, too few for 2 pieces"]),
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
-    ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: only fsdp/train_fsdp.py has it"]),
+    ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: only for fsdp/"]),
     ("fsdp", ["--resume", "no run", *NO_DATA], ["no run: no such folder"]),
     (
         "fsdp",
@@ -264,7 +264,7 @@ CASES += [
         ["--model_name_or_path", "huge", *TINY, "--no_save", "--deepspeed_config", OFFLOAD],
         r"ZeRO needs \d+\.\d GB for what is offloaded on this node, and",
     ),
-    ("zero", ["--optimizer_on_host"], "use --deepspeed_config zero/ds_zero2_offload.json"),
+    ("zero", ["--optimizer_on_host"], "--optimizer_on_host: only for fsdp/"),
     ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev needs --stages of at least 2"),
     (
         "fsdp",
@@ -305,12 +305,12 @@ CASES += [
         "--length_warmup 2 is longer than the run's 1 step of 1 row: give at most 1",
     ),
     ("fsdp", ["--replicas", "3"], "--replicas 3 does not divide 1, the processes"),
-    ("pp", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
-    ("zero", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py trains adapters"),
-    ("fsdp_pp", ["--lora_rank", "4"], "--lora_rank: only fsdp/train_fsdp.py has it"),
-    ("pp", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py spreads"),
-    ("zero", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py spreads"),
-    ("fsdp_pp", ["--sequence_parallel", "2"], "--sequence_parallel: only fsdp/train_fsdp.py has"),
+    ("pp", ["--lora_rank", "4"], "--lora_rank: only for fsdp/"),
+    ("zero", ["--lora_rank", "4"], "--lora_rank: only for fsdp/"),
+    ("fsdp_pp", ["--lora_rank", "4"], "--lora_rank: only for fsdp/"),
+    ("pp", ["--sequence_parallel", "2"], "--sequence_parallel: only for fsdp/"),
+    ("zero", ["--sequence_parallel", "2"], "--sequence_parallel: only for fsdp/"),
+    ("fsdp_pp", ["--sequence_parallel", "2"], "--sequence_parallel: only for fsdp/"),
     ("fsdp", ["--sequence_parallel", "0"], "--sequence_parallel 0: must be at least 1"),
     ("fsdp", ["--sequence_parallel", "2"], "--sequence_parallel 2 does not divide 1, the proc"),
     (
@@ -323,7 +323,7 @@ CASES += [
         ["--sequence_parallel", "2", "--replicas", "all", "--psgd_rank", "4"],
         "--psgd_rank does not work with --sequence_parallel",
     ),
-    ("pp", ["--optimizer_on_host"], "DeepSpeed's pipeline has no exact optimizer on the host"),
+    ("pp", ["--optimizer_on_host"], "--optimizer_on_host: only for fsdp/"),
     ("fsdp", ["--device_memory_gb", "-1"], "--device_memory_gb -1: must not be negative"),
     ("pp", ["--device_memory_gb", "30"], "--device_memory_gb limits GPU memory"),
     ("fsdp", ["--profile_steps", "3"], "--profile_steps 3: must be two steps"),
@@ -410,8 +410,8 @@ FSDP_PP = [
     (["--partition", "even"], "--partition even: must be balanced"),
     (["--partition", "2,4", *NO_DATA], "--partition 2,4: give 1 counts"),
     (["--partition", "7", *NO_DATA], "--partition 7: give 1 counts.*a sum of 6"),
-    (["--optimizer_on_host"], "--optimizer_on_host: only fsdp/train_fsdp.py has it"),
-    (["--replicas", "all"], "--replicas: only fsdp/train_fsdp.py has it"),
+    (["--optimizer_on_host"], "--optimizer_on_host: only for fsdp/"),
+    (["--replicas", "all"], "--replicas: only for fsdp/"),
     (["--no_fsdp"], "unknown argument --no_fsdp"),
     (["--deepspeed_config", "absent.json"], "--deepspeed_config: only for pp/ and zero/"),
 ]
@@ -458,7 +458,7 @@ CASES += [
     ),
     ("fsdp", [*QWEN, "--optimizer_on_host", "--freeze_router"], "does not work with --optimizer_"),
     ("fsdp", [*QWEN, "--router_aux_loss", "1", "--freeze_router"], "drop --freeze_router"),
-    ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "only fsdp/train_fsdp.py has"),
+    ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "router_aux_loss: only for"),
 ]
 
 

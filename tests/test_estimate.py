@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, ZERO, run
+from conftest import ROOT, ZERO, args_with, run
 from test_attention import latent
 from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
@@ -42,26 +42,26 @@ DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # a
 
 def expected(row, config_of_run):
     before = {**BEFORE, "data_parallel": config_of_run.get("replicas")}
-    args = SimpleNamespace(**{**before, **config_of_run})
+    args = args_with(**{**before, **config_of_run})
     lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
     config = load_config(ROOT / row["model"], args.seq_len)
-    compute = SimpleNamespace(
-        compile=args.compile, dtype=DTYPES[args.dtype], attn_impl=args.attn_impl
-    )
+    compute = Compute(DTYPES[args.dtype], args.attn_impl, args.compile)
     if config_of_run.get("lora_rank"):
-        compute.lora = choose_lora(args, config, {})
+        compute = compute._replace(lora=choose_lora(args, config, {}))
     train = SimpleNamespace(
         seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths]),
         longest=65_536 if row["data"] == "mixed" else max(lengths),
     )  # fmt: skip
     if row["engine"] == "fsdp":
-        ranks = args.data_parallel * getattr(args, "sequence_parallel", 1)
+        ranks = args.data_parallel * args.sequence_parallel
         replicas = ranks if getattr(args, "replicas", 1) == "all" else 1
-        compute.attention_kept = config_of_run.get("attention_kept", 0)
+        kept = config_of_run.get("attention_kept", 0)
         if row["seq_len"] > 65_536 and "attention_kept" not in config_of_run:  # it was chosen
             args.device_memory_gb = 140
-            how = args, config, Compute(**vars(compute)), train, ranks, args.fsdp, 1
-            compute.attention_kept, _ = fsdp.choose_attention_kept(*how)
+            kept, _ = fsdp.choose_attention_kept(
+                args, config, compute, train, ranks, sharded=args.fsdp, spread=1
+            )
+        compute = compute._replace(attention_kept=kept)
         parts = fsdp.of_fsdp(args, config, compute, train, ranks // replicas, args.fsdp)
         return parts * replicas
     if row["engine"] == "zero":
@@ -111,7 +111,7 @@ def test_host_memory_within_a_tenth(result):
 def host_memory(result, config, ranks):
     compute = SimpleNamespace(dtype=DTYPES[result["config"]["dtype"]])
     if result["row"]["engine"] == "fsdp":
-        args = SimpleNamespace(**{**BEFORE, **result["config"]})
+        args = args_with(**{**BEFORE, **result["config"]})
         return fsdp.of_host(args, config, compute, args, ranks)
     return zero.of_host(config, compute, switches_of(result["config"]["deepspeed_config"]), ranks)
 
@@ -241,7 +241,7 @@ def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
     """Counted on the meta device, against a forward of the same block in memory."""
     config, cpu = load_config(ROOT / "models/qwen3-tiny", 128), torch.device("cpu")
     train = SimpleNamespace(seq_len=128, single=documents_of == 128)
-    compute = SimpleNamespace(dtype=torch.float32, attn_impl=impl)
+    compute = Compute(torch.float32, impl, compile=False)
     lm = skeleton(config, impl)
     block = materialise(lm, "model.layers.0", None, 0, cpu)
     cu = torch.arange(0, 257, documents_of, dtype=torch.int32)
@@ -274,11 +274,11 @@ def test_replicas_of_a_pipeline_share_masters_and_moments():
     # a stage: three blocks of 393,216 matrix weights, and the tied embedding, 4096 x 192
     params = 3 * 393_216 + 786_432
     held = pipeline.pieces_held("1f1b", 2, [3, 3], 4)
-    args = SimpleNamespace(
+    args = args_with(
         micro_batch_size=2, seq_len=128, grad_accum_steps=4, use_activation_checkpointing=False
     )
     train = SimpleNamespace(seq_len=128, single=True)
-    compute = SimpleNamespace(dtype=torch.bfloat16, compile=False, attn_impl="sdpa")
+    compute = Compute(torch.bfloat16, "sdpa", compile=False)
     for replicas in (1, 2, 4):
         for parts in pipeline.of_pipeline(args, config, compute, train, replicas, held):
             found = {k: parts[k] * 2**30 / params for k in ("weights", "optimizer", "gradients")}
@@ -290,8 +290,8 @@ def test_replicas_of_a_pipeline_share_masters_and_moments():
 def test_copies_that_do_not_fit_are_refused_and_errors_of_psgd_counted():
     config = load_config(ROOT / "models/qwen3-8b", 1024)
     train = SimpleNamespace(seq_len=1024, single=True)
-    compute = SimpleNamespace(dtype=torch.bfloat16, compile=True, attn_impl="sdpa")
-    args = SimpleNamespace(
+    compute = Compute(torch.bfloat16, "sdpa", compile=True)
+    args = args_with(
         micro_batch_size=1, grad_accum_steps=1, blocks_per_unit=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0,
         reshard_after_forward=True, optimizer_on_host=False, psgd_rank=0,
@@ -420,7 +420,7 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
     monkeypatch.setattr(attention, "_torch_varlen", lambda: (fused, True, True))
     config, documents_of = KINDS[kind], 64 if impl == "bucketed" else 128
     real = really_kept(config, impl, dtype, block, documents_of)
-    compute = SimpleNamespace(dtype=dtype, attn_impl=impl)
+    compute = Compute(dtype, impl, compile=False)
     train = SimpleNamespace(seq_len=128, single=documents_of == 128)
     found = memory._saved_uncompiled(config, compute, train)
     assert len(found) == config.num_hidden_layers
@@ -443,22 +443,20 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
 )  # fmt: skip
 def test_compiled_blocks_keep_what_the_partitioner_keeps(kind, block):
     real = really_kept(KINDS[kind], "sdpa", torch.bfloat16, block, compiled=True)
-    args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
-    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True)
+    args = args_with()
+    compute = Compute(torch.bfloat16, "sdpa", compile=True)
     found = memory.saved_bytes(args, KINDS[kind], compute, SimpleNamespace(single=True))
     assert found[block] == pytest.approx(real, rel=0.05)
 
 
 def test_checkpointed_blocks_that_differ():
     """Each keeps its input and the chosen experts; what passes is the largest block's."""
-    args = SimpleNamespace(
-        use_activation_checkpointing=True, activation_memory_budget=1.0, micro_batch_size=2
-    )
-    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True)
+    args = args_with(use_activation_checkpointing=True, micro_batch_size=2)
+    compute = Compute(torch.bfloat16, "sdpa", compile=True)
     train, config = SimpleNamespace(seq_len=1024, single=True), mixed()
     assert memory.saved_bytes(args, config, compute, train) == [512, 560, 560]  # 4 chosen
     passing = memory.passing_bytes(args, config, compute, train)
-    once = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
+    once = args_with()
     dense, sparse, _ = memory.saved_bytes(once, config, compute, train)
     sparse += 4 * 256 * 2 * 2
     assert passing == [dense + config.intermediate_size * 2, sparse, sparse] and sparse > dense
@@ -476,12 +474,12 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
     config = mixed()
     costs = [Cost(n * size, n * size, 0) for n in (1, 8, 8)]
     monkeypatch.setattr(of, "block_costs", lambda config, seq_len: costs)
-    args = SimpleNamespace(
+    args = args_with(
         use_activation_checkpointing=False, activation_memory_budget=1.0, micro_batch_size=2,
         grad_accum_steps=8, stages=2, schedule="1f1b", run_ahead=0, blocks_per_unit=1,
         reshard_after_forward=False,
     )  # fmt: skip
-    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True)
+    compute = Compute(torch.bfloat16, "sdpa", compile=True)
     train = SimpleNamespace(seq_len=1024, single=True)
     if of is pipeline:
         held = pipeline.pieces_held("1f1b", 2, [1, 2], 8)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import args_with
 from test_attention import CPU, H100
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
@@ -268,7 +269,7 @@ def test_blocks_share_compiled_code(name):
 )
 def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alone, monkeypatch):
     """Nor those of the looped product only, if it is asked for; others are."""
-    args = Namespace(attn_impl="auto", compile=asked, activation_memory_budget=1.0)
+    args = args_with(compile=asked)
     ops = SimpleNamespace(grouped_mm_fallback=looped_product)  # and not its backward
     fake = SimpleNamespace(ops=SimpleNamespace(transformers=ops), bfloat16=torch.bfloat16)
     monkeypatch.setattr(experts_choice, "torch", fake)

@@ -11,7 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, run
+from conftest import ROOT, args_with, run
 
 from llm_demo import fit
 from llm_demo.launch.settings import check_flags, read_launcher
@@ -300,7 +300,7 @@ def formula(name):
             continue
         if config["dtype"] != "bf16" or not config["compile"] or row["env"] and name not in FILES:
             continue
-        args = SimpleNamespace(**{"optimizer_on_host": False, **config})
+        args = args_with(**config)
         ranks = config.get("data_parallel") or config["replicas"]  # in older rows
         ranks *= config.get("sequence_parallel", 1)
         speed = row["seq_len"], ranks, 550, LINKS.get(name.split("/")[1], 200)
@@ -329,11 +329,10 @@ def test_the_rough_time_is_near_what_was_measured(name):
 def test_what_it_costs_to_spread_experts_is_near_what_was_measured(micro, accum, more):
     """In ms of a step, from bench/LOG.md."""
     config = load_config(ROOT / "models/qwen3-30b-a3b-12l", 4096)
-    flags = {"micro_batch_size": micro, "grad_accum_steps": accum, "optimizer_on_host": False}
-    flags |= {"use_activation_checkpointing": False, "activation_memory_budget": 1}
+    flags = {"micro_batch_size": micro, "grad_accum_steps": accum}
     one, two = (
         step_time.of_fsdp(
-            SimpleNamespace(reshard_after_forward=False, expert_parallel=n, **flags),
+            args_with(expert_parallel=n, **flags),
             config, 4096, 2, 550, 200,
         )
         for n in (None, 2)

@@ -169,18 +169,20 @@ EARLY = [
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
     ("fsdp", "--replicas all --psgd_start 3", "--psgd_start needs --psgd_rank"),
     ("pp", "--optimizer_on_host",
-     "--optimizer_on_host: DeepSpeed's pipeline has no exact optimizer on the host; use FSDP"),
+     "--optimizer_on_host: only for fsdp/"),
     ("zero", "--optimizer_on_host",
-     "--optimizer_on_host: use --deepspeed_config zero/ds_zero2_offload.json, or FSDP"),
-    ("zero", "--lora-rank=16", "--lora-rank=16: only fsdp/train_fsdp.py trains adapters"),
+     "--optimizer_on_host: only for fsdp/"),
+    ("zero", "--lora-rank=16", "--lora-rank=16: only for fsdp/"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "--fsdp: only for fsdp/"),
+    ("zero", "--freeze_router", "--freeze_router: only for fsdp/ and fsdp_pp/"),
+    ("zero", "--schedule 1f1b", "--schedule: only for fsdp_pp/ and pp/"),
     ("fsdp", "--stages=2", "--stages=2: only for fsdp_pp/ and pp/"),
     ("zero", "--lerning_rate 1", "unknown argument --lerning_rate; did you mean --lr?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
      "and --grad_accum_steps of at least 2 x stages: 8"),
     ("fsdp_pp", "--optimizer_on_host",
-     "--optimizer_on_host: only fsdp/train_fsdp.py has it: bash fsdp/launch_fsdp.sh"),
+     "--optimizer_on_host: only for fsdp/"),
     ("fsdp_pp", "--schedule zbv --reshard_after_forward",
      "--schedule zbv splits each backward in two: --reshard_after_forward would give wrong "
      "gradients"),
@@ -305,7 +307,7 @@ def test_out_of_memory_advice_is_only_what_the_flags_allow(group, flags, names):
 def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
     """A variable close to a setting's name, or of a flag that the script refuses, has no effect,
     which is said; common flags of other trainers are translated."""
-    from llm_demo.launch.settings import misspelt, refused
+    from llm_demo.launch.settings import misspelt, of_others
 
     script = ROOT / "fsdp/train_fsdp.py"
     wrong = {"MAX_STEP": "3", "GRAD_ACUM_STEPS": "1", "LR": "1", "MAX_STEPS": "2", "HOME_DIR": "/"}
@@ -313,12 +315,15 @@ def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
         "MAX_STEP": "MAX_STEPS",
         "GRAD_ACUM_STEPS": "GRAD_ACCUM_STEPS",
     }
-    reason = "only fsdp/train_fsdp.py trains adapters"
-    environ = {"LORA_RANK": "8", "OPTIMIZER_ON_HOST": "false"}
-    assert refused(script, environ) == {}
-    assert refused(ROOT / "pp/pp_train.py", environ) == {"LORA_RANK": reason}
+    environ = {"LORA_RANK": "8", "REPLICAS": "2", "OPTIMIZER_ON_HOST": "0", "RUN_AHEAD": "1"}
+    assert of_others(script, environ) == {"RUN_AHEAD": ["fsdp_pp/"]}
+    assert of_others(ROOT / "pp/pp_train.py", environ) == {
+        "LORA_RANK": ["fsdp/"],
+        "REPLICAS": ["fsdp/"],
+        "RUN_AHEAD": ["fsdp_pp/"],
+    }
     done = start(ROOT / LAUNCHERS["pp"], "--stage", "1", LORA_RANK="8")
-    assert f"warning: LORA_RANK has no effect here: {reason}" in done.stderr
+    assert "warning: LORA_RANK has no effect here: only for fsdp/\n" in done.stderr
     done = start(ROOT / LAUNCHERS["fsdp"], "--learning_rate", "1", MAX_STEP="3")
     assert "warning: MAX_STEP is not a setting; did you mean MAX_STEPS?" in done.stderr
     assert "unknown argument --learning_rate; did you mean --lr?" in done.stderr

@@ -12,7 +12,7 @@ import test_moe as moe
 import test_parity as parity
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, run, torchrun
+from conftest import ROOT, args_with, run, torchrun
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_estimate import mixed, really_kept
 from test_parity import assert_equal, plain_loop, train
@@ -30,6 +30,7 @@ from llm_demo.model.decoder import Blocks
 from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora, factors_of
 from llm_demo.model.source import find_model, load_config
 from llm_demo.model.weights import open_weights
+from llm_demo.plan import Compute
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
@@ -488,7 +489,7 @@ def test_blocks_with_adapters_keep_what_real_ones_keep(dtype, targets):
     config = mixed(mlp_only_layers=[0, 1, 2])
     lora = Lora(64, 32.0, 0.0, lora_of(parity.MODELS["tied"], targets).targets, 0, {})
     real = really_kept(config, "sdpa", dtype, 1, lora=lora)
-    compute = SimpleNamespace(dtype=dtype, attn_impl="sdpa", lora=lora)
+    compute = Compute(dtype, "sdpa", compile=False, lora=lora)
     found = memory._saved_uncompiled(config, compute, SimpleNamespace(seq_len=128, single=True))
     assert found[1] == pytest.approx(real, rel=0.02)
 
@@ -502,8 +503,8 @@ def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps(block, ta
     lora = Lora(64, 32.0, 0.0, names, 0, {})
     torch._dynamo.reset()  # it gives up compiling a function that has been compiled often
     real = really_kept(config, "sdpa", torch.bfloat16, block, compiled=True, lora=lora)
-    args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
-    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="sdpa", compile=True, lora=lora)
+    args = args_with()
+    compute = Compute(torch.bfloat16, "sdpa", compile=True, lora=lora)
     found = memory.saved_bytes(args, config, compute, SimpleNamespace(single=True))
     assert found[block] == pytest.approx(real, rel=0.1)
 
@@ -515,12 +516,12 @@ def test_a_frozen_8b_takes_two_bytes_a_weight():
     widths = [2 * d, d + kv, d + kv, 2 * d, d + inner, d + inner, d + inner]
     assert lora.parameters == 36 * 16 * sum(widths) == 43_646_976
     train = SimpleNamespace(seq_len=1024, single=True)
-    args = SimpleNamespace(
+    args = args_with(
         micro_batch_size=4, grad_accum_steps=1, blocks_per_unit=0, psgd_rank=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0,
         reshard_after_forward=False, optimizer_on_host=False,
     )  # fmt: skip
-    compute = SimpleNamespace(dtype=torch.bfloat16, compile=True, attn_impl="varlen", lora=lora)
+    compute = Compute(torch.bfloat16, "varlen", compile=True, lora=lora)
     (parts,) = estimate.of_fsdp(args, config, compute, train, 1, False)
     total, own = 8_190_427_136, lora.parameters  # without norms
     assert parts["weights"] == pytest.approx((2 * total + 4 * own) / 2**30, rel=1e-6)

@@ -8,17 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, args_with
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from bench.checkpoints import tensors
-from fsdp import estimate
+from fsdp import build, estimate
 from fsdp.fsdp2 import autograd_accumulates
 from llm_demo import optim
 from llm_demo.model.source import load_config
 from llm_demo.optim import LossScale, clipped_step, join, make_adamw, split
 from llm_demo.parallel.masters import Masters
+from llm_demo.plan import Compute
 
 ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -41,9 +42,9 @@ def train(tmp_path, monkeypatch):
     for name, value in ALONE.items():
         monkeypatch.setenv(name, str(value))
     made = []
-    allocate = script.allocate
+    allocate = build.allocate
     monkeypatch.setattr(
-        script, "allocate", lambda model, *a: made.append(model) or allocate(model, *a)
+        build, "allocate", lambda model, *a: made.append(model) or allocate(model, *a)
     )
 
     def train(name, *flags):
@@ -118,9 +119,9 @@ def test_reshard_after_forward_means_fsdp2(train):
 @pytest.mark.parametrize("micro", [1, 8])
 def test_the_plain_path_is_expected_to_need_less(micro, accum):
     config = load_config(ROOT / "models/qwen3-0.6b", 1024)
-    compute = SimpleNamespace(compile=True, dtype=torch.bfloat16, attn_impl="sdpa")
+    compute = Compute(torch.bfloat16, "sdpa", compile=True)
     train = SimpleNamespace(seq_len=1024, single=True, doc_start=[0, 1024])
-    args = SimpleNamespace(
+    args = args_with(
         micro_batch_size=micro, grad_accum_steps=accum, blocks_per_unit=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0,
         reshard_after_forward=False, optimizer_on_host=False, psgd_rank=0,
@@ -143,7 +144,7 @@ def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
-        monkeypatch.setattr("llm_demo.parallel.masters.compiled_add", lambda: torch._foreach_add_)
+        monkeypatch.setattr("llm_demo.parallel.masters.compile_once", lambda function: function)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 20)
     monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param

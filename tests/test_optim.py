@@ -159,13 +159,16 @@ def test_a_first_step_may_be_skipped(compiled):
         assert torch.equal(a, b)
 
 
-def test_loss_scale_grows_after_good_steps_and_is_1_in_other_dtypes():
+def test_loss_scale_grows_falls_to_1_and_is_1_in_other_dtypes():
     scale = LossScale(torch.float16, CPU)
     for _ in range(1000):
         scale.update(torch.tensor(False))
     assert scale.scale == 2.0**17
     scale.update(torch.tensor(True))
     assert scale.scale == 2.0**16 and scale.good_steps == 0
+    for _ in range(20):
+        scale.update(torch.tensor(True))
+    assert scale.scale == 1
     fixed = LossScale(torch.bfloat16, CPU)
     fixed.update(torch.tensor(True))
     assert fixed.scale == 1

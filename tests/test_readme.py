@@ -9,14 +9,14 @@ from conftest import ROOT
 
 from bench.presets import BALANCED
 from bench.run import make_parser
-from fsdp.train_fsdp import ExpertArgs, FsdpArgs
-from fsdp_pp.train_fsdp_pp import FsdpPipeArgs
+from fsdp.flags import ExpertArgs, FsdpArgs
+from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import args, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.data import records
 from llm_demo.model import attention
-from pp.pp_train import PipeArgs
-from zero.train_zero import ZeroArgs
+from pp.flags import PipeArgs
+from zero.flags import ZeroArgs
 
 README = (ROOT / "README.md").read_text()
 DOCS = {page.stem: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}

@@ -26,6 +26,7 @@ from llm_demo.model import memory
 from llm_demo.model.attention import Heads
 from llm_demo.model.rotary import LongRope
 from llm_demo.model.sequence_spread import share_of_heads
+from llm_demo.plan import Compute
 
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
 MATH, BUCKETED, SDPA = (["--attn_impl", name] for name in ("math", "bucketed", "sdpa"))
@@ -219,7 +220,7 @@ def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatc
 def test_an_estimate_counts_the_tokens_of_a_slice():
     """What blocks keep is measured in sequence_worker.py."""
     config, train = MODELS["tied"], SimpleNamespace(seq_len=1 << 17, single=True)
-    compute = SimpleNamespace(dtype=torch.bfloat16, attn_impl="varlen", compile=True, lora=None)
+    compute = Compute(torch.bfloat16, "varlen", compile=True)
     found = []
     for n in (1, 2, 4):
         flags = ["--use_activation_checkpointing", "--sequence_parallel", str(n)]

@@ -46,8 +46,8 @@ def load_state(engine, load, facts: dict) -> None:
     reads what it keeps in `training_state`."""
     make_moments(engine, facts["adam_steps"])
     params, ranks = list(engine.module.parameters()), dist.get_world_size()
-    mine = params[dist.get_rank() :: ranks]
-    state = {name_of(p, key): torch.empty(shape_of(p)) for p in mine for key in KEYS}
+    kept = params[dist.get_rank() :: ranks]
+    state = {name_of(p, key): torch.empty(shape_of(p)) for p in kept for key in KEYS}
     load(state)
     for i, param in enumerate(params):
         for key in KEYS:

@@ -24,9 +24,9 @@ from llm_demo.model.weights import loading
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
 from llm_demo.run.log import Log
-from zero.flags import ZeroArgs
+from zero.flags import GROUPS
 
-parse = functools.partial(parse_args, __doc__, ZeroArgs)
+parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 
 def main() -> None:
@@ -40,15 +40,21 @@ def main() -> None:
 
     # decisions and data
     log = Log(args, world, "zero")
-    how = ds_engine.describe(switches)
+    parallelism = ds_engine.describe(switches)
     if switches["zero_optimization"]["stage"] == 3:
         args.comm_timer = False  # its gathers and reductions end later than the calls
-    log.resolved(parallelism=how, comm_timer=args.comm_timer)
+    log.resolved(parallelism=parallelism, comm_timer=args.comm_timer)
     plan = make_plan(args, world, log, world.size, refuse_experts)
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, accum = args.micro_batch_size, args.grad_accum_steps
-    numbers = compute.dtype, B, accum, args.max_grad_norm, compute.compile
-    settings = ds_engine.engine_config(switches, *numbers)
+    settings = ds_engine.engine_config(
+        switches,
+        compute.dtype,
+        micro=B,
+        accum=accum,
+        clip=args.max_grad_norm,
+        compiled=compute.compile,
+    )
     if args.estimate:
         log.say(estimate.table(args, config, compute, data.train, world.size, settings))
         return
@@ -76,7 +82,7 @@ def main() -> None:
     optimizer = make_adamw(model.parameters(), horizon.lr, args.weight_decay, compiled)
     engine = ds_engine.make_engine(model, optimizer, settings)
     processes = counted(world.size, "process", "processes")
-    log.say(f"{how} over {processes}: {n_params:,} parameters")
+    log.say(f"{parallelism} over {processes}: {n_params:,} parameters")
     if checkpoints.path:
         ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
     else:
@@ -107,8 +113,8 @@ def main() -> None:
     @torch.no_grad()
     def evaluate(micro):
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        here = data.heldout, world.rank, world.size, micro, data.max_docs
-        for batch, *labels in heldout_batches(*here):
+        batches = heldout_batches(data.heldout, world.rank, world.size, micro, data.max_docs)
+        for batch, *labels in batches:
             total += forward(batch, *labels)
         return total
 

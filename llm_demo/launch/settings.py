@@ -9,25 +9,14 @@ pp/launch_pp.sh, but none for fsdp/launch_fsdp.sh or `python fsdp/train_fsdp.py`
 import ast
 import dataclasses
 import difflib
-import importlib.util
 import re
 from pathlib import Path
 
-from llm_demo.args import SHARED, env_of, parse_args
+from llm_demo.args import SHARED, env_of, groups_of, own_fields, parse_args, scripts_with, shown
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
 FIRST_RUN = {"SEQ_LEN": "64", "MAX_STEPS": "180", "LR": "2e-3", "LOG_EVERY": "10"}
-
-
-def groups_of(script: Path) -> list[type]:
-    """The dataclasses in flags.py beside a training script: its own flags. The script itself is not
-    imported, because that takes seconds."""
-    path = script.parent / "flags.py"
-    spec = importlib.util.spec_from_file_location(f"{script.stem}_flags", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return [value for value in vars(module).values() if dataclasses.is_dataclass(value)]
 
 
 def check_flags(command: list[str]):
@@ -36,13 +25,15 @@ def check_flags(command: list[str]):
     script = Path(command[0])
     if (script.parent / "flags.py").is_file():
         description = ast.get_docstring(ast.parse(script.read_text())) or ""
-        return parse_args(description, *groups_of(script), argv=command[1:])
+        return parse_args(description, *groups_of(script.parent), argv=command[1:])
     return None
 
 
 def names_of(script: Path) -> dict[str, str]:
     """{environment variable: flag} of a training script."""
-    fields = [f for group in (*SHARED, *groups_of(script)) for f in dataclasses.fields(group)]
+    fields = [
+        f for group in (*SHARED, *groups_of(script.parent)) for f in dataclasses.fields(group)
+    ]
     return {env_of(field): field.name for field in fields if env_of(field)}
 
 
@@ -83,11 +74,15 @@ def misspelt(script: Path, environ: dict) -> dict[str, str]:
     return near
 
 
-def refused(script: Path, environ: dict) -> dict[str, str]:
-    """{environment variable: why the script refuses its flag}, of variables without effect."""
-    listed = [getattr(group, "REFUSED", {}) for group in groups_of(script)]
-    reasons = {flag.upper(): why for flags in listed for flag, why in flags.items()}
-    return {k: v for k, v in reasons.items() if environ.get(k, "") not in ("", "0", "false")}
+def of_others(script: Path, environ: dict) -> dict[str, list[str]]:
+    """{environment variable: the scripts with its flag}, of variables without effect: this script
+    lacks the flag. Without those that hold its default or false."""
+    own, found = names_of(script), {}
+    for field in (field for fields in own_fields().values() for field in fields):
+        name, off = env_of(field), ("", "0", "false", shown(field.default))
+        if name not in own and environ.get(name, "") not in off:
+            found[name] = scripts_with(field.name)
+    return found
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from llm_demo.launch import __main__ as launch
-from llm_demo.launch.settings import flags_of, misspelt, refused
+from llm_demo.launch.settings import flags_of, misspelt, of_others
 
 
 def main() -> int:
@@ -20,8 +20,9 @@ def main() -> int:
         command = [sys.executable, "-m", "llm_demo.launch", kind, script, *flags]
         for name, near in misspelt(Path(script), dict(os.environ)).items():
             print(f"warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
-        for name, reason in refused(Path(script), dict(os.environ)).items():
-            print(f"warning: {name} has no effect here: {reason}", file=sys.stderr)
+        for name, scripts in of_others(Path(script), dict(os.environ)).items():
+            where = f"only for {' and '.join(scripts)}"
+            print(f"warning: {name} has no effect here: {where}", file=sys.stderr)
         print(f"+ {shlex.join(command)}", flush=True)
     sys.argv[1:] = [kind, script, *flags]
     return launch.main()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
-from llm_demo.data.batch import _document_of, to_device
+from llm_demo.data.batch import document_of, to_device
 from llm_demo.errors import UserError
 from llm_demo.model.costs import head_widths
 from llm_demo.model.long_documents import LONG, attend_documents
@@ -92,7 +92,7 @@ def make_documents(
             buckets = _make_buckets(lengths, S, device)
     (cu_seqlens,) = to_device(device, cu_seqlens)
     if impl == "math":
-        doc = _document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
+        doc = document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
         causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
         mask = (doc[..., :, None] == doc[..., None, :]) & causal
     return Documents(cu_seqlens, max_len, buckets, mask, boundaries, long or LONG)

@@ -1,12 +1,13 @@
 """torch.compile for units of blocks and for the loss, and whether it works and pays off here."""
 
-import functools
 import sys
 
 import torch
 from torch import nn
 
 from llm_demo.device import Device, is_sm
+from llm_demo.model.sums import add, sum_into  # noqa: F401  for fsdp/fsdp2.py
+from llm_demo.model.sums import compile_once as compiled
 from llm_demo.probe import probe_once
 
 # What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
@@ -56,39 +57,8 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     module.forward = torch.compile(module.forward, dynamic=False)
 
 
-@functools.cache
 def compiled_add():
-    """add(sums, gradients): add gradients to their sums in place, also bf16 gradients to fp32 sums.
-
-    PyTorch's own mixed-dtype kernel runs at half the memory bandwidth, once per tensor."""
-
-    def add(sums, grads):
-        torch._foreach_add_(sums, grads)
-
-    # a unit has few, fixed shapes: nothing to generalise
-    return torch.compile(add, dynamic=False)
-
-
-def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Set `out` to the sum of `parts`, tensors of its shape, added in its dtype."""
-    out.copy_(parts[0])
-    for part in parts[1:]:
-        out.add_(part)
-
-
-def add_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Add the sum of `parts`, tensors of its shape, to `out`; all additions are in its dtype."""
-    total = parts[0].to(out.dtype)
-    for part in parts[1:]:
-        total = total + part
-    out.add_(total)
-
-
-@functools.cache
-def compiled(function):
-    """A function of flat tensors in one pass. PyTorch's own reduction of bf16 into fp32 runs at
-    half the memory bandwidth."""
-    return torch.compile(function, dynamic=False)
+    return compiled(add)
 
 
 def _selftest() -> None:
@@ -98,8 +68,8 @@ def _selftest() -> None:
     layer = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 256), nn.SiLU(), nn.Linear(256, 64)).cuda()
     x = torch.randn(128, 64, device="cuda")
     expected = torch.autograd.grad(layer(x).square().sum(), layer.parameters())
-    compiled = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
-    for a, b in zip(compiled, expected, strict=True):
+    ours = torch.autograd.grad(torch.compile(layer)(x).square().sum(), layer.parameters())
+    for a, b in zip(ours, expected, strict=True):
         if not (a - b).norm() < 1e-3 * b.norm():
             sys.exit("compiled and plain gradients differ")
 

@@ -3,7 +3,6 @@
 import functools
 import math
 
-from llm_demo.args import check_partition
 from llm_demo.errors import UserError, counted
 from llm_demo.model.costs import block_costs, head_cost
 
@@ -30,7 +29,6 @@ def given_counts(config, pieces: int, partition: str) -> list[int] | None:
         raise UserError(f"--stages: the model has {blocks}, too few for {pieces} pieces")
     if partition in ("balanced", "uniform", "parameters"):
         return None
-    check_partition(partition)
     counts = [int(x) for x in partition.split(",")]
     if len(counts) != pieces or sum(counts) != n or min(counts) < 1:
         raise UserError(

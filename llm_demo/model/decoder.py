@@ -79,12 +79,13 @@ class Blocks(nn.Module):
         }
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
-                how, kept = {"use_reentrant": False, "preserve_rng_state": self.dropout}, self.kept
+                options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
+                kept = self.kept
                 if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
                     kept = [*kept, CHOICE]
                 if kept:
-                    how["context_fn"] = keeping(kept)
-                hidden = checkpoint(block, hidden, **how, **inputs)
+                    options["context_fn"] = keeping(kept)
+                hidden = checkpoint(block, hidden, **options, **inputs)
             else:
                 hidden = block(hidden, **inputs)
         return hidden
@@ -137,8 +138,15 @@ class Tail(nn.Module):
             return next_tokens(hidden, weight, index)
         if answers is not None:
             return score(hidden, weight, index, targets, answers, self.compiled, self.group)
-        how = self.compiled, self.slim, self.in_place
-        return cross_entropy_sum(hidden, weight, index, targets, *how)
+        return cross_entropy_sum(
+            hidden,
+            weight,
+            index,
+            targets,
+            compiled=self.compiled,
+            slim=self.slim,
+            in_place=self.in_place,
+        )
 
 
 class DecoderLoss(nn.Module):
@@ -159,12 +167,17 @@ class DecoderLoss(nn.Module):
         self.embed_tokens = lm.model.embed_tokens if first else None
         self.units = nn.ModuleList(units)
         in_place = slim and not any(unit.checkpointing for unit in units)
-        tail = lm.model.norm, lm.lm_head, compiled, slim, in_place
-        self.tail = Tail(*tail) if last else None
+        self.tail = None
+        if last:
+            self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim=slim, in_place=in_place)
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts = blocks_with_experts(self)
         self.routers = Routers(with_experts) if with_experts else None
+
+    def in_fp32(self) -> set[nn.Parameter]:
+        """The parameters that stay in fp32 in every compute dtype."""
+        return set(self.routers.parameters()) if self.routers else set()
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from llm_demo.model.sums import compile_once
+
 HEAD_SLICE = 1 << 25  # elements of the head's gradient that exist in fp32 at a time
 CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long
 SLIM = 6  # chunks are so much smaller where memory is short
@@ -137,9 +139,7 @@ def _fused_scaled(out, grad, factor):
     out.copy_(grad * factor)
 
 
-@functools.cache
-def _compiled(function):
-    return torch.compile(function)
+_compiled = functools.partial(compile_once, dynamic=None)
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     # an estimate: of the experts' inputs, in the order of experts and of tokens
     experts = [2 * k * config.hidden_size * size for k in chosen]
     grads = [of_experts or dense for of_experts in experts]
-    return [each + scores + more for each, more in zip(again, grads, strict=True)]
+    return [saved + scores + grad for saved, grad in zip(again, grads, strict=True)]
 
 
 def _attention_gradients(args, config, compute, train) -> float:
@@ -73,7 +73,7 @@ def _attention_gradients(args, config, compute, train) -> float:
     queries, keys, width, values = heads_of(config)
     grouped = queries if keys < queries else 0
     size = compute.dtype.itemsize
-    exchanged = 2 * (getattr(args, "sequence_parallel", 1) > 1)
+    exchanged = 2 * (args.sequence_parallel > 1)
     numbers = queries * (width + (1 + exchanged) * values) + (keys + grouped) * (width + values)
     rounded = 0  # flash attention has 128 more rows for each document
     if _pads(compute) and not train.single:
@@ -83,21 +83,21 @@ def _attention_gradients(args, config, compute, train) -> float:
 
 def tokens_here(args, train) -> int:
     """Tokens of a micro-batch that a rank holds."""
-    return args.micro_batch_size * train.seq_len // getattr(args, "sequence_parallel", 1)
+    return args.micro_batch_size * train.seq_len // args.sequence_parallel
 
 
 def _exchanged(args, config, compute) -> tuple[int, int]:
     """(bytes per token that a block keeps because its attention exchanges slices and heads, bytes
     of what it sends and receives meanwhile)."""
-    n, size = getattr(args, "sequence_parallel", 1), compute.dtype.itemsize
+    n, size = args.sequence_parallel, compute.dtype.itemsize
     if n == 1:
         return 0, 0
     queries, keys, width, values = heads_of(config)
     repeated = max(keys, n)
     sent = queries * width + repeated * (width + values)
     # the output also as its product wants it, and the copies of keys and values
-    more = queries * values + (repeated - keys) * (width + values)
-    return more * size, 2 * sent * size
+    extra = queries * values + (repeated - keys) * (width + values)
+    return extra * size, 2 * sent * size
 
 
 def _chosen(config) -> list[int]:
@@ -111,8 +111,8 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     exchanged = _exchanged(args, config, compute)[0]
     if not compute.compile:
         return [each + exchanged for each in _saved_uncompiled(config, compute, train)]
-    lora = getattr(compute, "lora", None)
-    more = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
+    lora = compute.lora
+    adapters = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
     size = compute.dtype.itemsize
 
     def trained(*names: str) -> bool:  # else a product needs no input in the backward
@@ -134,14 +134,14 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
             if config.model_type == "qwen2_moe":  # what the shared expert's gate multiplies
                 always += d
             rows = 2 * inner if lora else d + 3 * inner  # frozen products need no inputs
-            kept = (4 * d + attention + always + k * rows + more) * size
+            kept = (4 * d + attention + always + k * rows + adapters) * size
             # the router's input, if trained, and probabilities in fp32; the choices in three
             # orders; the weights
             kept += 4 * d * (not lora) + 4 * experts_of(config) + k * (3 * 8 + 4)
         else:
             inner = config.intermediate_size
             mlp = d * trained("gate_proj", "up_proj") + (2 + trained("down_proj")) * inner
-            kept = (3 * d + attention + mlp + more) * size
+            kept = (3 * d + attention + mlp + adapters) * size
         saved.append((kept + exchanged) * args.activation_memory_budget)
     return saved
 
@@ -202,7 +202,7 @@ ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_expert
 def _saved_uncompiled(config, compute, train) -> list[float]:
     """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
     lm = skeleton(config, "counted", product="counted")
-    if lora := getattr(compute, "lora", None):
+    if lora := compute.lora:
         apply_lora(lm, lora, compute.dtype)
     model = lm.model
     if with_experts := blocks_with_experts(model):
@@ -218,18 +218,18 @@ def _saved_uncompiled(config, compute, train) -> list[float]:
             if hasattr(block.mlp, "gate"):
                 block.mlp.gate.float()
             # the difference of two: some tensors have the size of weights, not of tokens
-            more, less = (_count(block, config, compute, moved, tokens) for tokens in (512, 256))
-            counted[shapes] = (more - less) / 256 + kernel
+            twice, once = (_count(block, config, compute, moved, n) for n in (512, 256))
+            counted[shapes] = (twice - once) / 256 + kernel
         saved.append(counted[shapes])
     return saved
 
 
 def _count(block, config, compute, moved: str, tokens: int) -> int:
     """Bytes that a block on the meta device keeps."""
-    like = {"dtype": compute.dtype, "device": "meta"}
-    hidden = torch.empty(1, tokens, config.hidden_size, requires_grad=True, **like)
+    meta = functools.partial(torch.empty, dtype=compute.dtype, device="meta")
+    hidden = meta(1, tokens, config.hidden_size, requires_grad=True)
     rotary = getattr(config, "qk_rope_head_dim", None) or head_size(config)
-    table = torch.empty(1, tokens, rotary, **like)
+    table = meta(1, tokens, rotary)
     kept = {}
 
     def keep(t):  # several tensors may be views of one storage
@@ -272,14 +272,14 @@ def _saved_by_kernel(config, compute, train) -> float:
 def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
     tokens = tokens_here(args, train)
-    slim = getattr(args, "optimizer_on_host", False) and tokens > CHUNK_ROWS
+    slim = args.optimizer_on_host and tokens > CHUNK_ROWS
     rows = min(CHUNK_ROWS // SLIM if slim else CHUNK_ROWS, tokens)
     weight = config.vocab_size * config.hidden_size
     size = compute.dtype.itemsize
     logits = rows * config.vocab_size * size
     # in place if compiled or in fp32, else beside an fp32 copy
     copied = 0 if compute.compile or size == 4 else rows * config.vocab_size * 4
-    if getattr(compute, "lora", None):  # the head has no gradient
+    if compute.lora:  # the head has no gradient
         return logits + copied
     if tokens > CHUNK_ROWS:  # the head's gradient is summed in fp32
         in_place = slim and not args.use_activation_checkpointing
@@ -295,10 +295,10 @@ def at_the_loss(
     block of the model, 0 if it is elsewhere; head: whether the loss is computed here."""
     saved = saved_bytes(args, config, compute, train)
     kept = sum(count * of_token for count, of_token in zip(tokens, saved, strict=True))
-    if getattr(args, "activations_on_host", False):  # a few inputs, but all choices
+    if args.activations_on_host:  # a few inputs, but all choices
         inputs = config.hidden_size * compute.dtype.itemsize
         kept -= sum(tokens[STAY + 1 :]) * inputs
-    if n := getattr(compute, "attention_kept", 0):
+    if n := compute.attention_kept:
         kept += sum(tokens[-n:]) * attention_bytes(config, compute)
     passing = zip(tokens, passing_bytes(args, config, compute, train), strict=True)
     largest = max(each for count, each in passing if count)

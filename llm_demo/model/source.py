@@ -162,15 +162,15 @@ def check_experts(args, config) -> None:
             "router_aux_loss",
             "expert_parallel",
         ):
-            if getattr(args, flag_name, None):
+            if getattr(args, flag_name):
                 raise UserError(f"--{flag_name}: this model has no experts")
-    elif getattr(args, "router_aux_loss", 0) and name == "deepseek_v3":
+    elif args.router_aux_loss and name == "deepseek_v3":
         raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
-    elif getattr(args, "router_bias_update", 0) and name != "deepseek_v3":
+    elif args.router_bias_update and name != "deepseek_v3":
         raise UserError(f"--router_bias_update: {name} has no bias for its experts")
-    elif getattr(args, "psgd_rank", 0):
+    elif args.psgd_rank:
         raise UserError("--psgd_rank does not work with a mixture of experts")
-    elif experts % (asked := getattr(args, "expert_parallel", None) or 1):
+    elif experts % (asked := args.expert_parallel or 1):
         raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
 
 

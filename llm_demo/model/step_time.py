@@ -41,14 +41,14 @@ def micro_batch(
     if args.use_activation_checkpointing:
         again = 0.7 * products + (1 - kept) * (blocks - products)
     flops = flops_of_slot(config, seq_len / 2, adapters) + again / 3
-    slots = args.micro_batch_size * seq_len / getattr(args, "sequence_parallel", 1)
+    slots = args.micro_batch_size * seq_len / args.sequence_parallel
     return max(LEAST, LAUNCH + (slots + OVERHEAD) * flops / (tflops * 1e12))
 
 
 def exchanges(args, config, seq_len: int, bandwidth: float) -> float:
     """Seconds that a card exchanges slices of rows for heads in a micro-batch: forward, backward,
     and once more if blocks are recomputed."""
-    n = getattr(args, "sequence_parallel", 1)
+    n = args.sequence_parallel
     queries, keys, width, values = heads_of(config)
     numbers = queries * (width + values) + max(keys, n) * (width + values)
     slots = args.micro_batch_size * seq_len / n * config.num_hidden_layers
@@ -60,8 +60,8 @@ def tokens_for_experts(args, config, seq_len: int, bandwidth: float) -> float:
     """Seconds that a card exchanges tokens and sums with the ranks that experts are spread over in
     a micro-batch: forward, backward, and once more if blocks are recomputed. It waits for these
     ranks about as long again (bench/LOG.md)."""
-    others = (getattr(args, "expert_parallel", None) or 1) - 1
-    slots = args.micro_batch_size * seq_len / getattr(args, "sequence_parallel", 1)
+    others = (args.expert_parallel or 1) - 1
+    slots = args.micro_batch_size * seq_len / args.sequence_parallel
     sent = 2 * 2 * config.hidden_size * slots * others * sum(mixed_blocks(config))  # there and back
     times = 3 if args.use_activation_checkpointing else 2
     return 2 * times * sent / (bandwidth * 1e9)
@@ -85,7 +85,7 @@ def of_fsdp(
     """bandwidth: GB/s (10**9 bytes) that a card receives from the others."""
     micro = micro_batch(args, config, seq_len, tflops, adapters, kept)
     accum = args.grad_accum_steps
-    if getattr(args, "activations_on_host", False):  # there and back
+    if args.activations_on_host:  # there and back
         slots = args.micro_batch_size * seq_len / args.sequence_parallel
         inputs = 4 * config.hidden_size * slots * config.num_hidden_layers
         micro += exposed(inputs / PCIE, micro)
@@ -110,7 +110,7 @@ def of_pipeline(args, config, seq_len: int, replicas: int, tflops: float, bandwi
     sent = 4 * config.hidden_size * tokens * pieces  # hidden states and their gradients in bf16
     if config.tie_word_embeddings and not v:
         sent += 4 * head_cost(config).parameters
-    reshard = getattr(args, "reshard_after_forward", False)
+    reshard = args.reshard_after_forward
     weights = 2 * (2 * accum if reshard else 1)
     shared = (weights + 4) * parameters_of(config) / stages * (1 - 1 / replicas)
     step = (accum + (stages - 1) / pieces) * micro / stages + sent / (bandwidth * 1e9)

@@ -205,8 +205,8 @@ def put(param, value: torch.Tensor, key: str = "") -> None:
     # end of a parameter whose size the ranks do not divide, and fails. So each sets its own part.
     size = param.ds_tensor.numel()
     part = torch.zeros(size, device=value.device)
-    mine = value[dist.get_rank() * size :][:size]
-    part[: mine.numel()] = mine
+    own = value[dist.get_rank() * size :][:size]
+    part[: own.numel()] = own
     if key:
         safe_set_local_optimizer_state(param, part, key)
     else:

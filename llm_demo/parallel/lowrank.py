@@ -7,6 +7,7 @@ model is sharded, a rank's rows of a matrix are a matrix of their own."""
 
 import zlib
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,19 @@ class Group:
     """Matrices of one shape. error [k, n, m]: what earlier steps left out. factor [k, m, r]: the
     last step's right factor."""
 
-    def __init__(self, members: list[int], shape: tuple, rank: int, names, how: dict):
+    def __init__(
+        self,
+        members: list[int],
+        shape: tuple,
+        rank: int,
+        names: list[str],
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
         (n, m), self.members = shape, members
-        self.error = torch.zeros(len(members), n, m, **how)
-        self.factor = torch.stack([_random(m, rank, names[i]) for i in members]).to(**how)
+        self.error = torch.zeros(len(members), n, m, device=device, dtype=dtype)
+        factors = torch.stack([_random(m, rank, names[i]) for i in members])
+        self.factor = factors.to(device=device, dtype=dtype)
 
 
 class LowRank:
@@ -60,12 +70,12 @@ class LowRank:
             fits = rank * (most + m) < most * m
             (shapes[len(local_part(p)), m] if fits else self.whole).append(i)
         names = [p.hf_name for p in params]
-        how = {"device": local_part(params[0]).device, "dtype": dtype}
+        device = local_part(params[0]).device
         self.groups = []
         for (n, m), members in shapes.items():
             size = max(1, TOGETHER // max(1, n * m))
             parts = [members[i : i + size] for i in range(0, len(members), size)]
-            self.groups += [Group(part, (n, m), rank, names, how) for part in parts]
+            self.groups += [Group(part, (n, m), rank, names, device, dtype) for part in parts]
         # whether errors are sums over replicas, as in a checkpoint: zeros are
         self.summed = True
 
@@ -161,6 +171,24 @@ class LowRank:
                     factor = DTensor.from_local(factor, self.grid, [Replicate(), Shard(0)])
                 state |= {f"{name}.{ERROR}": error, f"{name}.{FACTOR}": factor}
         return state
+
+
+def choose_low_rank(
+    args, params: list[nn.Parameter], grid: DeviceMesh, done: int, max_steps: int, say: Callable
+) -> LowRank | None:
+    """What sums gradients over replicas with --psgd_rank; None without. done: steps before this
+    run, of max_steps. The rest: as in LowRank."""
+    if not args.psgd_rank:
+        return None
+    if REPLICA not in grid.mesh_dim_names:
+        say("warning: --psgd_rank has no effect with one copy of the model")
+        return None
+    start = args.warmup_steps if args.psgd_start is None else args.psgd_start
+    low_rank = LowRank(params, args.psgd_rank, start, grid, done)
+    say(low_rank.describe())
+    if start >= max_steps:
+        say(f"warning: the run ends at step {max_steps}, before PowerSGD starts")
+    return low_rank
 
 
 def orthogonal(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import nn
 
-from llm_demo.model.compiling import compiled_add
+from llm_demo.model.sums import add, compile_once
 from llm_demo.optim import LOW, MOMENTS, can_halve, fill_adam_state, join, split
 
 
@@ -82,7 +82,7 @@ class Masters:
             group.grad_dtype = torch.float32 if accumulates or group.low is None else dtype
             if group.master.dtype != group.grad_dtype:
                 group.master.grad_dtype = group.grad_dtype
-        self.add = compiled_add() if compiled else torch._foreach_add_
+        self.add = compile_once(add) if compiled else add
 
     @torch.no_grad()
     def take_grads(self, last: bool) -> None:

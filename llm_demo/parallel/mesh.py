@@ -61,8 +61,9 @@ def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     grid = on_device(grid, local.device.type)
     if own := getattr(like, "grid", None):
         own = on_device(own, local.device.type)
-        how = {"shape": (own.size(0) * len(like), *like.shape[1:]), "stride": like.stride()}
-        return DTensor.from_local(local, own, [Shard(0), Shard(0)], **how)
+        shape = own.size(0) * len(like), *like.shape[1:]
+        placements = [Shard(0), Shard(0)]
+        return DTensor.from_local(local, own, placements, shape=shape, stride=like.stride())
     replicated = [Replicate()] * (grid.ndim - len(like.placements))
-    how = {"shape": like.shape, "stride": like.stride()}
-    return DTensor.from_local(local, grid, [*replicated, *like.placements], **how)
+    placements = [*replicated, *like.placements]
+    return DTensor.from_local(local, grid, placements, shape=like.shape, stride=like.stride())

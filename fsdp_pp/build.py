@@ -1,0 +1,89 @@
+"""Builds this stage's part of the model of train_fsdp_pp.py."""
+
+from typing import NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp.fsdp2 import reduce_traffic
+from fsdp.shards import Shards
+from fsdp_pp.pieces import Pieces
+from llm_demo.device import World
+from llm_demo.model.costs import param_count
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.weights import loading
+from llm_demo.optim import compiles_adamw
+from llm_demo.parallel.masters import Masters
+from llm_demo.parallel.mesh import SHARD
+from llm_demo.plan import Plan
+from llm_demo.run.log import Log
+
+
+class Built(NamedTuple):
+    pieces: Pieces
+    optimized: Shards | Masters
+    n_params: int  # of the whole model
+    compiled: bool  # whether AdamW is
+
+
+def build(
+    args,
+    world: World,
+    plan: Plan,
+    log: Log,
+    *,
+    sharded: bool,
+    grid: DeviceMesh,
+    counts: list[int],
+    where: list[int],
+    stage: int,
+) -> Built:
+    """Build the pieces of a stage, and nothing else, on every rank.
+
+    Args:
+        sharded: with FSDP2.
+        grid: all ranks: stages, and the shards of each.
+        counts: blocks of each piece of the model.
+        where: the stage of each piece."""
+    (_, config, weights, _), _, compute, _ = plan[:4]
+    low, accumulates = compute.dtype != torch.float32, args.grad_accum_steps > 1
+    flat = low and not sharded
+
+    lm = skeleton(config, compute.attn_impl, weights, compute.product)
+    n_params = param_count(lm)
+    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
+
+    with loading(weights, world.size):
+        pieces = Pieces(lm, args, compute, counts, where, stage)
+        if args.freeze_router:
+            for routers in pieces.routers:
+                routers.requires_grad_(False)
+        if sharded:
+            pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
+        if sharded and low:
+            missing = reduce_traffic(
+                pieces,
+                world,
+                grid[SHARD].get_group(),
+                dtype=compute.dtype,
+                accumulates=accumulates,
+                compiles=compute.compile,
+                engines=False,
+            )
+            for line in missing:
+                log.say(f"fsdp: {line}")
+        pieces.load(weights, args.seed, world.device)
+        if flat:
+            units = [unit for piece in pieces.values() for unit in piece.units]
+            units += [piece.tail for piece in pieces.values() if piece.tail]
+            optimized = Masters(
+                pieces,
+                units,
+                compute.dtype,
+                accumulates=accumulates,
+                compiled=compiled,
+                in_fp32=set().union(*(piece.in_fp32() for piece in pieces.values())),
+            )
+        else:
+            optimized = Shards(pieces)
+    return Built(pieces, optimized, n_params, compiled)
