@@ -14,7 +14,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, python
+from conftest import ROOT, python, run
 
 from bench import checkpoints, plots, store, table
 from bench import run as bench
@@ -454,3 +454,16 @@ def test_checkpointing_is_on_or_off_in_any_spelling():
     assert rows("True,no") == [True, False] and rows("1") == [True]
     with pytest.raises(UserError, match="--ckpt maybe: must be true or false"):
         rows("true,maybe")
+
+
+def test_one_rank_of_many(tmp_path):
+    """Its shards, its rows and its steps; the results of collectives are its own data."""
+    row = {**bench.DEFAULTS, "micro": 2, "seq_len": 64, "model": "models/qwen3-tiny", "steps": 2}
+    row |= {"flags": "--one_of 8 --reshard_after_forward", "data": str(ROOT / "data/sft_en.jsonl")}
+    done = run(bench.command_of(row, tmp_path), **bench.environment_of(row))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "FSDP2 on 8 processes: 3,148,608 parameters, 393,576 here" in done.stdout
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["data_parallel"] == 8 and config["global_batch"] == 16
+    peaks = json.loads((tmp_path / "summary.json").read_text())["peak_mem_gb"]
+    assert len(peaks) == 8 and len(set(peaks)) == 1
