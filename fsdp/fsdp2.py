@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp.sharding import WithExperts
 from fsdp.units import Unit
 from llm_demo.device import World
-from llm_demo.model.compiling import compiled, compiled_add, sum_into
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.experts import Routers
+from llm_demo.model.sums import add, compile_once, sum_into
 from llm_demo.parallel import copy_engines
 
 try:
@@ -73,8 +73,16 @@ def reduce_traffic(
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
             adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
-            how = (dtype, ranks, compiles, by_engines, timed, adds, scratch)
-            unit.set_custom_reduce_scatter(SumInFp32(*how))
+            comm = SumInFp32(
+                dtype,
+                ranks,
+                compiles=compiles,
+                engines=by_engines,
+                timed=timed,
+                unit=adds,
+                scratch=scratch,
+            )
+            unit.set_custom_reduce_scatter(comm)
         if by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed))
         elif unit in sums and not isinstance(unit, Blocks | WithExperts):
@@ -160,7 +168,7 @@ class SumInFp32:
     ):
         self.dtype, self.group, self.engines, self.timed = dtype, group, engines, timed
         self.scratch = scratch
-        self.sent, self.sum = None, compiled(sum_into) if compiles else sum_into
+        self.sent, self.sum = None, compile_once(sum_into) if compiles else sum_into
         self.unit = unit
         if unit:
             unit.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
@@ -168,8 +176,8 @@ class SumInFp32:
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.sent is None:  # FSDP2 allocates what it sends, then the sum
             if self.engines:
-                how = (math.prod(size), self.dtype, device, self.group)
-                self.sent = copy_engines.shared_empty(*how)
+                n = math.prod(size)
+                self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group)
             else:
                 self.sent = torch.empty(*size, dtype=self.dtype, device=device)
             return self.sent
@@ -280,7 +288,7 @@ def add_together(unit: FSDPModule) -> str | None:
         both = [p for p in both if p._unsharded_param.grad is not None]
         if both:
             sums = [p.unsharded_accumulated_grad for p in both]
-            compiled_add()(sums, [p._unsharded_param.grad for p in both])
+            compile_once(add)(sums, [p._unsharded_param.grad for p in both])
         for p in both:
             p._unsharded_param.grad = None
         post_backward(*unused)

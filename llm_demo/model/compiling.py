@@ -6,8 +6,6 @@ import torch
 from torch import nn
 
 from llm_demo.device import Device, is_sm
-from llm_demo.model.sums import add, sum_into  # noqa: F401  for fsdp/fsdp2.py
-from llm_demo.model.sums import compile_once as compiled
 from llm_demo.probe import probe_once
 
 # What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
@@ -55,10 +53,6 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     torch._inductor.config.unsafe_marked_cacheable_functions |= CACHEABLE
     # dynamic=False: evaluation with another batch size must not make training shapes symbolic
     module.forward = torch.compile(module.forward, dynamic=False)
-
-
-def compiled_add():
-    return compiled(add)
 
 
 def _selftest() -> None:
