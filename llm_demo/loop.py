@@ -18,7 +18,7 @@ from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.generate import generate, prompts_of, stop_tokens
 from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
-from llm_demo.plan import Plan
+from llm_demo.plan import Plan, configuration_of
 from llm_demo.progress import progress
 from llm_demo.run.checkpoint import Checkpoints
 from llm_demo.run.clock import Clock
@@ -39,7 +39,17 @@ def prepare(
     flops = flops_of_slot(plan.source.config, plan.data.train.attended, lora and lora.parameters)
     clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
     adapters = lora.facts() if lora else None
-    checkpoints = Checkpoints(args, world, log, clock, plan.identity, steps, copies, adapters)
+    checkpoints = Checkpoints(
+        args,
+        world,
+        log,
+        clock,
+        plan.identity,
+        steps,
+        copies=copies,
+        adapters=adapters,
+        model=configuration_of(plan.source.config),
+    )
     log.resolved(resumed_step=checkpoints.first_step)
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -327,6 +328,20 @@ def fingerprint(config) -> str:
     """A digest of the model's configuration, wherever it was read from."""
     values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+# Entries of a configuration that neither change what a model with given weights computes, nor
+# which weights an untrained one starts with.
+WITHOUT_EFFECT = re.compile(
+    "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
+    "|transformers_version|use_cache"
+)
+
+
+def configuration_of(config) -> dict:
+    """What a checkpoint keeps of a model's configuration, to recognise another one."""
+    values = {k: v for k, v in config.to_dict().items() if not WITHOUT_EFFECT.fullmatch(k)}
+    return json.loads(json.dumps(values, default=str))
 
 
 def pick_lora(

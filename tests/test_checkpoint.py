@@ -392,3 +392,33 @@ def test_a_full_disk_ends_a_launched_run_in_one_line(how, tmp_path):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and "step_00000004 can't be written" in errors[0], done.stderr
     assert "step 30/" not in done.stdout and not list((tmp_path / "run/checkpoints").iterdir())
+
+
+def test_another_configuration_of_the_model(tmp_path):
+    """Its weights would fit, and the run would go on with other numbers."""
+    flags = {"save": True, "save_async": False, "keep_last": 0, "keep_best": False}
+    flags |= {"resume": "auto", "resume_anyway": False, "export": "none"}
+    adapters = {"rank": 8, "alpha": 32, "targets": ["q_proj"], "base": {"path": "x"}}
+
+    def begin(voice, model, adapters=None, **more):
+        args = SimpleNamespace(**{**flags, **more})
+        return checkpoint.Checkpoints(
+            args, WORLD, voice, voice, {}, max_steps=99, adapters=adapters, model=model
+        )
+
+    for name in ("whole", "adapters"):
+        (tmp_path / name).mkdir()
+    model = {"rope_parameters": {"rope_theta": 1e6}, "rms_norm_eps": 1e-6}
+    save(begin(Voice(tmp_path / "whole"), model), 1)
+    save(begin(Voice(tmp_path / "adapters"), model, adapters), 1)
+    other = {"rope_parameters": {"rope_theta": 1e4}, "rms_norm_eps": 1e-6}
+    changed = "configuration has changed: rope_parameters rope_theta was 1000000.0, is 10000.0"
+    for anyway in (False, True):
+        with pytest.raises(UserError, match=changed):
+            begin(Voice(tmp_path / "adapters"), other, adapters, resume_anyway=anyway)
+    with pytest.raises(UserError, match=f"{changed}; to continue anyway, add --resume_anyway"):
+        begin(Voice(tmp_path / "whole"), other)
+    voice = Voice(tmp_path / "whole")
+    assert begin(voice, other, resume_anyway=True).first_step == 1
+    # another version of transformers may name more or fewer entries
+    assert begin(voice, {"rms_norm_eps": 1e-6, "new": True}).first_step == 1

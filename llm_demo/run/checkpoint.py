@@ -57,7 +57,7 @@ class Checkpoints:
     """Saves, prunes and resumes a run's checkpoints. copies: the tensors to save are already copies
     on the CPU (gathered by a pipeline's replicas), not the trained ones. log, clock: the run's Log
     and Clock. identity: what the rows of a step depend on. adapters: Lora.facts() if the run trains
-    those instead of the model."""
+    those instead of the model. model: its configuration."""
 
     def __init__(
         self,
@@ -69,10 +69,11 @@ class Checkpoints:
         max_steps: int,
         copies: bool = False,
         adapters: dict | None = None,
+        model: dict | None = None,
     ):
         self.args, self.world, self.log, self.clock = args, world, log, clock
         self.identity, self.max_steps, self.copies = identity, max_steps, copies
-        self.adapters = adapters
+        self.adapters, self.model = adapters, model or {}
         self.in_background = args.save_async
         self.folder = log.folder / "checkpoints"
         self.settings = {k: log.settings[k] for k in SETTINGS if k in log.settings}
@@ -93,7 +94,22 @@ class Checkpoints:
         self.first_step = self.facts.get("step", 0)
         if self.path:
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
+            self._compare_models()
             self._compare()
+
+    def _compare_models(self) -> None:
+        """Raise UserError if the checkpoint's model has another configuration. Only entries that
+        both have are compared: another version of transformers may have more."""
+        before = {k: v for k, v in self.facts.get("model", {}).items() if k in self.model}
+        changes = differences(before, {k: self.model[k] for k in before})
+        if not changes:
+            return
+        text = f"{self.path}: the model's configuration has changed: {'; '.join(changes)}"
+        if self.adapters:
+            raise UserError(f"{text}; adapters belong to the model that they were trained on")
+        if not self.args.resume_anyway:
+            raise UserError(f"{text}; to continue anyway, add --resume_anyway")
+        self.log.say(f"resume: {text}; continuing because of --resume_anyway")
 
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
@@ -230,7 +246,7 @@ class Checkpoints:
         self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, **self.clock.history.facts(step)}
-        facts |= {"identity": self.identity, "settings": self.settings}
+        facts |= {"identity": self.identity, "settings": self.settings, "model": self.model}
         if self.adapters:
             facts["adapters"] = self.adapters
         name = f"step_{step:08d}"

@@ -147,7 +147,7 @@ def _adapters(x) -> bool:
 
 FACTS = {  # entry of trainer.json -> check of its value
     **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
-    **dict.fromkeys(("identity", "settings"), lambda x: isinstance(x, dict)),
+    **dict.fromkeys(("identity", "settings", "model"), lambda x: isinstance(x, dict)),
     "adapters": _adapters,
     "eval_loss": lambda x: x is None or _number(x),
     "evals": _pairs,
