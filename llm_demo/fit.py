@@ -180,7 +180,7 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
             how = args, config, compute, train, cards, cards > 1, experts_over
             parts = estimate.of_fsdp(*how)
             way = CKPT if args.use_activation_checkpointing else DEVICE
-            more = lora and lora.parameters, compute.attention_kept / config.num_hidden_layers
+            more = lora and lora.active, compute.attention_kept / config.num_hidden_layers
             seconds = step_time.of_fsdp(args, config, *speed, *more)
             if args.optimizer_on_host:
                 way = HOST

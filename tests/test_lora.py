@@ -1,6 +1,7 @@
 """Adapters: the trainer's numbers against PEFT's own LoRA in a plain loop, one document at a time
 in one process; and the files of checkpoints and exports."""
 
+import functools
 import json
 import re
 import shutil
@@ -28,6 +29,7 @@ from llm_demo.model import memory
 from llm_demo.model.costs import flops_of_slot
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.lora import Factor, Lora, LoraLinear, choose_lora, factors_of
+from llm_demo.model.names import FUSED
 from llm_demo.model.source import find_model, load_config
 from llm_demo.model.weights import open_weights
 from llm_demo.plan import Compute
@@ -35,7 +37,7 @@ from llm_demo.plan import Compute
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}
 PACKED = {"tied": True, "untied": True, "llama": False}
-MIXTURES = ("qwen", "deepseek", "shared")
+MIXTURES, EXPERTS = ("qwen", "deepseek", "shared"), 8
 ENGINES = {  # (processes, further flags, (micro, accumulation) for each model)
     "plain": (1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
     "two": (2, [], [(1, 4), (4, 1), (2, 2)]),
@@ -50,22 +52,49 @@ def ours(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
-def with_peft(folder, name):
-    """PEFT's own model, whose factors start as the trainer's do."""
+def with_peft(folder, name, targets=None):
+    """PEFT's own model, whose factors start as the trainer's do. targets: of a mixture."""
     base = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
-    targets = TARGETS.get(name, "all-linear")
-    if name in MIXTURES:
+    how = {"target_modules": targets or TARGETS[name]}
+    if targets:
         base.config._experts_implementation = "eager"
-        targets = ",".join(lora_of(base.config, rank=RANK).targets)
-    targets = targets if targets == "all-linear" else targets.split(",")
-    how = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
+        targets = lora_of(base.config, targets, RANK).targets
+        how["target_modules"] = [name for name in targets if name not in FUSED]
+        how["target_parameters"] = [f"mlp.experts.{name}" for name in targets if name in FUSED]
+    elif how["target_modules"] != "all-linear":
+        how["target_modules"] = how["target_modules"].split(",")
+    how = LoraConfig(r=RANK, lora_alpha=ALPHA, task_type="CAUSAL_LM", **how)
     model = get_peft_model(base, how)
     for key, p in model.named_parameters():
         if p.requires_grad:
             values = Factor(p.shape[1], p.shape[0], zero="lora_B" in key)
             path = ours(key).removesuffix(".weight")
+            if ".experts." in key:
+                path = expert_factor(model, key)
             p.data.copy_(values.start(f"{parity.SEED}:{path}")["weight"])
     return model.to(parity.DEVICE)
+
+
+def expert_factor(model, key):
+    """The trainer's name of a factor of PEFT's over a block's experts."""
+    wrap, factor = key.split(".lora_")
+    matrix = model.get_submodule(wrap).parameter_name
+    experts = ours(wrap).removesuffix(".base_layer")
+    return f"{experts}.{matrix}_lora_{factor[0]}"
+
+
+def by_our_names(model, tensors):
+    """PEFT's factors, or their gradients, as the trainer has them: its A has a row for each expert
+    and rank, and its B a column for each rank and expert."""
+    found = {}
+    for key, t in tensors.items():
+        if ".experts." not in key:
+            found[ours(key)] = t
+        elif "lora_A" in key:
+            found[expert_factor(model, key)] = t.view(EXPERTS, RANK, t.shape[1])
+        else:
+            found[expert_factor(model, key)] = t.view(len(t), RANK, EXPERTS).permute(2, 0, 1)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -148,48 +177,65 @@ def test_equals_peft(processes, quick, work):
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory):
-    """The same of models with experts, packed."""
+    """(folder of models with experts, (model, targets) -> PEFT's results, packed). Neither matrix
+    of an expert is square, and there are more experts than ranks of an adapter."""
     folder = tmp_path_factory.mktemp("mixtures")
     models, tokenizer = parity.smaller_vocabulary(moe.MODELS, folder / "tokenizer")
     parity.write_rows(folder / "data.jsonl")
-    packs, results = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN), {}
+    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
     for name in MIXTURES:
         torch.manual_seed(0)
+        models[name].moe_intermediate_size = 40
         model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
         for key, p in model.named_parameters():
             if key.endswith("bias"):
                 nn.init.normal_(p, std=0.05)
+        if name == "deepseek":  # in the last block all tokens choose the first two experts
+            model.model.layers[-1].mlp.gate.e_score_correction_bias[:2] = 10.0
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        found = plain_loop(with_peft(folder, name), packs)
-        found["grads"] = [{ours(k): v for k, v in step.items()} for step in found["grads"]]
-        results[name] = found | {"params": {ours(k): v for k, v in found["params"].items()}}
-    return folder, results
+
+    @functools.cache
+    def expected(name, targets):
+        model = with_peft(folder, name, targets)
+        found = plain_loop(model, packs)
+        found["grads"] = [by_our_names(model, step) for step in found["grads"]]
+        return found | {"params": by_our_names(model, found["params"])}
+
+    return folder, expected
 
 
 SPREAD, AGAIN = ["--expert_parallel", "2"], ["--use_activation_checkpointing"]
-WITH_EXPERTS = {  # (processes, model, micro, accumulation, further flags)
-    "plain": (1, "qwen", 4, 2, AGAIN),
-    "plain_shared": (1, "shared", 8, 1, []),
-    "two": (2, "deepseek", 2, 2, ["--reshard_after_forward"]),
-    "two_spread": (2, "qwen", 1, 4, [*SPREAD, *AGAIN]),
-    "two_rows": (2, "shared", 4, 2, ["--sequence_parallel", "2"]),
+ROWS, ATTENTION = ["--sequence_parallel", "2"], "q_proj,k_proj,v_proj,o_proj"
+WITH_EXPERTS = {  # (processes, model, targets, micro, accumulation, further flags)
+    "plain": (1, "qwen", "all-linear", 4, 2, AGAIN),
+    "frozen": (1, "shared", ATTENTION, 8, 1, []),
+    "down": (1, "deepseek", "down_proj", 2, 4, []),
+    "two": (2, "qwen", "all-linear", 2, 2, ["--reshard_after_forward"]),
+    "two_gate_up": (2, "deepseek", "gate_up_proj", 4, 1, []),
+    "two_spread": (2, "deepseek", "all-linear", 1, 4, [*SPREAD, *AGAIN]),
+    "two_rows": (2, "shared", "all-linear", 4, 2, ROWS),
+    "four": (4, "qwen", "all-linear", 2, 2, [*ROWS, *SPREAD, *AGAIN]),
+    "four_spread": (4, "shared", "all-linear", 1, 2, ["--expert_parallel", "4"]),
+    "four_replicas": (4, "deepseek", "all-linear", 2, 1, ["--replicas", "2"]),
 }
 
 
-@pytest.mark.parametrize("processes", (1, 2))
-def test_beside_frozen_experts_equals_peft(processes, mixtures):
+@pytest.mark.parametrize("processes", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
+def test_on_experts_equals_peft(processes, mixtures):
+    """Also beside frozen experts, and on one of their two matrices."""
     folder, expected = mixtures
     cases = {}
-    for case, (n, name, micro, accum, more) in WITH_EXPERTS.items():
+    for case, (n, name, targets, micro, accum, more) in WITH_EXPERTS.items():
         if n == processes:
             also = ["--lora_rank", str(RANK), "--lora_alpha", str(ALPHA), *more]
+            also += ["--lora_targets", targets]
             cases[case] = parity.argv(folder, name, folder / case, micro, accum, *also)
     for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
-        assert_equal(losses, ranks, expected[WITH_EXPERTS[case][1]])
+        assert_equal(losses, ranks, expected(*WITH_EXPERTS[case][1:3]))
 
 
-def test_adapters_beside_experts_are_exported_and_merged(mixtures, tmp_path):
+def test_adapters_on_experts_are_exported_and_merged(mixtures, tmp_path):
     folder, _ = mixtures
     flags = run_flags(folder, "deepseek", tmp_path / "run", "--export", "fp32")
     torchrun(2, ROOT / "fsdp/train_fsdp.py", *flags)
