@@ -137,11 +137,13 @@ def of_fsdp(
     trained = total
     if lora := compute.lora:  # what is frozen has no fp32 copy and no gradients
         trained, halves = lora.parameters, compute.dtype == torch.bfloat16 and compute.compile
+        here = trained - lora.routed * (1 - 1 / spread)
         if sharded:
-            early = (total * size + trained * 4) / ranks + gathered + trained * size
+            reach = min(1, 2 * unit / sum(blocks)) if args.reshard_after_forward else 1
+            early = (total * size + trained * 4) / ranks + gathered + here * reach * size
         else:
             early = total * size + trained * (4 if halves or size == 4 else 4 + size)
-        late, kept, grads = early, trained * 4 if accumulates else 0, trained * 4
+        late, kept, grads = early, here * 4 if accumulates else 0, here * 4
     elif args.optimizer_on_host and sharded:
         # without the embedding if resharded, with a buffer for its transfers and the head's
         freed = args.reshard_after_forward and not config.tie_word_embeddings

@@ -64,7 +64,10 @@ class FsdpArgs:
         saves_memory="2, for long rows on several processes",
     )
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
-    lora_targets: str = flag("all-linear", "Layers of blocks to adapt, such as q_proj,v_proj.")
+    lora_targets: str = flag(
+        "all-linear",
+        "Layers of blocks to adapt, such as q_proj,v_proj. Of experts: gate_up_proj,down_proj.",
+    )
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     expert_parallel: int | None = flag(

@@ -6,6 +6,7 @@ Adapters become a PEFT adapter, or with --merge the whole model."""
 
 import argparse
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -31,7 +32,15 @@ from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.generate import stop_tokens
-from llm_demo.model.lora import factors_of, identity_of, merge_into, same_base
+from llm_demo.model.lora import (
+    factor_names,
+    factors_of,
+    identity_of,
+    in_peft,
+    merge_into,
+    peft_targets,
+    same_base,
+)
 from llm_demo.model.names import in_files, matrices
 from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights import Weights, materialise, open_weights
@@ -103,6 +112,11 @@ def export(
     lora = checked_facts(checkpoint).get("adapters")
     if not lora and (merge or base):
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
+    if lora and not merge and not importlib.util.find_spec("peft"):
+        raise UserError(
+            "adapters are written by peft, which is not installed: run setup.sh, or write the "
+            "whole model with --merge"
+        )
     if merge or base:
         identity, weights = find_base(checkpoint, lora, base)
         lora = {**lora, "base": identity}
@@ -203,14 +217,14 @@ def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dic
 
     tensors = {name: torch.empty(shape) for name, shape in wanted.items()}
     read_tensors(checkpoint, tensors)
-    tensors = {f"base_model.model.{name}": t.to(dtype) for name, t in tensors.items()}
+    targets = peft_targets(tensors)
+    tensors = {name: t.to(dtype) for name, t in in_peft(tensors).items()}
     refuse_non_finite(checkpoint, tensors)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
     LoraConfig(
-        r=lora["rank"], lora_alpha=alpha, lora_dropout=lora.get("dropout", 0),
-        target_modules=lora["targets"], base_model_name_or_path=lora["base"]["path"],
-        task_type="CAUSAL_LM", inference_mode=True,
+        r=lora["rank"], lora_alpha=alpha, lora_dropout=lora.get("dropout", 0), **targets,
+        base_model_name_or_path=lora["base"]["path"], task_type="CAUSAL_LM", inference_mode=True,
     ).save_pretrained(folder)  # fmt: skip
     return sum(t.nbytes for t in tensors.values())
 
@@ -239,11 +253,12 @@ def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights 
     """A function that fills {name: tensor} with the sum of the base and its adapters.
 
     wanted: {name: shape} of the factors; weights: the base's, None for random ones."""
-    factors = {name: torch.empty(shape) for name, shape in wanted.items()}
-    read_tensors(checkpoint, factors)
     lm, seed = None if weights else skeleton(config, "sdpa"), lora["base"].get("seed", 0)
 
     def read(tensors: dict[str, torch.Tensor]) -> None:
+        names = [n for name in tensors for n in factor_names(name) if n in wanted]
+        factors = {n: torch.empty(wanted[n]) for n in names}
+        read_tensors(checkpoint, factors)
         for name, t in tensors.items():
             if weights:
                 t.copy_(weights.read(name))

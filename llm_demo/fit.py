@@ -179,7 +179,7 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
                 compute = COMPUTE._replace(lora=lora, attention_kept=blocks)
             parts = estimate.of_fsdp(args, config, compute, train, cards, cards > 1, experts_over)
             way = CKPT if args.use_activation_checkpointing else DEVICE
-            adapters = lora and lora.parameters
+            adapters = lora and lora.active
             not_recomputed = compute.attention_kept / config.num_hidden_layers
             seconds = step_time.of_fsdp(args, config, *speed, adapters, not_recomputed)
             if args.optimizer_on_host:

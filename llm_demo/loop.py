@@ -36,7 +36,7 @@ def prepare(
     it may have been killed before. copies: see Checkpoints."""
     steps = plan.horizon.max_steps
     lora = plan.compute.lora
-    flops = flops_of_slot(plan.source.config, plan.data.train.attended, lora and lora.parameters)
+    flops = flops_of_slot(plan.source.config, plan.data.train.attended, lora and lora.active)
     clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
     adapters = lora.facts() if lora else None
     checkpoints = Checkpoints(

@@ -69,7 +69,7 @@ def watch_fsdp(step, state):
 
     def group_of(tensors):
         """The ranks that each hold a shard of these; None: they are not sharded."""
-        t = next(t for n, t in tensors.items() if ".experts." not in n)
+        t = min(tensors.items(), key=lambda named: ".experts." in named[0])[1]
         return hasattr(t, "_local_tensor") and t.device_mesh.get_group(t.device_mesh.ndim - 1)
 
     @functools.cache

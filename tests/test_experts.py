@@ -20,6 +20,7 @@ from llm_demo.model import experts_choice
 from llm_demo.model.decoder import CHOICE, keeping
 from llm_demo.model.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
+from llm_demo.model.lora import Lora, adapt_experts
 from llm_demo.plan import pick_compute
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -54,6 +55,18 @@ def experts_of(name, product="looped", dtype=torch.float64):
     return theirs, ours, Routers([Block(ours)])
 
 
+def adapted(experts, rank=6):
+    """The same experts with adapters, of a rank that the grouped kernel does not take."""
+    lora = Lora(rank, 12.0, 0.0, (), 0, {})
+    for kind in ("gate_up_proj", "down_proj"):
+        adapt_experts(experts, kind, lora)
+    for name, p in list(experts.named_parameters(recurse=False)):
+        if p.is_meta:
+            values = torch.randn(p.shape).to(experts.down_proj.dtype) / 8
+            setattr(experts, name, nn.Parameter(values))
+    return experts
+
+
 def results(module, x):
     x = x.clone().requires_grad_()
     y = module(x)
@@ -85,12 +98,15 @@ def test_equals_hugging_face(name, given):
     close(results(ours, x), results(theirs, x), 1e-6)
 
 
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_products_agree(dtype, bound):
+def test_products_agree(dtype, bound, lora):
     """Also where freed memory, which a product may leave in its results, holds NaN."""
     found = []
     for product in PRODUCTS:
         _, ours, _ = experts_of("qwen", product, dtype)
+        if lora:
+            adapted(ours.experts)
         torch.manual_seed(1)
         x = torch.randn(1, 60, D).to(dtype)
         junk = [torch.full((n, m), torch.nan, dtype=dtype) for n in (60, 120) for m in (16, 32, 64)]
@@ -100,9 +116,26 @@ def test_products_agree(dtype, bound):
     assert all(t.isfinite().all() for t in found[0])
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_adapters_are_their_products_sum(name, lora):
+    """Against experts with W + scale B A in place of W."""
+    _, ours, _ = experts_of(name)
+    _, other, _ = experts_of(name)
+    adapted(ours.experts)
+    with torch.no_grad():
+        for kind in ("gate_up_proj", "down_proj"):
+            b, a = (getattr(ours.experts, f"{kind}_lora_{x}") for x in "BA")
+            getattr(other.experts, kind).add_(b @ a, alpha=12.0 / 6 if lora else 0)
+    x = torch.randn(1, 60, D).double()
+    mine, theirs = ours(x), other(x)
+    assert ((mine - theirs).norm() < 1e-6 * theirs.norm()) == lora
+
+
+@pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize("chosen", ["random", "none of the first part"])
-def test_parts_of_the_experts_add_up(chosen, backend):
+def test_parts_of_the_experts_add_up(chosen, backend, lora):
     """What each part adds, and its gradients; where no token chose any of a part's experts too,
     though memory beyond the rows of a product holds NaN."""
     if backend and why_not_compiled("looped"):
@@ -114,6 +147,10 @@ def test_parts_of_the_experts_add_up(chosen, backend):
         return looped_product(rows, weight, ends).masked_fill(after, torch.nan)
 
     _, ours, _ = experts_of("qwen")
+    names = ["gate_up_proj", "down_proj"]
+    if lora:
+        names += [f"{kind}_lora_{x}" for kind in names for x in "AB"]
+        adapted(ours.experts)
     x, weights = torch.randn(30, D, dtype=torch.float64), torch.rand(30, K, dtype=torch.float64)
     index = torch.stack([torch.randperm(E // 2)[:K] for _ in range(30)])
     index += E // 2 if chosen != "random" else (torch.arange(30) % 2 * E // 2)[:, None]
@@ -121,10 +158,11 @@ def test_parts_of_the_experts_add_up(chosen, backend):
     def added_by(first, n):
         """The results and gradients of x, the weights, and these experts."""
         matrices = [
-            p[first : first + n].detach().requires_grad_() for p in ours.experts.parameters()
+            getattr(ours.experts, name)[first : first + n].detach().requires_grad_()
+            for name in names
         ]
-        part = SimpleNamespace(num_experts=E, act_fn=ours.experts.act_fn)
-        part.gate_up_proj, part.down_proj = matrices
+        more = dict(zip(names, matrices, strict=True))
+        part = SimpleNamespace(num_experts=E, act_fn=ours.experts.act_fn, lora_scale=2.0, **more)
         leaves = [t.clone().requires_grad_() for t in (x, weights)]
         here = (index - first).where((index >= first) & (index < first + n), n)
         function = sorted_experts

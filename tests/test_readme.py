@@ -48,6 +48,7 @@ NOT_OURS = {"NCCL", "GLOO", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # f
 FOREIGN_FLAGS = {
     "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
     "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
+    "--enable-mixed-moe-lora-format",  # vLLM's
 }  # fmt: skip
 
 

@@ -171,11 +171,23 @@ def sorted_experts(product, self, hidden, index, weights):
         torch._check(rows <= len(order))
         order, inverse = order[:rows], inverse.where(here, 0)
     x = _Rearrange.apply(hidden, order, inverse, here, k, True)
-    gate, up = product(x, self.gate_up_proj.mT, ends).chunk(2, -1)
+    gate, up = _multiply(product, self, "gate_up_proj", x, ends).chunk(2, -1)
     of_rows = _Rearrange.apply(weights.reshape(-1, 1), order, inverse, here, 1, True)
     inner = (self.act_fn(gate) * up * of_rows).to(dtype)
-    added = product(inner, self.down_proj.mT, ends)
+    added = _multiply(product, self, "down_proj", inner, ends)
     return _Rearrange.apply(added, order, inverse, here, k, False)
+
+
+def _multiply(product, self, kind, x, ends):
+    """x [R, inputs] by this matrix of each row's expert -> [R, outputs], plus what its adapter adds
+    if it has one (see lora.py)."""
+    y = product(x, getattr(self, kind).mT, ends)
+    a, b = (getattr(self, f"{kind}_lora_{name}", None) for name in "AB")
+    if a is None:
+        return y
+    if product is grouped_product and (more := -a.shape[1] % 8):  # whose rows are of 16 bytes
+        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+    return y + product(product(x, a.mT, ends) * self.lora_scale, b.mT, ends)
 
 
 def _ends(ordered: torch.Tensor, n: int) -> torch.Tensor:

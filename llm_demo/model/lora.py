@@ -1,10 +1,13 @@
-"""Adapters: LoRA on the linear layers of a decoder's blocks, over a frozen base.
+"""Adapters: LoRA on the matrices of a decoder's blocks, over a frozen base.
 
-Source: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021). The adapted layer
-keeps its own weight under its own name, so that files, sharding and estimates need not know of it;
-the factors have the names that PEFT gives them in its files."""
+Source: "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al. 2021). What is adapted keeps
+its own weight under its own name, so that files, sharding and estimates need not know of it. The
+factors of a linear layer have the names that PEFT gives them in its files. Those of a block's
+experts are two tensors beside the fused matrix, with a factor for each expert, so that they are
+sharded and spread as it is; experts.py multiplies by them."""
 
 import math
+import types
 import zlib
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm_demo.errors import UserError, differences
+from llm_demo.model.costs import experts_of
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.experts import blocks_with_experts
+from llm_demo.model.names import FUSED, fused
 from llm_demo.model.weights import Weights
 
 ALL = "all-linear"  # PEFT's name for it
@@ -28,9 +33,11 @@ class Lora(NamedTuple):
     rank: int
     alpha: float
     dropout: float
-    targets: tuple[str, ...]  # names of the adapted layers within a block
+    targets: tuple[str, ...]  # names of what is adapted within a block
     parameters: int  # of all adapters
     base: dict
+    routed: int = 0  # of these parameters, the experts'
+    active: int = 0  # of these parameters, those that a token uses
 
     def facts(self) -> dict:
         """What a checkpoint keeps."""
@@ -114,14 +121,37 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         raise UserError(f"{path} holds other adapters: {'; '.join(changes)}")
 
 
+def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """{name: shape} of a model's parameters that can have adapters: the linear layers of its
+    blocks. In a mixture of experts: those of attention, and the experts. There PEFT takes gate_proj
+    and the like for the experts, and can't adapt a dense block or a shared expert beside them."""
+    found = {n: s for n, s in shapes.items() if ".layers." in n and len(s) > 1}
+    if any(map(fused, shapes)):
+        found = {n: s for n, s in found.items() if ".self_attn." in n or fused(n)}
+    return found
+
+
+def target_of(name: str) -> str:
+    """What --lora_targets calls a matrix."""
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of a matrix's factors A and B."""
+    if fused(name):
+        return f"{name}_lora_A", f"{name}_lora_B"
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
 def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
     found = {}
-    for name, shape in shapes.items():
-        layer, _, kind = name.rpartition(".")
-        if kind == "weight" and ".layers." in name and layer.split(".")[-1] in lora["targets"]:
-            found[f"{layer}.lora_A.weight"] = lora["rank"], shape[1]
-            found[f"{layer}.lora_B.weight"] = shape[0], lora["rank"]
+    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
+        if target_of(name) in lora["targets"]:
+            a, b = factor_names(name)
+            found[a] = *experts, lora["rank"], inputs
+            found[b] = *experts, outputs, lora["rank"]
     return found
 
 
@@ -130,17 +160,51 @@ def merge_into(
     name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
 ) -> None:
     """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
-    layer = name.removesuffix(".weight")
-    if f"{layer}.lora_A.weight" in factors:
-        a, b = (factors[f"{layer}.lora_{x}.weight"] for x in "AB")
-        weight.addmm_(b, a, alpha=lora["alpha"] / lora["rank"])
+    a, b = map(factors.get, factor_names(name))
+    if a is not None:
+        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
+        add(b, a, alpha=lora["alpha"] / lora["rank"])
+
+
+def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
+    of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
+    matrix: PEFT wraps the module of the experts once for each, and down_proj's wrap is outside."""
+    found = {}
+    for name, t in factors.items():
+        matrix, _, kind = name.rpartition("_lora_")
+        if not fused(matrix):
+            found[f"base_model.model.{name}"] = t
+            continue
+        experts, _, target = matrix.rpartition(".")
+        if target == "gate_up_proj" and f"{experts}.down_proj_lora_A" in factors:
+            experts += ".base_layer"
+        t = t if kind == "A" else t.permute(1, 2, 0)
+        two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
+        found[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
+    return found
+
+
+def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
+    """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
+    experts = [n.rpartition("_lora_")[0] for n in factors]
+    experts = [target_of(n) for n in experts if fused(n)]
+    layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
+    parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
+    return {
+        "target_modules": list(dict.fromkeys(layers)),
+        "target_parameters": parameters or None,
+    }
 
 
 def choose_lora(args, config, base: dict) -> Lora:
     """What the flags mean for a model, found in a copy of it without memory. config: from
-    transformers. Raises UserError for layers that it lacks, and a rank larger than a matrix."""
-    layers = linear_layers(skeleton(config, "sdpa"))
-    names = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    transformers. Raises UserError for names that it lacks, a rank larger than a matrix, and dropout
+    with experts."""
+    lm = skeleton(config, "sdpa")
+    shapes = matrices_of({name: tuple(p.shape) for name, p in lm.named_parameters()})
+    names = dict.fromkeys(map(target_of, shapes))
+    of_experts = {target_of(name) for name in shapes if fused(name)}
     asked = list(names)
     if args.lora_targets != ALL:
         asked = [part.strip() for part in args.lora_targets.split(",")]
@@ -151,41 +215,72 @@ def choose_lora(args, config, base: dict) -> Lora:
         )
     for name in asked:
         if name not in names:
+            what, kinds = "linear layer of this model's blocks", ", ".join(names)
+            if of_experts:
+                what = "matrix that can be adapted in a mixture of experts"
+                kinds = f"{', '.join(n for n in names if n not in of_experts)} of attention, and "
+                kinds += f"{' and '.join(FUSED)} of all routed experts"
             raise UserError(
-                f"--lora_targets {args.lora_targets[:80]}: no linear layer of this model's blocks "
-                f"is named {name[:40]!r}; they are {', '.join(names)}"
+                f"--lora_targets {args.lora_targets[:80]}: no {what} is named {name[:40]!r}; they "
+                f"are {kinds}"
             )
-    targets, parameters = tuple(name for name in names if name in asked), 0
-    for name, layer in layers.items():
-        if name.rpartition(".")[2] not in targets:
-            continue
-        if args.lora_rank > min(layer.in_features, layer.out_features):
+    targets = tuple(name for name in names if name in asked)
+    if args.lora_dropout and of_experts & set(targets):
+        others = ",".join(name for name in targets if name not in of_experts)
+        less = f", or adapt attention alone: --lora_targets {others}" if others else ""
+        raise UserError(
+            "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
+            f"drop it{less}"
+        )
+    for name, (*_, outputs, inputs) in shapes.items():
+        if target_of(name) in targets and args.lora_rank > min(outputs, inputs):
             raise UserError(
-                f"--lora_rank {args.lora_rank} is larger than a side of {name} "
-                f"({layer.out_features} x {layer.in_features})"
+                f"--lora_rank {args.lora_rank} is larger than a side of "
+                f"{name.removesuffix('.weight')} ({outputs} x {inputs})"
             )
-        parameters += args.lora_rank * (layer.in_features + layer.out_features)
-    return Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, parameters, base)
-
-
-def linear_layers(lm: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of a decoder's blocks, by name; in a mixture of experts those of attention:
-    to PEFT, gate_proj and the like are the experts there."""
-    found = lm.model.layers.named_modules(prefix="model.layers")
-    found = {name: layer for name, layer in found if isinstance(layer, nn.Linear)}
-    if blocks_with_experts(lm):
-        found = {name: layer for name, layer in found.items() if ".self_attn." in name}
-    return found
+    lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
+    sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
+    total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
+    chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
+    return lora._replace(parameters=total, routed=routed, active=total - routed + chosen)
 
 
 def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze a decoder on the meta device, in `dtype` but for fp32 routers, and give its layers
+    """Freeze a decoder on the meta device, in `dtype` but for fp32 routers, and give its matrices
     adapters, in fp32."""
     routers = {p for block in blocks_with_experts(lm) for p in block.mlp.gate.parameters()}
     for p in lm.parameters():
         p.requires_grad_(False)
         p.data = p.data if p in routers else p.data.to(dtype)
-    for name, layer in linear_layers(lm).items():
-        block, _, kind = name.rpartition(".")
-        if kind in lora.targets:
+    for name in matrices_of({name: p.shape for name, p in lm.named_parameters()}):
+        if target_of(name) not in lora.targets:
+            continue
+        if fused(name):
+            adapt_experts(lm.get_submodule(name.rpartition(".")[0]), target_of(name), lora)
+        else:
+            block, _, kind = name.removesuffix(".weight").rpartition(".")
+            layer = lm.get_submodule(f"{block}.{kind}")
             setattr(lm.get_submodule(block), kind, LoraLinear(layer, lora))
+
+
+def adapt_experts(experts: nn.Module, kind: str, lora: Lora) -> None:
+    """Give one of the fused matrices of a block's experts its factors: A [experts, rank, inputs]
+    and B [experts, outputs, rank]."""
+    n, outputs, inputs = getattr(experts, kind).shape
+    for name, *shape in (("A", lora.rank, inputs), ("B", outputs, lora.rank)):
+        factor = nn.Parameter(torch.empty(n, *shape, device="meta"))
+        experts.register_parameter(f"{kind}_lora_{name}", factor)
+    experts.lora_scale = lora.alpha / lora.rank
+    experts.start = types.MethodType(_start_of_experts, experts)
+
+
+def _start_of_experts(experts: nn.Module, seed: str) -> dict[str, torch.Tensor]:
+    """The values before step 1 of the factors of all experts, though only a part is here."""
+    found = {}
+    for name, p in experts.named_parameters(recurse=False):
+        if "_lora_" in name:
+            rows, columns = p.shape[1:]
+            factor = Factor(columns, experts.num_experts * rows, zero=name.endswith("B"))
+            values = factor.start(f"{seed}.{name}")["weight"]
+            found[name] = values.view(-1, rows, columns)
+    return found

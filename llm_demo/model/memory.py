@@ -20,6 +20,7 @@ from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.model.lora import apply_lora
 from llm_demo.model.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
+from llm_demo.model.names import FUSED
 
 GB = 2**30
 # per chosen expert with its probability: kept, so that the recomputation has the same ones
@@ -111,12 +112,14 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     exchanged = _exchanged(args, config, compute)[0]
     if not compute.compile:
         return [each + exchanged for each in _saved_uncompiled(config, compute, train)]
-    lora = compute.lora
-    adapters = lora.rank * len(lora.targets) if lora else 0  # inputs of the second factors
-    size = compute.dtype.itemsize
+    lora, size, chosen = compute.lora, compute.dtype.itemsize, _chosen(config)
+    of_experts = set(FUSED) if any(chosen) else set()  # what these names mean in a mixture
+    targets = set(lora.targets) if lora else set()
+    layers = targets - of_experts
+    adapters = lora.rank * len(layers) if lora else 0  # inputs of the second factors
 
     def trained(*names: str) -> bool:  # else a product needs no input in the backward
-        return not lora or any(name in lora.targets for name in names)
+        return not lora or any(name in layers for name in names)
 
     d, shape = config.hidden_size, heads_of(config)
     # Both residuals and both norms' outputs; q and k, v, the attention output; gate, up and their
@@ -125,36 +128,42 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     times = 3 if config.model_type.startswith("qwen3") else 2
     attention = times * (shape.queries + shape.keys) * shape.width
     if latent(config):
-        attention = _latent_attention(config, shape, compute)
+        attention = _latent_attention(config, shape, compute, trained)
+    attention += d * (2 + trained("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa"))
     saved = []
-    for k in _chosen(config):
+    for k in chosen:
         if k:
             inner = config.moe_intermediate_size
-            always = 3 * shared_width(config)
+            always = (2 + (not lora)) * shared_width(config)
             if config.model_type == "qwen2_moe":  # what the shared expert's gate multiplies
                 always += d
-            rows = 2 * inner if lora else d + 3 * inner  # frozen products need no inputs
-            kept = (4 * d + attention + always + k * rows + adapters) * size
+            rows = d + 3 * inner
+            if lora:  # frozen products need no inputs, adapted ones need theirs and the adapters'
+                rows = 2 * inner + (lora.rank + d) * ("gate_up_proj" in targets)
+                rows += (lora.rank + inner) * ("down_proj" in targets)
+            kept = (d * (not lora) + attention + always + k * rows + adapters) * size
             # the router's input, if trained, and probabilities in fp32; the choices in three
             # orders; the weights
             kept += 4 * d * (not lora) + 4 * experts_of(config) + k * (3 * 8 + 4)
         else:
             inner = config.intermediate_size
             mlp = d * trained("gate_proj", "up_proj") + (2 + trained("down_proj")) * inner
-            kept = (3 * d + attention + mlp + adapters) * size
+            kept = (attention + mlp + adapters) * size
         saved.append((kept + exchanged) * args.activation_memory_budget)
     return saved
 
 
-def _latent_attention(config, shape, compute) -> int:
-    """Numbers per token that compiled latent attention keeps."""
+def _latent_attention(config, shape, compute, trained) -> int:
+    """Numbers per token that compiled latent attention keeps. trained: see _saved_by_blocks."""
     nope, rope = config.qk_nope_head_dim, config.qk_rope_head_dim
     if _pads(compute) and shape.width != shape.values:  # all of one width; the output also cut
-        kernel = 4 * max(shape.width, shape.values) + shape.values
+        kernel = 4 * max(shape.width, shape.values) + shape.values * trained("o_proj")
     else:  # q, k, what v is a view of, the output as the kernel and as the projection want it
-        kernel = 2 * shape.width + nope + shape.values + 2 * shape.values
+        kernel = 2 * shape.width + nope + (2 + trained("o_proj")) * shape.values
     # the latents, most of them before and after their norm
-    return shape.queries * kernel + 2 * (config.q_lora_rank or 0) + 2 * config.kv_lora_rank + rope
+    latents = (1 + trained("q_b_proj")) * (config.q_lora_rank or 0)
+    latents += (1 + trained("kv_b_proj")) * config.kv_lora_rank + rope
+    return shape.queries * kernel + latents
 
 
 def _pads(compute) -> bool:

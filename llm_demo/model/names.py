@@ -23,11 +23,17 @@ class Matrix(NamedTuple):
     shape: tuple[int, int]
 
 
+def fused(name: str) -> bool:
+    """Whether a parameter in memory holds a matrix of all experts of a block."""
+    experts, _, kind = name.rpartition(".")
+    return kind in FUSED and experts.endswith(".mlp.experts")
+
+
 def matrices(name: str, shape: tuple) -> list[Matrix]:
     """What a fused parameter of this shape consists of; [] for any other."""
-    experts, _, kind = name.rpartition(".")
-    if kind not in FUSED or not experts.endswith(".mlp.experts"):
+    if not fused(name):
         return []
+    experts, _, kind = name.rpartition(".")
     size = shape[1] // len(FUSED[kind])
     return [
         Matrix(f"{experts}.{e}.{matrix}.weight", e, slice(at, at + size), (size, shape[2]))

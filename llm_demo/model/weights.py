@@ -176,9 +176,11 @@ def fill(
     store(parameter, values): sets the values in place of a copy, to keep a master as well."""
     module = model.get_submodule(name)
     for path, owner in module.named_modules(prefix=name):
-        random, start = {}, getattr(owner, "start", None)
-        if start or weights is None:
-            random = start(f"{seed}:{path}") if start else _random(model, owner, f"{seed}:{path}")
+        random, start = {}, getattr(owner, "start", None)  # only adapters have one
+        if weights is None:
+            random = _random(model, owner, f"{seed}:{path}")
+        if start:
+            random |= start(f"{seed}:{path}")
         for key, p in owner.named_parameters(recurse=False):
             p.hf_name, p.grid = f"{path}.{key}", getattr(owner, "grid", None)
             local, part = p, (slice(None),)
@@ -189,7 +191,7 @@ def fill(
                 spans = zip(begins, chunk.sizes, strict=True)
                 part = tuple(slice(at, at + size) for at, size in spans)
             # move to the device first: copy_ would widen it in host memory
-            values = random[key][part] if random else weights.read(p.hf_name, part)
+            values = random[key][part] if key in random else weights.read(p.hf_name, part)
             if store:
                 store(p, values)
             else:
