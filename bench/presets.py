@@ -94,6 +94,7 @@ _MOE = [
 ]
 
 
+_6_BLOCKS = {"model": "models/qwen3-30b-a3b-6l", "seq_len": 4096, "steps": 10, "gpus": 1}
 _WHOLE_MIXTURE = {"model": "models/qwen3-30b-a3b", "micro": 1, "seq_len": 4096, "ckpt": True}
 
 
@@ -197,10 +198,10 @@ PRESETS = {
     "moe": _MOE,
     # 6 of them in one process
     "moe_one_gpu": [
-        {"engine": engine, "model": "models/qwen3-30b-a3b-6l", "seq_len": 4096, "steps": 10,
-         "gpus": 1, **row}
-        for row in ({"micro": 4}, {"micro": 4, "flags": BALANCED}, {"micro": 1, "ga": 8})
-        for engine in ("fsdp", "torchtitan")
+        *({**_6_BLOCKS, "engine": engine, **row}
+          for row in ({"micro": 4}, {"micro": 4, "flags": BALANCED}, {"micro": 1, "ga": 8})
+          for engine in ("fsdp", "torchtitan")),
+        {**_6_BLOCKS, "engine": "fsdp", "micro": 4, "flags": "--lora_rank 16"},
     ],
     # one rank of runs on more GPUs: its memory, and its compute without communication
     "one_rank": [
