@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from llm_demo.optim import FACTOR
 from llm_demo.parallel import lowrank
 from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.mesh import REPLICA, SHARD
@@ -31,8 +32,10 @@ def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
     """This rank's share, in parts that differ in size."""
     world, rank = dist.get_world_size(), dist.get_rank()
     total = gradient(name, step)
-    if name == "b" and case.get("zero"):
+    if name == "b" and step < case.get("zero", 0):
         total = torch.zeros_like(total)
+    if name == "b" and step < case.get("thin_b", 0):
+        total[:, 1:] = 0  # rank 1, and its right factor has a single row
     if name == "a" and case.get("thin"):
         u, s, v = torch.linalg.svd(total, full_matrices=False)
         total = u[:, :R] * s[:R] @ v[:R]
@@ -54,6 +57,8 @@ def run(case: dict) -> dict:
         state = made.state()
         for name, t in torch.load(case["load"])["state"].items():
             state[name].copy_(t)
+        if case.get("dead"):  # as checkpoints were once written after a zero gradient
+            state[f"b.{FACTOR}"].zero_()
     sums = []
     for step in range(first, case["steps"]):
         if step == case.get("without"):

@@ -24,7 +24,8 @@ BUCKET = 1 << 26  # elements summed over replicas at a time
 
 class Group:
     """Matrices of one shape. error [k, n, m]: what earlier steps left out. factor [k, m, r]: the
-    last step's right factor."""
+    last step's right factor. start [k, m, r]: random columns of length 1, the first factor, and
+    what replaces columns that are lost."""
 
     def __init__(
         self,
@@ -38,7 +39,17 @@ class Group:
         (n, m), self.members = shape, members
         self.error = torch.zeros(len(members), n, m, device=device, dtype=dtype)
         factors = torch.stack([_random(m, rank, names[i]) for i in members])
-        self.factor = factors.to(device=device, dtype=dtype)
+        factors = factors.to(device=device, dtype=dtype)
+        self.start = nn.functional.normalize(factors, dim=1)
+        self.factor = self.start.clone()
+
+    def directions(self) -> torch.Tensor:
+        """Those of the last step's right factor. A gradient of a lower rank than the factor leaves
+        some of its columns without a direction, a zero gradient all of them: they start anew, since
+        a product with a zero column is zero in every later step."""
+        found = orthogonal(self.factor)
+        lost = found.norm(dim=1, keepdim=True) < 0.5
+        return torch.where(lost, self.start, found)
 
 
 class LowRank:
@@ -98,7 +109,7 @@ class LowRank:
         for g, members in zip(self.groups, mine, strict=True):
             errors = [e.view_as(grad) for e, grad in zip(g.error, members, strict=True)]
             torch._foreach_add_(members, errors)
-        lefts = [_stack(x) @ orthogonal(g.factor) for g, x in zip(self.groups, mine, strict=True)]
+        lefts = [_stack(x) @ g.directions() for g, x in zip(self.groups, mine, strict=True)]
         whole = [grads[i] for i in self.whole]
         lefts_and_whole = self._sum([*lefts, *whole])
         lefts = lefts_and_whole[: len(lefts)]
