@@ -18,6 +18,7 @@ HEAD = (
     "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
     "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "host_mem(G)",
 )  # fmt: skip
+QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
 OPTIONAL = {
     "model": 1,
     "real/s": 0,
@@ -65,6 +66,16 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     ]  # fmt: skip
 
 
+def quality_of(result: dict) -> list[str]:
+    """Format a row of the table of PowerSGD's ranks."""
+    rank = re.search(r"--psgd_rank (\d+)", result["row"]["flags"])[1]
+    head = ["exact" if rank == "0" else rank, f"{result.get('sent', 1):.1%}"]
+    if result["status"] != "ok":
+        return [head[0], "", result["status"], ""]
+    at_the_end = [list(result["summary"][key].values())[-1] for key in ("eval_loss", "eval_exact")]
+    return [*head, f"{at_the_end[0]:.3f}", f"{at_the_end[1]:.1%}"]
+
+
 def table(name: str) -> str:
     """Return the table of a file of results. Those of bench.checkpoints have their own columns."""
     results = store.read(name)
@@ -73,6 +84,8 @@ def table(name: str) -> str:
     if "columns" in results[0]:
         head = list(results[0]["columns"])
         return markdown([head, ["---"] * len(head), *(r["columns"].values() for r in results)])
+    if all("--psgd_rank" in result["row"]["flags"] for result in results):
+        return markdown([QUALITY, ["---"] * len(QUALITY), *map(quality_of, results)])
     results = in_order(results)
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)
