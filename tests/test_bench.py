@@ -181,6 +181,21 @@ def test_a_row_replaces_the_one_with_the_same_settings(tmp_path, monkeypatch):
     assert [r["columns"]["script"] for r in store.read("save")] == ["fsdp", "pp"]
 
 
+def test_a_table_of_compressed_runs(tmp_path, monkeypatch):
+    """What is sent, and the last evaluation's numbers."""
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    for rank, more in ((0, {}), (4, {"sent": 0.032})):
+        summary = {"eval_loss": {"0": 9.0, "180": 0.5}, "eval_exact": {"0": 0.0, "180": 0.25}}
+        result = result_of(flags=f"--replicas all --psgd_rank {rank} --lr 2e-3")
+        store.write("x", {**result, "summary": summary, **more})
+    store.write("x", {**result_of(flags="--psgd_rank 9"), "status": "failed"})
+    assert table.table("x").splitlines()[2:] == [
+        "| exact | 100.0% | 0.500 | 25.0% |",
+        "| 4 | 3.2% | 0.500 | 25.0% |",
+        "| 9 |  | failed |  |",
+    ]
+
+
 def test_an_interrupted_write_leaves_the_old_file(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "RESULTS", tmp_path)
     store.write("x", result_of(micro=1))
