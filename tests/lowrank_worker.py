@@ -34,8 +34,6 @@ def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
     total = gradient(name, step)
     if name == "b" and step < case.get("zero", 0):
         total = torch.zeros_like(total)
-    if name == "b" and step < case.get("thin_b", 0):
-        total[:, 1:] = 0  # rank 1, and its right factor has a single row
     if name == "a" and case.get("thin"):
         u, s, v = torch.linalg.svd(total, full_matrices=False)
         total = u[:, :R] * s[:R] @ v[:R]
@@ -57,8 +55,8 @@ def run(case: dict) -> dict:
         state = made.state()
         for name, t in torch.load(case["load"])["state"].items():
             state[name].copy_(t)
-        if case.get("dead"):  # as checkpoints were once written after a zero gradient
-            state[f"b.{FACTOR}"].zero_()
+        if "dead" in case:  # as checkpoints were once written after a zero gradient
+            state[f"b.{FACTOR}"][:, case["dead"] :] = 0
     sums = []
     for step in range(first, case["steps"]):
         if step == case.get("without"):
