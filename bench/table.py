@@ -66,10 +66,13 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     ]  # fmt: skip
 
 
+def rank_of(result: dict) -> int:
+    return int(re.search(r"--psgd_rank (\d+)", result["row"]["flags"])[1])
+
+
 def quality_of(result: dict) -> list[str]:
     """Format a row of the table of PowerSGD's ranks."""
-    rank = re.search(r"--psgd_rank (\d+)", result["row"]["flags"])[1]
-    head = ["exact" if rank == "0" else rank, f"{result.get('sent', 1):.1%}"]
+    head = [str(rank_of(result) or "exact"), f"{result.get('sent', 1):.1%}"]
     if result["status"] != "ok":
         return [head[0], "", result["status"], ""]
     at_the_end = [list(result["summary"][key].values())[-1] for key in ("eval_loss", "eval_exact")]
@@ -85,7 +88,8 @@ def table(name: str) -> str:
         head = list(results[0]["columns"])
         return markdown([head, ["---"] * len(head), *(r["columns"].values() for r in results)])
     if all("--psgd_rank" in result["row"]["flags"] for result in results):
-        return markdown([QUALITY, ["---"] * len(QUALITY), *map(quality_of, results)])
+        lines = map(quality_of, sorted(results, key=rank_of))
+        return markdown([QUALITY, ["---"] * len(QUALITY), *lines])
     results = in_order(results)
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)
