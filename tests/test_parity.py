@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from fsdp_pp.flags import SPLIT
+from fsdp_pp.flags import SPLIT, FsdpPipeArgs
 from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo.data.packs import load_packs
 from llm_demo.data.steps import step_rows
@@ -391,7 +391,7 @@ SUMMED = {
 for processes in (2, 4):
     SUMMED["fsdp_pp", processes] = {
         f"{name}{processes}": (16 // processes, ["--schedule", name])
-        for name in ("1f1b", "interleaved", "v", "torch_1f1b", "zbv", "dualpipev")
+        for name in FsdpPipeArgs.__annotations__["schedule"].__args__
     }
 ALONE = ["--dtype", "bf16", "--no_compile", "--use_activation_checkpointing", "false"]
 
