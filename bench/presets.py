@@ -133,6 +133,12 @@ def _on(gpus):
 
 
 _LONG = {"seq_len": 131_072, "ckpt": True, "gpus": 2, "flags": "--sequence_parallel 2"}
+# fsdp/launch_ddp.sh without flags, on two CPU processes, evaluated before and after
+_FIRST_RUN = {
+    "engine": "fsdp", "micro": 4, "ga": 2, "dtype": "fp32", "seq_len": 64, "steps": 180, "gpus": 2,
+    "model": "models/qwen3-tiny", "data": "data/first_run.jsonl",
+    "flags": "--eval_json data/first_run.heldout.jsonl --lr 2e-3 --warmup_steps 10",
+}  # fmt: skip
 _GA_8 = {"micro": 8, "ga": 8, "steps": 12}
 _PROFILED = [("fsdp", 1, 32, "20:22"), ("fsdp", 8, 12, "8:9"), ("pp", 8, 16, "10:11")]
 PRESETS = {
@@ -240,6 +246,11 @@ PRESETS = {
          "steps": steps, "data": "mixed", "flags": f"--attn_impl {impl}"}
         for seq_len, micro, steps in ((131_072, 1, 6), (32_768, 2, 12), (8192, 8, 12))
         for impl in ("varlen", "varlen_cudnn")
+    ],
+    # what compressed sums over replicas cost, with the bundled model and data on a CPU
+    "psgd": [
+        {**_FIRST_RUN, "flags": f"{COPIES} --psgd_rank {rank} {_FIRST_RUN['flags']}"}
+        for rank in (0, 1, 4, 16, 32)
     ],
     # all ways in one run, for each link
     "ways": _ways(),

@@ -135,6 +135,8 @@ def measure(row: dict, timeout: float) -> dict:
         figures = {file: json.loads((out / f"{file}.json").read_text()) for file in files}
         if peer and not code:
             figures = peer.read(row, text)
+        if figures and (sent := re.search(r"PowerSGD from step .*: ([\d.]+)% of", text)):
+            figures["sent"] = float(sent[1]) / 100  # of the gradients' bytes
     outcome = {"status": "ok", **figures} if figures else failure(code, text)
     result = json.dumps({"command": " ".join(command), **outcome})
     # paths of this machine mean nothing elsewhere

@@ -21,6 +21,7 @@ HEAD = (
     "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
     "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "host_mem(G)",
 )  # fmt: skip
+QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
 OPTIONAL = {
     "model": 1,
     "real/s": 0,
@@ -71,6 +72,19 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     ]  # fmt: skip
 
 
+def rank_of(result: dict) -> int:
+    return int(re.search(r"--psgd_rank (\d+)", result["row"]["flags"])[1])
+
+
+def quality_of(result: dict) -> list[str]:
+    """Format a row of the table of PowerSGD's ranks."""
+    head = [str(rank_of(result) or "exact"), f"{result.get('sent', 1):.1%}"]
+    if result["status"] != "ok":
+        return [head[0], "", result["status"], ""]
+    at_the_end = [list(result["summary"][key].values())[-1] for key in ("eval_loss", "eval_exact")]
+    return [*head, f"{at_the_end[0]:.3f}", f"{at_the_end[1]:.1%}"]
+
+
 def table(name: str) -> str:
     """Return the table of a file of results. Those of bench.checkpoints have their own columns."""
     results = store.read(name)
@@ -79,6 +93,9 @@ def table(name: str) -> str:
     if "columns" in results[0]:
         head = list(results[0]["columns"])
         return markdown([head, ["---"] * len(head), *(r["columns"].values() for r in results)])
+    if all("--psgd_rank" in result["row"]["flags"] for result in results):
+        lines = map(quality_of, sorted(results, key=rank_of))
+        return markdown([QUALITY, ["---"] * len(QUALITY), *lines])
     results = in_order(results)
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)

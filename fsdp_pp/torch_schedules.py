@@ -4,14 +4,17 @@ It reduces FSDP2's gradients after the last backward, not during it. zbv and dua
 backward: the gradients of the weights fill the time in which a stage would wait. Below PyTorch 2.14
 a private method is needed for micro-batches that are not one tensor to be cut."""
 
+import functools
 import inspect
 from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from fsdp.fsdp2 import autograd_accumulates
 from fsdp_pp.flags import SPLIT
 from llm_demo.errors import UserError
 
@@ -57,6 +60,26 @@ class _Same(torch.autograd.Function):
         return grad
 
 
+def sum_in_fp32(stage: PipelineStage) -> None:
+    """Add the gradients of each second half of a backward to FSDP2's fp32 sums at once. FSDP2 adds
+    them in the first half of a later backward, and until then those of several micro-batches are
+    summed in the dtype of the compute. Uses private attributes, and fails if they are missing."""
+    units = [unit for unit in stage.submod.modules() if isinstance(unit, FSDPModule)]
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in units]
+    params = [p for group in groups if group for p in group.fsdp_params]
+    adds = [p.accumulate_unsharded_grad_if_needed for p in params]
+    adds += [p.to_accumulated_grad_if_needed for p in params]  # begins a sum
+    second_half = stage.backward_weight_one_chunk
+
+    @functools.wraps(second_half)
+    def then_add(*args, **kwargs):
+        second_half(*args, **kwargs)
+        for add in adds:
+            add()
+
+    stage.backward_weight_one_chunk = then_add
+
+
 class TorchSchedule:
     """A schedule with the pieces of this stage.
 
@@ -88,6 +111,8 @@ class TorchSchedule:
                 "output_args": (hidden if at < count - 1 else loss,),
             }
             self.stages.append(PipelineStage(module, at, count, device, group=group, **shapes))
+            if name in SPLIT and not autograd_accumulates():  # in fp32
+                sum_in_fp32(self.stages[-1])
         kind = find(name)
         several = issubclass(kind, schedules.PipelineScheduleMulti)
         self.schedule = kind(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from llm_demo.optim import FACTOR
 from llm_demo.parallel import lowrank
 from llm_demo.parallel.lowrank import LowRank
 from llm_demo.parallel.mesh import REPLICA, SHARD
@@ -31,7 +32,7 @@ def shares(name: str, step: int, case: dict) -> list[torch.Tensor]:
     """This rank's share, in parts that differ in size."""
     world, rank = dist.get_world_size(), dist.get_rank()
     total = gradient(name, step)
-    if name == "b" and case.get("zero"):
+    if name == "b" and step < case.get("zero", 0):
         total = torch.zeros_like(total)
     if name == "a" and case.get("thin"):
         u, s, v = torch.linalg.svd(total, full_matrices=False)
@@ -54,6 +55,8 @@ def run(case: dict) -> dict:
         state = made.state()
         for name, t in torch.load(case["load"])["state"].items():
             state[name].copy_(t)
+        if "dead" in case:  # as checkpoints were once written after a zero gradient
+            state[f"b.{FACTOR}"][:, case["dead"] :] = 0
     sums = []
     for step in range(first, case["steps"]):
         if step == case.get("without"):

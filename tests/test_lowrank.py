@@ -17,7 +17,8 @@ CASES = {
     "half": {"steps": STEPS // 2},
     "late": {"steps": STEPS, "start": 4},
     "thin": {"steps": 3, "thin": True},
-    "zero": {"steps": 3, "zero": True},
+    "zero": {"steps": 3, "zero": 3},
+    "zero_first": {"steps": STEPS, "zero": 1},
     "bad": {"steps": 5, "bad": 2, "where": "a"},
     "bad_bias": {"steps": 5, "bad": 2, "where": "bias"},
     "without": {"steps": 5, "without": 2},
@@ -34,6 +35,9 @@ def results(tmp_path_factory):
         if processes != 3:  # from the checkpoint of two replicas
             rest = {"first": STEPS // 2, "steps": STEPS, "load": str(folder / "half2.0")}
             cases.append({**rest, "out": str(folder / f"resumed{processes}")})
+            for dead in (0, 1):  # columns of a factor from here on
+                out = str(folder / f"dead_from_{dead}_{processes}")
+                cases.append({**rest, "dead": dead, "out": out})
         (folder / "cases.json").write_text(json.dumps(cases))
         torchrun(processes, ROOT / "tests/lowrank_worker.py", folder / "cases.json")
         for case in cases:
@@ -52,11 +56,11 @@ def off(a, b):
     )
 
 
-def textbook(steps):
+def textbook(steps, begin=0):
     """The paper's algorithm 1 and 2 for one matrix each, in one process, with QR."""
     errors = {name: 0 for name in SHAPES}
     factors = {n: lowrank._random(SHAPES[n][1], R, n).double() for n in ("a", "b", "wide")}
-    for step in range(steps):
+    for step in range(begin, steps):
         sums = []
         for name in SHAPES:
             total = gradient(name, step)
@@ -109,6 +113,30 @@ def test_exact_before_it_starts_and_for_gradients_of_its_rank(results):
 def test_a_zero_gradient_stays_zero(results):
     b = list(SHAPES).index("b")
     assert all((step[b] == 0).all() for step in results["zero", 2][0]["sums"])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_a_matrix_without_a_gradient_at_first_starts_later(results, processes):
+    """As if its first step were the next one."""
+    b = list(SHAPES).index("b")
+    first, *later = ([step[b]] for step in results["zero_first", processes][0]["sums"])
+    assert not first[0].any()
+    assert off(later, [[step[b]] for step in textbook(STEPS, begin=1)]) < 1e-8
+
+
+def left_out(steps):
+    """The share of the last six steps' gradients of b that was not sent in them."""
+    b = list(SHAPES).index("b")
+    true = sum(gradient("b", step) for step in range(STEPS - 6, STEPS))
+    return float((sum(step[b] for step in steps[-6:]) - true).norm() / true.norm())
+
+
+def test_columns_that_are_zero_start_anew(results):
+    """All of a factor or some: as much is sent as otherwise."""
+    plain = left_out(results["plain", 2][0]["sums"])
+    assert plain < 0.75
+    for name in ("dead_from_0_", "dead_from_1_"):
+        assert left_out(results[name, 2][0]["sums"]) < 1.1 * plain, name
 
 
 @pytest.mark.parametrize("bad", ["bad", "bad_bias"])

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from fsdp_pp.flags import SPLIT
+from fsdp_pp.flags import SPLIT, FsdpPipeArgs
 from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo.data.packs import load_packs
 from llm_demo.data.steps import step_rows
@@ -381,6 +381,78 @@ def test_low_precision_stays_close(dtype, quick, work, trained):
         assert losses[-1] < losses[0] - 0.1
         if kind == "pp" or processes == 2:
             assert all(p.dtype == torch.float32 for p in ranks[0]["params"].values())
+
+
+# (micro-batches a process, further flags) of bf16 runs with one row a micro-batch
+SUMMED = {
+    ("fsdp", 2): {"fsdp": (4, []), "replicas": (4, ["--replicas", "all"])},
+    ("fsdp", 4): {"replicas_four": (2, ["--replicas", "2"])},
+}
+for processes in (2, 4):
+    SUMMED["fsdp_pp", processes] = {
+        f"{name}{processes}": (16 // processes, ["--schedule", name])
+        for name in FsdpPipeArgs.__annotations__["schedule"].__args__
+    }
+ALONE = ["--dtype", "bf16", "--no_compile", "--use_activation_checkpointing", "false"]
+
+
+@pytest.fixture(scope="module")
+def alone_in_bf16(work):
+    flags = argv(work[0], "untied", work[0] / "alone", 1, GLOBAL_BATCH, *ALONE, "--no_fsdp")
+    losses, (rank,) = train(work[0], "fsdp", 1, {"alone": flags})["alone"]
+    return losses, rank["steps"][0]
+
+
+@pytest.mark.parametrize(
+    "kind, processes",
+    [
+        key if key == ("fsdp_pp", 2) else pytest.param(*key, marks=pytest.mark.slow)
+        for key in SUMMED
+    ],
+)
+def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
+    """The same micro-batches in bf16 have the gradients of one process, all of whose sums are fp32:
+    sums in bf16 differ by 5e-4. Untied, since a pipeline rounds a tied weight's two gradients one
+    by one."""
+    if 0 < GPUS < processes:
+        pytest.skip(f"{processes} processes, {GPUS} GPUs")
+    folder, cases = work[0], {}
+    for name, (accum, flags) in SUMMED[kind, processes].items():
+        if splits_backwards() or not {*SPLIT} & {*flags}:
+            name = f"summed_{name}"
+            cases[name] = argv(folder, "untied", folder / name, 1, accum, *ALONE, *flags)
+    expected, first = alone_in_bf16
+    for name, (losses, ranks) in train(folder, kind, processes, cases).items():
+        assert losses[:2] == pytest.approx(expected[:2], rel=1e-6), name
+        grads = {}
+        for rank in ranks:
+            assert rank["steps"][0]["norm"] == pytest.approx(first["norm"], rel=1e-6), name
+            grads |= rank["steps"][0]["grads"]
+        assert grads.keys() == first["grads"].keys()
+        for weight, grad in first["grads"].items():
+            assert relative(grads[weight], grad) < 1e-6, f"{name}, {weight}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(0 < GPUS < 4, reason="needs 4 GPUs")
+def test_two_pieces_on_each_of_four_stages(work):
+    """Eight blocks, each a piece, so that each stage has two neighbours in both directions."""
+    folder, tokenizer = work[0], AutoTokenizer.from_pretrained(work[0] / "tied")
+    config = AutoModelForCausalLM.from_pretrained(folder / "tied").config
+    config.num_hidden_layers, config.layer_types = 8, ["full_attention"] * 8
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder / "eight")
+    tokenizer.save_pretrained(folder / "eight")
+    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
+    expected, cases = plain_loop(model.to(DEVICE), packs), {}
+    for schedule in ("v", "interleaved", "zbv", "dualpipev", "torch_interleaved"):
+        if schedule not in SPLIT or splits_backwards():
+            flags = ["--stages", "4", "--schedule", schedule]
+            name = f"eight_{schedule}"
+            cases[name] = argv(folder, "eight", folder / name, 1, GLOBAL_BATCH, *flags)
+    for losses, ranks in train(folder, "fsdp_pp", 4, cases).values():
+        assert_equal(losses, ranks, expected)
 
 
 def test_zero_equals_plain_loop(work, trained):

@@ -55,6 +55,10 @@ SPLIT = ["--micro_batch_size", "2", "--grad_accum_steps", "2"]
 COPIES = ["--replicas", "all"]
 
 
+SEVERAL = ["--sequence_parallel", "2", "--optimizer_on_host", "--reshard_after_forward"]
+SEVERAL += ["--use_activation_checkpointing", "--blocks_per_unit", "1"]
+
+
 def resumed(name, *flags):
     return [*flags, "--resume", f"{{folder}}/{name}/checkpoints/step_{AT:08d}"]
 
@@ -81,12 +85,14 @@ def test_two_copies_of_two_shards(train):
     one = ["--micro_batch_size", "1", "--grad_accum_steps", "2"]
     two = ["--replicas", "2"]
     low = [*one, *two, "--psgd_rank", "2", "--psgd_start", "1"]
+    several = [*two, "--micro_batch_size", "2", "--grad_accum_steps", "2", *SEVERAL]
     folder = train(4, {
         "four": one, "two": [*one, *two], "shards-from-two": resumed("two", *one),
-        "low4": low, "low4-again": resumed("low4", *low),
+        "low4": low, "low4-again": resumed("low4", *low), "several": several,
     })  # fmt: skip
-    for mine, true in zip(numbers(folder / "two"), numbers(folder / "four"), strict=True):
-        assert mine == pytest.approx(true, rel=1e-5)
+    for name in ("two", "several"):
+        for mine, true in zip(numbers(folder / name), numbers(folder / "four"), strict=True):
+            assert mine == pytest.approx(true, rel=1e-5), name
     on = numbers(folder / "shards-from-two")
     assert on[0] == pytest.approx(numbers(folder / "four")[AT], rel=1e-5)
     assert equal(folder / "low4", folder / "low4-again")

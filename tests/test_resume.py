@@ -127,8 +127,9 @@ def test_goes_on_on_still_other_shapes(runs):
     two = ["--replicas", "2"]  # of two shards
     runs("fsdp", 4, {"replicas-from-first": resumed("first", *one, *three, *two)})
     runs("pp", 1, {"1-stage-from-pair": resumed("pair", *fp32, *six, "--stages", "1")})
+    runs("fsdp_pp", 2, {"fpp-from-order": resumed("order", *fp32, *six, *ORDER)})
     for name in ("v-from-first", "replicas-from-first", "pp-from-order", "zero-from-order",
-                 "1-stage-from-pair", "4-stages-from-first"):  # fmt: skip
+                 "1-stage-from-pair", "4-stages-from-first", "fpp-from-order"):  # fmt: skip
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 
 
@@ -154,6 +155,52 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
         assert_same(runs.folder, name, f"{name}-again")
     for name in ("long", "twice", "v", "shards"):
         assert_same(runs.folder, "grid", f"{name}-from-grid", tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_a_sharded_pipeline_goes_on_in_fp16_and_other_schedules(runs):
+    """To the bit."""
+    three, six = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"]
+    split = "zbv" if splits_backwards() else "torch_interleaved"
+    four = {"fpp16": [*FP16, *three]}
+    two = {
+        "fppv16": [*FP16, *six, "--schedule", "v"], "fppsplit": [*BF16, *six, "--schedule", split],
+    }  # fmt: skip
+    for processes, cases in ((4, four), (2, two)):
+        again = {f"{name}-again": resumed(name, *flags) for name, flags in cases.items()}
+        runs("fsdp_pp", processes, {**cases, **again})
+    for name in (*four, *two):
+        assert_same(runs.folder, name, f"{name}-again")
+
+
+@pytest.mark.slow
+def test_a_sharded_pipeline_goes_on_from_and_to_the_other_scripts(runs):
+    fp32 = ["--dtype", "fp32", "--micro_batch_size", "2"]
+    three, six, zero3 = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"], ZERO["zero3"]
+    split = "dualpipev" if splits_backwards() else "v"
+    runs("fsdp", 2, {"shards": [*fp32, *three]})
+    runs("pp", 2, {"stages": [*fp32, *six]})
+    runs("zero", 2, {"partitions": [*fp32, *three, *zero3]})
+    runs("fsdp_pp", 4, {
+        "both": [*fp32, *three, "--schedule", "v"],
+        "both-from-stages": resumed("stages", *fp32, *three, "--schedule", "v"),
+        "both-from-partitions": resumed("partitions", *fp32, *three, "--schedule", "torch_1f1b"),
+    })  # fmt: skip
+    runs("fsdp_pp", 2, {
+        "both-from-shards": resumed("shards", *fp32, *six, "--schedule", split),
+    })  # fmt: skip
+    runs("pp", 2, {
+        "stages-from-both": resumed("both", *fp32, *six),
+        "stages-from-shards": resumed("shards", *fp32, *six),
+    })  # fmt: skip
+    runs("zero", 2, {
+        "partitions-from-both": resumed("both", *fp32, *three, *zero3),
+        "partitions-from-stages": resumed("stages", *fp32, *three, *ZERO["zero2"]),
+    })  # fmt: skip
+    for name in ("both-from-stages", "both-from-partitions", "both-from-shards", "stages-from-both",
+                 "stages-from-shards", "partitions-from-both",
+                 "partitions-from-stages"):  # fmt: skip
+        assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
 
 
 @pytest.mark.slow

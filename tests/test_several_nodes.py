@@ -2,6 +2,7 @@
 namespace with an address of its own."""
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -18,17 +19,18 @@ from bench.checkpoints import tensors
 
 STEPS = 8
 FLAGS = {
-    "fsdp": "--reshard_after_forward", "ddp": "--psgd_rank 0", "pp": "--stages {nodes}", "zero": "",
-    "fsdp_pp": "--stages {nodes}",
+    "fsdp": "--reshard_after_forward", "ddp": "--psgd_rank {rank}", "pp": "--stages {nodes}",
+    "zero": "", "fsdp_pp": "--stages {nodes}",
 }  # fmt: skip
 SCRIPTS = {"ddp": "fsdp"}
 
 
 def command_of(name, folder, nodes, *more):
+    flags_of = FLAGS[name].format(nodes=nodes, rank=4 if nodes > 2 else 0)
     flags = f"--model_name_or_path {folder / 'model'} --train_json {folder / 'data.jsonl'} "
     flags += f"--seq_len 32 --max_steps {STEPS} --warmup_steps 2 --save_every 2 --keep_last 0 "
     flags += "--micro_batch_size 1 --grad_accum_steps 2 --log_every 1 --sample_tokens 0 "
-    flags += f"--eval_json none --resume auto {FLAGS[name].format(nodes=nodes)}"
+    flags += f"--eval_json none --resume auto {flags_of}"
     launcher = ROOT / SCRIPTS.get(name, name) / f"launch_{name}.sh"
     return ["bash", str(launcher), *flags.split(), *map(str, more)]
 
@@ -113,6 +115,7 @@ slow = pytest.mark.slow
                 ("fsdp", 2, in_namespaces), ("pp", 2, in_namespaces),
                 ("fsdp", 3, in_namespaces), ("pp", 3, in_namespaces),
                 ("zero", 3, in_namespaces),
+                *itertools.product(("ddp", "fsdp_pp"), (3,), (on_loopback, in_namespaces)),
             )
         ),
     ],

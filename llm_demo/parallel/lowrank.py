@@ -24,7 +24,8 @@ BUCKET = 1 << 26  # elements summed over replicas at a time
 
 class Group:
     """Matrices of one shape. error [k, n, m]: what earlier steps left out. factor [k, m, r]: the
-    last step's right factor."""
+    last step's right factor. start [k, m, r]: random columns of length 1, the first factor, and
+    what replaces columns that are lost."""
 
     def __init__(
         self,
@@ -38,7 +39,17 @@ class Group:
         (n, m), self.members = shape, members
         self.error = torch.zeros(len(members), n, m, device=device, dtype=dtype)
         factors = torch.stack([_random(m, rank, names[i]) for i in members])
-        self.factor = factors.to(device=device, dtype=dtype)
+        factors = factors.to(device=device, dtype=dtype)
+        self.start = nn.functional.normalize(factors, dim=1)
+        self.factor = self.start.clone()
+
+    def directions(self) -> torch.Tensor:
+        """Those of the last step's right factor. A gradient of a lower rank than the factor leaves
+        some of its columns without a direction, a zero gradient all of them: they start anew, since
+        a product with a zero column is zero in every later step."""
+        found = orthogonal(self.factor)
+        lost = found.norm(dim=1, keepdim=True) < 0.5
+        return torch.where(lost, self.start, found)
 
 
 class LowRank:
@@ -85,7 +96,7 @@ class LowRank:
         bits on each. If any is not finite, results are not either, and errors stay as they are."""
         self.steps += 1
         if self.steps <= self.start:
-            torch._foreach_copy_(grads, self._sum(grads))
+            self._sum(grads)
             return
         if self.summed:
             for g in self.groups:
@@ -98,16 +109,13 @@ class LowRank:
         for g, members in zip(self.groups, mine, strict=True):
             errors = [e.view_as(grad) for e, grad in zip(g.error, members, strict=True)]
             torch._foreach_add_(members, errors)
-        lefts = [_stack(x) @ orthogonal(g.factor) for g, x in zip(self.groups, mine, strict=True)]
-        whole = [grads[i] for i in self.whole]
-        lefts_and_whole = self._sum([*lefts, *whole])
-        lefts = lefts_and_whole[: len(lefts)]
-        for grad, result in zip(whole, lefts_and_whole[len(lefts) :], strict=True):
-            grad.copy_(result)
+        lefts = [_stack(x) @ g.directions() for g, x in zip(self.groups, mine, strict=True)]
+        self._sum([*lefts, *(grads[i] for i in self.whole)])
         finite = _all_finite(lefts) & (bad == 0)
         lefts = [orthogonal(left) for left in lefts]
         own = [_stack(x).mT @ left for x, left in zip(mine, lefts, strict=True)]
-        rights = self._sum(own)
+        rights = [part.clone() for part in own]
+        self._sum(rights)
         finite = _all_finite(rights) & finite
         poison = torch.where(finite, 1.0, torch.nan).to(grads[0].dtype)
         results = zip(self.groups, mine, lefts, own, rights, strict=True)
@@ -121,18 +129,19 @@ class LowRank:
                 members, [t.view_as(m) for t, m in zip(sums, members, strict=True)]
             )
 
-    def _sum(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums of these tensors over the replicas."""
-        sums, bucket, size = [], [], 0
+    def _sum(self, tensors: list[torch.Tensor]) -> None:
+        """Replace these tensors by their sums over the replicas, a bucket at a time."""
+        bucket, size = [], 0
         for i, t in enumerate(tensors):
             bucket, size = [*bucket, t], size + t.numel()
             if size >= BUCKET or i == len(tensors) - 1:
                 flat = torch.cat([t.reshape(-1) for t in bucket])
                 dist.all_reduce(flat, group=self.group)
                 parts = flat.split([t.numel() for t in bucket])
-                sums += [part.view(t.shape) for t, part in zip(bucket, parts, strict=True)]
+                parts = [part.view(t.shape) for t, part in zip(bucket, parts, strict=True)]
+                torch._foreach_copy_(bucket, parts)
+                del flat, parts  # before the next bucket's
                 bucket, size = [], 0
-        return sums
 
     def describe(self) -> str:
         """What is sent, for the log."""
