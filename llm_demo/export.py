@@ -29,7 +29,7 @@ from llm_demo.args import PlainParser, size
 from llm_demo.device import DTYPES, World, drawn_on, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
-from llm_demo.files import PART, disk_full
+from llm_demo.files import PART, disk_full, write_json
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.generate import stop_tokens
 from llm_demo.model.lora import (
@@ -141,8 +141,10 @@ def export(
             if not config.architectures:  # servers such as vLLM need it
                 config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
             config.save_pretrained(part)
+            describe_for_version_4(part)
         tokenizer = load_tokenizer(str(source / "model"))
         tokenizer.save_pretrained(part)
+        name_tokenizer_for_version_4(part)
         if whole:
             generation_config(source / "model", tokenizer).save_pretrained(part)
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
@@ -176,6 +178,38 @@ def model_of(folder: Path) -> tuple:
     except Exception as e:  # the file may come from elsewhere
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise UserError(f"{folder}/config.json: {reason}") from e
+
+
+def describe_for_version_4(folder: Path) -> None:
+    """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
+    it silently takes defaults. Version 5 reads the same model from both."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("auto_map", None)  # names code that is not in this folder
+    config["torch_dtype"] = config["dtype"]
+    if "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
+    rope = config["rope_parameters"]
+    kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
+    if kind == "longrope":
+        key = "original_max_position_embeddings"
+        config[key] = rope[key]
+    write_json(file, config, indent=2)
+
+
+def name_tokenizer_for_version_4(folder: Path) -> None:
+    """Name a tokenizer's class and special tokens as transformers 4 does, which version 5 reads
+    too."""
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("auto_map", None)
+    if config["tokenizer_class"] == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if tokens := config.pop("extra_special_tokens", None):
+        config["additional_special_tokens"] = tokens
+    write_json(file, config, indent=2)
 
 
 def generation_config(folder: Path, tokenizer) -> GenerationConfig:

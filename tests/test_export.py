@@ -12,7 +12,7 @@ import torch.distributed as dist
 from conftest import ROOT, python, run, torchrun
 from test_checkpoint import WORLD
 from test_parity import MODELS
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import export
 from llm_demo.errors import UserError
@@ -78,6 +78,49 @@ def test_the_folder_gives_the_same_logits_to_the_bit(name, shards, tmp_path):
     assert tokenizer.chat_template and len(tokenizer) == 4096
     card = (out / "README.md").read_text()
     assert "7 optimizer steps" in card and "Held-out loss 1.5000" in card and "| lr | 0.1 |" in card
+
+
+YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
+ROPES = {  # of rope_parameters, and what transformers 4 reads in its place
+    "default": {},
+    "yarn": YARN | {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 0.7},
+    "llama3": YARN | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": YARN | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_transformers_4_finds_what_it_reads(kind, tmp_path):
+    """Without these keys it silently takes defaults, or can't load the tokenizer. Version 5 has the
+    same logits to the bit."""
+    model, folder = trained(tmp_path / "run", "tied")
+    remote, rope = {"auto_map": {"AutoConfig": "other.Config"}}, ROPES[kind] | {"rope_type": kind}
+    file = folder / "model/config.json"
+    given = json.loads(file.read_text()) | remote
+    file.write_text(json.dumps(given | {"rope_parameters": rope | {"rope_theta": 5e4}}))
+    file = folder / "model/tokenizer_config.json"
+    tokens = {"extra_special_tokens": ["<think>"], "auto_map": {"AutoTokenizer": ["other.T", None]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
+    out = tmp_path / "out"
+    export.export(folder / "checkpoints/step_00000007", out, "fp32")
+    config = json.loads((out / "config.json").read_text())
+    assert (config["rope_theta"], config["torch_dtype"]) == (5e4, "float32")
+    assert config["rope_scaling"] == (rope | {"type": kind} if kind != "default" else None)
+    assert config["rope_parameters"] == rope | {"rope_theta": 5e4}
+    assert config.get("original_max_position_embeddings") == (16 if kind == "longrope" else None)
+    assert config["tie_word_embeddings"] is True and config["head_dim"] == 16
+    written = json.loads((out / "tokenizer_config.json").read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert written["additional_special_tokens"] == ["<think>"]
+    assert "extra_special_tokens" not in written  # a dict there
+    assert "auto_map" not in config and "auto_map" not in written
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert "<think>" in tokenizer.all_special_tokens
+    true = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"))
+    true.load_state_dict(model.state_dict())
+    again = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(logits(again), logits(true.eval()))
+    assert kind == "default" or not torch.equal(logits(again), logits(model.eval()))
 
 
 @pytest.mark.parametrize(

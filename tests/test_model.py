@@ -169,6 +169,8 @@ def test_next_tokens_without_targets():
             {"config.json": '{"model_type": "qwen3", "num_hidden_layers": 0}'},
             "config.json: num_hidden_layers 0 is not a positive number",
         ),
+        ({"config.json": '{"model_type": "qwen3", "head_dim": 0}'}, "head_dim 0 is not a positive"),
+        ({"config.json": '{"model_type": "llama", "hidden_act": "foo"}'}, "hidden_act foo is unk"),
         ({"config.json": '{"model_type": "qwen3"}', "pytorch_model.bin": ""}, "save_pretrained"),
         ({"config.json": '{"model_type": "qwen3"}', "model.safetensors": "x"}, "model.safetensors"),
     ],

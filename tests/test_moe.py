@@ -1,12 +1,15 @@
 """Mixtures of experts: every script's numbers against Hugging Face's own experts, one document at a
 time in one process."""
 
+import copy
 import functools
+import itertools
 import json
 
 import pytest
 import test_parity as parity
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
 from transformers import (
@@ -19,6 +22,8 @@ from transformers import (
 
 from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo.data.packs import load_packs
+from llm_demo.data.steps import step_rows
+from llm_demo.optim import lr_at
 from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 
 STEPS = 5
@@ -90,20 +95,35 @@ def work(tmp_path_factory):
     parity.write_rows(folder / "data.jsonl")
     packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
     results = {}
-    for name, config in MODELS.items():
-        torch.manual_seed(name == "skewed")
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        if name == "skewed":  # all tokens choose the same two experts
-            for block in model.model.layers[1:]:
-                block.mlp.gate.e_score_correction_bias[:2] = 10.0
-        for key, p in model.named_parameters():
-            if key.endswith("bias"):  # zeros would be all noise: keys' have next to no gradient
-                torch.nn.init.normal_(p, std=0.05)
+    for name in MODELS:
+        model = made(name)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        model.config._experts_implementation = "eager"
-        results[name] = plain_loop(model.to(parity.DEVICE), packs, STEPS)
+        results[name] = plain_loop(with_eager_experts(model), packs, STEPS)
     return folder, results
+
+
+def made(name):
+    """A model with weights, the same each time."""
+    torch.manual_seed(name == "skewed")
+    config = MODELS["qwen" if name == "opposite" else name]
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+    if name == "skewed":  # all tokens choose the same two experts
+        for block in model.model.layers[1:]:
+            block.mlp.gate.e_score_correction_bias[:2] = 10.0
+    for key, p in model.named_parameters():
+        if key.endswith("bias"):  # zeros would be all noise: keys' have next to no gradient
+            torch.nn.init.normal_(p, std=0.05)
+        elif name == "opposite" and key.endswith("gate.weight"):  # a token chooses one of two
+            with torch.no_grad():
+                p[0] *= 8
+                p[1] = -p[0]
+    return model
+
+
+def with_eager_experts(model):
+    model.config._experts_implementation = "eager"
+    return model.to(parity.DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +165,161 @@ def test_equals_plain_loop(engine, work, trained):
             values = [v for n in biases for v in rank["params"].pop(n).unique().tolist()]
             assert set(values) == {"deepseek": {0}, "skewed": {0, 10}}.get(model, set())
         assert_equal(losses, ranks, work[1][model])
+
+
+FEW = 3  # steps of the tests below
+TEXT = ["false", "true"]
+
+
+@pytest.fixture(scope="module")
+def expected(work):
+    """(model, whether rows are packed, coefficient of the auxiliary loss) -> the plain loop's
+    results. The model is written to the folder of `work`."""
+    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+
+    @functools.cache
+    def once(name, pack, auxiliary=0.0):
+        packs = load_packs(
+            str(work[0] / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=pack
+        )
+        model = made(name)
+        if not (work[0] / name).exists():
+            model.save_pretrained(work[0] / name)
+            tokenizer.save_pretrained(work[0] / name)
+        model = with_eager_experts(model)
+        return (
+            loop_with_loss(model, packs, auxiliary) if auxiliary else plain_loop(model, packs, FEW)
+        )
+
+    return once
+
+
+def worst(losses, ranks, true):
+    """The largest relative difference of any loss, norm, gradient or parameter."""
+    pairs = list(zip(losses, true["loss"], strict=True))
+    found = []
+    for rank in ranks:
+        steps = zip(rank["steps"], true["norm"], true["grads"], strict=True)
+        for mine, norm, grads in steps:
+            pairs.append((mine["norm"], norm))
+            found += [parity.relative(g, grads[name]) for name, g in mine["grads"].items()]
+        found += [parity.relative(p, true["params"][n]) for n, p in rank["params"].items()]
+    return max([*found, *(abs(a / b - 1) for a, b in pairs)])
+
+
+def assert_all_equal(kind, processes, cases, work, expected, auxiliary=0.0):
+    """cases: {name: (model, micro, accumulation, flags)}."""
+    packed = {name: "--no_pack_sequences" not in case[3] for name, case in cases.items()}
+    true = {name: expected(case[0], packed[name], auxiliary) for name, case in cases.items()}
+    argvs = {
+        name: parity.argv(
+            work[0], model, work[0] / name, micro, accumulation, "--max_steps", str(FEW), *flags
+        )
+        for name, (model, micro, accumulation, flags) in cases.items()
+    }
+    differences = {}
+    for name, (losses, ranks) in train(work[0], kind, processes, argvs).items():
+        for rank in ranks:
+            for key in [k for k in rank["params"] if k.endswith("e_score_correction_bias")]:
+                rank["params"].pop(key)
+        differences[name] = worst(losses, ranks, true[name])
+        assert_equal(losses, ranks, true[name])
+    name = max(differences, key=differences.get)
+    print(f"{len(cases)} cases, at most {differences[name]:.1e}: {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("model", ["qwen", "opposite", "deepseek", "skewed"])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_combination_equals_the_plain_loop(processes, model, work, expected):
+    """Of ranks, those that share the experts, accumulation, recomputed blocks and packing, with
+    experts chosen at random or most often the same two ("opposite", "skewed")."""
+    if parity.GPUS and processes > parity.GPUS:
+        pytest.skip(f"{processes} processes, {parity.GPUS} GPUs")
+    spreads = [n for n in (1, 2, 4) if n <= processes]
+    cases = {}
+    for spread, halves, again, packed in itertools.product(spreads, (1, 2), (0, 1), (0, 1)):
+        flags = ["--expert_parallel", str(spread), "--use_activation_checkpointing", TEXT[again]]
+        flags += [] if packed else ["--no_pack_sequences"]
+        name = f"all-{processes}-{model}-{spread}-{halves}-{again}-{packed}"
+        cases[name] = model, 8 // processes // halves, halves, flags
+    assert_all_equal("fsdp", processes, cases, work, expected)
+
+
+def loop_with_loss(model, packs, coefficient):
+    """parity.plain_loop with the auxiliary loss of all tokens of a step, from its formula."""
+    trained = dict(model.named_parameters())
+    groups = [
+        {"params": [p for p in trained.values() if (p.ndim < 2) == vector], "weight_decay": decay}
+        for vector, decay in ((False, parity.DECAY), (True, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=parity.LR, betas=(0.9, 0.95), eps=1e-8)
+    seen, gates = [], [b.mlp.gate for b in model.model.layers if hasattr(b.mlp, "experts")]
+    for gate in gates:
+        gate.register_forward_hook(lambda _, args, out: seen.append((out[0].softmax(-1), out[2])))
+    found = {"loss": [], "norm": [], "grads": []}
+
+    def forward(ids):
+        seen.clear()
+        return model(input_ids=torch.tensor(ids, device=parity.DEVICE)[None], use_cache=False)
+
+    for step in range(FEW):
+        documents = []
+        for row in step_rows(len(packs), parity.SEED, step, parity.GLOBAL_BATCH):
+            ids, labels, lengths = packs.row(row)
+            ends = list(itertools.accumulate(lengths, initial=0))
+            real = [(a, b) for a, b in itertools.pairwise(ends) if a < packs.token_counts[row]]
+            documents += [(ids[a:b], torch.tensor(labels[a:b])) for a, b in real]
+        tokens = sum(len(ids) for ids, _ in documents)
+        learnt = sum(int((labels != -100).sum()) for _, labels in documents)
+        shares, total = 0, 0.0
+        for ids, _ in documents:
+            with torch.no_grad():
+                forward(ids)
+            counts = [index.flatten().bincount(minlength=len(p[0])) for p, index in seen]
+            shares = shares + torch.stack(counts) / tokens
+        for ids, labels in documents:
+            logits = forward(ids).logits[0]
+            loss = F.cross_entropy(logits, labels.to(logits.device), reduction="sum") / learnt
+            means = torch.stack([p.sum(0) / tokens for p, _ in seen])
+            auxiliary = shares.shape[1] * (shares * means).sum() / len(gates)
+            (loss + coefficient * auxiliary).backward()
+            total += loss.item()
+        found["loss"].append(total)
+        found["grads"].append({n: p.grad.cpu().clone() for n, p in trained.items()})
+        norm = sum(p.grad.double().square().sum() for p in trained.values()).sqrt().item()
+        found["norm"].append(norm)
+        for p in trained.values():
+            p.grad *= min(1.0, parity.CLIP / (norm + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, parity.LR, 2, FEW, "cosine")
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {"params": {n: p.detach().cpu().clone() for n, p in trained.items()}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_auxiliary_loss_equals_the_plain_loop(work, expected):
+    """Experts spread or not, the optimizer on the host, replicas, weights gathered again."""
+    if parity.GPUS == 1:
+        pytest.skip("2 processes, 1 GPU")
+    host = ["--optimizer_on_host"]
+    again, once = (["--use_activation_checkpointing", text] for text in TEXT[::-1])
+    cases = {
+        "spread": ("qwen", 4, 1, [*SPREAD_2, *once]),
+        "reshard": ("qwen", 2, 2, [*RESHARD, *once]),
+        "host": ("qwen", 2, 2, [*host, *again]),
+        "replicas": ("qwen", 2, 2, ["--replicas", "2", *once]),
+        "rows": ("shared", 1, 4, [*SPREAD_2, *RESHARD, *again, "--no_pack_sequences"]),
+        "host_spread": ("shared", 4, 1, [*host, *SPREAD_2]),
+    }
+    cases = {
+        f"aux-{name}": (*case, [*flags, "--router_aux_loss", "0.5"])
+        for name, (*case, flags) in cases.items()
+    }
+    assert_all_equal("fsdp", 2, cases, work, expected, auxiliary=0.5)
 
 
 def run_all(kind, processes, runs, folder):

@@ -352,7 +352,19 @@ BAD = {
     "moe_layer_freq 2 is not supported, only 1": {"moe_layer_freq": 2},
     "n_shared_experts 0: at least 1": {"n_shared_experts": 0},
     "num_key_value_heads differs from num_attention_heads": {"num_key_value_heads": 2},
-    "first_k_dense_replace and v_head_dim must be numbers": {"first_k_dense_replace": None},
+    "first_k_dense_replace None is not a number of blocks": {"first_k_dense_replace": None},
+    "first_k_dense_replace -1 is not a number of blocks": {"first_k_dense_replace": -1},
+    "v_head_dim is missing": {"v_head_dim": None},
+    "v_head_dim 0 is not a positive number": {"v_head_dim": 0},
+    "moe_intermediate_size 0 is not a positive number": {"moe_intermediate_size": 0},
+    "moe_intermediate_size -4 is not a positive number": {"moe_intermediate_size": -4},
+    "kv_lora_rank 0 is not a positive number": {"kv_lora_rank": 0},
+    "kv_lora_rank -1 is not a positive number": {"kv_lora_rank": -1},
+    "q_lora_rank 0 is not a positive number": {"q_lora_rank": 0},
+    "qk_nope_head_dim 0 is not a positive number": {"qk_nope_head_dim": 0},
+    "(qk_rope_head_dim|head_dim) 0 is not a positive number": {"qk_rope_head_dim": 0},
+    "qk_rope_head_dim 7 is odd, and can't be rotated": {"qk_rope_head_dim": 7},
+    "hidden_act foo is unknown": {"hidden_act": "foo"},
     "first_k_dense_replace 4 leaves none of 4 blocks with experts": {"first_k_dense_replace": 4},
     r"weights are quantized \(quantization_config\)": {
         "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
@@ -391,6 +403,8 @@ def test_configurations_of_qwen3_with_experts(tmp_path):
     for change, message in (
         ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size 0 is not a positive number"),
+        ({"head_dim": 0}, "head_dim 0 is not a positive number"),
         ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers and .* leave no block with experts"),
         ({"decoder_sparse_step": 5}, "and decoder_sparse_step leave no block with experts"),
     ):
@@ -447,6 +461,9 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
     again, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert getattr(again.config, "num_mtp_layers", 0) == 0
+    if not name.startswith("deepseek"):  # by transformers 4's name
+        written = json.loads((out / "config.json").read_text())
+        assert written["num_experts"] == experts_of(model.config)
     ids, state = torch.randint(0, 97, (2, 33)), again.state_dict()
     for key, true in model.state_dict().items():
         if key.endswith("e_score_correction_bias"):

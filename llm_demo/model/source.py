@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 from transformers import AutoConfig, AutoTokenizer
+from transformers.activations import ACT2FN
 
 from llm_demo.errors import UserError
 from llm_demo.files import write_json
@@ -60,6 +61,9 @@ def find_model(name: str, config_in: str | None = None) -> Path:
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads")  # fmt: skip
+# where a family has them, and not all of their models
+FURTHER_SIZES = ("head_dim", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank",
+                 "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
 ANY_LENGTH = ("default", "linear", "llama3")
 
@@ -77,11 +81,14 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
         )
     if getattr(config, "attention_dropout", 0):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
-    for name in SIZES:
+    further = [name for name in FURTHER_SIZES if getattr(config, name, None) is not None]
+    for name in [*SIZES, *further]:
         if not isinstance(value := getattr(config, name, None), int) or value < 1:
             raise UserError(f"{folder}/config.json: {name} {value} is not a positive number")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
+    if config.hidden_act not in ACT2FN:
+        raise UserError(f"{folder}/config.json: hidden_act {config.hidden_act} is unknown")
     if getattr(config, "quantization_config", None):
         raise UserError(
             f"{folder}: its weights are quantized (quantization_config): give a copy in bf16"
@@ -123,12 +130,17 @@ def problem_of_experts(config) -> str | None:
         return "num_key_value_heads differs from num_attention_heads in latent attention"
     if config.n_shared_experts < 1:
         return f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
-    if config.first_k_dense_replace is None or config.v_head_dim is None:
-        return "first_k_dense_replace and v_head_dim must be numbers"
+    if config.qk_rope_head_dim % 2:
+        return f"qk_rope_head_dim {config.qk_rope_head_dim} is odd, and can't be rotated"
+    if config.v_head_dim is None:
+        return "v_head_dim is missing"
+    dense = config.first_k_dense_replace
+    if dense is None or dense < 0:
+        return f"first_k_dense_replace {dense} is not a number of blocks"
     if not any(mixed_blocks(config)):
         return (
-            f"first_k_dense_replace {config.first_k_dense_replace} leaves none of "
-            f"{config.num_hidden_layers} blocks with experts"
+            f"first_k_dense_replace {dense} leaves none of {config.num_hidden_layers} blocks "
+            "with experts"
         )
     groups, kept = config.n_group, config.topk_group
     if not groups or n % groups or n // groups < 2:
