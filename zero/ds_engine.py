@@ -17,7 +17,7 @@ from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows,
 # isort: split
 import deepspeed  # now that its version is checked
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.utils import set_z3_leaf_modules, z3_leaf_parameter
 
 # Switches allowed in --deepspeed_config.
@@ -31,6 +31,19 @@ ZERO = {
 OFFLOAD = {"device", "pin_memory"}
 BOOLEANS = {"contiguous_gradients", "overlap_comm", "pin_memory"}
 NUMBERS = ZERO - BOOLEANS - {"offload_optimizer", "offload_param"}
+
+_linear = need(vars(partition_parameters), "zero3_linear_wrap")
+
+
+def _linear_of_rows(x: torch.Tensor, weight, bias=None) -> torch.Tensor:
+    """Stage 3's linear layer, unless compiled. DeepSpeed adds the bias of a batch of rows after it
+    has rounded the product to the compute dtype; of one row it rounds once, as PyTorch does."""
+    if bias is None:
+        return _linear(x, weight)
+    return _linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+partition_parameters.zero3_linear_wrap = _linear_of_rows
 
 
 def read_switches(path: str) -> dict:
