@@ -152,7 +152,10 @@ def of_fsdp(
         grads = kept + (2 + head_in_fp32) * embedding * size
     elif args.optimizer_on_host:
         early = late = total * size
-        kept, grads = total * 4, total * (4 + size) + head_in_fp32 * embedding * size
+        # the sums; a unit's gradients until they are added; a tied head's until the embedding's
+        kept = total * 4
+        of_head = config.tie_word_embeddings * (1 + head_in_fp32) * embedding * size
+        grads = kept + of_head + max(unit, embedding) * size
     elif sharded:
         early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size
