@@ -77,14 +77,25 @@ def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int
     """What --estimate prints. ranks: of one replica."""
     parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
     text = describe(parts * replicas, args.device_memory_gb)
+    copies = replicas * of_copies(args, config, compute)
+    later = "while checkpoints are written in the background"
     if args.activations_on_host or args.optimizer_on_host:
         host = replicas * of_host(args, config, compute, train, ranks)
         held = ["masters and moments"] * args.optimizer_on_host
         held += ["inputs of blocks"] * args.activations_on_host
         text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(held)}"
-        if args.optimizer_on_host and args.save_every and args.save_async:
-            text += "; masters and moments again while checkpoints are written in the background"
+        text += f"; {copies:.1f} GB more {later}" * (copies > 0)
+    elif copies:
+        text += f"\nhost memory: {copies:.1f} GB more for all ranks {later}"
     return text
+
+
+def of_copies(args, config, compute) -> float:
+    """GB (2**30 bytes) of host memory that a replica's ranks take besides for the copies of masters
+    and moments that checkpoints are written from, see run/checkpoint.py."""
+    if not (args.save and args.save_every and args.save_async):
+        return 0
+    return 12 * (compute.lora.parameters if compute.lora else parameters_of(config)) / GB
 
 
 def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> None:
@@ -154,7 +165,10 @@ def of_fsdp(
         grads = kept + (2 + head_in_fp32) * embedding * size
     elif args.optimizer_on_host:
         early = late = total * size
-        kept, grads = total * 4, total * (4 + size) + head_in_fp32 * embedding * size
+        # the sums; a unit's gradients until they are added; a tied head's until the embedding's
+        kept = total * 4
+        of_head = config.tie_word_embeddings * (1 + head_in_fp32) * embedding * size
+        grads = kept + of_head + max(unit, embedding) * size
     elif sharded:
         early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size

@@ -51,7 +51,7 @@ class Unit:
         self.fresh = False
 
     def take_grads(self) -> None:
-        """Add a micro-batch's gradients, those of the parameters, and free them."""
+        """Add a micro-batch's gradients, those that the parameters have, and free them."""
         if self.fresh:
             self.sum.zero_()
         self.fresh = False
@@ -72,7 +72,21 @@ def plain_units(model: DecoderLoss, compiles: bool) -> list[Unit]:
         params = [p for p in module.parameters() if p not in taken]
         taken.update(params)
         units.append(Unit(module, params, [p.numel() for p in params], compiles))
+        _add_when_formed(units[-1])
     return units
+
+
+def _add_when_formed(unit: Unit) -> None:
+    """Let a unit add a micro-batch's gradients in the backward, once all have formed. `take_grads`
+    at its end adds those of a unit that does not get all of them."""
+    trained = [p for p in unit.params if p.requires_grad]
+
+    def formed(_):
+        if all(p.grad is not None for p in trained):
+            unit.take_grads()
+
+    for p in trained:
+        p.register_post_accumulate_grad_hook(formed)
 
 
 def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:

@@ -57,12 +57,13 @@ def usable_cores() -> list[int]:
 
 
 def stay_near(cores: list[int]) -> str:
-    """Keep this process, its threads and its memory near a GPU, on the cores of the GPU's NUMA
-    node. Returns what to log, "" if this process may use none of them."""
+    """Keep this thread, and those started from now on, on these cores of a GPU's NUMA node, where
+    the memory that they touch first then lies. Returns what to log, "" if this process may use none
+    of the cores."""
     near = set(cores) & set(usable_cores())
     if not near:
         return ""
-    os.sched_setaffinity(0, near)  # inherited by threads started from now on
+    os.sched_setaffinity(0, near)
     return f", {len(near)} cores of the GPU's NUMA node"
 
 

@@ -61,11 +61,13 @@ def main() -> None:
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
     if args.estimate:
-        log.say(estimate.table(args, config, compute, data.train, replicas, counts))
+        zero = switches.get("zero_optimization", {})
+        log.say(estimate.table(args, config, compute, data.train, replicas, counts, zero))
         return
     ready = prepare(args, world, plan, log, copies=replicas > 1)
     if not ready:
         return
+    estimate.check_host(args, config, replicas, counts, world)
     clock, checkpoints = ready
 
     # model: each stage makes only its own layers

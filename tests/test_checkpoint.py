@@ -156,6 +156,18 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
     assert found(tmp_path)[0] == 2
 
 
+def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
+    """Also of tensors on the host, as --optimizer_on_host has them: training would wait for it."""
+    checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
+    checkpoints.after_step(1, lambda: state(1), dict)
+    checkpoints.reserving.join()
+    prepared = {name: checkpoints.staged[name].data_ptr() for name in state(2)}
+    checkpoints.after_step(2, lambda: state(2), dict)
+    checkpoints.finish()
+    assert {name: checkpoints.staged[name].data_ptr() for name in state(2)} == prepared
+    assert found(tmp_path)[0] == 2
+
+
 def test_writing_copies_waits_for_no_device(tmp_path, monkeypatch):
     """dcp's own way waits for a stream every 10 MB: for the steps of rank 0, in a thread."""
     waits = []

@@ -47,6 +47,7 @@ BAD_ZERO = {
     "no_stage.json": {},
     "stage0.json": {"stage": 0},
     "overlap.json": {"stage": 2, "overlap_comm": True},
+    "overlap1.json": {"stage": 1, "overlap_comm": True},
     "quantized.json": {"stage": 3, "zero_quantized_gradients": True},
     "nvme.json": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
     "ratio.json": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
@@ -58,6 +59,16 @@ BAD_ZERO = {
     "text.json": {"stage": 2, "reduce_bucket_size": "1000"},
     "params2.json": {"stage": 2, "offload_param": {"device": "cpu"}},
     "robin.json": {"stage": 1, "round_robin_gradients": True},
+}
+BAD_SWITCHES = {
+    "print0.json": '{"steps_per_print": 0}',
+    "print.json": '{"steps_per_print": "abc"}',
+    "logger.json": '{"comms_logger": 5}',
+    "logger_more.json": '{"comms_logger": {"enable": true}}',
+    "logger_text.json": '{"comms_logger": {"enabled": "yes"}}',
+    "ops.json": '{"comms_logger": {"prof_ops": "all_reduce"}}',
+    "breakdown.json": '{"memory_breakdown": "yes"}',
+    "key_twice.json": '{"steps_per_print": 1, "steps_per_print": 2}',
 }
 WINDOW = {
     "model_type": "mistral", "sliding_window": 8, "vocab_size": 4096, "hidden_size": 32,
@@ -85,7 +96,7 @@ def folder(tmp_path_factory):
     (folder / "zero2.json").write_text('{"zero_optimization": {"stage": 2}}')
     for name, switches in BAD_ZERO.items():
         (folder / name).write_text(json.dumps({"zero_optimization": switches}))
-    for name, text in BAD_DATA.items():
+    for name, text in {**BAD_DATA, **BAD_SWITCHES}.items():
         (folder / name).write_text(text)
     (folder / "huge").mkdir()
     config = json.loads((ROOT / "models/qwen3-tiny/config.json").read_text())
@@ -238,6 +249,7 @@ CASES += [
     ("pp", ["--deepspeed_config", "alias.json"], "bfloat16 is not among the switches"),
     ("pp", ["--deepspeed_config", "absent.json"], "absent.json"),
     ("pp", ["--deepspeed_config", "robin.json"], "round_robin_gradients is not among the switches"),
+    ("pp", ["--deepspeed_config", "overlap1.json"], "overlap_comm is refused"),
     ("pp", ["--stages", "0"], "--stages"),
     ("zero", ["--deepspeed_config", "no_stage.json"], "ZeRO stage 0 is refused: 1, 2 and 3"),
     ("zero", ["--deepspeed_config", "overlap.json"], "overlap_comm is refused"),
@@ -369,6 +381,23 @@ CASES += [
     ("pp", ["--chat_template", "hello.jinja"], "hello.jinja: not a chat template"),
     ("fsdp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
     ("pp", ["--model_name_or_path", "window", *TINY, "--seq_len", "64"], "last 8 tokens only"),
+]
+CASES += [
+    (kind, ["--deepspeed_config", file], message)
+    for kind in ("pp", "zero")
+    for file, message in (
+        ("print0.json", "print0.json: steps_per_print must be at least 1"),
+        ("print.json", 'print.json: steps_per_print must be a number, not "abc"'),
+        ("logger.json", "logger.json: comms_logger must be an object, not 5"),
+        ("logger_more.json", "comms_logger.enable is not one of debug, enabled, prof_all"),
+        ("logger_text.json", 'enabled must be true or false, not "yes"'),
+        ("ops.json", 'prof_ops must be a list of names, not "all_reduce"'),
+        ("breakdown.json", 'memory_breakdown must be true or false, not "yes"'),
+        (
+            "key_twice.json",
+            "key_twice.json: an object has the key 'steps_per_print' twice: 1 and 2",
+        ),
+    )
 ]
 SPLIT_BACKWARD = [
     (["--grad_accum_steps", "3"], "needs --grad_accum_steps of at least 4 .2 x --stages., not 3"),

@@ -71,7 +71,8 @@ def expected(row, config_of_run):
     if row["engine"] == "fsdp_pp":
         return fsdp_pp.of_stages(args, config, compute, train, args.data_parallel, counts)
     held = pipeline.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
-    return pipeline.of_pipeline(args, config, compute, train, args.data_parallel, held)
+    bucket = switches_of(args.deepspeed_config)["reduce_bucket_size"]
+    return pipeline.of_pipeline(args, config, compute, train, args.data_parallel, held, bucket)
 
 
 def earlier_loss_bytes(args, config, compute, train):
@@ -187,6 +188,107 @@ def test_zero_checks_the_memory_of_each_node(monkeypatch):
             with pytest.raises(UserError, match=rf"ZeRO needs .* {need - 0.1:.1f} GB are free"):
                 zero.check_host(args, EIGHT, BF16, settings, world, said.append)
     assert len(said) == 2 and "GB for what is offloaded, of" in said[1]
+
+
+def test_only_copies_that_do_not_fit_are_spared_by_not_saving(monkeypatch):
+    monkeypatch.setattr(zero, "once_per_node", lambda world, check: check())
+    settings, host, copies = zero2("_offload")
+    world, fits = World(0, 4, 0, torch.device("cpu")), host - 4 * memory.PROCESS
+    both = SimpleNamespace(save=True, resume="auto")
+    for args, free, hint in ((SAVES, fits, True), (SAVES, fits - 1, False), (both, fits, False)):
+        monkeypatch.setattr(zero, "free_host_memory", lambda free=free: (free + 0.1) * 2**30)
+        with pytest.raises(UserError, match="use more nodes") as error:
+            zero.check_host(args, EIGHT, BF16, settings, world, print)
+        assert ("add --no_save, or use more nodes" in str(error.value)) == hint
+
+
+def pipe(**more):
+    """Flags of two stages."""
+    flags = dict(stages=2, schedule="1f1b", grad_accum_steps=4, save=True, save_every=0)
+    flags |= dict(save_async=True, resume=None, device_memory_gb=0)
+    return SimpleNamespace(**{**flags, **more})
+
+
+def test_a_pipeline_checks_what_its_checkpoints_copy(monkeypatch):
+    """Three replicas of two stages on two nodes with three ranks each: a stage to each node. Its
+    first replica gathers what is saved; all read a checkpoint."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(pipeline, "once_per_node", lambda world, check: check())
+    counts, cpu = [26, 10], torch.device("cpu")
+    held = pipeline.pieces_held("1f1b", 2, counts, 4)
+    stages = pipeline.parameters_of_stages(EIGHT, held)
+    assert sum(stages) == pytest.approx(parameters_of(EIGHT), rel=1e-3)
+    for stage, parameters in enumerate(stages):
+        world, whole = World(3 * stage + 1, 6, 1, cpu), 12 * parameters / 2**30
+        for need, more, hint in (
+            (whole, {}, "add --no_save, or "),
+            (3 * whole, {"resume": "auto"}, ""),
+            (0, {"save": False}, None),
+        ):
+            monkeypatch.setattr(
+                pipeline, "free_host_memory", lambda need=need: (need + 0.1) * 2**30
+            )
+            pipeline.check_host(pipe(**more), EIGHT, 3, counts, world)
+            monkeypatch.setattr(
+                pipeline, "free_host_memory", lambda need=need: (need - 0.1) * 2**30
+            )
+            if need:
+                said = f"needs {need:.1f} GB on this node, and .* free: {hint}use fewer replicas"
+                with pytest.raises(UserError, match=said):
+                    pipeline.check_host(pipe(**more), EIGHT, 3, counts, world)
+            pipeline.check_host(pipe(**more), EIGHT, 1, counts, world)  # not copied so
+
+
+def test_a_pipelines_copies_are_named(monkeypatch):
+    monkeypatch.setattr(pipeline, "of_pipeline", lambda *_: [{"weights": 1.0}])
+    copies = 12 * parameters_of(EIGHT) / 2**30
+    for more, replicas, said in (
+        ({}, 1, None),
+        ({"save_every": 5}, 1, f"{copies:.1f} GB more for all ranks while a checkpoint is saved"),
+        ({"save_every": 5, "save_async": False}, 1, None),
+        ({}, 2, f"{copies:.1f} GB more for all ranks while a checkpoint is saved"),
+        (
+            {"resume": "x"},
+            2,
+            f"{2 * copies:.1f} GB more for all ranks while a checkpoint is saved ",
+        ),
+    ):
+        text = pipeline.table(pipe(**more), EIGHT, BF16, None, replicas, [26, 10], {})
+        assert (f"host memory: {said}" in text) if said else "host memory" not in text
+
+
+def test_the_copies_of_fsdps_checkpoints_are_named(monkeypatch):
+    monkeypatch.setattr(fsdp, "of_fsdp", lambda *_: [{"weights": 1.0}])
+    compute = Compute(torch.bfloat16, "sdpa", compile=False)
+    copies = 12 * parameters_of(EIGHT) / 2**30
+    flags = dict(activations_on_host=False, optimizer_on_host=False, resume=None)
+    for more, said in (
+        ({}, f"host memory: {2 * copies:.1f} GB more for all ranks while checkpoints are written"),
+        ({"optimizer_on_host": True}, f"masters and moments; {2 * copies:.1f} GB more while check"),
+        ({"save_every": 0}, None),
+        ({"save": False}, None),
+    ):
+        args = pipe(**{**flags, "save_every": 5, **more})
+        text = fsdp.table(args, EIGHT, compute, None, 2, True, 2)
+        assert said in text if said else "host memory" not in text
+
+
+def test_buckets_of_a_pipeline_in_other_dtypes_than_bf16():
+    """In bytes, of a model smaller than a bucket: one at the loss, two while it reduces."""
+    config = load_config(ROOT / "models/qwen3-tiny", 128)
+    held = pipeline.pieces_held("1f1b", 2, [3, 3], 4)
+    args = args_with(
+        micro_batch_size=2, seq_len=128, grad_accum_steps=4, use_activation_checkpointing=False
+    )
+    train = SimpleNamespace(seq_len=128, single=True)
+    for dtype, buckets in ((torch.bfloat16, 0), (torch.float16, 2), (torch.float32, 2)):
+        compute, found = Compute(dtype, "sdpa", compile=False), []
+        for bucket in (0, 1e8):
+            parts = pipeline.of_pipeline(args, config, compute, train, 1, held, bucket)
+            found.append([sum(stage.values()) for stage in parts])
+        more = buckets * 4e8 / 2**30
+        for without, with_bucket in zip(*found, strict=True):
+            assert 0.9 * more <= with_bucket - without <= more
 
 
 def test_zero_shards_more_with_each_stage():

@@ -294,6 +294,10 @@ OUT_OF_MEMORY = [
     (FsdpPipeArgs, "--schedule zbv --grad_accum_steps 4",
      {"use_activation_checkpointing", "activation_memory_budget"}),
     (PipeArgs, "", {"use_activation_checkpointing", "activation_memory_budget"}),
+    (ZeroArgs, "", {"use_activation_checkpointing", "activation_memory_budget",
+     "deepspeed_config"}),
+    (ZeroArgs, "--deepspeed_config zero/ds_zero3_offload.json", {"use_activation_checkpointing",
+     "activation_memory_budget"}),
 ]  # fmt: skip
 
 

@@ -7,10 +7,11 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, smaller_model, torchrun
+from torch.utils.checkpoint import checkpoint
 
 from bench.checkpoints import tensors
 from fsdp import host_adamw
-from fsdp.units import Unit
+from fsdp.units import Unit, plain_units
 from llm_demo import device, process
 from llm_demo.device import World
 from llm_demo.errors import UserError
@@ -102,6 +103,53 @@ def test_slices_cover_each_element_once(monkeypatch):
             assert (t == (1 if p.ndim > 1 else 2)).all()
         assert (p == 1).all() and (grad == 1).all()
     assert unit.sum.sum() == sum(p.numel() for p in params)  # the padding is left alone
+
+
+def test_a_unit_adds_its_gradients_once_they_have_formed():
+    """In one process: of one unit at a time, but for one with a parameter that gets none. A tied
+    head, recomputed activations, a frozen parameter; the same sums as of whole micro-batches."""
+    nn = torch.nn
+    torch.manual_seed(0)
+    embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+    head.weight = embedding.weight
+    blocks = [nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(4)]
+    blocks[1].unused = nn.Parameter(torch.ones(2))
+    blocks[2][0].bias.requires_grad_(False)
+    tail = nn.Sequential(nn.LayerNorm(4), head)
+    for module in (embedding, *blocks, tail):
+        module.bfloat16()
+    units = plain_units(SimpleNamespace(embed_tokens=embedding, units=blocks, tail=tail), False)
+    trained = [p for unit in units for p in unit.params if p.requires_grad]
+    held, sums = [], [torch.zeros(p.shape) for p in trained]
+
+    def loss(ids):
+        hidden = embedding(ids)
+        for block in blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return tail(hidden).float().square().sum()
+
+    for unit in units:
+        unit.allocate()
+        for p in unit.params:
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(
+                    lambda _: held.append(
+                        [any(p.grad is not None for p in u.params) for u in units]
+                    )
+                )
+    for ids in torch.randint(7, (3, 5)):
+        grads = torch.autograd.grad(loss(ids), trained, allow_unused=True)
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_(0 if grad is None else grad)
+        loss(ids).backward()
+        assert units[2].params[-1].grad is not None  # waits for `unused`
+        for unit in units:
+            unit.take_grads()
+    assert len(held) == 3 * (len(trained) - 1)
+    assert all(sum(of) - of[2] <= 1 for of in held)
+    found = {p: grad for unit in units for p, grad in zip(unit.params, unit.grads, strict=True)}
+    assert all(torch.equal(found[p], total) for p, total in zip(trained, sums, strict=True))
+    assert not found[blocks[2][0].bias].any()
 
 
 def sharded(elements):

@@ -65,6 +65,9 @@ def work(tmp_path_factory):
     for name, config in models.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter, values in model.named_parameters():
+            if parameter.endswith("bias"):  # else zeros
+                torch.nn.init.normal_(values, std=config.initializer_range)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         results[name] = plain_loop(model.to(DEVICE), packs)
@@ -200,6 +203,10 @@ def cases_of(models, folder, kind, processes, quick):
                 name = f"{engine}-{dtype}"
                 more = [*flags, "--dtype", dtype]
                 cases[name] = argv(models, "tied", folder / name, 2, accum, *more)
+        if quick and engine in WITH_BIASES:
+            name = f"{engine}-biases"
+            more = [*flags, "--dtype", "bf16"]
+            cases[name] = argv(models, "llama", folder / name, 2, accum, *more)
     return cases
 
 
@@ -319,6 +326,7 @@ ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
 ONLY_SLOW += tuple(FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
+WITH_BIASES = ("fsdp", "zero1", "zero3")  # trained so in bf16
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
 SKIPPED = {("untied", "true"), ("untied", "false"), ("llama", "true")}  # each case is compiled anew
@@ -520,3 +528,14 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
                 assert relative(mine["grads"][name], grad / scale) < bound, f"{engine}, {name}"
         for name, param in expected["params"].items():
             assert relative(ranks[0]["params"][name], param) < 10 * bound, f"{engine}, {name}"
+
+
+def test_zero_rounds_biases_as_fsdp(trained):
+    """In bf16: once, the sum of product and bias. Later a weight may round to the other side."""
+    theirs, (expected, _) = trained("fsdp", 2, True)["fsdp-biases"]
+    for engine in WITH_BIASES[1:]:
+        losses, ranks = trained("zero", 2, True)[f"{engine}-biases"]
+        assert losses[0] == pytest.approx(theirs[0], rel=TOLERANCE), engine
+        for name, grad in expected["steps"][0]["grads"].items():
+            mine = ranks[0]["steps"][0]["grads"][name]
+            assert relative(mine, grad) < TOLERANCE, f"{engine}, {name}"

@@ -3,7 +3,6 @@
 Tested with DeepSpeed 0.19.8."""
 
 import functools
-import json
 import warnings
 
 import torch
@@ -12,12 +11,18 @@ from llm_demo.errors import UserError
 from llm_demo.model.decoder import Blocks, DecoderLoss, Tail
 from llm_demo.model.weights import Weights, materialise
 from llm_demo.parallel import deepspeed_base
-from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows, quiet
+from llm_demo.parallel.deepspeed_base import (
+    bf16_step,
+    check_kinds,
+    need,
+    outlast_overflows,
+    quiet,
+)
 
 # isort: split
 import deepspeed  # now that its version is checked
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero import partition_parameters, stage3
 from deepspeed.utils import set_z3_leaf_modules, z3_leaf_parameter
 
 # Switches allowed in --deepspeed_config.
@@ -29,8 +34,19 @@ ZERO = {
     "stage3_max_live_parameters", "stage3_max_reuse_distance",
 }  # fmt: skip
 OFFLOAD = {"device", "pin_memory"}
-BOOLEANS = {"contiguous_gradients", "overlap_comm", "pin_memory"}
-NUMBERS = ZERO - BOOLEANS - {"offload_optimizer", "offload_param"}
+
+_linear = need(vars(partition_parameters), "zero3_linear_wrap")
+
+
+def _linear_of_rows(x: torch.Tensor, weight, bias=None) -> torch.Tensor:
+    """Stage 3's linear layer, unless compiled. DeepSpeed adds the bias of a batch of rows after it
+    has rounded the product to the compute dtype; of one row it rounds once, as PyTorch does."""
+    if bias is None:
+        return _linear(x, weight)
+    return _linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+
+partition_parameters.zero3_linear_wrap = _linear_of_rows
 
 
 def read_switches(path: str) -> dict:
@@ -43,34 +59,18 @@ def read_switches(path: str) -> dict:
             f"{path}: ZeRO stage {stage!r} is refused: 1, 2 and 3 are exact; stage 0 has no "
             "gradient norm and trains on non-finite gradients"
         )
-    _check_kinds(path, zero)
-    if zero.get("overlap_comm"):
-        raise UserError(
-            f"{path}: overlap_comm is refused: DeepSpeed reuses buffers that are still being sent, "
-            "which gives wrong or NaN gradients"
-        )
     for what, least in (("offload_optimizer", 2), ("offload_param", 3)):
         if what not in zero:
             continue
         offload = zero[what]
-        if not isinstance(offload, dict) or offload.get("device") != "cpu":
+        if offload.get("device") != "cpu":
             raise UserError(f'{path}: {what} must be an object with "device": "cpu"')
         for key in offload.keys() - OFFLOAD:
             raise UserError(f"{path}: {what}.{key} is not one of {', '.join(sorted(OFFLOAD))}")
-        _check_kinds(path, offload)
+        check_kinds(path, offload)
         if stage < least:
             raise UserError(f"{path}: {what} needs ZeRO stage {least}, not {stage}")
     return switches
-
-
-def _check_kinds(path: str, values: dict) -> None:
-    """Raise UserError for a text that DeepSpeed would read as a number or boolean: the rest of this
-    script would read it differently."""
-    for key, value in values.items():
-        if key in BOOLEANS and type(value) is not bool:
-            raise UserError(f"{path}: {key} must be true or false, not {json.dumps(value)}")
-        if key in NUMBERS and type(value) not in (int, float):
-            raise UserError(f"{path}: {key} must be a number, not {json.dumps(value)}")
 
 
 def describe(switches: dict) -> str:

@@ -41,9 +41,10 @@ def check_host(args, config, compute, settings: dict, world: World, say: Callabl
     def check() -> str:
         free = free_host_memory() / GB
         if kept + copies > free:
+            unsaved = "add --no_save, or " * (kept < free and not args.resume)
             raise UserError(
-                f"host memory: ZeRO needs {need} on this node, and {free:.1f} GB are free: use "
-                "more nodes, a smaller model, or fsdp/, which needs less"
+                f"host memory: ZeRO needs {need} on this node, and {free:.1f} GB are free: "
+                f"{unsaved}use more nodes, a smaller model, or fsdp/, which needs less"
             )
         return f"host memory: {need}, of {free:.1f} GB free"
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
+from llm_demo.data.sources import DECODER
 from llm_demo.errors import UserError
 from llm_demo.optim import MOMENTS, CompiledAdamW, LossScale, adam_steps, clipped_step
 
@@ -33,6 +34,16 @@ OWNED = {
     "data_types": "--dtype",
     "communication_data_type": "--dtype",
 }
+
+# The kinds of the switches; all others are numbers.
+BOOLEANS = {
+    "allgather_partitions", "contiguous_gradients", "debug", "enabled", "memory_breakdown",
+    "overlap_comm", "pin_memory", "prescale_gradients", "prof_all", "reduce_scatter", "verbose",
+    "zero_allow_untested_optimizer",
+}  # fmt: skip
+OBJECTS = {"comms_logger", "offload_optimizer", "offload_param", "zero_optimization"}
+ELSE = {"device", "prof_ops", "stage"}
+COMMS_LOGGER = {"debug", "enabled", "prof_all", "prof_ops", "verbose"}
 
 
 def check_version(installed: str | None = None) -> None:
@@ -105,10 +116,10 @@ need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(Com
 
 def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
     """The user's engine switches, of which the sets name the allowed. Raises UserError for settings
-    that flags own."""
+    that flags own, and for those that train wrongly or of the wrong kind."""
     try:
-        switches = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as e:
+        switches = DECODER.decode(Path(path).read_text())
+    except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"--deepspeed_config {path}: {e}") from None
     zero = switches.get("zero_optimization", {}) if isinstance(switches, dict) else None
     if not isinstance(zero, dict):
@@ -123,13 +134,44 @@ def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
                 f"{path}: {where}{key} is not among the switches that keep the numbers exact: "
                 f"{', '.join(sorted(allowed))}"
             )
+    check_kinds(path, switches)
+    if not switches.get("steps_per_print", 1) >= 1:
+        raise UserError(f"{path}: steps_per_print must be at least 1")
+    logger = switches.get("comms_logger", {})
+    for key in logger.keys() - COMMS_LOGGER:
+        raise UserError(
+            f"{path}: comms_logger.{key} is not one of {', '.join(sorted(COMMS_LOGGER))}"
+        )
+    check_kinds(path, logger)
+    names = logger.get("prof_ops", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"{path}: prof_ops must be a list of names, not {json.dumps(names)}")
     try:
         DeepSpeedZeroConfig(**zero)
     except ValueError as e:  # pydantic's, of many lines
         error = e.errors()[0]
         key = ".".join(map(str, ("zero_optimization", *error["loc"])))
         raise UserError(f"{path}: {key}: {error['msg']}") from None
+    check_kinds(path, zero)
+    if zero.get("overlap_comm"):
+        raise UserError(
+            f"{path}: overlap_comm is refused: DeepSpeed reuses buffers that are still being sent, "
+            "which gives wrong or NaN gradients"
+        )
     return switches
+
+
+def check_kinds(path: str, values: dict) -> None:
+    """Raise UserError for switches of a wrong kind. With these, DeepSpeed would fail, or would read
+    a text as a number or boolean, which the rest of the script would read differently."""
+    for key, value in values.items():
+        given = json.dumps(value)
+        if key in BOOLEANS and type(value) is not bool:
+            raise UserError(f"{path}: {key} must be true or false, not {given}")
+        if key in OBJECTS and type(value) is not dict:
+            raise UserError(f"{path}: {key} must be an object, not {given}")
+        if key not in BOOLEANS | OBJECTS | ELSE and type(value) not in (int, float):
+            raise UserError(f"{path}: {key} must be a number, not {given}")
 
 
 def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:

@@ -308,8 +308,8 @@ class Checkpoints:
             )
 
     def _reserve(self, tensors: dict) -> None:
-        """Allocate pinned memory for a GPU's copies in the background, which takes seconds. If the
-        host is short of memory, checkpoints are written in the foreground instead."""
+        """Allocate memory for copies in the background, which takes seconds; pinned if they come
+        from a GPU. If the host is short of memory, checkpoints are written in the foreground."""
         local = {name: local_part(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
         places, total = {}, 0
         for name, t in local.items():
@@ -322,13 +322,14 @@ class Checkpoints:
         if short:
             self.in_background = False
             self.log.say("checkpoints: too little host memory for copies, so training waits")
-        elif any(t.is_cuda for t in local.values()):
+        else:
 
             def reserve():
-                torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
                 memory = torch.empty(total, dtype=torch.uint8).zero_()
-                if not pin(memory, self):
-                    self.log.say("checkpoints: memory can't be pinned, so copying is slow")
+                if any(t.is_cuda for t in local.values()):
+                    torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
+                    if not pin(memory, self):
+                        self.log.say("checkpoints: memory can't be pinned, so copying is slow")
                 for name, t in local.items():
                     self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
 
