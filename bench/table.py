@@ -105,7 +105,7 @@ def compared(results: list[dict], column: str) -> str:
     text, number = COMPARED[column]
     models = {}
     for result in results:
-        way = result["row"]["flags"].split("/")[-1] or result["row"]["engine"]
+        way = [result["row"]["engine"], *result["row"]["flags"].split()][-1]
         found = models.setdefault(Path(result["row"]["model"]).name, {})
         if result["status"] == "ok":
             found[way] = number(result["summary"])

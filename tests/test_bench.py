@@ -89,7 +89,7 @@ def test_a_table_that_compares_each_model_with_its_first_row(tmp_path, monkeypat
         result["summary"] |= {"median_slots_per_s": speed, "peak_mem_gb": peaks}
         store.write("x", {**result, "status": status})
     head, _, *lines = table.table("x#toks/s").splitlines()
-    assert head == "| model | zero: toks/s | y.json |"
+    assert head == "| model | zero: toks/s | f/y.json |"
     assert lines == ["| a | 2,000 | 0.25 x |", "| b | 100 |  |"]
     assert table.table("x#peak_mem(G)").splitlines()[2] == "| a | 8.0 | 0.25 x |"
 
