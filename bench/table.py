@@ -2,7 +2,8 @@
 
 With names it prints the tables of bench/results/NAME.jsonl (my-box/seed). Without, it updates the
 tables between <!-- table: NAME --> and <!-- end --> in README.md and docs/*.md; --check only fails
-if one of them differs from the results."""
+if one of them differs from the results. NAME#toks/s and NAME#peak_mem(G) compare each model's rows
+with its first."""
 
 import argparse
 import re
@@ -28,6 +29,11 @@ OPTIONAL = {
     "learnt/s": 0,
     "host_mem(G)": 0,
 }  # columns left out if they have no more values than this
+
+COMPARED = {
+    "toks/s": ("{:,.0f}", lambda summary: summary["median_slots_per_s"]),
+    "peak_mem(G)": ("{:.1f}", lambda summary: max(summary["peak_mem_gb"])),
+}
 
 
 def in_order(results: list[dict]) -> list[dict]:
@@ -87,6 +93,7 @@ def quality_of(result: dict) -> list[str]:
 
 def table(name: str) -> str:
     """Return the table of a file of results. Those of bench.checkpoints have their own columns."""
+    name, _, column = name.partition("#")
     results = store.read(name)
     if not results:
         raise UserError(f"no results in {store.file_of(name)}")
@@ -97,6 +104,8 @@ def table(name: str) -> str:
         lines = map(quality_of, sorted(results, key=rank_of))
         return markdown([QUALITY, ["---"] * len(QUALITY), *lines])
     results = in_order(results)
+    if column:
+        return compared(results, column)
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)
     lines = [[str(cell) for cell in line_of(result, env, host)] for result in results]
@@ -105,6 +114,24 @@ def table(name: str) -> str:
         if len(set(column) - {""}) > OPTIONAL.get(title, -1):
             columns.append((title, "---", *column))
     return markdown(zip(*columns, strict=True))
+
+
+def compared(results: list[dict], column: str) -> str:
+    """Return a table of one column of the results: for each model the number of its first row, then
+    the others' divided by it."""
+    text, number = COMPARED[column]
+    models = {}
+    for result in results:
+        way = [result["row"]["engine"], *result["row"]["flags"].split()][-1]
+        found = models.setdefault(Path(result["row"]["model"]).name, {})
+        if result["status"] == "ok":
+            found[way] = number(result["summary"])
+    first, *others = dict.fromkeys(way for found in models.values() for way in found)
+    lines = [["model", f"{first}: {column}", *others], ["---"] * (2 + len(others))]
+    for model, found in models.items():
+        shares = [f"{found[way] / found[first]:.2f} x" if way in found else "" for way in others]
+        lines.append([model, text.format(found[first]), *shares])
+    return markdown(lines)
 
 
 def markdown(lines) -> str:

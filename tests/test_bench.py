@@ -78,6 +78,22 @@ def test_host_memory_is_a_column_where_an_optimizer_is_on_the_host(tmp_path, mon
         (tmp_path / "x.jsonl").unlink()
 
 
+def test_a_table_that_compares_each_model_with_its_first_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    (result,) = store.read(ROOT / "bench/results/h200/one_gpu")[:1]
+    for model, flags, speed, peaks, status in (
+        ("a", "", 2000, [8.0, 4.0], "ok"), ("a", "--deepspeed_config f/y.json", 500, [2], "ok"),
+        ("b", "", 100, [3.0], "ok"), ("b", "--deepspeed_config f/y.json", 1, [1], "timeout"),
+    ):  # fmt: skip
+        result["row"] |= {"model": f"models/{model}", "flags": flags, "engine": "zero"}
+        result["summary"] |= {"median_slots_per_s": speed, "peak_mem_gb": peaks}
+        store.write("x", {**result, "status": status})
+    head, _, *lines = table.table("x#toks/s").splitlines()
+    assert head == "| model | zero: toks/s | f/y.json |"
+    assert lines == ["| a | 2,000 | 0.25 x |", "| b | 100 |  |"]
+    assert table.table("x#peak_mem(G)").splitlines()[2] == "| a | 8.0 | 0.25 x |"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["fsdp", "pp"])
 def test_what_checkpoints_cost(engine):

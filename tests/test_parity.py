@@ -247,6 +247,8 @@ def assert_equal(losses, ranks, expected):
 # (script, processes, further flags, (micro, accumulation) for each model): different splits of the
 # same 8 rows, so that each row of the table tests the loss's independence of them too
 RESHARD = ["--reshard_after_forward"]
+REPLICAS = ["--replicas", "2"]
+SPREAD = ["--sequence_parallel", "2", "--attn_impl", "bucketed", *RESHARD]
 ONE = ["--blocks_per_unit", "1"]  # several units in each stage, as real models have
 INTERLEAVED, TORCH_INTERLEAVED = (["--schedule", f"{by}interleaved"] for by in ("", "torch_"))
 ENGINES = {
@@ -255,6 +257,11 @@ ENGINES = {
     "host_one": ("fsdp", 1, ["--optimizer_on_host"], [(4, 2), (8, 1), (1, 8)]),
     "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (4, 1), (2, 2)]),
     "host_four": ("fsdp", 4, ["--optimizer_on_host", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
+    "host_four_whole": ("fsdp", 4, ["--optimizer_on_host"], [(2, 1), (1, 2), (1, 2)]),
+    "host_replicas": ("fsdp", 4, ["--optimizer_on_host", *REPLICAS], [(1, 2), (2, 1), (1, 2)]),
+    "host_one_fsdp": ("fsdp", 1, ["--optimizer_on_host", "--fsdp"], [(4, 2), (2, 4), (8, 1)]),
+    "host_one_reshard": ("fsdp", 1, ["--optimizer_on_host", *RESHARD], [(2, 4), (4, 2), (1, 8)]),
+    "host_spread": ("fsdp", 2, ["--optimizer_on_host", *SPREAD], [(4, 2), (2, 4), (8, 1)]),
     "fsdp_reshard": ("fsdp", 2, RESHARD, [(2, 2), (4, 1), (2, 2)]),
     "replicas": ("fsdp", 2, ["--replicas", "all"], [(1, 4), (4, 1), (2, 2)]),
     "replicas_four": ("fsdp", 4, ["--replicas", "2", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
@@ -281,7 +288,13 @@ ENGINES = {
     "zero2_offload": ("zero", 2, ZERO["zero2_offload"], [(4, 1), (2, 2), (1, 4)]),
     "zero3_offload": ("zero", 2, ZERO["zero3_offload"], [(1, 4), (2, 2), (2, 2)]),
     "zero3_four": ("zero", 4, ZERO["zero3"], [(1, 2), (2, 1), (1, 2)]),
+    "zero1_four": ("zero", 4, ZERO["zero1"], [(2, 1), (1, 2), (1, 2)]),
+    "zero2_four": ("zero", 4, ZERO["zero2"], [(1, 2), (1, 2), (2, 1)]),
+    "zero2_offload_four": ("zero", 4, ZERO["zero2_offload"], [(1, 2), (2, 1), (1, 2)]),
+    "zero3_offload_four": ("zero", 4, ZERO["zero3_offload"], [(2, 1), (1, 2), (1, 2)]),
 }
+for name, flags in ZERO.items():
+    ENGINES[f"{name}_one"] = "zero", 1, flags, [(4, 2), (8, 1), (2, 4)]
 # the other schedules of a pipeline with FSDP, on so many processes; +: resharded
 OTHERS = {
     2: "torch_1f1b torch_1f1b+ torch_interleaved+",
@@ -313,6 +326,13 @@ HALVES = {
     "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
 ONLY_SLOW = ("host_one", "host_four", "replicas_four")
+ONLY_SLOW += (
+    "host_four_whole",
+    "host_replicas",
+    "host_one_fsdp",
+    "host_one_reshard",
+    "host_spread",
+)
 ONLY_SLOW += (
     "fpp_one",
     "fpp_twice",

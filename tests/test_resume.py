@@ -251,3 +251,19 @@ def test_zero_goes_on_to_the_bit_and_from_and_to_other_scripts(runs):
         assert_same(runs.folder, name, f"{name}-again")
     for name in (*from_fsdp, *on_three, *to_pp, *to_fsdp):
         assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_the_hosts_optimizer_goes_on_to_the_bit_and_from_and_to_other_scripts(runs):
+    fp32 = ["--dtype", "fp32", "--micro_batch_size", "2"]
+    three, six = [*fp32, "--grad_accum_steps", "3"], [*fp32, "--grad_accum_steps", "6"]
+    host, offload = [*three, "--optimizer_on_host"], [*three, *ZERO["zero3_offload"]]
+    runs("fsdp", 2, {"hosted": host, "hosted-again": resumed("hosted", *host)})
+    runs("pp", 2, {"piped": six, "pp-from-hosted": resumed("hosted", *six)})
+    runs("fsdp_pp", 2, {"cut": six, "fsdp_pp-from-hosted": resumed("hosted", *six)})
+    runs("zero", 2, {"offloaded": offload, "zero-from-hosted": resumed("hosted", *offload)})
+    others = {f"host-from-{name}": resumed(name, *host) for name in ("piped", "cut", "offloaded")}
+    runs("fsdp", 2, others)
+    assert_same(runs.folder, "hosted", "hosted-again")
+    for name in (*others, *(f"{way}-from-hosted" for way in ("pp", "fsdp_pp", "zero"))):
+        assert_same(runs.folder, name.split("-from-")[1], name, tolerance=1e-5)
