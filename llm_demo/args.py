@@ -191,10 +191,7 @@ class RunArgs:
         "auto: resume from the newest complete checkpoint in --output_dir, or start if there is "
         "none. A folder: resume from that checkpoint or run.",
     )
-    resume_anyway: bool = flag(
-        False,
-        "Resume even if the data, the rows of a step or the model's configuration have changed.",
-    )
+    resume_anyway: bool = flag(False, "Resume despite other data, rows of a step or configuration.")
     export: Literal["none", "bf16", "fp16", "fp32"] = flag(
         "none", "Export a Hugging Face model in this dtype to hf/ in the run's folder at the end."
     )
