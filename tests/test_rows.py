@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -421,11 +422,11 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
 def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
     path, said = write(tmp_path / "x.jsonl", PAIR), []
-    args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=path)
-    load_data(args, None, make_tokenizer(), said.append)
-    assert (
-        f"held-out: {path} is also in the training data, so its loss is not a held-out loss" in said
-    )
+    for same in (path, f"{tmp_path}/./x.jsonl", shutil.copy(path, tmp_path / "copy.txt")):
+        args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
+        load_data(args, None, make_tokenizer(), said.append)
+        line = f"held-out: {same} is also in the training data, so its loss is not a held-out loss"
+        assert line in said
 
 
 # ------------------------------------------------------------------ templates
