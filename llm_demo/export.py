@@ -54,7 +54,7 @@ CARD = """---
 tags: [sft]
 ---
 # {name}
-Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on `{data}`:
+Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on {data}:
 {tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
 
 | | |
@@ -389,8 +389,11 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     file = checkpoint.parent.parent / "config.json"
     try:
         settings = json.loads(file.read_text())
-        base, data = (Path(settings[k]).name for k in ("model_name_or_path", "train_json"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        base = Path(settings["model_name_or_path"]).name
+        data = ", ".join(
+            f"`{Path(part.strip()).name}`" for part in settings["train_json"].split(",")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
     of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
     parallelism = settings.get("parallelism", of_old_run)
