@@ -20,6 +20,8 @@ from llm_demo.files import digest
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # searched for in a folder
 
+TABLES = (".csv", ".tsv", ".parquet")
+
 COMPRESSED = (".gz", ".zst")
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
@@ -153,10 +155,14 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         raise UserError(f"{path} is empty: it has no rows to train on")
 
 
+def table_of(path: str) -> str:
+    """ ".csv", ".tsv" or ".parquet" for a table, "" for anything else."""
+    return _suffix(path) if not hub_parts(path) and _suffix(path) in TABLES else ""
+
+
 def row_prefix(path: str) -> str:
     """What stands before a row's number: "FILE, row " in tables and arrays, else "FILE:"."""
-    tables = (".csv", ".tsv", ".parquet")
-    rows = hub_parts(path) or _suffix(path) in tables or _suffix(path) == ".json" and _array(path)
+    rows = hub_parts(path) or table_of(path) or _suffix(path) == ".json" and _array(path)
     return f"{path}, row " if rows else f"{path}:"
 
 
