@@ -345,6 +345,27 @@ def test_objects_in_parquet_keep_their_own_keys_only(tmp_path):
     assert [first(same[0], i) for i in range(3)] == [first(same[1], i) for i in range(3)]
 
 
+def test_parquet_files_that_are_unlike_json(tmp_path):
+    """No rows, a column of a type that JSON lacks, a null where text is needed, binary data."""
+    path = str(tmp_path / "x.parquet")
+    pairs = pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "map": pairs}), path)
+    assert load(path).stats["documents"] == 2
+    for prompts, message in (
+        (pa.array([], pa.string()), "x.parquet is empty: it has no rows to train on"),
+        ([None, "b"], "x.parquet, row 1: prompt must be text, not null"),
+        (["a", None], "x.parquet, row 2: prompt must be text, not null"),
+        ([b"a", b"b"], "x.parquet, row 1: prompt must be text, not binary data"),
+    ):
+        completions = pa.array(["c"] * len(prompts), pa.string())
+        pq.write_table(pa.table({"prompt": prompts, "completion": completions}), path)
+        with pytest.raises(UserError, match=message):
+            load(path)
+    table = {"messages": [None], "prompt": ["a"], "completion": ["b"]}
+    pq.write_table(pa.table(table), path)
+    assert load(path).stats["files"][0]["format"] == "prompt"
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A dataset in a folder in the place of the hub: all else is the real load_dataset."""

@@ -7,8 +7,8 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
-import logging
 import os
 import re
 import zlib
@@ -135,10 +135,10 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", row), or in tables and arrays ("file, row N", row). Blank lines are
     skipped and a UTF-8 BOM is accepted.
 
-    Parquet and hub datasets are read with datasets. JSONL is not: datasets stops at a broken line
-    without naming it, and forces one schema on all rows. Nor is CSV: datasets converts None and 007
-    to something other than text. Raises UserError for an empty file, broken JSON or encoding, or a
-    row of another type."""
+    Only hub datasets are read with datasets. In JSONL it stops at a broken line without naming it,
+    and forces one schema on all rows. In CSV it converts None and 007 to something other than text.
+    In Parquet it refuses columns of some types, used or not. Raises UserError for an empty file,
+    broken JSON or encoding, or a row of another type."""
     readers = {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv, ".json": _read_json}
     read = _read_hub if hub_parts(path) else readers.get(_suffix(path), _read_lines)
     number, prefix = 0, row_prefix(path)
@@ -316,17 +316,22 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
 
 
 def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
-    from datasets import load_dataset  # takes a second to import, and most files are JSONL
+    import pyarrow  # installed with datasets
+    from pyarrow.parquet import ParquetFile
 
     _refuse_pointer(path)
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it raises as well
+    numbers = itertools.count(1)
     try:
-        rows = load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
-        for number, row in enumerate(rows, 1):
-            yield number, _without_nulls(row)
+        with ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: two columns are named {repeated[0]!r}")
+            for batch in file.iter_batches(1000):
+                for row in batch.to_pylist():
+                    yield next(numbers), _of_table(row)
         if progress is not None:
             progress.update(os.path.getsize(path))
-    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
         raise UserError(
             f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}"
         ) from None
@@ -334,7 +339,7 @@ def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
 
 def _read_hub(source: str, progress=None) -> Iterator[tuple[int, dict]]:
     for number, row in enumerate(_hub_rows(source), 1):
-        yield number, _without_nulls(row)
+        yield number, _of_table(row)
 
 
 @functools.lru_cache(maxsize=4)  # each is hashed, then read
@@ -351,6 +356,11 @@ def _hub_rows(source: str):
             f"{source}: not a local file, and loading it from the hub failed: {reason} "
             "(see --dataset_config and --dataset_split)"
         ) from None
+
+
+def _of_table(row: dict) -> dict:
+    """A row without the nulls inside its cells. A null cell stays: its column exists."""
+    return {key: _without_nulls(value) for key, value in row.items()}
 
 
 def _without_nulls(value):
