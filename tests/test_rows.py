@@ -269,6 +269,24 @@ def test_a_folder_of_files(tmp_path):
     (tmp_path / "only/test.jsonl").write_text("")
     with pytest.raises(UserError, match="is a folder with only test.jsonl: name a data file"):
         find_files(f"{tmp_path}/only")
+    for name in ("a/test-0.parquet", "data/test-0.parquet", "data/train-0.parquet"):
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_text("")
+    with pytest.raises(UserError, match="the folder that holds it, such as .*/hub/data$"):
+        find_files(f"{tmp_path}/hub")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.xz", "x.zip", "x.bz2", "x.tar.gz"])
+def test_files_that_are_not_read(name, tmp_path):
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"files are not read: convert it to one of \.jsonl, "):
+        find_files(f"{tmp_path}/*")
+
+
+def test_one_object_over_several_lines(tmp_path):
+    (tmp_path / "x.json").write_text('{\n  "text": "a"\n}\n')
+    with pytest.raises(UserError, match="must be one array of objects, or one object in each line"):
+        list(read_rows(str(tmp_path / "x.json")))
 
 
 def zstd(data: bytes) -> bytes:

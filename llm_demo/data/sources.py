@@ -24,6 +24,8 @@ TABLES = (".csv", ".tsv", ".parquet")
 
 COMPRESSED = (".gz", ".zst")
 
+NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".arrow", ".xlsx")
+
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
 HELD_OUT = re.compile(r"\.heldout\.")
@@ -72,6 +74,12 @@ def find_files(
             files += matches
         else:
             raise UserError(f"no such data file: {part or '(an empty name)'}")
+    for path in files:
+        if not hub_parts(path) and _suffix(path) in NOT_READ:
+            raise UserError(
+                f"{path}: {_suffix(path)} files are not read: convert it to one of "
+                f"{', '.join(FILES)}, also with .gz or .zst"
+            )
     return files
 
 
@@ -93,9 +101,18 @@ def _in_folder(folder: str, say: Callable) -> list[str]:
         holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
         raise UserError(
             f"{folder} is a folder with {holds}: name a data file ({', '.join(FILES)}, also with "
-            f".gz or .zst) or a glob such as {folder.rstrip('/')}/*/*.parquet"
+            f".gz or .zst) or the folder that holds it{_subfolder(folder)}"
         )
     return files
+
+
+def _subfolder(folder: str) -> str:
+    """ ", such as FOLDER/NAME" with the first subfolder that has data to train on, or ""."""
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*", "*"))):
+        within, name = os.path.split(path)
+        if _suffix(name) in FILES and name not in NO_DATA and not NOT_FOR_TRAINING.search(name):
+            return f", such as {within}"
+    return ""
 
 
 def _without(paths: list[str], names: re.Pattern, say: Callable) -> list[str]:
@@ -232,10 +249,13 @@ def _refuse_pointer(path: str) -> None:
 
 
 def _read_lines(path: str, progress=None) -> Iterator[tuple[int, object]]:
+    hint = "every line must be one JSON object"
+    if _suffix(path) == ".json":
+        hint = "a .json file must be one array of objects, or one object in each line"
     with _opened(path, progress) as lines:
         for number, raw in enumerate(lines, 1):
             if line := _decode(raw, f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"):
-                yield number, _parse(line, path, number, "every line must be one JSON object")
+                yield number, _parse(line, path, number, hint)
 
 
 def _read_json(path: str, progress=None) -> Iterator[tuple[int, object]]:
