@@ -79,6 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser().parse_args()
+    if args.public and not args.push_to_hub:
+        raise UserError("--public: set --push_to_hub too, which names the repository")
+    source = Path(args.source)
+    if source.name == "checkpoints" and not (source / "checkpoints").exists() and source.is_dir():
+        raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
     alone = World(0, 1, 0, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     named = os.path.join(".", args.source)  # "auto" is a folder here

@@ -159,6 +159,24 @@ def test_the_card_says_how_it_began(more, said, tmp_path):
     assert said in export.card(folder / "checkpoints/step_00000007", "mine")
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["run", "out", "--public"], "--public: set --push_to_hub too"),
+        (
+            ["run/checkpoints/", "out"],
+            "run/checkpoints holds a run's checkpoints: name the run, run",
+        ),
+    ],
+)
+def test_flags_that_ask_for_something_else(flags, said, tmp_path, monkeypatch):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["export", *flags])
+    with pytest.raises(UserError, match=said):
+        export.main()
+
+
 def test_the_card_names_every_data_file(tmp_path):
     _, folder = trained(tmp_path, "tied")
     settings = json.loads((folder / "config.json").read_text())
