@@ -1,6 +1,7 @@
 """Start and end torch.distributed, and run code on some or all ranks."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -54,11 +55,17 @@ def start() -> World:
     return World(rank, size, local_rank, device)
 
 
+def _patient_group():
+    """All ranks, for work that may take longer than DIST_TIMEOUT_MINUTES, up to a day."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
 def once_per_node(world: World, build: Callable):
-    """Run `build` on the first process of each node, then on the others (which find its files).
+    """Run `build` on the first process of each node, then on the others (which find its files). It
+    may take longer than DIST_TIMEOUT_MINUTES.
 
     A UserError on one process is raised on all of them, so that none waits for a dead one."""
-    result = None
+    result, group = None, _patient_group()
     for turn in (world.local_rank == 0, world.local_rank != 0):
         error = None
         if turn:
@@ -68,7 +75,7 @@ def once_per_node(world: World, build: Callable):
             except UserError as e:
                 error = str(e)
         errors = [None] * world.size
-        dist.all_gather_object(errors, error)
+        dist.all_gather_object(errors, error, group=group)
         if first := next((e for e in errors if e), None):
             raise UserError(first)
     return result
@@ -78,7 +85,7 @@ def from_rank0(world: World, make: Callable, long: bool = False):
     """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
 
     long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if long else None
+    group = _patient_group() if long else None
     box = [None, None]
     if world.rank == 0:
         try:
@@ -112,9 +119,15 @@ def _let_others_speak() -> None:
     time.sleep(3)
 
 
+def timed_out(error: BaseException) -> bool:
+    """Whether an operation failed because another rank did not join it in time."""
+    return re.search(r"Timed out waiting \d+ms|[Ww]ait timeout after \d+ms", str(error)) is not None
+
+
 def lost_peer(error: BaseException) -> bool:
-    """Whether an operation failed because another rank has ended."""
-    return any(f"onnection {end} by peer" in str(error) for end in ("closed", "reset"))
+    """Whether an operation failed because another rank has ended or did not join it in time."""
+    ended = any(f"onnection {end} by peer" in str(error) for end in ("closed", "reset"))
+    return ended or timed_out(error)
 
 
 def run(
@@ -158,13 +171,20 @@ def run(
         print(f"error: rank {rank} is out of GPU memory ({cause}){hint}", file=sys.stderr)
     except Exception as e:
         code = 1
-        if lost_peer(e):
-            rank = os.environ["RANK"]
+        rank = os.environ.get("RANK", "0")
+        if timed_out(e):
+            limit = timeout() / timedelta(minutes=1)
+            print(
+                f"error: rank {rank} waited {limit:g} minutes for another rank, which "
+                "hangs or needs longer; DIST_TIMEOUT_MINUTES sets this limit",
+                file=sys.stderr,
+            )
+        elif lost_peer(e):
             _let_others_speak()  # the peer prints the reason, and the launcher ends this rank
             message = f"rank {rank} lost the connection to another rank: see that rank's error"
             print(f"error: {message}", file=sys.stderr)
         elif reason := disk_full(e, output_dir=parse and parse().output_dir):
-            print(f"error: rank {os.environ.get('RANK', '0')}: {reason}", file=sys.stderr)
+            print(f"error: rank {rank}: {reason}", file=sys.stderr)
         else:
             traceback.print_exc()
     sys.stdout.flush()

@@ -45,6 +45,11 @@ def main() -> None:
         raise UserError(
             "--answer_regex does not work with --train_on_prompt: no token is an answer"
         )
+    if args.answer_regex and not re.compile(args.answer_regex).groups:
+        raise UserError(
+            f"--answer_regex {args.answer_regex}: put what to compare in a group, for example "
+            "'Answer: (.*)'"
+        )
     if bool(args.input_key) != bool(args.target_key):
         raise UserError("--input_key and --target_key name a pair of columns: set both")
     check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt)
@@ -233,12 +238,12 @@ def greedy(batch: int, model, prompts: list[list[int]], options: dict) -> list[l
 
 
 def result(text: str, args) -> str | None:
-    """The last match of --answer_regex, without thousands separators and final period."""
-    matches = re.findall(args.answer_regex, text)
+    """The first group of the last match of --answer_regex, without thousands separators and final
+    period."""
+    matches = list(re.finditer(args.answer_regex, text))
     if not matches:
         return None
-    last = matches[-1] if isinstance(matches[-1], str) else matches[-1][0]
-    return last.replace(",", "").rstrip(".")
+    return (matches[-1][1] or "").replace(",", "").rstrip(".")
 
 
 def markdown(results: list[dict]) -> str:

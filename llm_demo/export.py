@@ -54,7 +54,7 @@ CARD = """---
 tags: [sft]
 ---
 # {name}
-Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on `{data}`:
+Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on {data}:
 {tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
 
 | | |
@@ -79,6 +79,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     args = make_parser().parse_args()
+    if args.public and not args.push_to_hub:
+        raise UserError("--public: set --push_to_hub too, which names the repository")
+    source = Path(args.source)
+    if source.name == "checkpoints" and not (source / "checkpoints").exists() and source.is_dir():
+        raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
     alone = World(0, 1, 0, torch.device("cpu"))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     named = os.path.join(".", args.source)  # "auto" is a folder here
@@ -389,8 +394,11 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     file = checkpoint.parent.parent / "config.json"
     try:
         settings = json.loads(file.read_text())
-        base, data = (Path(settings[k]).name for k in ("model_name_or_path", "train_json"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        base = Path(settings["model_name_or_path"]).name
+        data = ", ".join(
+            f"`{Path(part.strip()).name}`" for part in settings["train_json"].split(",")
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
     of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
     parallelism = settings.get("parallelism", of_old_run)

@@ -266,10 +266,16 @@ def load_data(
         say("held-out: none given, so no held-out loss")
         return train, None, eval_json
     heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len))
-    learnt, asked = ({f["path"] for f in p.stats["files"]} for p in (train, heldout))
-    for path in sorted(learnt & asked):
+    learnt, asked = map(contents, (train, heldout))
+    for path in sorted(path for path, content in asked.items() if content in learnt.values()):
         say(f"held-out: {path} is also in the training data, so its loss is not a held-out loss")
     return train, heldout, eval_json
+
+
+def contents(packs: Packs) -> dict[str, str]:
+    """The hash of each data file, by its path."""
+    paths, identity = [f["path"] for f in packs.stats["files"]], packs.stats["identity"]
+    return {path: identity[f"content of data file {n}"] for n, path in enumerate(paths, 1)}
 
 
 def fit_window(config, sample_tokens: int, packs: list[Packs], say: Callable) -> int:

@@ -76,3 +76,21 @@ def test_communication_that_is_not_measured_is_not_zero():
     result = {"row": row, "status": "ok", "summary": summary, "config": {"global_batch": 1}}
     assert line_of(result).count("n/a") == 4  # with MFU
     assert shares(summary)["compute and idle"] == 1
+
+
+def test_medians_are_of_the_steps_since_the_last_start():
+    """Those before a resume may be another script's."""
+    keys = ("step_ms", "slots_per_s", "toks_per_s", "label_toks_per_s", "data_ms")
+    history = SimpleNamespace(
+        first_step=4, tokens=7, label_tokens=7, evals=[], exact=[], records=[]
+    )
+    for step in range(1, 9):
+        of = {f"perf/{key}": float(step) for key in keys} | dict.fromkeys(TIMES)
+        of |= {"perf/peak_mem_gb": [0.0], "train/loss": 1.0, "train/skipped": False}
+        history.records.append({"step": step, **of})
+    settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
+    settings["use_activation_checkpointing"] = False
+    for first, median in ((0, 5.5), (4, 7.5), (8, 5.5)):  # 8: nothing was left to train
+        history.first_step = first
+        summary = summarise(history, settings, 1.0, None, None, [0.0])
+        assert (summary["steps"], summary["median_step_ms"]) == (8, median)

@@ -328,6 +328,30 @@ def test_cache_is_keyed_by_content(tmp_path):
     assert not load(path).stats["cache_hit"]
 
 
+def test_the_same_bytes_are_other_rows_in_another_kind_of_table(tmp_path):
+    text = "prompt,x\tcompletion,y\na,b\tc,d\n"
+    keys = {"input_key": "prompt,x", "target_key": "completion,y"}
+    (tmp_path / "x.tsv").write_text(text)
+    (tmp_path / "x.csv").write_text(text)
+    load(str(tmp_path / "x.tsv"), **keys)
+    with pytest.raises(UserError, match="prompt,x"):
+        load(str(tmp_path / "x.csv"), **keys)
+
+
+def test_a_cache_hit_names_the_present_file(tmp_path):
+    """In the rows that are skipped and in the turns that are not learnt, too."""
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    row["messages"][1]["weight"] = 0
+    rows = [{"messages": row["messages"][:1]}, row]
+    (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    built = load(str(tmp_path / "old.jsonl"), seq_len=256).stats
+    (tmp_path / "old.jsonl").rename(tmp_path / "new.jsonl")
+    hit = load(str(tmp_path / "new.jsonl"), seq_len=256).stats
+    assert hit["cache_hit"] and built["first_skipped"] and built["turns"]
+    assert json.loads(json.dumps(built).replace("/old.", "/new.")) | {"cache_hit": True} == hit
+
+
 def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "elsewhere"))
     load(write(tmp_path / "x.jsonl"), cache_dir=None)

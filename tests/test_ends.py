@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import ROOT, environment, processes_with, python
+from conftest import ROOT, environment, processes_with, python, run, torchrun
 
 from llm_demo import dist, probe, process
 
@@ -256,3 +256,41 @@ def test_ctrl_c_in_a_program_is_one_line(monkeypatch, capsys):
 
     dist.run(main)
     assert (ended, capsys.readouterr().err) == ([130], "error: stopped by SIGINT\n")
+
+
+WAIT = """
+import os, sys, time, torch
+from llm_demo import dist
+
+def slow():
+    if os.environ["RANK"] == "0":
+        time.sleep(5)
+    return os.environ["RANK"]
+
+def main():
+    world = dist.start()
+    if sys.argv[1] == "build":
+        print(f"built by {dist.once_per_node(world, slow)}\\n", end="")
+    else:
+        slow()
+    total = torch.ones(1)
+    torch.distributed.all_reduce(total)
+    print(f"sum {total.item()}\\n", end="")
+
+dist.run(main)
+"""
+
+
+def test_ranks_wait_for_a_build_that_takes_longer_than_one_operation_may(tmp_path):
+    (tmp_path / "wait.py").write_text(WAIT)
+    done = torchrun(2, tmp_path / "wait.py", "build", DIST_TIMEOUT_MINUTES="0.04")
+    assert sorted(done.stdout.splitlines()) == ["built by 0", "built by 1", "sum 2.0", "sum 2.0"]
+
+
+def test_a_rank_that_waits_too_long_is_one_line(tmp_path):
+    (tmp_path / "wait.py").write_text(WAIT)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [sys.executable, *launch, tmp_path / "wait.py", "hang"]
+    done = run(command, DIST_TIMEOUT_MINUTES="0.04")
+    line = "error: rank 1 waited 0.04 minutes for another rank, which hangs or needs longer; DIST_"
+    assert line in done.stderr and "RuntimeError" not in done.stderr

@@ -123,6 +123,14 @@ def test_results_of_answers():
     assert evaluate.result("no number", args) is None
 
 
+def test_a_pattern_without_a_group_is_refused(monkeypatch):
+    """It would find the same in every answer."""
+    flags = ["--models", "m", "--data", "d", "--answer_regex", "Answer"]
+    monkeypatch.setattr("sys.argv", ["evaluate", *flags])
+    with pytest.raises(UserError, match="--answer_regex Answer: put what to compare in a group"):
+        evaluate.main()
+
+
 def test_a_model_without_weights_is_one_line(folder):
     args = evaluate.make_parser().parse_args(arguments(folder))
     with pytest.raises(UserError, match="has no weights"):

@@ -159,6 +159,33 @@ def test_the_card_says_how_it_began(more, said, tmp_path):
     assert said in export.card(folder / "checkpoints/step_00000007", "mine")
 
 
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["run", "out", "--public"], "--public: set --push_to_hub too"),
+        (
+            ["run/checkpoints/", "out"],
+            "run/checkpoints holds a run's checkpoints: name the run, run",
+        ),
+    ],
+)
+def test_flags_that_ask_for_something_else(flags, said, tmp_path, monkeypatch):
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["export", *flags])
+    with pytest.raises(UserError, match=said):
+        export.main()
+
+
+def test_the_card_names_every_data_file(tmp_path):
+    _, folder = trained(tmp_path, "tied")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["train_json"] = "/data/a.jsonl, b.csv"
+    (folder / "config.json").write_text(json.dumps(settings))
+    card = export.card(folder / "checkpoints/step_00000007", "mine")
+    assert " on `a.jsonl`, `b.csv`:" in card
+
+
 def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
     model, folder = trained(tmp_path / "run", "tied")
     command = [sys.executable, "-m", "llm_demo.export"]

@@ -265,7 +265,7 @@ def test_formats_are_the_flag_values():
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_tables_are_read_by_datasets(kind, tmp_path):
+def test_tables_that_datasets_wrote(kind, tmp_path):
     from datasets import Dataset
 
     rows = {"question": ["1 + 1?", "Why?"], "answer": ["2", "Because."]}
@@ -286,7 +286,7 @@ def test_a_parquet_file_with_a_globs_characters_in_its_name(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
-def test_a_broken_table_is_named(kind, tmp_path, caplog):
+def test_a_broken_table_is_named(kind, tmp_path):
     path = tmp_path / f"x.{kind}"
     path.write_bytes(b"")
     with pytest.raises(UserError, match=f"x.{kind}"):
@@ -294,4 +294,3 @@ def test_a_broken_table_is_named(kind, tmp_path, caplog):
     path.write_bytes(b"PAR1 no table \xff\xfe" * 5)
     with pytest.raises(UserError, match=f"x.{kind}"):
         list(read_rows(str(path)))
-    assert not caplog.records  # datasets logs what it raises

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -268,6 +269,24 @@ def test_a_folder_of_files(tmp_path):
     (tmp_path / "only/test.jsonl").write_text("")
     with pytest.raises(UserError, match="is a folder with only test.jsonl: name a data file"):
         find_files(f"{tmp_path}/only")
+    for name in ("a/test-0.parquet", "data/test-0.parquet", "data/train-0.parquet"):
+        (tmp_path / "hub" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub" / name).write_text("")
+    with pytest.raises(UserError, match="the folder that holds it, such as .*/hub/data$"):
+        find_files(f"{tmp_path}/hub")
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.xz", "x.zip", "x.bz2", "x.tar.gz"])
+def test_files_that_are_not_read(name, tmp_path):
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=r"files are not read: convert it to one of \.jsonl, "):
+        find_files(f"{tmp_path}/*")
+
+
+def test_one_object_over_several_lines(tmp_path):
+    (tmp_path / "x.json").write_text('{\n  "text": "a"\n}\n')
+    with pytest.raises(UserError, match="must be one array of objects, or one object in each line"):
+        list(read_rows(str(tmp_path / "x.json")))
 
 
 def zstd(data: bytes) -> bytes:
@@ -342,6 +361,27 @@ def test_objects_in_parquet_keep_their_own_keys_only(tmp_path):
     assert [row for _, row in read_rows(parquet)] == rows
     same = [load(path, TOOLS, pack=False) for path in (jsonl, parquet)]
     assert [first(same[0], i) for i in range(3)] == [first(same[1], i) for i in range(3)]
+
+
+def test_parquet_files_that_are_unlike_json(tmp_path):
+    """No rows, a column of a type that JSON lacks, a null where text is needed, binary data."""
+    path = str(tmp_path / "x.parquet")
+    pairs = pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "map": pairs}), path)
+    assert load(path).stats["documents"] == 2
+    for prompts, message in (
+        (pa.array([], pa.string()), "x.parquet is empty: it has no rows to train on"),
+        ([None, "b"], "x.parquet, row 1: prompt must be text, not null"),
+        (["a", None], "x.parquet, row 2: prompt must be text, not null"),
+        ([b"a", b"b"], "x.parquet, row 1: prompt must be text, not binary data"),
+    ):
+        completions = pa.array(["c"] * len(prompts), pa.string())
+        pq.write_table(pa.table({"prompt": prompts, "completion": completions}), path)
+        with pytest.raises(UserError, match=message):
+            load(path)
+    table = {"messages": [None], "prompt": ["a"], "completion": ["b"]}
+    pq.write_table(pa.table(table), path)
+    assert load(path).stats["files"][0]["format"] == "prompt"
 
 
 @pytest.fixture
@@ -421,11 +461,11 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
 def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
     path, said = write(tmp_path / "x.jsonl", PAIR), []
-    args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=path)
-    load_data(args, None, make_tokenizer(), said.append)
-    assert (
-        f"held-out: {path} is also in the training data, so its loss is not a held-out loss" in said
-    )
+    for same in (path, f"{tmp_path}/./x.jsonl", shutil.copy(path, tmp_path / "copy.txt")):
+        args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
+        load_data(args, None, make_tokenizer(), said.append)
+        line = f"held-out: {same} is also in the training data, so its loss is not a held-out loss"
+        assert line in said
 
 
 # ------------------------------------------------------------------ templates

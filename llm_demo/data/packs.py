@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 
@@ -17,7 +18,7 @@ from llm_demo.data.build import build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
 from llm_demo.data.packing import LONGEST_DEFAULT
 from llm_demo.data.records import ROLES
-from llm_demo.data.sources import content_of, find_files, split_name
+from llm_demo.data.sources import content_of, find_files, split_name, table_of
 from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError, counted
 from llm_demo.files import cache_folder, disk_full
@@ -163,14 +164,15 @@ def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:
 
 def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str, dict]:
     """A hash of everything the packs depend on, as 24 hex digits, and a dict of its parts. Hashes
-    contents, not names and dates, so a copy hits the cache."""
+    contents, not names and dates, so a copy hits the cache; but the same bytes are other rows in a
+    table with other separators."""
     key, identity = hashlib.sha256(), {}
     for path in files:
         try:
             content = content_of(path)
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        key.update(bytes.fromhex(content))
+        key.update(bytes.fromhex(content) + table_of(path).encode())
         identity[f"content of data file {len(identity) + 1}"] = content[:16]
     tokenizer = codec.tokenizer
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
@@ -206,9 +208,15 @@ def _reading(stats: dict) -> dict | None:
 def _open(folder: str, files: list[str], hit: bool) -> Packs:
     """Map the packs in a folder. Raises OSError or ValueError if a file is damaged."""
     meta = read_meta(folder)
+    names = {}  # the same bytes may have been cached under another name
     for path, file in zip(files, meta["stats"]["files"], strict=True):
-        file["path"] = path  # the same bytes may have been cached under another name
-    meta["stats"]["cache_hit"] = hit
+        names[file["path"]], file["path"] = path, path
+    stats = meta["stats"] | {"cache_hit": hit}
+    first = stats["first_skipped"]
+    stats["first_skipped"] = {reason: _renamed(where, names) for reason, where in first.items()}
+    for turns in stats["turns"].values():
+        turns["first"] = _renamed(turns["first"], names)
+    meta["stats"] = stats
     # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
     arrays = {
         os.path.basename(path)[:-4]: np.asarray(np.load(path, mmap_mode="r"))
@@ -217,6 +225,12 @@ def _open(folder: str, files: list[str], hit: bool) -> Packs:
     tokens = np.asarray(np.memmap(f"{folder}/tokens.int32", np.int32, "r"))
     is_label = np.asarray(np.memmap(f"{folder}/learnt.bool", bool, "r"))
     return Packs(**meta, **arrays, tokens=tokens, is_label=is_label)
+
+
+def _renamed(where: str, names: dict[str, str]) -> str:
+    """ "FILE:row" or "FILE, row N" with the file's present name."""
+    path, place = re.fullmatch(r"(.*?)(:\d+|, row \d+)", where, re.S).groups()
+    return names.get(path, path) + place
 
 
 def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:

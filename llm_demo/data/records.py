@@ -65,9 +65,11 @@ def detect_format(row, where, data_format="auto", input_key=None, target_key=Non
         return RowFormat("input", (input_key, target_key), "--input_key, --target_key")
     if data_format != "auto":
         return RowFormat(data_format, FORMATS[data_format][0], "--data_format")
-    for name, (keys, _) in FORMATS.items():
-        if all(key in row for key in keys):
-            return RowFormat(name, keys, "first row")
+    filled = {key for key, value in row.items() if value is not None}
+    for present in (filled, row.keys()):  # a table may have a null in one of two formats' columns
+        for name, (keys, _) in FORMATS.items():
+            if present >= set(keys):
+                return RowFormat(name, keys, "first row")
     raise UserError(f"{where}: unknown row format, keys: {_keys(row)}; accepted: {ACCEPTED}")
 
 
@@ -277,4 +279,5 @@ def _keys(row: dict) -> str:
 
 def _kind(value) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
-    return "null" if value is None else names.get(type(value), "a number")
+    names |= {int: "a number", float: "a number", bytes: "binary data"}
+    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")

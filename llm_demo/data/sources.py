@@ -7,8 +7,8 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
-import logging
 import os
 import re
 import zlib
@@ -20,7 +20,11 @@ from llm_demo.files import digest
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # searched for in a folder
 
+TABLES = (".csv", ".tsv", ".parquet")
+
 COMPRESSED = (".gz", ".zst")
+
+NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".arrow", ".xlsx")
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
@@ -70,6 +74,12 @@ def find_files(
             files += matches
         else:
             raise UserError(f"no such data file: {part or '(an empty name)'}")
+    for path in files:
+        if not hub_parts(path) and _suffix(path) in NOT_READ:
+            raise UserError(
+                f"{path}: {_suffix(path)} files are not read: convert it to one of "
+                f"{', '.join(FILES)}, also with .gz or .zst"
+            )
     return files
 
 
@@ -91,9 +101,18 @@ def _in_folder(folder: str, say: Callable) -> list[str]:
         holds = f"only {', '.join(map(os.path.basename, paths))}" if paths else "no data file"
         raise UserError(
             f"{folder} is a folder with {holds}: name a data file ({', '.join(FILES)}, also with "
-            f".gz or .zst) or a glob such as {folder.rstrip('/')}/*/*.parquet"
+            f".gz or .zst) or the folder that holds it{_subfolder(folder)}"
         )
     return files
+
+
+def _subfolder(folder: str) -> str:
+    """ ", such as FOLDER/NAME" with the first subfolder that has data to train on, or ""."""
+    for path in sorted(glob.glob(os.path.join(glob.escape(folder), "*", "*"))):
+        within, name = os.path.split(path)
+        if _suffix(name) in FILES and name not in NO_DATA and not NOT_FOR_TRAINING.search(name):
+            return f", such as {within}"
+    return ""
 
 
 def _without(paths: list[str], names: re.Pattern, say: Callable) -> list[str]:
@@ -133,10 +152,10 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
     """Yield ("file:line", row), or in tables and arrays ("file, row N", row). Blank lines are
     skipped and a UTF-8 BOM is accepted.
 
-    Parquet and hub datasets are read with datasets. JSONL is not: datasets stops at a broken line
-    without naming it, and forces one schema on all rows. Nor is CSV: datasets converts None and 007
-    to something other than text. Raises UserError for an empty file, broken JSON or encoding, or a
-    row of another type."""
+    Only hub datasets are read with datasets. In JSONL it stops at a broken line without naming it,
+    and forces one schema on all rows. In CSV it converts None and 007 to something other than text.
+    In Parquet it refuses columns of some types, used or not. Raises UserError for an empty file,
+    broken JSON or encoding, or a row of another type."""
     readers = {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv, ".json": _read_json}
     read = _read_hub if hub_parts(path) else readers.get(_suffix(path), _read_lines)
     number, prefix = 0, row_prefix(path)
@@ -153,10 +172,14 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
         raise UserError(f"{path} is empty: it has no rows to train on")
 
 
+def table_of(path: str) -> str:
+    """ ".csv", ".tsv" or ".parquet" for a table, "" for anything else."""
+    return _suffix(path) if not hub_parts(path) and _suffix(path) in TABLES else ""
+
+
 def row_prefix(path: str) -> str:
     """What stands before a row's number: "FILE, row " in tables and arrays, else "FILE:"."""
-    tables = (".csv", ".tsv", ".parquet")
-    rows = hub_parts(path) or _suffix(path) in tables or _suffix(path) == ".json" and _array(path)
+    rows = hub_parts(path) or table_of(path) or _suffix(path) == ".json" and _array(path)
     return f"{path}, row " if rows else f"{path}:"
 
 
@@ -226,10 +249,13 @@ def _refuse_pointer(path: str) -> None:
 
 
 def _read_lines(path: str, progress=None) -> Iterator[tuple[int, object]]:
+    hint = "every line must be one JSON object"
+    if _suffix(path) == ".json":
+        hint = "a .json file must be one array of objects, or one object in each line"
     with _opened(path, progress) as lines:
         for number, raw in enumerate(lines, 1):
             if line := _decode(raw, f"{path}:{number}", "utf-8-sig" if number == 1 else "utf-8"):
-                yield number, _parse(line, path, number, "every line must be one JSON object")
+                yield number, _parse(line, path, number, hint)
 
 
 def _read_json(path: str, progress=None) -> Iterator[tuple[int, object]]:
@@ -310,17 +336,22 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
 
 
 def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
-    from datasets import load_dataset  # takes a second to import, and most files are JSONL
+    import pyarrow  # installed with datasets
+    from pyarrow.parquet import ParquetFile
 
     _refuse_pointer(path)
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it raises as well
+    numbers = itertools.count(1)
     try:
-        rows = load_dataset("parquet", data_files=glob.escape(path), split="train", streaming=True)
-        for number, row in enumerate(rows, 1):
-            yield number, _without_nulls(row)
+        with ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise UserError(f"{path}: two columns are named {repeated[0]!r}")
+            for batch in file.iter_batches(1000):
+                for row in batch.to_pylist():
+                    yield next(numbers), _of_table(row)
         if progress is not None:
             progress.update(os.path.getsize(path))
-    except (ValueError, OSError) as error:  # pyarrow's errors are ValueErrors
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
         raise UserError(
             f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}"
         ) from None
@@ -328,7 +359,7 @@ def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
 
 def _read_hub(source: str, progress=None) -> Iterator[tuple[int, dict]]:
     for number, row in enumerate(_hub_rows(source), 1):
-        yield number, _without_nulls(row)
+        yield number, _of_table(row)
 
 
 @functools.lru_cache(maxsize=4)  # each is hashed, then read
@@ -345,6 +376,11 @@ def _hub_rows(source: str):
             f"{source}: not a local file, and loading it from the hub failed: {reason} "
             "(see --dataset_config and --dataset_split)"
         ) from None
+
+
+def _of_table(row: dict) -> dict:
+    """A row without the nulls inside its cells. A null cell stays: its column exists."""
+    return {key: _without_nulls(value) for key, value in row.items()}
 
 
 def _without_nulls(value):

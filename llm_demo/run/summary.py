@@ -44,10 +44,11 @@ def summarise(
     """The contents of summary.json. settings: resolved flags. profile: the profiler's figures or
     None. host: each rank's peak host memory."""
     records = history.records
-    # A resumed run may have had a different number of processes: only the last number is used.
+    # Earlier processes may have been another script's, or more or fewer.
     ranks = len(records[-1]["perf/peak_mem_gb"])
     alike = [r for r in records if len(r["perf/peak_mem_gb"]) == ranks]
-    steady = alike[WARMUP:] or alike
+    own = [r for r in records if r["step"] > history.first_step] or alike
+    steady = own[WARMUP:] or own
     losses = [r["train/loss"] for r in records]
 
     def median(key):
