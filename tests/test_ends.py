@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, environment, processes_with, python
 
+from bench.checkpoints import tensors
 from llm_demo import dist, probe, process
 
 SCRIPTS = {
@@ -124,6 +127,77 @@ def test_a_closed_terminal_saves(kind, tmp_path):
     assert (tmp_path / "run/checkpoints/latest").exists()
     log = (tmp_path / "run/train.log").read_text()
     assert "checkpoint: " in log.splitlines()[-1] and "step 2/" in log
+
+
+# A script whose evaluations, but the first of a process, are slow if told so.
+SLOWLY = """
+import itertools, os, pathlib, runpy, sys, time
+from llm_demo import loop
+calls, whole, loop.EVAL_BATCHES = itertools.count(), loop.parts_of, 1
+def slow(*args):
+    first = next(calls) == 0
+    for part in whole(*args):
+        yield part
+        if not first and "SLOW" in os.environ:
+            print("evaluating slowly", flush=True)
+            time.sleep(1)
+loop.parts_of = slow
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCRIPTS if kind != "fsdp")],
+)
+def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
+    """Stopped in the evaluation after step 2, and again in the last one, after step 4."""
+    script, rows = tmp_path / "slowly.py", (ROOT / "data/sft_en.jsonl").read_text().splitlines()
+    script.write_text(SLOWLY)
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:40]))
+    (tmp_path / "held.jsonl").write_text("\n".join(rows[40:140]))
+    flags = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 4 --log_every 1 "
+    flags += "--eval_every 2 --keep_last 1 --keep_best --warmup_steps 0 --sample_tokens 0 "
+    flags += f"--resume auto --train_json {tmp_path}/train.jsonl --eval_json {tmp_path}/held.jsonl"
+    launch = [sys.executable, "-m", "llm_demo.launch", KINDS.get(kind, "torchrun"), script]
+    launch += [ROOT / SCRIPTS[kind], *flags.split(), "--output_dir"]
+
+    def evals(folder):
+        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").open())
+        kept = ("train/loss", "train/grad_norm", "eval/loss", "eval/exact")
+        return [(r["step"], k, r[k]) for r in lines for k in kept if k in r]
+
+    whole = started([*launch, tmp_path / "whole"])
+    said = whole.communicate(timeout=200)
+    assert whole.returncode == 0, said
+    for step in (2, 4):
+        stopped = started([*launch, tmp_path / "run"], env={"SLOW": "1"})
+        said = ""
+        while "evaluating slowly" not in said:
+            said += (line := stopped.stdout.readline())
+            assert line, said + stopped.stderr.read()
+        stopped.send_signal(signal.SIGTERM)
+        said = stopped.communicate(timeout=60)
+        assert stopped.returncode == 75, said
+        latest = (tmp_path / "run/checkpoints/latest").read_text()
+        assert latest == f"step_{step:08d}\n"
+        assert max(n for n, key, _ in evals("run") if key == "eval/loss") == step - 2
+    last = started([*launch, tmp_path / "run"])
+    said = last.communicate(timeout=200)
+    assert last.returncode == 0, said
+    assert "step 4/4 | held-out loss" in said[0] and "| loss" not in said[0]
+    assert sorted(evals("run")) == sorted(evals("whole"))
+    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    assert ends[0]["eval_loss"] == ends[1]["eval_loss"] and len(ends[0]["eval_loss"]) == 3
+    one, other = (
+        tensors(tmp_path / name / "checkpoints/step_00000004") for name in ("run", "whole")
+    )
+    assert one.keys() == other.keys() and all(
+        torch.equal(t, other[name]) for name, t in one.items()
+    )
+    again = started([*launch, tmp_path / "run"])
+    assert "nothing left to train" in again.communicate(timeout=100)[0]
 
 
 # Each moment of the start: bash, Python's own start, the imports of torch, of the ranks.
