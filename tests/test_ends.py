@@ -306,7 +306,7 @@ def test_a_probe_ends_with_the_rank_that_asked(monkeypatch, tmp_path):
 
 
 def test_printing_to_a_reader_that_has_gone(monkeypatch):
-    """Nothing is raised, neither now nor when Python flushes at its end; a full disk still is."""
+    """Nothing is raised, neither now nor when Python flushes at its end."""
     reading, writing = os.pipe()
     os.close(reading)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
@@ -314,11 +314,45 @@ def test_printing_to_a_reader_that_has_gone(monkeypatch):
     print("lost", flush=True)
     print("lost too", flush=True)
     sys.stdout.close()
+
+
+def test_printing_to_a_full_disk_is_said_once(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     process.outlive_terminal()
-    with pytest.raises(OSError, match="No space"):
-        print("too much", flush=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("too much", flush=True)
+    print("too much", flush=True)
+    sys.stdout.close()
+    line = "warning: No space left on device: further console output is dropped\n"
+    assert capfd.readouterr().err == line
+
+
+def test_characters_that_the_console_lacks(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", open(tmp_path / "out", "w", encoding="latin-1"))
+    process.outlive_terminal()
+    print("\u27e6é\u27e7", flush=True)
+    sys.stdout.close()
+    assert (tmp_path / "out").read_bytes() == b"?\xe9?\n"
+
+
+@pytest.mark.parametrize("where", ["a full disk", "no reader"])
+@pytest.mark.parametrize("what", ["llm_demo.fit", "llm_demo.launch.start"])
+def test_output_that_goes_nowhere_is_no_traceback(what, where):
+    fit = f"{ROOT}/models/qwen3-tiny --cards 1 --memory 80 --tokens_a_step 100"
+    start = f"torchrun {ROOT}/fsdp/train_fsdp.py -- --seq_len 4"
+    flags = fit if what.endswith("fit") else start
+    if where == "no reader":
+        reading, out = os.pipe()
+        os.close(reading)
+    else:
+        out = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run(
+        [sys.executable, "-m", what, *flags.split()], cwd=ROOT, env=environment(), text=True,
+        stdout=out, stderr=subprocess.PIPE, timeout=100,
+    )  # fmt: skip
+    os.close(out)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert done.returncode == (0 if what.endswith("fit") else 2), done.stderr
+    assert ("warning: No space" in done.stderr) == (where == "a full disk")
 
 
 def test_ctrl_c_in_a_program_is_one_line(monkeypatch, capsys):
