@@ -193,9 +193,9 @@ def main() -> None:
         return total, norm
 
     @torch.no_grad()
-    def evaluate(micro):
+    def evaluate(packs, micro):
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        batches = heldout_batches(data.heldout, dp_rank, data_parallel, micro, data.max_docs)
+        batches = heldout_batches(packs, dp_rank, data_parallel, micro, data.max_docs)
         for batch, *labels in batches:
             total += forward(batch, *labels)
         return total

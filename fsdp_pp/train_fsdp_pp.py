@@ -206,10 +206,10 @@ def main() -> None:
         return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
 
     @torch.no_grad()
-    def evaluate(micro):
-        count = heldout_rows(data.heldout, n_shards, micro).size // n_shards // micro
+    def evaluate(packs, micro):
+        count = heldout_rows(packs, n_shards, micro).size // n_shards // micro
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        batches = heldout_batches(data.heldout, shard, n_shards, micro, data.max_docs)
+        batches = heldout_batches(packs, shard, n_shards, micro, data.max_docs)
         inputs = Lookahead(inputs_of(batch, *labels) for batch, *labels in batches)
         run_pipeline(order_here(orders.forwards_only, count), inputs, micro, total.add_)
         return total

@@ -265,6 +265,9 @@ def check(args) -> None:
         raise UserError("--resume auto needs --output_dir, the run to resume")
     if args.export != "none" and not args.save:
         raise UserError("--export converts the last checkpoint, so it needs --save true")
+    for name in ("save_every", "keep_best"):
+        if getattr(args, name) and not args.save:
+            raise UserError(f"--{name} needs checkpoints: drop it, or --no_save")
     if args.resume and args.overwrite:
         raise UserError("--resume keeps the run's folder and --overwrite empties it: use one")
     if bool(args.input_key) != bool(args.target_key):

@@ -9,8 +9,10 @@ import argparse
 import functools
 import gc
 import math
+import os
 import re
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -27,7 +29,7 @@ from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError, counted
-from llm_demo.files import write_json, write_text
+from llm_demo.files import disk_full, write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.generate import prompts_of, stop_tokens
 from llm_demo.model.loss import cross_entropy_sum
@@ -53,22 +55,41 @@ def main() -> None:
     if bool(args.input_key) != bool(args.target_key):
         raise UserError("--input_key and --target_key name a pair of columns: set both")
     check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt)
+    if args.out:
+        refuse_unwritable(args.out)
     find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched
     device = this_device()
     dtype, _ = pick_dtype(args.dtype, device)
     if args.seq_len is None:  # so that all models get the same documents
         configs = [load_config(find_model(name), 1) for name in args.models]
         args.seq_len = min(position_limit(config) for config in configs)
-    results = []
+    results, problem = [], None
     for name in args.models:
         results.append(evaluate(name, args, torch.device(device.type), dtype))
         gc.collect()
         if args.out:  # after each model, since the next may fail
-            args.out.mkdir(parents=True, exist_ok=True)
             settings = {"data": args.data, "seq_len": args.seq_len, "device": str(device)}
-            write_json(args.out / "evaluation.json", {**settings, "models": results})
-            write_text(args.out / "evaluation.md", markdown(results))
+            try:
+                args.out.mkdir(parents=True, exist_ok=True)
+                write_json(args.out / "evaluation.json", {**settings, "models": results})
+                write_text(args.out / "evaluation.md", markdown(results))
+                problem = None
+            except OSError as e:
+                problem = disk_full(e, args.out) or e.strerror
     print(markdown(results))
+    if problem:
+        raise UserError(f"--out {args.out} can't be written: {problem}")
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raise UserError if --out can't be a folder to write to. Creates nothing."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"--out {out} is a file: name a folder")
+    above = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    try:  # access() allows root everything, even in /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".llm_demo-", dir=above))
+    except OSError as e:
+        raise UserError(f"--out {out}: can't write to {above}: {e.strerror}") from e
 
 
 def make_parser() -> argparse.ArgumentParser:

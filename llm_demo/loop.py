@@ -1,6 +1,7 @@
 """The training loop, from step 1 to the last line; the same for all kinds of parallelism."""
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,6 +26,8 @@ from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
 from llm_demo.run.next_steps import next_steps
 from llm_demo.run.summary import COLUMNS, summarise
+
+EVAL_BATCHES = 8  # micro-batches of each rank between two looks for a stop, in an evaluation
 
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
@@ -53,8 +56,13 @@ def prepare(
     log.resolved(resumed_step=checkpoints.first_step)
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)
+    own = checkpoints.path and checkpoints.path.parent == checkpoints.folder
+    summary = log.folder / "summary.json"
     if checkpoints.first_step < steps:
         return clock, checkpoints
+    if checkpoints.first_step == steps and own and not summary.exists() and plan.data.heldout:
+        if checkpoints.facts.get("unevaluated"):  # stopped during the last evaluation
+            return clock, checkpoints
     if (first := checkpoints.first_step) > steps:
         log.say(
             f"nothing to train: {checkpoints.path} is of step {first}, beyond the run's "
@@ -62,9 +70,9 @@ def prepare(
         )
         return None
     log.say(f"nothing left to train: {checkpoints.path} is of the last step")
-    if checkpoints.path.parent == checkpoints.folder and not args.dry_run:
+    if own and not args.dry_run:
         export_last(args, world, log, checkpoints.path)
-        if not (log.folder / "summary.json").exists():
+        if not summary.exists():
             clock.history.resume(checkpoints.facts)
             clock.history.records += log.open(clock.history.first_step)
             finish(world, log, clock)
@@ -74,11 +82,10 @@ def prepare(
 def heldout_batches(
     packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows, with
-    its progress. See label_positions and answers_of; all are on the CPU."""
+    """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows. See
+    label_positions and answers_of; all are on the CPU."""
     rows = heldout_rows(packs, replicas, micro)
-    batches = micro_batches(packs, rows, replica, replicas, micro, max_docs)
-    for batch in progress(batches, "evaluating", rows.size // replicas // micro, "batches"):
+    for batch in micro_batches(packs, rows, replica, replicas, micro, max_docs):
         index, targets = label_positions(batch.labels)
         yield batch, index, targets, answers_of(index, batch.cu_seqlens)
 
@@ -102,7 +109,8 @@ def train(
     step(rows, n_labels, lr): an optimizer step on `rows`, the row numbers of all replicas; -1
         stands for a row of padding. Returns this rank's share of the loss and the gradient norm,
         0-dim tensors on the device
-    evaluate(micro): loss.score summed over this rank's held-out rows, fp64 [2] on the device
+    evaluate(packs, micro): loss.score summed over this rank's rows of `packs`, fp64 [2] on the
+        device
     ask(batch, index): the likeliest next tokens, see generate.generate
     state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""
     source, data, horizon = plan.source, plan.data, plan.horizon
@@ -112,15 +120,27 @@ def train(
         log.say("dry run: everything is ready for step 1")
         return
     clock.begin()
-    checkpoints.begin()
 
-    def evaluation(done: int) -> None:
-        total = evaluate(args.eval_batch_size or args.micro_batch_size)
+    def evaluation(done: int) -> bool:
+        """Whether the evaluation is complete. A stop ends it early, and nothing is logged."""
+        micro = args.eval_batch_size or args.micro_batch_size
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        with progress(what="evaluating", total=len(data.heldout), unit="rows") as bar:
+            for packs in parts_of(data.heldout, EVAL_BATCHES * world.size * micro):
+                if checkpoints.stop_asked():
+                    return False
+                total += evaluate(packs, micro)
+                bar.update(len(packs))
         dist.all_reduce(total)
         clock.log_eval(done, *heldout_score(data.heldout, total))
+        return True
 
-    if data.heldout and not checkpoints.path:
-        evaluation(0)
+    if data.heldout and (not checkpoints.path or checkpoints.facts.get("unevaluated")):
+        evaluation(checkpoints.first_step)
+    checkpoints.begin()  # not before: until now a stop loses nothing
+    if checkpoints.first_step == horizon.max_steps:
+        with clock.comm.mute():
+            clock.history.records += log.open(checkpoints.first_step)
     for n in range(checkpoints.first_step, horizon.max_steps):
         # rows and label count of the whole step over all ranks, known without communication
         rows = plan.rows_of(n)
@@ -134,9 +154,11 @@ def train(
             describe_model(source.folder, source.tokenizer, log.folder / "model", source.config)
         last = n + 1 == horizon.max_steps
         if data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
-            evaluation(n + 1)
+            evaluated = evaluation(n + 1)
+        else:
+            evaluated = True
         try:
-            checkpoints.after_step(n + 1, state, facts)
+            checkpoints.after_step(n + 1, state, facts, unevaluated=not evaluated)
         except Stopped:
             log.close()
             raise
@@ -153,6 +175,18 @@ def try_forward(args: Args, plan: Plan, ask: Callable) -> None:
     batch = collate(plan.data.train, rows, plan.data.max_docs)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         ask(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
+
+
+def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
+    """`packs` in parts of so many rows, in order."""
+    for begin in range(0, len(packs), rows):
+        part = slice(begin, begin + rows)
+        yield dataclasses.replace(
+            packs,
+            label_counts=packs.label_counts[part],
+            token_counts=packs.token_counts[part],
+            row_start=packs.row_start[begin : begin + rows + 1],
+        )
 
 
 def heldout_score(packs: Packs, total: torch.Tensor) -> tuple[float, int, int]:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from llm_demo.errors import UserError
-from llm_demo.files import disk_full
+from llm_demo.files import FULL, disk_full
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
@@ -113,11 +113,14 @@ def raise_on_ctrl_c() -> None:
 
 
 def outlive_terminal() -> None:
-    """Discard output, without an error, once the terminal or the pipe's reader is gone: a run whose
-    terminal was closed still has to save."""
+    """Discard output, without an error, once the terminal or the pipe's reader is gone or its disk
+    is full: a run whose terminal was closed still has to save. Print ? for characters that the
+    console's encoding lacks."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Stream):
+            if getattr(stream, "errors", None) == "strict":  # stderr is not
+                stream.reconfigure(errors="replace")
             setattr(sys, name, _Stream(stream))
 
 
@@ -138,8 +141,12 @@ class _Stream:
         try:
             return call(*args)
         except OSError as e:
-            if e.errno not in (errno.EIO, errno.EPIPE):
+            if e.errno not in (errno.EIO, errno.EPIPE, *FULL):
                 raise
+            if e.errno in FULL:
+                with contextlib.suppress(OSError):  # may be the same file
+                    line = f"warning: {os.strerror(e.errno)}: further console output is dropped\n"
+                    os.write(2, line.encode())
             # buffered text and C++ output also go there
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -161,6 +168,7 @@ def refuse_unusable_paths():
 
 def command(main: Callable[[], int | None]) -> None:
     """Exit with the code that main() returns. Bad input ends with one line and code 2."""
+    outlive_terminal()
     try:
         with refuse_unusable_paths():
             code = main()

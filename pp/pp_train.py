@@ -24,7 +24,6 @@ from llm_demo.model.source import refuse_experts
 from llm_demo.model.weights import loading, materialise
 from llm_demo.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.plan import make_plan
-from llm_demo.progress import progress
 from llm_demo.run.log import Log
 from pp.flags import GROUPS
 
@@ -132,11 +131,11 @@ def main() -> None:
         share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the total
         return share, engine.get_global_grad_norm()
 
-    def evaluate(micro):
-        rows = heldout_rows(data.heldout, replicas, micro, at_least=pieces)
+    def evaluate(packs, micro):
+        rows = heldout_rows(packs, replicas, micro, at_least=pieces)
         count = rows.size // replicas // micro
-        batches = progress(feed(data.heldout, rows, micro=micro), "evaluating", count, "batches")
-        scores = ds_engine.forward_only(engine, iter(batches), count, score_fn, reshape=micro != B)
+        batches = feed(packs, rows, micro=micro)
+        scores = ds_engine.forward_only(engine, batches, count, score_fn, reshape=micro != B)
         if not scores:
             return torch.zeros(2, dtype=torch.float64, device=world.device)
         return torch.stack(scores).sum(0, dtype=torch.float64)

@@ -1,9 +1,11 @@
 """Packing, cache, the rows of a step, batches, on documents that can be told apart."""
 
+import fcntl
 import itertools
 import json
 import multiprocessing
 import os
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -377,6 +379,26 @@ def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
     (tmp_path / "cache/building-dead/meta.json").write_text("{")
     packs = load(path)
     assert not packs.stats["cache_hit"] and len(documents(packs)) == len(TEXTS)
+
+
+def test_what_killed_builds_have_left_is_removed(tmp_path):
+    """What this host left at once, another host's after a day, and nothing that is in use."""
+    cache = tmp_path / "cache"
+    ages = {
+        f"{data.BUILDING}dead": 120, f"{data.BUILDING}new": 0,
+        f"{data.BUILDING}used": 2 * data.DAY,
+        "building-old": 2 * data.DAY, "building-other-host-x": data.DAY // 2,
+    }  # fmt: skip
+    for name, age in ages.items():
+        (cache / name / "packs").mkdir(parents=True)
+        (cache / name / "lock").touch()
+        for file in (*(cache / name).iterdir(), cache / name):
+            os.utime(file, (0, time.time() - age))
+    with open(cache / f"{data.BUILDING}used/lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        load(write(tmp_path / "x.jsonl"))
+    left = {name for name in os.listdir(cache) if name.startswith("building-")}
+    assert left == {*ages} - {f"{data.BUILDING}dead", "building-old"}
 
 
 def test_the_slower_of_two_builders_uses_the_other_ones_packs(tmp_path, monkeypatch):

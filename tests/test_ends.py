@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from conftest import ROOT, environment, processes_with, python, run, torchrun
 
+from bench.checkpoints import tensors
 from llm_demo import dist, probe, process
 
 SCRIPTS = {
@@ -126,6 +129,77 @@ def test_a_closed_terminal_saves(kind, tmp_path):
     assert "checkpoint: " in log.splitlines()[-1] and "step 2/" in log
 
 
+# A script whose evaluations, but the first of a process, are slow if told so.
+SLOWLY = """
+import itertools, os, pathlib, runpy, sys, time
+from llm_demo import loop
+calls, whole, loop.EVAL_BATCHES = itertools.count(), loop.parts_of, 1
+def slow(*args):
+    first = next(calls) == 0
+    for part in whole(*args):
+        yield part
+        if not first and "SLOW" in os.environ:
+            print("evaluating slowly", flush=True)
+            time.sleep(1)
+loop.parts_of = slow
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCRIPTS if kind != "fsdp")],
+)
+def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
+    """Stopped in the evaluation after step 2, and again in the last one, after step 4."""
+    script, rows = tmp_path / "slowly.py", (ROOT / "data/sft_en.jsonl").read_text().splitlines()
+    script.write_text(SLOWLY)
+    (tmp_path / "train.jsonl").write_text("\n".join(rows[:40]))
+    (tmp_path / "held.jsonl").write_text("\n".join(rows[40:140]))
+    flags = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 4 --log_every 1 "
+    flags += "--eval_every 2 --keep_last 1 --keep_best --warmup_steps 0 --sample_tokens 0 "
+    flags += f"--resume auto --train_json {tmp_path}/train.jsonl --eval_json {tmp_path}/held.jsonl"
+    launch = [sys.executable, "-m", "llm_demo.launch", KINDS.get(kind, "torchrun"), script]
+    launch += [ROOT / SCRIPTS[kind], *flags.split(), "--output_dir"]
+
+    def evals(folder):
+        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").open())
+        kept = ("train/loss", "train/grad_norm", "eval/loss", "eval/exact")
+        return [(r["step"], k, r[k]) for r in lines for k in kept if k in r]
+
+    whole = started([*launch, tmp_path / "whole"])
+    said = whole.communicate(timeout=200)
+    assert whole.returncode == 0, said
+    for step in (2, 4):
+        stopped = started([*launch, tmp_path / "run"], env={"SLOW": "1"})
+        said = ""
+        while "evaluating slowly" not in said:
+            said += (line := stopped.stdout.readline())
+            assert line, said + stopped.stderr.read()
+        stopped.send_signal(signal.SIGTERM)
+        said = stopped.communicate(timeout=60)
+        assert stopped.returncode == 75, said
+        latest = (tmp_path / "run/checkpoints/latest").read_text()
+        assert latest == f"step_{step:08d}\n"
+        assert max(n for n, key, _ in evals("run") if key == "eval/loss") == step - 2
+    last = started([*launch, tmp_path / "run"])
+    said = last.communicate(timeout=200)
+    assert last.returncode == 0, said
+    assert "step 4/4 | held-out loss" in said[0] and "| loss" not in said[0]
+    assert sorted(evals("run")) == sorted(evals("whole"))
+    ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
+    assert ends[0]["eval_loss"] == ends[1]["eval_loss"] and len(ends[0]["eval_loss"]) == 3
+    one, other = (
+        tensors(tmp_path / name / "checkpoints/step_00000004") for name in ("run", "whole")
+    )
+    assert one.keys() == other.keys() and all(
+        torch.equal(t, other[name]) for name, t in one.items()
+    )
+    again = started([*launch, tmp_path / "run"])
+    assert "nothing left to train" in again.communicate(timeout=100)[0]
+
+
 # Each moment of the start: bash, Python's own start, the imports of torch, of the ranks.
 MOMENTS = {"fsdp": (0.05, 0.5, "ranks"), "pp": (0.2, 1.5, "ranks")}
 
@@ -232,7 +306,7 @@ def test_a_probe_ends_with_the_rank_that_asked(monkeypatch, tmp_path):
 
 
 def test_printing_to_a_reader_that_has_gone(monkeypatch):
-    """Nothing is raised, neither now nor when Python flushes at its end; a full disk still is."""
+    """Nothing is raised, neither now nor when Python flushes at its end."""
     reading, writing = os.pipe()
     os.close(reading)
     monkeypatch.setattr(sys, "stdout", os.fdopen(writing, "w"))
@@ -240,11 +314,45 @@ def test_printing_to_a_reader_that_has_gone(monkeypatch):
     print("lost", flush=True)
     print("lost too", flush=True)
     sys.stdout.close()
+
+
+def test_printing_to_a_full_disk_is_said_once(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stdout", open("/dev/full", "w"))
     process.outlive_terminal()
-    with pytest.raises(OSError, match="No space"):
-        print("too much", flush=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("too much", flush=True)
+    print("too much", flush=True)
+    sys.stdout.close()
+    line = "warning: No space left on device: further console output is dropped\n"
+    assert capfd.readouterr().err == line
+
+
+def test_characters_that_the_console_lacks(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", open(tmp_path / "out", "w", encoding="latin-1"))
+    process.outlive_terminal()
+    print("\u27e6é\u27e7", flush=True)
+    sys.stdout.close()
+    assert (tmp_path / "out").read_bytes() == b"?\xe9?\n"
+
+
+@pytest.mark.parametrize("where", ["a full disk", "no reader"])
+@pytest.mark.parametrize("what", ["llm_demo.fit", "llm_demo.launch.start"])
+def test_output_that_goes_nowhere_is_no_traceback(what, where):
+    fit = f"{ROOT}/models/qwen3-tiny --cards 1 --memory 80 --tokens_a_step 100"
+    start = f"torchrun {ROOT}/fsdp/train_fsdp.py -- --seq_len 4"
+    flags = fit if what.endswith("fit") else start
+    if where == "no reader":
+        reading, out = os.pipe()
+        os.close(reading)
+    else:
+        out = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run(
+        [sys.executable, "-m", what, *flags.split()], cwd=ROOT, env=environment(), text=True,
+        stdout=out, stderr=subprocess.PIPE, timeout=100,
+    )  # fmt: skip
+    os.close(out)
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert done.returncode == (0 if what.endswith("fit") else 2), done.stderr
+    assert ("warning: No space" in done.stderr) == (where == "a full disk")
 
 
 def test_ctrl_c_in_a_program_is_one_line(monkeypatch, capsys):

@@ -487,6 +487,8 @@ CASES += [
     ),
     ("fsdp", [*QWEN, "--optimizer_on_host", "--freeze_router"], "does not work with --optimizer_"),
     ("fsdp", [*QWEN, "--router_aux_loss", "1", "--freeze_router"], "drop --freeze_router"),
+    ("fsdp", [*QWEN, "--no_save", "--save_every", "5"], "--save_every needs checkpoints"),
+    ("fsdp", [*QWEN, "--no_save", "--keep_best"], "--keep_best needs checkpoints"),
     ("fsdp_pp", ["--stages", "1", *QWEN, "--router_aux_loss", "1"], "router_aux_loss: only for"),
 ]
 

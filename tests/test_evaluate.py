@@ -1,7 +1,9 @@
 """Base against tuned: the loss is transformers' own, answers are those of one prompt at a time."""
 
+import errno
 import json
 import math
+import os
 import sys
 
 import pytest
@@ -96,6 +98,20 @@ def test_the_command_writes_a_table_and_json(folder, tmp_path):
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 
+def test_the_table_is_printed_if_it_can_t_be_written(folder, tmp_path, monkeypatch, capsys):
+    def full(file, _):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(evaluate, "write_json", full)
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate", *arguments(folder, "--out", str(tmp_path / "out"))]
+    )
+    problem = f"--out {tmp_path}/out can't be written: No space left on device: {tmp_path}/out"
+    with pytest.raises(UserError, match=problem):
+        evaluate.main()
+    assert capsys.readouterr().out.count("| x.jsonl |") == 2
+
+
 def test_answers_to_other_rows_are_not_put_side_by_side():
     def of(model, *rows):
         answers = [{"prompt": f"{r}?", "answer": f"{r} by {model}", "expected": r} for r in rows]
@@ -159,6 +175,8 @@ def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeyp
         ("--input_key prompt", "--input_key and --target_key name a pair of columns: set both"),
         ("--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),
         ("--learn_turns last --train_on_prompt", "contradict each other"),
+        (f"--out {__file__}", "--out .*test_evaluate.py is a file: name a folder"),
+        ("--out /proc/new", "--out /proc/new: can't write to /proc: No such file"),
     ],
 )
 def test_bad_flags_are_one_line_before_a_model_is_sought(flags, message, folder, monkeypatch):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, python, run, smaller_model
+from conftest import ROOT, args_with, python, run, smaller_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import flip, make, save, state
@@ -279,6 +280,33 @@ def test_overwrite_empties_what_a_link_points_to(tmp_path):
     run_folder.take_folder(tmp_path / "out", args, None).close()
     assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["cmd.sh"]
     assert (tmp_path / "out").is_symlink()
+
+
+def test_runs_of_the_same_second_have_names_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "ROOT", tmp_path)
+    monkeypatch.setattr(
+        run_folder, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5))
+    )
+    args = args_with(model_name_or_path="m")
+    chosen = [run_folder.choose_folder(args, "fsdp")]
+    run_folder.take_folder(chosen[0], args, None).close()
+    chosen += [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
+    names = [f"fsdp-m-20260102-030405{suffix}" for suffix in ("", "-2", "-3", "-4")]
+    assert [folder.name for folder in chosen] == names
+    for folder in chosen[1:3]:
+        run_folder.take_folder(folder, args, None).close()
+    (mark,) = (f for f in (tmp_path / "runs").iterdir() if f.name not in names)
+    os.utime(mark, (0, 0))  # the fourth ended before step 1
+    args.dry_run = True  # creates nothing
+    assert run_folder.choose_folder(args, "fsdp").name == names[0]
+    args.dry_run = False
+    assert run_folder.choose_folder(args, "fsdp").name == names[3]
+
+
+def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
+    (tmp_path / "out").symlink_to(tmp_path / "gone")
+    with pytest.raises(UserError, match="out is a link to .*gone, which does not exist"):
+        train("fsdp", "--max_steps 2")
 
 
 # ---------------------------------------------------------------- locks

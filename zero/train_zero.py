@@ -111,9 +111,9 @@ def main() -> None:
         return total, engine.get_global_grad_norm()
 
     @torch.no_grad()
-    def evaluate(micro):
+    def evaluate(packs, micro):
         total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        batches = heldout_batches(data.heldout, world.rank, world.size, micro, data.max_docs)
+        batches = heldout_batches(packs, world.rank, world.size, micro, data.max_docs)
         for batch, *labels in batches:
             total += forward(batch, *labels)
         return total

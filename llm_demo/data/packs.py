@@ -3,6 +3,8 @@
 file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
 memory-mapped from a cache folder -> the rows of step k, and their tensors (steps.py)"""
 
+import contextlib
+import fcntl
 import glob
 import hashlib
 import json
@@ -10,6 +12,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 
 import numpy as np
 
@@ -23,6 +26,8 @@ from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError, counted
 from llm_demo.files import cache_folder, disk_full
 
+BUILDING = f"building-{os.uname().nodename}-"  # name prefix of packs that this host builds
+DAY = 24 * 3600
 CACHE_VERSION = 4  # increase it when the same files are read, labelled or packed differently
 SHOWN = 400  # tokens from each end of a long example
 
@@ -106,7 +111,11 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
     damaged = os.path.isdir(folder)
     try:
         os.makedirs(root, exist_ok=True)
-        temporary = tempfile.mkdtemp(prefix="building-", dir=root)
+        _remove_stale(root)
+        temporary = tempfile.mkdtemp(prefix=BUILDING, dir=root)
+        lock = open(os.path.join(temporary, "lock"), "w")
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
         reason = disk_full(error, root) or error.strerror or error
         raise UserError(f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE") from None
@@ -123,6 +132,21 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
             raise UserError(f"cannot build the packs in {root}: {reason}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        lock.close()
+
+
+def _remove_stale(root: str) -> None:
+    """Remove what killed builds have left. A build's lock ends with it, but is not trusted to reach
+    other hosts: what they left is removed after a day."""
+    for folder in glob.glob(f"{glob.escape(root)}/building-*"):
+        ours = os.path.basename(folder).startswith(BUILDING)
+        with contextlib.suppress(OSError):  # it is in use, or gone
+            files = [folder, *glob.glob(f"{glob.escape(folder)}/**", recursive=True)]
+            age = time.time() - max(map(os.path.getmtime, files))
+            if age > (60 if ours else DAY):  # a new one may not be locked yet
+                with open(os.path.join(folder, "lock"), "a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from llm_demo.launch import __main__ as launch
 from llm_demo.launch.settings import flags_of, misspelt, of_others
+from llm_demo.process import outlive_terminal
 
 
 def main() -> int:
+    outlive_terminal()
     end = sys.argv.index("--")
     kind, script, *settings = sys.argv[1:end]
     settings = dict(setting.split("=", 1) for setting in settings)

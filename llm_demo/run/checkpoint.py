@@ -212,9 +212,19 @@ class Checkpoints:
                 os.write(1, b"stopping: a checkpoint is saved after the step that is under way\n")
         self.stop = True
 
-    def after_step(self, step: int, tensors, facts) -> None:
+    def stop_asked(self) -> bool:
+        """Whether any rank has received a signal to stop. Every rank calls."""
+        if not self.args.save:
+            return False
+        stop = torch.tensor(int(self.stop))
+        with self.clock.comm.mute():
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        return bool(stop)
+
+    def after_step(self, step: int, tensors, facts, unevaluated: bool = False) -> None:
         """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls
-        after every step. Raises Stopped after the checkpoint for a signal received by any rank."""
+        after every step. Raises Stopped after the checkpoint for a signal received by any rank.
+        unevaluated: a stop has ended this step's evaluation early; it is repeated on resume."""
         if not self.args.save:
             return
         if step == self.first_step + 1:
@@ -230,8 +240,9 @@ class Checkpoints:
         if ahead and step == self.first_step + 1:
             self._reserve(tensors())
         if stop or last or every and step % every == 0:
-            self.save(step, tensors(), facts(), wait=bool(stop or last))
-        if stop and not last:
+            more = {"unevaluated": True} if unevaluated else {}
+            self.save(step, tensors(), {**facts(), **more}, wait=bool(stop or last))
+        if stop and (unevaluated or not last):
             raise Stopped(
                 f"stopped after step {step}, checkpoint saved; to continue: "
                 f"{resume(self.log.folder)}"
@@ -394,6 +405,9 @@ class Checkpoints:
         keep = {newest, *names[: self.args.keep_last]}
         if self.args.keep_best:
             losses = {n: facts_of(self.folder / n).get("eval_loss") for n in names}
+            # a checkpoint of a stopped evaluation lacks its loss, which was measured on resume
+            later = dict(facts_of(self.folder / newest)["evals"])
+            losses = {n: later.get(int(n[-8:])) if x is None else x for n, x in losses.items()}
             known = {n: loss for n, loss in losses.items() if math.isfinite(loss or math.nan)}
             keep |= {min(known, key=known.get)} if known else set()
         for name in set(names) - keep:

@@ -1,16 +1,19 @@
 """Choose a run's folder, and lock it so that only one run uses it."""
 
+import contextlib
 import fcntl
 import glob
+import itertools
 import os
 import shutil
 import tempfile
+import time
 from datetime import datetime
 from pathlib import Path
 
 from llm_demo.args import Args
 from llm_demo.errors import UserError
-from llm_demo.files import ROOT
+from llm_demo.files import PART, ROOT
 
 # flags that name what a run reads; not every script has all of them
 INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
@@ -22,6 +25,11 @@ def choose_folder(args: Args, script: str) -> Path:
     model = Path(args.model_name_or_path).name
     name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
+    if folder.is_symlink() and not folder.exists():
+        raise UserError(
+            f"--output_dir {folder} is a link to {os.readlink(folder)}, which does not exist: "
+            "create that folder, or remove the link"
+        )
     above = next(p for p in folder.absolute().parents if p.exists())
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file: choose another name")
@@ -29,6 +37,8 @@ def choose_folder(args: Args, script: str) -> Path:
         os.rmdir(tempfile.mkdtemp(prefix=".llm_demo-", dir=above))
     except OSError as e:
         raise UserError(f"--output_dir {folder}: can't be created in {above}: {e.strerror}") from e
+    if not args.output_dir:
+        return folder if args.dry_run or args.estimate else _reserve(folder)
     if args.overwrite:
         _refuse_inputs_in(folder, args)
     if folder.exists() and any(folder.iterdir()):
@@ -45,6 +55,30 @@ def choose_folder(args: Args, script: str) -> Path:
         if not ours:
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
     return folder
+
+
+def _reserve(folder: Path) -> Path:
+    """The folder, or with -2, -3, ... if a run that began in the same second has it. An empty file
+    beside it keeps the name until the folder exists."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f"{PART}name-*"):  # of runs that ended before step 1
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - 3600:  # that second does not come again
+                left.unlink()
+    for n in itertools.count(2):
+        mark = _mark(folder)
+        try:
+            mark.touch(exist_ok=False)
+            if not folder.exists():
+                return folder
+            mark.unlink()
+        except FileExistsError:
+            pass
+        folder = folder.with_name(f"{folder.name.removesuffix(f'-{n - 1}')}-{n}")
+
+
+def _mark(folder: Path) -> Path:
+    return folder.with_name(f"{PART}name-{folder.name}")
 
 
 def _refuse_inputs_in(folder: Path, args: Args) -> None:
@@ -87,6 +121,7 @@ def take_folder(folder: Path, args: Args, held):
         elif held:
             return held
         folder.mkdir(parents=True, exist_ok=True)
+        _mark(folder).unlink(missing_ok=True)
         if published(folder / "checkpoints"):
             raise FileExistsError
         return _lock(folder / "cmd.sh", "a" if args.resume == "auto" else "x")
