@@ -39,11 +39,11 @@ class Voice:
         self.said.append(text)
 
     def facts(self, _step):
-        more = {"tokens": 0, "label_tokens": 0, "evals": [], "adam_steps": 0}
+        more = {"tokens": 0, "label_tokens": 0, "evals": self.evals, "adam_steps": 0}
         scale = {"scale": 1.0, "good_steps": 0}
         return {"eval_loss": self.eval_loss, "loss_scale": scale, **more}
 
-    eval_loss = None
+    eval_loss, evals = None, ()
     flush = restart = lambda self: None
     resume = record = lambda self, facts: None  # noqa: E731
 
@@ -145,6 +145,17 @@ def test_keeps_the_last_and_the_best(tmp_path):
     assert kept() == ["2", "5", "6"]
     assert (tmp_path / "checkpoints/latest").read_text() == "step_00000006\n"
     assert not list((tmp_path / "checkpoints").glob(".part-*"))
+
+
+def test_keeps_the_best_that_was_evaluated_on_resume(tmp_path):
+    checkpoints = make(tmp_path, keep_last=1, keep_best=True)
+    for step, loss in enumerate((5.0, None, 4.0), 1):
+        checkpoints.log.eval_loss = loss
+        checkpoints.log.evals = [(1, 5.0), (2, 3.0), (3, 4.0)] if step == 3 else [(1, 5.0)]
+        checkpoints.args.keep_last = 2 if step == 2 else 1
+        save(checkpoints, step)
+    kept = [p.name[-1] for p in checkpoint_files.published(tmp_path / "checkpoints")]
+    assert kept == ["3", "2"]
 
 
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
