@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
+from llm_demo.files import PART
 from llm_demo.process import command
 from llm_demo.run.reader import (
     column,
@@ -57,10 +58,23 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_out(args.out)
         text = page(read_runs(args.runs))
-        args.out.write_text(text, encoding="utf-8", errors="replace")
+        replace(args.out.resolve(), text)
     except OSError as e:
         raise UserError(f"{e.filename or args.out}: {e.strerror}") from e
     print(f"report: {args.out}")
+
+
+def replace(out: Path, text: str) -> None:
+    """Write the page, at once if `out` is an ordinary file: a browser never sees half of it."""
+    whole = not out.exists() or out.is_file()
+    part = out.with_name(f"{PART}{out.name}") if whole else out
+    try:
+        part.write_text(text, encoding="utf-8", errors="replace")
+        if whole:
+            part.replace(out)
+    finally:
+        if whole:
+            part.unlink(missing_ok=True)
 
 
 def check_out(out: Path) -> None:

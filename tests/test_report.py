@@ -354,15 +354,34 @@ def test_many_ranks_and_many_runs(tmp_path):
     assert ">G</b>" in page and report.COLORS[5] in page
 
 
-@pytest.mark.parametrize("case", ["no run", "missing", "a file", "twice", "out is a folder",
-                                  "out has no folder", "out is no report"])  # fmt: skip
+def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    def half(file, text, **_):
+        with open(file, "w") as f:
+            f.write(text[:100])
+        raise OSError(28, "No space left on device")
+
+    good, out = write(tmp_path / "good", map(record, range(1, 4))), tmp_path / "page.html"
+    before = make(out, good)
+    with monkeypatch.context() as m, pytest.raises(UserError, match="page.html: No space left"):
+        m.setattr("pathlib.Path.write_text", half)
+        make(out, good)
+    assert out.read_text() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"good", "page.html"}
+
+
+@pytest.mark.parametrize("case", ["no run", "a model", "missing", "a file", "twice",
+                                  "out is a folder", "out has no folder",
+                                  "out is no report"])  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path):
     good = write(tmp_path / "good", map(record, range(1, 4)))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3"}')
     before = (good / "metrics.jsonl").read_text()
     out = tmp_path / "page.html"
     runs, out, said = {
         "no run": ([tmp_path / "empty"], out, "is not a run's folder"),
+        "a model": ([tmp_path / "hf"], out, "is a model's folder, not a run's"),
         "missing": ([tmp_path / "nothing"], out, "does not exist"),
         "a file": ([good / "config.json"], out, "is a file: name the run's folder"),
         "twice": ([good, tmp_path / "empty/../good"], out, "is given twice"),

@@ -30,6 +30,8 @@ def read_run(folder: Path) -> SimpleNamespace:
             run.notes.append(f"{name}.json could not be read")
             content = {}
         setattr(run, name, content)
+    if "model_type" in run.config and not file.exists():
+        raise UserError(f"{folder} is a model's folder, not a run's")
     text = ""
     if file.exists():
         text = file.read_text("utf-8", "replace")
