@@ -111,7 +111,9 @@ def test_on_a_gpu_both_ways_learn_alike(accum, train, tmp_path):
 
 
 def test_reshard_after_forward_means_fsdp2(train):
-    _, model = train("reshard", "--reshard_after_forward", "--max_steps", "1", "--no_save")
+    _, model = train(
+        "reshard", "--reshard_after_forward", "--max_steps", "1", "--no_save", "--save_every", "0"
+    )
     assert any(isinstance(m, FSDPModule) for m in model.modules())
 
 
