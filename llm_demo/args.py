@@ -171,7 +171,7 @@ class TrainArgs:
         "on a GPU that has it, else fp16. Short forms: --bf16, --fp16.",
     )
     shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
-    length_warmup: int = flag(0, "Sort the rows of so many first steps by longest document. 0: no.")
+    length_warmup: int = flag(0, "Number of first steps whose rows come shortest first. 0: none.")
     seed: int = flag(1234, "Seed of row order and random weights.", at_most=2**63 - 1)
 
 

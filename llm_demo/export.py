@@ -5,6 +5,7 @@ memory for the whole model: it holds one file to write and the masters of a few 
 Adapters become a PEFT adapter, or with --merge the whole model."""
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
@@ -388,6 +389,13 @@ def read_group(
     return tensors
 
 
+def measured_later(summary: Path, step: int) -> float | None:
+    """The held-out loss of a step whose checkpoint was written before it was measured."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return float(json.loads(summary.read_text())["eval_loss"][str(step)])
+    return None
+
+
 def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     """A model card with the run's own facts. lora: those of adapters, if it is one of them."""
     facts = checked_facts(checkpoint, ("step", "tokens", "label_tokens", "eval_loss"))
@@ -414,11 +422,14 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     head = "library_name: peft" if lora else "library_name: transformers"
     if lora and not lora["base"]["path"].startswith("/"):  # a hub id
         head += f"\nbase_model: {lora['base']['path']}"
+    heldout = facts["eval_loss"]
+    if heldout is None:
+        heldout = measured_later(checkpoint.parent.parent / "summary.json", facts["step"])
     return CARD.format(
         head=head, name=name,
         steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
         parallelism=parallelism, base=base, data=data,
-        heldout="not measured" if facts["eval_loss"] is None else f"{facts['eval_loss']:.4f}",
+        heldout="not measured" if heldout is None else f"{heldout:.4f}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip
 

@@ -135,9 +135,13 @@ def train(
         clock.log_eval(done, *heldout_score(data.heldout, total))
         return True
 
+    own = checkpoints.path and checkpoints.path.parent == checkpoints.folder
+    if own:  # a stop then asks to be continued, as after every step
+        checkpoints.begin()
     if data.heldout and (not checkpoints.path or checkpoints.facts.get("unevaluated")):
-        evaluation(checkpoints.first_step)
-    checkpoints.begin()  # not before: until now a stop loses nothing
+        if not evaluation(checkpoints.first_step):
+            checkpoints.end_before_first_step()
+    checkpoints.begin()  # a new run: until now a stop loses nothing
     if checkpoints.first_step == horizon.max_steps:
         with clock.comm.mute():
             clock.history.records += log.open(checkpoints.first_step)

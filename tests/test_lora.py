@@ -388,9 +388,9 @@ def test_experts_factors_start_alike_wherever_they_are():
 
 
 IN_MIXTURES = {
-    "layer": ("shared", {"lora_targets": "gate_proj"}, "in a mixture of experts is named 'gate_p"),
-    "of attention": ("qwen", {"lora_targets": "gate"}, "are q_proj, k_proj, v_proj, o_proj of"),
-    "experts": ("deepseek", {"lora_targets": "up_proj"}, "gate_up_proj and down_proj of all ro"),
+    "layer": ("shared", {"lora_targets": "gate_proj"}, "'gate_proj' can't be adapted in this"),
+    "of attention": ("qwen", {"lora_targets": "gate"}, r"k_proj, v_proj, o_proj \(attention\)"),
+    "experts": ("deepseek", {"lora_targets": "up_proj"}, r"gate_up_proj, down_proj \(experts\)"),
     "dropout": ("qwen", {"lora_dropout": 0.1}, "attention alone: --lora_targets q_proj,k_proj,v_"),
     "dropout of experts": (
         "qwen", {"lora_dropout": 0.1, "lora_targets": "down_proj"}, "no dropout: drop it$",
@@ -696,7 +696,10 @@ def test_adapters_do_not_continue_a_whole_model(work, tmp_path):
 
 BAD = {
     "no layer": (["--lora_targets="], "--lora_targets names no layer: choose from q_proj, k_p"),
-    "missing layer": (["--lora_targets", "q_proj,gate"], "is named 'gate'; they are q_proj, "),
+    "missing layer": (
+        ["--lora_targets", "q_proj,gate"],
+        "'gate' can't be adapted in this model; choose from q_proj, ",
+    ),
     "rank": (["--lora_rank", "65"], "--lora_rank 65 is larger than a side of model.layers.0."),
     "alpha alone": (["--lora_rank", "0", "--lora_alpha", "8"], "--lora_alpha needs --lora_rank"),
     "on the host": (["--optimizer_on_host"], "does not work with --optimizer_on_host"),

@@ -26,9 +26,9 @@ from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError, counted
 from llm_demo.files import cache_folder, disk_full
 
-BUILDING = f"building-{os.uname().nodename}-"  # name prefix of packs that this host builds
+BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
 DAY = 24 * 3600
-CACHE_VERSION = 4  # increase it when the same files are read, labelled or packed differently
+CACHE_VERSION = 5  # increase it when the same files are read, labelled or packed differently
 SHOWN = 400  # tokens from each end of a long example
 
 

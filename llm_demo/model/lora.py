@@ -100,7 +100,7 @@ def same_base(a: dict, b: dict) -> bool:
 
 def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
     """Raise UserError unless a run and its checkpoint train the same adapters, or none. before: of
-    the checkpoint, now: of the run, as of `Lora.facts`."""
+    the checkpoint, now: of the run; both are what `Lora.facts` returns."""
     if before and not now:
         raise UserError(
             f"{path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
@@ -118,7 +118,10 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         raise UserError(f"{path} holds adapters of another base: {changes}")
     same = ("rank", "alpha", "targets")
     if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
-        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}")
+        hint = ""
+        if before["targets"] != now["targets"]:
+            hint = f"; to resume them: --lora_targets {','.join(before['targets'])}"
+        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}{hint}")
 
 
 def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
@@ -215,14 +218,13 @@ def choose_lora(args, config, base: dict) -> Lora:
         )
     for name in asked:
         if name not in names:
-            what, kinds = "linear layer of this model's blocks", ", ".join(names)
+            choices = ", ".join(names)
             if of_experts:
-                what = "matrix that can be adapted in a mixture of experts"
-                kinds = f"{', '.join(n for n in names if n not in of_experts)} of attention, and "
-                kinds += f"{' and '.join(FUSED)} of all routed experts"
+                choices = f"{', '.join(n for n in names if n not in of_experts)} (attention), "
+                choices += f"{', '.join(FUSED)} (experts)"
             raise UserError(
-                f"--lora_targets {args.lora_targets[:80]}: no {what} is named {name[:40]!r}; they "
-                f"are {kinds}"
+                f"--lora_targets {args.lora_targets[:80]}: {name[:40]!r} can't be adapted in this "
+                f"model; choose from {choices}"
             )
     targets = tuple(name for name in names if name in asked)
     if args.lora_dropout and of_experts & set(targets):

@@ -221,6 +221,12 @@ class Checkpoints:
             dist.all_reduce(stop, dist.ReduceOp.MAX)
         return bool(stop)
 
+    def end_before_first_step(self) -> None:
+        """Raise Stopped for a signal received before this run's first step: nothing is to save."""
+        raise Stopped(
+            f"stopped before step {self.first_step + 1}; to continue: {resume(self.log.folder)}"
+        )
+
     def after_step(self, step: int, tensors, facts, unevaluated: bool = False) -> None:
         """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls
         after every step. Raises Stopped after the checkpoint for a signal received by any rank.

@@ -78,6 +78,7 @@ def _reserve(folder: Path) -> Path:
 
 
 def _mark(folder: Path) -> Path:
+    folder = folder.absolute()  # "." has no name
     return folder.with_name(f"{PART}name-{folder.name}")
 
 
