@@ -339,3 +339,14 @@ def test_ranks_wait_for_an_export_that_takes_longer_than_one_operation_may(tmp_p
     (tmp_path / "long.py").write_text(LONG)
     done = torchrun(2, tmp_path / "long.py", DIST_TIMEOUT_MINUTES="0.04")
     assert "0 exported" in done.stdout and done.stdout.count("sum 2.0") == 2
+
+
+def test_a_loss_measured_after_the_checkpoint_is_on_the_card(tmp_path):
+    """A run stopped in its last evaluation repeats it, but writes no other checkpoint."""
+    summary = tmp_path / "summary.json"
+    assert export.measured_later(summary, 4) is None
+    summary.write_text('{"eval_loss": {"0": 5.0, "4": 1.25}}')
+    assert export.measured_later(summary, 4) == 1.25 and export.measured_later(summary, 3) is None
+    for broken in ("", "[]", '{"eval_loss": null}', '{"eval_loss": {"4": "x"}}'):
+        summary.write_text(broken)
+        assert export.measured_later(summary, 4) is None
