@@ -483,7 +483,7 @@ CASES += [
     (
         "fsdp",
         [*QWEN, "--lora_rank", "4", "--lora_targets", "gate_proj"],
-        "they are q_proj, k_proj, v_proj, o_proj",
+        "choose from q_proj, k_proj, v_proj, o_proj",
     ),
     ("fsdp", [*QWEN, "--optimizer_on_host", "--freeze_router"], "does not work with --optimizer_"),
     ("fsdp", [*QWEN, "--router_aux_loss", "1", "--freeze_router"], "drop --freeze_router"),
