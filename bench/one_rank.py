@@ -17,12 +17,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp import train_fsdp
 from llm_demo.dist import run
 
-TAKEN = "WORLD_SIZE", "LOCAL_WORLD_SIZE"
-
 
 def pretend(ranks: int) -> None:
-    """Make torch.distributed of this process that of the first of so many ranks of one node."""
-    os.environ.update(dict.fromkeys(TAKEN, str(ranks)), RANK="0", LOCAL_RANK="0")
+    """Make this process the first of `ranks` ranks on one node, to torch.distributed."""
+    size = str(ranks)
+    os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, RANK="0", LOCAL_RANK="0")
     real_start, real_group = dist.init_process_group, dist.new_group
 
     def start(*unused, **also_unused):

@@ -8,7 +8,7 @@ DEFAULTS = {
     "engine": "fsdp", "micro": 1, "ga": 1, "ckpt": False, "dtype": "bf16", "seq_len": 1024,
     "model": SMALL, "gpus": 0, "steps": 32, "data": "full", "flags": "", "env": "",
 }  # fmt: skip
-ONE_OF = "--one_of"  # nor is this: one rank of so many, alone on a GPU, see bench/one_rank.py
+ONE_OF = "--one_of"  # no flag either: one rank of many, alone on a GPU, see bench/one_rank.py
 DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
 AHEAD = "--run_ahead 1"
 NO_ENGINES = "--no_copy_engines"

@@ -27,7 +27,7 @@ from llm_demo.run.log import Log
 from llm_demo.run.next_steps import next_steps
 from llm_demo.run.summary import COLUMNS, summarise
 
-EVAL_BATCHES = 8  # micro-batches of each rank between two looks for a stop, in an evaluation
+EVAL_BATCHES = 8  # an evaluation checks for a stop every 8 micro-batches of each rank
 
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
@@ -56,11 +56,15 @@ def prepare(
     log.resolved(resumed_step=checkpoints.first_step)
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)
-    own = checkpoints.path and checkpoints.path.parent == checkpoints.folder
     summary = log.folder / "summary.json"
     if checkpoints.first_step < steps:
         return clock, checkpoints
-    if checkpoints.first_step == steps and own and not summary.exists() and plan.data.heldout:
+    if (
+        checkpoints.first_step == steps
+        and checkpoints.own
+        and not summary.exists()
+        and plan.data.heldout
+    ):
         if checkpoints.facts.get("unevaluated"):  # stopped during the last evaluation
             return clock, checkpoints
     if (first := checkpoints.first_step) > steps:
@@ -70,7 +74,7 @@ def prepare(
         )
         return None
     log.say(f"nothing left to train: {checkpoints.path} is of the last step")
-    if own and not args.dry_run:
+    if checkpoints.own and not args.dry_run:
         export_last(args, world, log, checkpoints.path)
         if not summary.exists():
             clock.history.resume(checkpoints.facts)
@@ -135,8 +139,7 @@ def train(
         clock.log_eval(done, *heldout_score(data.heldout, total))
         return True
 
-    own = checkpoints.path and checkpoints.path.parent == checkpoints.folder
-    if own:  # a stop then asks to be continued, as after every step
+    if checkpoints.own:  # a stop then asks to be continued, as after every step
         checkpoints.begin()
     if data.heldout and (not checkpoints.path or checkpoints.facts.get("unevaluated")):
         if not evaluation(checkpoints.first_step):
@@ -182,7 +185,7 @@ def try_forward(args: Args, plan: Plan, ask: Callable) -> None:
 
 
 def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
-    """`packs` in parts of so many rows, in order."""
+    """`packs` in parts of at most `rows` rows, in order."""
     for begin in range(0, len(packs), rows):
         part = slice(begin, begin + rows)
         yield dataclasses.replace(

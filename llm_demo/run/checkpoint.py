@@ -87,6 +87,8 @@ class Checkpoints:
             self._require_shared_folder()
         started = time.perf_counter()
         self.path = find_checkpoint(args.resume, log.folder, world, log.say)
+        # whether the run continues itself, not another run
+        self.own = self.path is not None and self.path.parent == self.folder
         self.seconds = time.perf_counter() - started
         self.facts = (
             from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
