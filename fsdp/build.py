@@ -137,6 +137,7 @@ def build(
                 accumulates=accumulates and not on_host,
                 compiles=compute.compile,
                 engines=choose_engines(args.copy_engines, world, group, blocks, log),
+                reshards=args.reshard_after_forward,
                 timed=timed,
                 units=units,
                 replicas=mesh.size() // n_shards,

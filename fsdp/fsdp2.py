@@ -25,6 +25,8 @@ try:
 except ImportError:
     collectives = None
 
+ONE_POOL = "gathers and exchanges"  # of memory for copy engines
+
 
 def reduce_traffic(
     model: FSDPModule,
@@ -34,6 +36,7 @@ def reduce_traffic(
     accumulates: bool,
     compiles: bool,
     engines: bool,
+    reshards: bool = True,
     timed: Callable = lambda name, call, *args, group: call(*args),
     units: list[Unit] = (),
     replicas: int = 1,
@@ -47,11 +50,15 @@ def reduce_traffic(
         accumulates: a step has several micro-batches.
         compiles: torch.compile works here.
         engines: blocks use copy engines.
+        reshards: the backward gathers weights again.
         timed: timed(name, function, *args, group=ranks) calls a function of copy_engines; see
             CommTimer.call.
         units: those that sum gradients themselves.
         replicas: over which FSDP2 then sums the group's sums."""
     missing, sums, scratch = {}, {}, None
+    # Without resharding, the gathers of a step end before its first exchange. FSDP2 makes the
+    # first exchange wait for them, and the next step's first gather for the last exchange.
+    pool = None if reshards else ONE_POOL
     if units and group.size() > 1:  # a single rank's gradients don't pass a reduce-scatter
         sums = {unit.module: unit for unit in units}
         length = max(unit.length for unit in units) * group.size()
@@ -81,10 +88,11 @@ def reduce_traffic(
                 timed=timed,
                 unit=adds,
                 scratch=scratch,
+                pool=pool,
             )
             unit.set_custom_reduce_scatter(comm)
         if by_engines:
-            unit.set_custom_all_gather(GatherByEngines(group, timed))
+            unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
         elif unit in sums and not isinstance(unit, Blocks | WithExperts):
             if hasattr(unit, "set_custom_all_gather"):
                 unit.set_custom_all_gather(GatherIntoScratch(scratch))
@@ -138,11 +146,11 @@ class GatherIntoScratch:
 class GatherByEngines:
     """FSDP2's all-gathers with the GPUs' copy engines."""
 
-    def __init__(self, group: dist.ProcessGroup, timed: Callable):
-        self.group, self.timed = group, timed
+    def __init__(self, group: dist.ProcessGroup, timed: Callable, pool: str | None = None):
+        self.group, self.timed, self.pool = group, timed, pool
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return copy_engines.shared_empty(math.prod(size), dtype, device, self.group)
+        return copy_engines.shared_empty(math.prod(size), dtype, device, self.group, self.pool)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False) -> None:
         # the input is part of the output
@@ -165,9 +173,10 @@ class SumInFp32:
         timed: Callable,
         unit: Unit | None = None,
         scratch: Scratch | None = None,
+        pool: str | None = None,
     ):
         self.dtype, self.group, self.engines, self.timed = dtype, group, engines, timed
-        self.scratch = scratch
+        self.scratch, self.pool = scratch, pool
         self.sent, self.sum = None, compile_once(sum_into) if compiles else sum_into
         self.unit = unit
         if unit:
@@ -177,7 +186,7 @@ class SumInFp32:
         if self.sent is None:  # FSDP2 allocates what it sends, then the sum
             if self.engines:
                 n = math.prod(size)
-                self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group)
+                self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
             else:
                 self.sent = torch.empty(*size, dtype=self.dtype, device=device)
             return self.sent

@@ -129,17 +129,22 @@ class _Segment:
         return self.handle.get_remote_tensor(rank, (n,), dtype)
 
 
-segments = defaultdict(list)  # per group and stream, as the allocator keeps its own
+segments = defaultdict(list)  # per group and stream, as the allocator keeps its own, or per pool
 
 
-def shared_empty(n: int, dtype: torch.dtype, device: torch.device, group) -> torch.Tensor:
+def shared_empty(
+    n: int, dtype: torch.dtype, device: torch.device, group, pool: str | None = None
+) -> torch.Tensor:
     """An empty tensor (n,) in memory that the group's other ranks can read. Collective: every rank
     calls with the same n and dtype on the same stream, and drops its tensors in the same order, so
     that all get the same segment. Raises RuntimeError if memory can't be shared.
 
+    pool: tensors of one pool share memory even on different streams. The caller makes a stream wait
+    for the one that used the memory before. None: a pool for each stream.
+
     PyTorch's pool alone does not suffice: of two free blocks of a size it takes that at the lower
     address, which may differ between ranks. Each rank would then wait at another's barrier."""
-    mine = segments[group.group_name, torch.cuda.current_stream().cuda_stream]
+    mine = segments[group.group_name, pool or torch.cuda.current_stream().cuda_stream]
     n_bytes = n * dtype.itemsize
     free = (s for s in mine if s.lent_to() is None and s.memory.numel() >= n_bytes)
     if (segment := next(free, None)) is None:
