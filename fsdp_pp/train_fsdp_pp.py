@@ -17,7 +17,7 @@ from fsdp_pp import estimate, orders, runner, torch_schedules
 from fsdp_pp.build import build
 from fsdp_pp.flags import BY_TORCH, GROUPS, SPLIT
 from fsdp_pp.tied import TiedEnds, tied_group
-from fsdp_pp.transfers import Links
+from fsdp_pp.transfers import Links, receive_early
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
@@ -99,7 +99,10 @@ def main() -> None:
     # model: each stage makes only its own pieces
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    links = Links(where, ranks, world.rank, world.device)
+    early, why = receive_early(world)
+    if world.device.type == "cuda":
+        log.say(f"receives: begin {'early' if early else 'when they are expected'} ({why})")
+    links = Links(where, ranks, world.rank, world.device, early)
     built = build(
         args, world, plan, log,
         sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,

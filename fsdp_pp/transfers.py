@@ -1,12 +1,14 @@
 """Sends hidden states, and their gradients, between the pieces of the model."""
 
+import os
 from collections import deque
 
 import torch
 import torch.distributed as dist
 
 from fsdp_pp.orders import BACKWARD, FORWARD
-from llm_demo.dist import timeout
+from llm_demo.device import World, links
+from llm_demo.dist import from_rank0, timeout
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
 # while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).
@@ -20,6 +22,21 @@ def small_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas, options._timeout = MAX_CTAS, timeout()
     return dist.new_group(ranks, timeout=timeout(), backend="nccl", pg_options=options)
+
+
+def receive_early(world: World) -> tuple[bool, str]:
+    """(whether receives begin one piece of work before they are expected, the reason). Collective.
+
+    NCCL's kernel of a receive takes up a part of the device while it waits for the sender. Over
+    NVLink this costs more than the transfer itself, so receives begin when they are expected."""
+    if world.device.type != "cuda":
+        return False, "on a CPU they are not started ahead at all"
+    kinds = from_rank0(world, links)
+    if world.size > world.local_size or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return True, "not all transfers are between GPUs of one node"
+    if not kinds or any(not kind.startswith("NV") for kind in kinds):
+        return True, f"not measured over {', '.join(kinds) or 'this link'}"
+    return False, "over NVLink, waiting beside other work costs more than the transfer"
 
 
 class Link:
@@ -45,8 +62,7 @@ class Link:
         t.record_stream(self.stream)
 
     def expect(self, shape: tuple, dtype: torch.dtype, after: torch.cuda.Event | None) -> None:
-        """Receive the next tensor, from `after` on: NCCL's kernel takes up a part of the device
-        while it waits for the sender."""
+        """Receive the next tensor, from `after` on."""
         if not self.cuda:
             self.under_way.append(torch.empty(shape, dtype=dtype))
             return
@@ -83,10 +99,13 @@ class Links:
     Args:
         stages: the stage of each piece.
         grid: ranks, [stages, shards].
-        rank: this rank."""
+        rank: this rank.
+        early: receives begin with the piece of work before; see receive_early."""
 
-    def __init__(self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device):
-        self.cuda, self.begun = device.type == "cuda", None
+    def __init__(
+        self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device, early: bool
+    ):
+        self.cuda, self.early, self.begun = device.type == "cuda", early, None
         self.sent, self.received = {}, {}
         for piece, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
             for shard in range(grid.shape[1]) if here != there else ():
@@ -107,11 +126,14 @@ class Links:
         self.finish()
 
     def begin(self) -> None:
-        """A piece of work begins: what is expected from now on is received beside it."""
-        if self.cuda:
+        """A piece of work begins."""
+        if self.cuda and self.early:
             self.begun = torch.cuda.current_stream().record_event()
 
     def expect(self, kind: str, piece: int, shape: tuple, dtype: torch.dtype) -> None:
+        """Receive beside the work that has begun if early, else after it."""
+        if self.cuda and not self.early:
+            self.begun = torch.cuda.current_stream().record_event()
         self.received[kind, piece].expect(shape, dtype, self.begun)
 
     def finish(self) -> None:

@@ -1,5 +1,6 @@
 """The device this machine computes with; all decisions by vendor and architecture are made here."""
 
+import functools
 import os
 import re
 import resource
@@ -95,6 +96,7 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
 
 
+@functools.cache
 def links() -> list[str]:
     """Links between this node's GPUs, including hidden ones, as the vendor's tool names them:
     "NV18", "PIX", "XGMI". The first two GPUs' link comes first. Empty if the tool names none."""

@@ -286,6 +286,7 @@ def test_the_links_between_gpus(tool, said, found, monkeypatch):
         return subprocess.CompletedProcess(command, 0, stdout=said)
 
     monkeypatch.setattr("llm_demo.device.subprocess.run", run)
+    device.links.cache_clear()
     assert device.links() == found
 
 

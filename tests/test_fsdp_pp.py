@@ -5,14 +5,16 @@ import json
 import re
 import sys
 from collections import Counter, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, run
 
-from fsdp_pp import torch_schedules
+from fsdp_pp import torch_schedules, transfers
 from fsdp_pp.estimate import held_by
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
+from llm_demo.device import World
 from llm_demo.errors import UserError
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
@@ -110,6 +112,40 @@ def test_no_host_waits_for_ever(run_ahead):
                     assert received[kind, piece] <= launched[kind, piece]
             assert received == launched
         run_with_waiting_hosts(ordered, where)
+
+
+@pytest.mark.parametrize(
+    "kinds, local_size, p2p_off, early",
+    [
+        (["NV18"], 2, "0", False),
+        (["NV4", "SYS"], 2, "0", True),
+        (["PIX"], 2, "0", True),
+        ([], 2, "0", True),
+        (["NV18"], 1, "0", True),  # another node
+        (["NV18"], 2, "1", True),
+    ],
+)
+def test_receives_begin_early_on_slow_links(kinds, local_size, p2p_off, early, monkeypatch):
+    monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_off)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    monkeypatch.setattr(transfers, "from_rank0", lambda world, make: make())
+    monkeypatch.setattr(transfers, "links", lambda: kinds)
+    found, _ = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)))
+    assert found == early
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_when_a_receive_begins(early, monkeypatch):
+    """With the work before the one that it is launched for, or with this one."""
+    times, after = iter("abcdef"), []
+    stream = SimpleNamespace(record_event=lambda: next(times))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    links = transfers.Links([], torch.empty(0, 0), 0, torch.device("cuda"), early)
+    links.received[FORWARD, 1] = SimpleNamespace(expect=lambda shape, dtype, t: after.append(t))
+    for _ in range(3):
+        links.expect(FORWARD, 1, (1,), torch.float32)
+        links.begin()
+    assert after == ([None, "a", "b"] if early else ["a", "b", "c"])
 
 
 @pytest.mark.parametrize("schedule", [*OURS, "dualpipev"])
