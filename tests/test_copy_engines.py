@@ -133,6 +133,26 @@ def main():
             assert (both[1][peer] == 10 * peer + me).all(), (size, peer, "all to all")
     assert reused == 4, reused  # two small ones, two large ones
 
+    def turn(call, fill):
+        memory = copy_engines.shared_empty(n << 24, torch.bfloat16, world.device, group, "turns")
+        for peer, part in enumerate(memory.chunk(n)):
+            part.fill_(fill(peer))
+        found = call(memory)
+        return [part.clone() for part in (memory.chunk(n) if found is None else found)]
+
+    here = torch.cuda.current_stream()
+    for step in range(3):
+        with torch.cuda.stream(side):
+            whole = turn(copy_engines.all_gather, lambda peer: me + step if peer == me else -1)
+        here.wait_stream(side)
+        busy = (busy @ busy).clamp(-1, 1)
+        parts = turn(copy_engines.all_to_all, lambda peer: 10 * me + peer + step)
+        side.wait_stream(here)
+        for peer in range(n):
+            assert (whole[peer] == peer + step).all(), (step, peer, "gather")
+            assert (parts[peer] == 10 * peer + me + step).all(), (step, peer, "all to all")
+    assert len(copy_engines.segments[group.group_name, "turns"]) == 1
+
 run(main)
 """
 
