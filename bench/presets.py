@@ -10,7 +10,6 @@ DEFAULTS = {
 }  # fmt: skip
 ONE_OF = "--one_of"  # no flag either: one rank of many, alone on a GPU, see bench/one_rank.py
 DUALPIPEV, RESHARD, COPIES = "--schedule dualpipev", "--reshard_after_forward", "--replicas all"
-AHEAD = "--run_ahead 1"
 NO_ENGINES = "--no_copy_engines"
 ON_HOST = f"{RESHARD} --optimizer_on_host --device_memory_gb"
 # The first version of this project: half of the parameters a stage, plain attention.
@@ -70,13 +69,13 @@ def _ways(env="", steps=12):
     """Every way to spread a run over two GPUs, at 16k, 33k and 65k tokens a step."""
     ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
     ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
-    other = AHEAD if env else "--schedule torch_1f1b"  # PyTorch's runner, for comparison
-    ways += [("fsdp_pp", 2, f) for f in ("", "--schedule interleaved", "--schedule v", other)]
+    ways += [("fsdp_pp", 2, f) for f in ("", "--schedule interleaved", "--schedule v")]
+    if not env:  # PyTorch's runner, for comparison
+        ways.append(("fsdp_pp", 2, "--schedule torch_1f1b"))
     return [
         {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
         for n in (1, 2, 4) for engine, times, flags in ways
-        # DualPipeV needs 4 micro-batches, and --run_ahead is of use with many
-        if n >= {DUALPIPEV: 2, AHEAD: 4}.get(flags, 1)
+        if n > 1 or flags != DUALPIPEV  # which needs 4 micro-batches
     ]  # fmt: skip
 
 
@@ -187,11 +186,13 @@ PRESETS = {
         *({**_GA_8, "engine": "fsdp", "gpus": 1, "ckpt": ckpt, "flags": flags}
           for ckpt in (False, True) for flags in ("", "--optimizer_on_host")),
         *_8B[:2],
+        _8B[4],  # without resharding, and in at most 82 GiB
+        {**_8B[4], "flags": "--activation_memory_budget 0.85"},
     ],
     # DeepSpeed's ZeRO beside FSDP, with and without the optimizer on the host
     "zero": [
         {"engine": engine, "micro": 4, "ga": 4, "ckpt": True, "gpus": 2, "model": model,
-         "flags": flags, "steps": steps}
+         "flags": flags, "steps": 4 if (model, steps) == (LARGE, 5) else steps}
         for model in (SMALL, "models/qwen3-1.7b", "models/qwen3-4b", LARGE)
         for engine, flags, steps in _ZERO
     ],
@@ -232,7 +233,7 @@ PRESETS = {
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},
-        {**_LONG, "engine": "torchtitan", "steps": 8},
+        {**_LONG, "engine": "torchtitan", "steps": 4},
         *({**_LONG, "engine": "fsdp", "steps": 8, "data": data} for data in ("packed", "mixed")),
         *({**_LONG, "engine": "fsdp", "model": LARGE, "seq_len": seq_len, "steps": steps,
            "flags": f"{RESHARD} {_LONG['flags']}{more}"}
