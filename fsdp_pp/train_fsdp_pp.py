@@ -99,10 +99,7 @@ def main() -> None:
     # model: each stage makes only its own pieces
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    early, why = receive_early(world)
-    if world.device.type == "cuda":
-        log.say(f"receives: begin {'early' if early else 'when they are expected'} ({why})")
-    links = Links(where, ranks, world.rank, world.device, early)
+    links = Links(where, ranks, world.rank, world.device, receive_early(world, log.say))
     built = build(
         args, world, plan, log,
         sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,

@@ -2,6 +2,7 @@
 
 import os
 from collections import deque
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -24,19 +25,25 @@ def small_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timeout(), backend="nccl", pg_options=options)
 
 
-def receive_early(world: World) -> tuple[bool, str]:
-    """(whether receives begin one piece of work before they are expected, the reason). Collective.
+def receive_early(world: World, say: Callable) -> bool:
+    """Whether receives begin with the piece of work before the one that they are launched for.
+    Collective. Logs the reason.
 
     NCCL's kernel of a receive takes up a part of the device while it waits for the sender. Over
-    NVLink this costs more than the transfer itself, so receives begin when they are expected."""
-    if world.device.type != "cuda":
-        return False, "on a CPU they are not started ahead at all"
-    kinds = from_rank0(world, links)
-    if world.size > world.local_size or os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
-        return True, "not all transfers are between GPUs of one node"
-    if not kinds or any(not kind.startswith("NV") for kind in kinds):
-        return True, f"not measured over {', '.join(kinds) or 'this link'}"
-    return False, "over NVLink, waiting beside other work costs more than the transfer"
+    NVLink this costs more than the transfer itself, so receives begin later."""
+    if world.device.type != "cuda":  # a receive blocks, and is called where it is needed
+        return False
+    kinds, early = from_rank0(world, links), True
+    if world.size > world.local_size:
+        why = "some transfers are between nodes"
+    elif os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        why = "NCCL_P2P_DISABLE is set"
+    elif not kinds or any(not kind.startswith("NV") for kind in kinds):
+        why = f"over {', '.join(kinds) or 'this link'}, not measured otherwise"
+    else:
+        early, why = False, "over NVLink, waiting beside other work costs more than the transfer"
+    say(f"receives: begin {'early' if early else 'when they are needed'} ({why})")
+    return early
 
 
 class Link:
@@ -100,7 +107,7 @@ class Links:
         stages: the stage of each piece.
         grid: ranks, [stages, shards].
         rank: this rank.
-        early: receives begin with the piece of work before; see receive_early."""
+        early: see receive_early."""
 
     def __init__(
         self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device, early: bool
