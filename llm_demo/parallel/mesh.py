@@ -46,7 +46,8 @@ def on_device(mesh: DeviceMesh, device: str) -> DeviceMesh:
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without gradient: all of it unless it is sharded."""
-    return t.detach().to_local() if isinstance(t, DTensor) else t.detach()
+    # detach() of a DTensor takes 10 times as long
+    return (t.to_local() if isinstance(t, DTensor) else t).detach()
 
 
 def shards_of(t: torch.Tensor) -> int:
