@@ -177,11 +177,12 @@ def test_masters_take_the_steps_of_adamw_in_fp32(micro_batches, dtype, compiled)
     for _ in range(3):
         for p in plain:
             p.grad = torch.zeros_like(p)
-        for _ in range(micro_batches):
+        for k in range(micro_batches):
             model(torch.randn(7, 6, dtype=dtype, device=HERE)).sum().backward()
             for p, q in zip(model.parameters(), plain, strict=True):
                 q.grad += p.grad.float()
-            masters.take_grads(True)
+            masters.take_grads(last=k == micro_batches - 1)
+        assert all(group.sums is None for group in masters.groups)  # they would keep the memory
         assert all(p.grad is None for p in model.parameters())
         scale = LossScale(torch.bfloat16, HERE)
         norms = [clipped_step(each, 1.0, scale) for each in (optimizer, reference)]
@@ -199,7 +200,7 @@ def test_masters_sum_gradients_in_fp32(compiled):
     masters, _ = masters_of(model, torch.bfloat16, True, compiled)
     for x in (1.0, 1 / 512):
         model(torch.tensor([[x]], dtype=torch.bfloat16, device=HERE)).sum().backward()
-        masters.take_grads(True)
+        masters.take_grads(last=x < 1)
     assert masters.params[0].grad.item() == 1 + 1 / 512
 
 

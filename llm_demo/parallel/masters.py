@@ -26,6 +26,7 @@ class Group:
         for p, part in zip(params, self.parts(self.weights), strict=True):
             p.data = part  # frees the fp32 parameter
         self.master = nn.Parameter(self.weights if halves else flat)  # what is optimized
+        self.sums = None  # between micro-batches: the parts of its gradient
 
     def parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Views of a flat tensor, one per parameter, each in the parameter's shape."""
@@ -95,8 +96,12 @@ class Masters:
             if group.master.grad is None:
                 flat = torch.cat([grad.flatten() for grad in grads]).to(group.grad_dtype)
                 group.master.grad = flat.view(group.master.shape)
+                if not last:
+                    group.sums = group.parts(flat)
             else:
-                self.add(group.parts(group.master.grad), grads)
+                self.add(group.sums, grads)
+                if last:
+                    group.sums = None
             del grads
             for p in group.params:
                 p.grad = None
