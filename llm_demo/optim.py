@@ -94,12 +94,17 @@ class CompiledAdamW(torch.optim.AdamW):
                 root = (1 - beta2**taken).sqrt().float()
                 numbers = divisor, skip, one * (lr * decay), size, root, beta1, beta2, group["eps"]
             for *tensors, _ in large:
-                # flat, so that shapes of equal size share their code
-                slices = [t.detach().view(-1).split(self.SLICE) for t in tensors]
+                slices = [self._slices(t) for t in tensors]
                 low = self.state[tensors[0]].get(LOW)
-                low = [None] * len(slices[0]) if low is None else low.view(-1).split(self.SLICE)
+                low = [None] * len(slices[0]) if low is None else self._slices(low)
                 for *parts, other_half in zip(*slices, low, strict=True):
                     compiled_adamw()(*parts, *numbers, other_half)
+
+    def _slices(self, t: torch.Tensor) -> list[torch.Tensor]:
+        """The tensor in slices, flat, so that shapes of equal size share their code."""
+        flat = t.detach().view(-1)
+        # to split off a single slice would take three times as long as this
+        return [flat] if len(flat) <= self.SLICE else list(flat.split(self.SLICE))
 
 
 @functools.cache
