@@ -46,7 +46,7 @@ def test_numbers_of_the_last_step_are_read_after_their_copies():
     log = SimpleNamespace(open=lambda step: [], record=records.append, say=lambda line: None)
     clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, 1.0, torch.float32)
     clock.comm._new = Event
-    clock.gather = SimpleNamespace(floats=lambda mine: [mine], waits=lambda operations: [0.0])
+    clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
     clock.more["moe/aux_loss"] = OnDevice()
     clock.begin()
     clock.end_step(1, 10, 5, 10, OnDevice(), 1.0, 1e-3)
@@ -61,7 +61,7 @@ def test_communication_that_is_not_measured_is_not_zero():
     said, records = [], []
     log = SimpleNamespace(open=lambda step: [], record=records.append, say=said.append)
     clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, 1.0, torch.float32)
-    clock.gather = SimpleNamespace(floats=lambda mine: [mine], waits=lambda operations: [0.0])
+    clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
     clock.begin()
     clock.end_step(1, 10, 5, 10, torch.tensor(2.5), 1.0, 1e-3)
     assert " ms (comm n/a) | " in said[0]

@@ -184,7 +184,7 @@ class Clock:
         with self.comm.mute():
             times = (busy, exposed, doubt, data_s * 1e3)
             mine = [loss, memory, *(x / steps for x in times)]
-            ranks, wait = self.gather.floats(mine), self.gather.waits(operations)
+            ranks, wait = self.gather.step(mine, operations)
         share, memory, busy, exposed, doubt, data_ms = map(list, zip(*ranks, strict=True))
         self.history.doubts[step] = doubt
         if self.args.comm_timer:

@@ -229,21 +229,24 @@ class _Waited:
         self.done()
 
 
-def waiting(mine: dict, of_all_ranks: list[dict]) -> float:
-    """How long one rank waited inside operations, overlaps counted once. Arguments: {operation:
-    (start, end)}, each rank's by its own clock, in the unit of the result."""
-    waits = []
-    for key, (start, end) in mine.items():
-        transfer = min(stop - begin for begin, stop in (o[key] for o in of_all_ranks if key in o))
-        waits.append((start, end - transfer))
-    return union(waits)
+def waiting(ranks: list[dict]) -> list[float]:
+    """How long each rank waited inside operations, overlaps counted once. ranks: {operation:
+    (start, end)} of each, by its own clock, in the unit of the result."""
+    transfer = {}
+    for operations in ranks:
+        for key, (start, end) in operations.items():
+            transfer[key] = min(end - start, transfer.get(key, math.inf))
+    return [
+        union((start, end - transfer[key]) for key, (start, end) in operations.items())
+        for operations in ranks
+    ]
 
 
 class Gather:
     """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
 
     def __init__(self, world: World):
-        self.world, self.keys = world, None
+        self.world, self.keys, self.longest = world, None, 0
 
     def floats(self, mine: list[float]) -> list[list[float]]:
         """Every rank's list; all have the same length."""
@@ -252,17 +255,22 @@ class Gather:
         dist.all_gather(ranks, send)
         return [x.tolist() for x in ranks]
 
-    def waits(self, operations: dict) -> list[float]:
-        """Each rank's `waiting`, in ms. operations: this rank's {operation: (start, end)}."""
+    def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
+        """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
+        (start, end)}. Usually a single exchange: in each, the host waits for the others."""
         # Steps repeat the same operations, so their names are exchanged only when they change.
-        if any(row[0] for row in self.floats([self.keys is None or self.keys != list(operations)])):
-            self.keys, self.all_keys = list(operations), [None] * self.world.size
+        names = list(operations)
+        changed = names != self.keys
+        times = [] if changed else [ms for span in operations.values() for ms in span]
+        rows = self.floats([changed, *mine, *times, *[0.0] * (self.longest - len(times))])
+        if any(row[0] for row in rows):
+            self.keys, self.all_keys = names, [None] * self.world.size
             dist.all_gather_object(self.all_keys, self.keys)
-        times = [ms for span in operations.values() for ms in span]
-        longest = 2 * max(map(len, self.all_keys))
-        rows = self.floats([*times, *[0.0] * (longest - len(times))])
+            self.longest = 2 * max(map(len, self.all_keys))
+            return self.step(mine, operations)
+        at = 1 + len(mine)
         ranks = [
-            dict(zip(keys, zip(row[::2], row[1::2], strict=True), strict=False))
+            dict(zip(keys, zip(row[at::2], row[at + 1 :: 2], strict=True), strict=False))
             for keys, row in zip(self.all_keys, rows, strict=True)
         ]
-        return [waiting(rank, ranks) for rank in ranks]
+        return [row[1:at] for row in rows], waiting(ranks)

@@ -200,8 +200,8 @@ def bridged(intervals: list[tuple]) -> list[tuple]:
 def combine(ranks: list[dict]) -> dict:
     """All ranks' figures side by side, with each rank's waiting time (ms of one step)."""
     operations = [rank.pop("operations") for rank in ranks]
-    for rank, mine in zip(ranks, operations, strict=True):
-        rank["wait"] = waiting(mine, operations) / (1e3 * rank["steps"])
+    for rank, us in zip(ranks, waiting(operations), strict=True):
+        rank["wait"] = us / (1e3 * rank["steps"])
     return {"ranks": ranks}
 
 
