@@ -118,7 +118,8 @@ class _Segment:
         self.handle = symmetric.rendezvous(self.memory, group.group_name)
         if self.handle.buffer_ptrs[self.handle.rank] != self.memory.data_ptr():
             raise RuntimeError("a block of symmetric memory is shared")
-        self.lent_to = lambda: None
+        self.lent_to, self.parts = lambda: None, {}
+        by_address[self.memory.data_ptr()] = self
 
     def lend(self, n: int, dtype: torch.dtype) -> torch.Tensor:
         tensor = self.of(self.handle.rank, n, dtype)
@@ -128,7 +129,18 @@ class _Segment:
     def of(self, rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
         return self.handle.get_remote_tensor(rank, (n,), dtype)
 
+    def others(self, lent: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
+        """(rank, the parts of its tensor) of each other rank. Each rank starts at a different peer.
+        Kept, because to make them takes the host as long as to launch the copies."""
+        kind = lent.numel(), lent.dtype
+        if kind not in self.parts:
+            size = self.handle.world_size
+            peers = [(self.handle.rank + step) % size for step in range(1, size)]
+            self.parts[kind] = [(peer, self.of(peer, *kind).chunk(size)) for peer in peers]
+        return self.parts[kind]
 
+
+by_address = {}  # all segments
 segments = defaultdict(list)  # per group and stream, as the allocator keeps its own, or per pool
 
 
@@ -152,18 +164,13 @@ def shared_empty(
     return segment.lend(n, dtype)
 
 
-def _segment_of(tensor: torch.Tensor) -> _Segment:
-    begin = tensor.data_ptr()
-    return next(s for some in segments.values() for s in some if s.memory.data_ptr() == begin)
-
-
 def all_gather(output: torch.Tensor) -> None:
     """Fill `output` (n,) from shared_empty with every rank's part; this rank's part is already
     there. n: a multiple of the number of ranks. Collective."""
-    segment = _segment_of(output)
+    segment = by_address[output.data_ptr()]
     parts = output.chunk(segment.handle.world_size)
     segment.handle.barrier()  # all parts are in place
-    for peer, theirs in _others(segment, output):
+    for peer, theirs in segment.others(output):
         parts[peer].copy_(theirs[peer])
     segment.handle.barrier()  # all have read
 
@@ -171,19 +178,11 @@ def all_gather(output: torch.Tensor) -> None:
 def all_to_all(input: torch.Tensor) -> list[torch.Tensor]:
     """This rank's part (n / ranks,) of every rank's `input` (n,) from shared_empty, in rank order.
     The part of its own input is a view. Collective."""
-    segment = _segment_of(input)
+    segment = by_address[input.data_ptr()]
     parts = list(input.chunk(segment.handle.world_size))
     segment.handle.barrier()
-    for peer, theirs in _others(segment, input):
+    for peer, theirs in segment.others(input):
         mine = theirs[segment.handle.rank]
         parts[peer] = torch.empty_like(mine).copy_(mine)
     segment.handle.barrier()
     return parts
-
-
-def _others(segment: _Segment, shared: torch.Tensor):
-    """(rank, its parts) of each other rank. Each rank starts at a different peer."""
-    size = segment.handle.world_size
-    for step in range(1, size):
-        peer = (segment.handle.rank + step) % size
-        yield peer, segment.of(peer, shared.numel(), shared.dtype).chunk(size)
