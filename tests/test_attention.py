@@ -2,12 +2,14 @@
 
 import functools
 import itertools
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import ROOT
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
 from llm_demo import probe
@@ -413,6 +415,12 @@ def test_probe_runs_in_its_own_process_and_is_cached(monkeypatch, tmp_path):
     assert reason
     monkeypatch.setattr(probe.subprocess, "run", None)  # would fail if it were called again
     assert attention_choice.probe_backend("bucketed", torch.float32, HEADS) == reason
+
+
+def test_the_probe_does_not_import_transformers():
+    code = "import sys, llm_demo.model.attention_choice; print('transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "False\n", done.stderr
 
 
 def test_what_backends_cannot_compute_is_refused():

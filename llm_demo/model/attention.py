@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface
 
 from llm_demo.data.batch import document_of, to_device
 from llm_demo.errors import UserError
@@ -318,7 +317,3 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
             f"{documents.max_len}: sliding windows are not supported, so set --seq_len {window}"
         )
     return BACKENDS[impl](q, k, v, documents, scaling), None
-
-
-for _impl in IMPLS:
-    AttentionInterface.register(f"packed_{_impl}", functools.partial(attend, _impl))

@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llm_demo.errors import UserError
@@ -19,6 +19,9 @@ from llm_demo.model.experts import Routers, blocks_with_experts
 from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.model.rotary import LongRope, rope_type, rotary_tables
 from llm_demo.model.weights import Weights
+
+for _impl in attention.IMPLS:
+    AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
 
 
 def skeleton(
