@@ -66,9 +66,9 @@ def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every
     """Between micro-batches, keep gradients unreduced unless `every` one is reduced, and weights
     gathered if memory allows."""
     settings = last or every, last or reshard_after_forward, last
-    if getattr(model, "accumulates", None) == settings:
+    if getattr(model, "fsdp_settings", None) == settings:
         return  # each call below would go through all modules
-    model.accumulates = settings
+    model.fsdp_settings = settings
     model.set_requires_gradient_sync(last or every)
     # else FSDP2 expects the next backward to go through the units of all forwards since the last,
     # and gathers the head again during the embedding's backward

@@ -99,7 +99,8 @@ def main() -> None:
     # model: each stage makes only its own pieces
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    links = Links(where, ranks, world.rank, world.device, receive_early(world, log.say))
+    early = receive_early(world, log.say)
+    links = Links(where, ranks, world.rank, world.device, early)
     built = build(
         args, world, plan, log,
         sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,

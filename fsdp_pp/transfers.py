@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_pp.orders import BACKWARD, FORWARD
-from llm_demo.device import World, links
+from llm_demo.device import World, other_than_nvlink
 from llm_demo.dist import from_rank0, timeout
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
@@ -33,17 +33,18 @@ def receive_early(world: World, say: Callable) -> bool:
     NVLink this costs more than the transfer itself, so receives begin later."""
     if world.device.type != "cuda":  # a receive blocks, and is called where it is needed
         return False
-    kinds, early = from_rank0(world, links), True
+    others = from_rank0(world, other_than_nvlink)
     if world.size > world.local_size:
         why = "some transfers are between nodes"
     elif os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         why = "NCCL_P2P_DISABLE is set"
-    elif not kinds or any(not kind.startswith("NV") for kind in kinds):
-        why = f"over {', '.join(kinds) or 'this link'}, not measured otherwise"
+    elif others:
+        why = f"over {others}; later receives were measured over NVLink only"
     else:
-        early, why = False, "over NVLink, waiting beside other work costs more than the transfer"
-    say(f"receives: begin {'early' if early else 'when they are needed'} ({why})")
-    return early
+        say("receives: begin late (over NVLink, waiting costs more than the transfer)")
+        return False
+    say(f"receives: begin early ({why})")
+    return True
 
 
 class Link:

@@ -113,6 +113,14 @@ def links() -> list[str]:
     return []
 
 
+def other_than_nvlink() -> str:
+    """The kinds of links between this node's GPUs, "this link" if unknown; "" if all are NVLink."""
+    kinds = links()
+    if kinds and all(kind.startswith("NV") for kind in kinds):
+        return ""
+    return ", ".join(kinds) or "this link"
+
+
 def limit_memory(device: torch.device, gb: float) -> None:
     """Let PyTorch's allocator take at most `gb` * 2**30 bytes of a GPU. Raises UserError on a CPU,
     and if the GPU has less."""

@@ -156,8 +156,8 @@ def train(
         lr = lr_at(n, horizon.lr, args.warmup_steps, horizon.max_steps, args.lr_scheduler)
         loss, norm = step(rows, n_labels, lr)
         if n == checkpoints.first_step:
-            # The compilers' objects, too, stay to the end. To go through all objects takes 0.25 s,
-            # now and then, on one rank while the others wait.
+            # All that exists now stays to the end. A full collection would go through it: 0.25 s,
+            # now and then, while the other ranks wait.
             gc.collect()
             gc.freeze()
         # the numbers are read a step later, so the host never waits for the device

@@ -103,7 +103,7 @@ class CompiledAdamW(torch.optim.AdamW):
     def _slices(self, t: torch.Tensor) -> list[torch.Tensor]:
         """The tensor in slices, flat, so that shapes of equal size share their code."""
         flat = t.detach().view(-1)
-        # to split off a single slice would take three times as long as this
+        # splitting into one slice takes three times as long
         return [flat] if len(flat) <= self.SLICE else list(flat.split(self.SLICE))
 
 

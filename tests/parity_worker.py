@@ -3,6 +3,7 @@ Wraps the script's `step` to record what the log lacks: every gradient, as AdamW
 clipping, and every parameter at the end; nothing of a "quiet" case."""
 
 import functools
+import gc
 import json
 import os
 import sys
@@ -235,6 +236,7 @@ for case in json.load(open(CASES)):
         fsdp.build.reduce_traffic = (lambda *_, **__: []) if as_it_is else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
+    gc.unfreeze()  # else this case's model would stay
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)

@@ -50,6 +50,29 @@ def test_union_and_waiting():
     assert waiting([early, late]) == [12, 0]
 
 
+CHANGING = """
+import torch, torch.distributed as dist
+from llm_demo.device import World
+from llm_demo.run.comm import Gather
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+gather = Gather(World(rank, 2, rank, torch.device("cpu")))
+for step in range(4):
+    operations = {"a": (1.0, 6.0 if rank else 3.0)}
+    if rank and step in (1, 2):
+        operations["b"] = (7.0, 8.0)
+    rows, waits = gather.step([float(step), float(rank)], operations)
+    assert rows == [[step, 0], [step, 1]], rows
+    assert waits == [0, 3], waits
+dist.destroy_process_group()
+"""
+
+
+def test_measurements_are_exchanged_when_one_ranks_operations_change(tmp_path):
+    (tmp_path / "changing.py").write_text(CHANGING)
+    torchrun(2, tmp_path / "changing.py")
+
+
 def test_exposed_is_communication_that_the_compute_stream_waits_for():
     def at(ms):
         clock = _Clock()

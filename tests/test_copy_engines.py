@@ -52,11 +52,11 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     parts = {
         "this_device": lambda index: device,
         "from_rank0": lambda world, make: make(),
-        "links": lambda: change.get("links", NV),
         "symmetric": change.get("symmetric", type("S", (), {"get_mem_pool": 1})),
         "_cannot_share": lambda *_: None,
         "_cannot_gather": lambda *_: None,
     }
+    monkeypatch.setattr("llm_demo.device.links", lambda: change.get("links", NV))
     if "fails" in change:
         parts[change["fails"]] = fails
     for name, part in parts.items():

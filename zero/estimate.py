@@ -120,6 +120,6 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
     first = {"weights": early * size + masters, "optimizer": optimizer, "gradients": kept}
     last = {"weights": late * size + masters, "optimizer": optimizer, "gradients": grads}
     loss_formed = {**first, "activations": activations, "loss": loss}
-    # a tied head is reduced after the last block's backward, another one before the first's
+    # an untied head is reduced before any block's backward, a tied one after all of them
     left = 0 if config.tie_word_embeddings else activations
     return [peak(loss_formed, {**last, "activations": left, "loss": 0})] * ranks

@@ -117,7 +117,6 @@ def this_node() -> Node:
         nodes.resolve(addr, port, nodes.time_left(wait))
     import torch  # takes seconds: after all other refusals
 
-    gc.freeze()  # the process ends faster
     gpus = torch.cuda.device_count()  # AMD GPUs too; starts no CUDA context
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
@@ -381,6 +380,7 @@ def main() -> int:
                 "restarted run resumes from its newest checkpoint"
             )
         node = this_node()
+        gc.freeze()  # it has imported torch, which need not be taken apart at the end
         if flags and node.nodes == 1:
             flags.check_processes(node.processes)
         set_defaults(node)

@@ -15,7 +15,7 @@ from collections import defaultdict
 import torch
 import torch.distributed as dist
 
-from llm_demo.device import World, links, this_device
+from llm_demo.device import World, other_than_nvlink, this_device
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
 
@@ -48,10 +48,8 @@ def choose_copy_engines(asked: bool | None, world: World, group, unit: int) -> t
         raise UserError(f"--copy_engines: {reason}")
     if reason or asked:
         return not reason, reason or "as requested"
-    kinds = from_rank0(world, links)
-    if not kinds or any(not kind.startswith("NV") for kind in kinds):
-        how = ", ".join(kinds) or "this link"
-        return False, f"not measured over {how}; --copy_engines tries it"
+    if others := from_rank0(world, other_than_nvlink):
+        return False, f"not measured over {others}; --copy_engines tries it"
     return True, "copies take no multiprocessors from matrix products"
 
 
@@ -131,7 +129,7 @@ class _Segment:
 
     def others(self, lent: torch.Tensor) -> list[tuple[int, tuple[torch.Tensor, ...]]]:
         """(rank, the parts of its tensor) of each other rank. Each rank starts at a different peer.
-        Kept, because to make them takes the host as long as to launch the copies."""
+        Cached: making them takes the host as long as launching the copies."""
         kind = lent.numel(), lent.dtype
         if kind not in self.parts:
             size = self.handle.world_size

@@ -246,7 +246,7 @@ class Gather:
     """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
 
     def __init__(self, world: World):
-        self.world, self.keys, self.longest = world, None, 0
+        self.world, self.keys, self.all_keys = world, None, [[]]  # names of operations
 
     def floats(self, mine: list[float]) -> list[list[float]]:
         """Every rank's list; all have the same length."""
@@ -257,16 +257,16 @@ class Gather:
 
     def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
         """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
-        (start, end)}. Usually a single exchange: in each, the host waits for the others."""
+        (start, end)}. Usually one exchange; each makes the host wait for the others."""
         # Steps repeat the same operations, so their names are exchanged only when they change.
         names = list(operations)
         changed = names != self.keys
         times = [] if changed else [ms for span in operations.values() for ms in span]
-        rows = self.floats([changed, *mine, *times, *[0.0] * (self.longest - len(times))])
+        longest = 2 * max(map(len, self.all_keys))
+        rows = self.floats([changed, *mine, *times, *[0.0] * (longest - len(times))])
         if any(row[0] for row in rows):
             self.keys, self.all_keys = names, [None] * self.world.size
             dist.all_gather_object(self.all_keys, self.keys)
-            self.longest = 2 * max(map(len, self.all_keys))
             return self.step(mine, operations)
         at = 1 + len(mine)
         ranks = [
