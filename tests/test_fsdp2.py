@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from bench.checkpoints import tensors
 from fsdp import fsdp2
 from llm_demo.device import World
+from llm_demo.model.decoder import Blocks
 from llm_demo.parallel import copy_engines
 
 STEPS = 4
@@ -125,3 +126,31 @@ def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, ranks, sends,
     group = SimpleNamespace(size=lambda: len(ranks))
     fsdp2.reduce_traffic(unit := Unit(), everyone, group, torch.bfloat16, False, False, False)
     assert hasattr(unit, "how") == sends
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_gathers_and_exchanges_share_memory_if_they_never_overlap(reshards, monkeypatch):
+    class Unit(Blocks):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+        def set_custom_all_gather(self, how):
+            self.gather = how
+
+        def set_custom_reduce_scatter(self, how):
+            self.exchange = how
+
+    pools = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
+    monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(copy_engines, "shared_empty", lambda *how: pools.append(how[-1]))
+    group = SimpleNamespace(size=lambda: 2)
+    fsdp2.reduce_traffic(
+        unit := Unit(), World(0, 2, 0, torch.device("cpu")), group, torch.bfloat16,
+        accumulates=False, compiles=False, engines=True, reshards=reshards,
+    )  # fmt: skip
+    for allocates in (unit.gather, unit.exchange):
+        allocates.allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert pools == [None if reshards else fsdp2.ONE_POOL] * 2
