@@ -112,9 +112,14 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
         kept = sums + bucket * size
         # an embedding's gradient in the compute dtype and in fp32
         grads = sums + bucket * (4 + size) + embedding * (4 + size)
-        if stage == 3:  # the head's beside it if tied, in fp32 once more, and this rank's part
-            grads += embedding * (4 + 4 / ranks + size * config.tie_word_embeddings)
+        if stage == 3:
+            kept += bucket * 4
             grads += bucket * size
+            # tied: the head's gradient until autograd has added it; else the fp32 copy in which
+            # DeepSpeed joins the head's gradient and the last norm's
+            grads += embedding * (size if config.tie_word_embeddings else 4)
+            # the sum so far of this rank's part, back on the device to be added to
+            grads += embedding * 4 / ranks * on_host
     optimizer = 0 if on_host else share * 8
     masters = 0 if on_host else share * 4
     first = {"weights": early * size + masters, "optimizer": optimizer, "gradients": kept}
