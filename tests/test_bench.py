@@ -430,7 +430,7 @@ def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
 def test_the_pictures_are_of_the_results():
     text = "".join(page.read_text() for page in table.pages())
     named = re.findall(r"\]\((?:\.\./)?bench/plots/(\S+)\.png\)", text)
-    panels = {"h200-x2/ways": ["h200-x2/ways", "h200-x2/ways_sockets"]}
+    panels = {"h200-x2/ways": ["h200-x2/ways", "h200-x2/ways_no_p2p", "h200-x2/ways_sockets"]}
     assert {*named} == {
         str(f.relative_to(plots.PLOTS).with_suffix("")) for f in [*plots.PLOTS.rglob("*.png")]
     }
