@@ -107,18 +107,18 @@ def of_zero(args, config, compute, train, ranks: int, zero: dict) -> list[dict[s
         early = late = total
     if stage == 1:  # all ranks keep all gradients in fp32
         kept, grads = total * 4, total * 4 + unit * size
-    else:  # a bucket on its way, in fp32 and the compute dtype, and the shards it is reduced to
+    else:  # kept: when the loss is formed; grads: when the embedding's or head's is reduced
         sums = 0 if on_host else share * 4
-        kept = sums + bucket * size
-        # an embedding's gradient in the compute dtype and in fp32
+        kept = sums + bucket * size  # DeepSpeed's bucket, in the compute dtype
+        # beside it, in fp32 too; the embedding's gradient in the compute dtype and in fp32
         grads = sums + bucket * (4 + size) + embedding * (4 + size)
-        if stage == 3:
+        if stage == 3:  # the terms of buckets are fitted to measured rows
             kept += bucket * 4
             grads += bucket * size
-            # tied: the head's gradient until autograd has added it; else the fp32 copy in which
-            # DeepSpeed joins the head's gradient and the last norm's
+            # Tied: the head's gradient, until autograd has added it to the embedding's. Untied: the
+            # fp32 buffer into which DeepSpeed copies the gradients of the head and the last norm.
             grads += embedding * (size if config.tie_word_embeddings else 4)
-            # the sum so far of this rank's part, back on the device to be added to
+            # With offload: this rank's part of the sum, copied back so that it can be added to.
             grads += embedding * 4 / ranks * on_host
     optimizer = 0 if on_host else share * 8
     masters = 0 if on_host else share * 4
