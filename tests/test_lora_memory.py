@@ -70,9 +70,8 @@ def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps(block, ta
 @pytest.mark.parametrize("kind", ["qwen2_moe", "deepseek_v3"])
 def test_compiled_blocks_of_other_mixtures_keep_them_too(kind, targets):
     lora, how = lora_of(KINDS[kind], targets, rank=64), torch.bfloat16
-    args = SimpleNamespace(use_activation_checkpointing=False, activation_memory_budget=1.0)
-    compute = SimpleNamespace(dtype=how, attn_impl="sdpa", compile=True, lora=lora)
-    found = memory.saved_bytes(args, KINDS[kind], compute, SimpleNamespace(single=True))
+    compute = Compute(how, "sdpa", compile=True, lora=lora)
+    found = memory.saved_bytes(args_with(), KINDS[kind], compute, SimpleNamespace(single=True))
     for block in (0, 1):  # a dense one, whose network is frozen
         torch._dynamo.reset()
         real = really_kept(KINDS[kind], "sdpa", how, block, compiled=True, lora=lora)
