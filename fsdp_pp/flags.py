@@ -21,8 +21,8 @@ class FsdpPipeArgs:
     )
     partition: str = flag(
         "balanced",
-        "Split of the blocks: balanced (by FLOPs, including the head), uniform, parameters, or "
-        "the blocks of each piece, such as 18,10.",
+        "Split of the blocks: balanced (by estimated time, with both ends), uniform, parameters, "
+        "or the blocks of each piece, such as 18,10.",
     )
     schedule: Literal[
         "1f1b", "gpipe", "interleaved", "v", "torch_1f1b", "torch_interleaved", "zbv", "dualpipev"

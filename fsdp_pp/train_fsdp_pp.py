@@ -81,11 +81,11 @@ def main() -> None:
     plan = make_plan(args, world, log, n_shards, refuse)
     (_, config, _, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
-    counts = split(config, last + 1, args.partition, S, checkpointing)
+    counts = split(config, last + 1, args.partition, B, S, checkpointing)
     parallelism = f"{args.schedule} pipeline of {args.stages} stages"
     parallelism += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
+    log.say(f"pipeline: {describe_split(counts, where, config, B, S, checkpointing)}")
     if args.reshard_after_forward and not sharded:
         log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:

@@ -202,7 +202,10 @@ def flags_of(group: type):
 
 def of_stages(way: str, args, config, train, replicas: int) -> list[dict[str, float]]:
     pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
-    counts = split(config, pieces, args.partition, train.seq_len, args.use_activation_checkpointing)
+    counts = split(
+        config, pieces, args.partition,
+        args.micro_batch_size, train.seq_len, args.use_activation_checkpointing,
+    )  # fmt: skip
     if way == GRID:
         return fsdp_pp_estimate.of_stages(args, config, COMPUTE, train, replicas, counts)
     from pp import estimate as pp_estimate  # after the flags: importing DeepSpeed takes seconds

@@ -17,8 +17,8 @@ class PipeArgs:
     )
     partition: str = flag(
         "balanced",
-        "How to split the blocks into stages: balanced (by FLOPs, including the head), uniform, "
-        "parameters, or the blocks of each piece, such as 18,10.",
+        "How to split the blocks into stages: balanced (by estimated time, with both ends), "
+        "uniform, parameters, or the blocks of each piece, such as 18,10.",
     )
     schedule: Literal["1f1b", "dualpipev"] = flag(
         "1f1b",

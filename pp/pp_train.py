@@ -55,10 +55,10 @@ def main() -> None:
     (_, config, weights, _), data, compute, horizon = plan[:4]
     B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
     checkpointing = args.use_activation_checkpointing
-    counts = split(config, pieces, args.partition, S, checkpointing)
+    counts = split(config, pieces, args.partition, B, S, checkpointing)
     parallelism = f"pipeline of {counted(args.stages, 'stage')}"
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    log.say(f"pipeline: {describe_split(counts, where, config, S, checkpointing)}")
+    log.say(f"pipeline: {describe_split(counts, where, config, B, S, checkpointing)}")
     if args.estimate:
         zero = switches.get("zero_optimization", {})
         log.say(estimate.table(args, config, compute, data.train, replicas, counts, zero))

@@ -34,7 +34,7 @@ from llm_demo.model.costs import (
     mixed_blocks,
     parameters_of,
 )
-from llm_demo.model.cut import costs, describe_split, split
+from llm_demo.model.cut import costs, describe_split, parameters, split
 from llm_demo.model.decoder import make_units, skeleton, unit_sizes
 from llm_demo.model.source import describe_model, load_config
 from llm_demo.model.weights import fill, materialise, open_weights
@@ -127,7 +127,8 @@ def test_fit_proposes_what_trains_experts():
 @pytest.mark.parametrize("partition", ["balanced", "parameters"])
 def test_each_block_weighs_its_own(name, pieces, partition):
     config = TINY[name]
-    first, blocks, last = costs(config, 64, False, partition == "parameters")
+    by_parameters = partition == "parameters"
+    first, blocks, last = parameters(config) if by_parameters else costs(config, 4, 64, False)
     assert len(set(blocks)) == 2
 
     def dearest(counts):
@@ -139,18 +140,18 @@ def test_each_block_weighs_its_own(name, pieces, partition):
 
     every = (c for c in itertools.product(range(1, 5), repeat=pieces) if sum(c) == 4)
     best = min(dearest(counts) for counts in every)
-    assert dearest(split(config, pieces, partition, 64, False)) == pytest.approx(best)
+    assert dearest(split(config, pieces, partition, 4, 64, False)) == pytest.approx(best)
 
 
 def test_dense_first_blocks_count_in_the_cut():
     """DeepSeek-V3's three dense blocks have 1/20 of the others' parameters, and as much work: 8 + 1
     experts of 2,048 are as wide as a dense block's 18,432."""
-    assert split(DEEPSEEK, 4, "parameters", 4096, True) == [17, 15, 15, 14]
-    assert split(DEEPSEEK, 4, "uniform", 4096, True) == [16, 15, 15, 15]
-    assert split(DEEPSEEK, 2, "balanced", 4096, False) == [31, 30]
-    said = describe_split([3, 58], [0, 1], DEEPSEEK, 4096, False)
-    _, blocks, head = costs(DEEPSEEK, 4096, False)
-    share = sum(blocks[:3]) / (sum(blocks) + head)
+    assert split(DEEPSEEK, 4, "parameters", 4, 4096, True) == [17, 15, 15, 14]
+    assert split(DEEPSEEK, 4, "uniform", 4, 4096, True) == [16, 15, 15, 15]
+    assert split(DEEPSEEK, 2, "balanced", 4, 4096, False) == [31, 30]
+    said = describe_split([3, 58], [0, 1], DEEPSEEK, 4, 4096, False)
+    embedding, blocks, head = costs(DEEPSEEK, 4, 4096, False)
+    share = (embedding + sum(blocks[:3])) / (embedding + sum(blocks) + head)
     assert f"stage 0: 3 blocks {share:.0%} of the work" in said
 
 

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
+
 
 class Cost(NamedTuple):
     parameters: int  # matrices only, no norms

@@ -4,19 +4,30 @@ import functools
 import math
 
 from llm_demo.errors import UserError, counted
-from llm_demo.model.costs import block_costs, head_cost
+from llm_demo.model.costs import OVERHEAD, block_costs, head_cost
+
+# Measured on pipelines of 0.6B and 8B on two H200 (bench/LOG.md). The head takes less time for its
+# FLOPs than a block, because its products are larger.
+HEAD = 0.92
+# The embedding's dense gradient takes as long as the head's products for so many tokens.
+EMBEDDING = 600
 
 
-def split(config, pieces: int, partition: str, seq_len: int, checkpointing: bool) -> list[int]:
-    """Blocks of each piece, of which a stage has one or two. partition: balanced (by FLOPs,
-    including the head), uniform (by number), parameters, or counts such as "18,10". Raises
-    UserError if they don't fit the model."""
+def split(
+    config, pieces: int, partition: str, micro_batch: int, seq_len: int, checkpointing: bool
+) -> list[int]:
+    """Blocks of each piece, of which a stage has one or two. partition: balanced (by `costs`),
+    uniform (by number), parameters, or counts such as "18,10". micro_batch: rows. Raises UserError
+    if they don't fit the model."""
     if counts := given_counts(config, pieces, partition):
         return counts
     n = config.num_hidden_layers
     if partition == "uniform":
         return [n // pieces + (s < n % pieces) for s in range(pieces)]
-    first, blocks, last = costs(config, seq_len, checkpointing, partition == "parameters")
+    if partition == "parameters":
+        first, blocks, last = parameters(config)
+    else:
+        first, blocks, last = costs(config, micro_batch, seq_len, checkpointing)
     return [*_best(pieces, first, tuple(blocks), last)]
 
 
@@ -38,27 +49,38 @@ def given_counts(config, pieces: int, partition: str) -> list[int] | None:
     return counts
 
 
-def costs(config, seq_len: int, checkpointing: bool, by_parameters=False) -> tuple:
-    """(embedding, each block, norm and head) in FLOPs per token, forward and backward, or
-    parameters.
+def parameters(config) -> tuple[int, list[int], int]:
+    """The matrix parameters of (embedding, each block, head)."""
+    head = head_cost(config).parameters
+    return head, [block.parameters for block in block_costs(config, 0)], head
 
-    Checkpointing runs a block's forward twice: 4/3 of its cost. The head's cost stays the same."""
-    blocks, head = block_costs(config, seq_len), head_cost(config)
-    if by_parameters:
-        return head.parameters, [block.parameters for block in blocks], head.parameters
-    return 0, [block.flops * (4 / 3 if checkpointing else 1) for block in blocks], head.flops
+
+def costs(
+    config, micro_batch: int, seq_len: int, checkpointing: bool
+) -> tuple[float, list[float], float]:
+    """The estimated times of (embedding, each block, norm and head) for a micro-batch, forward and
+    backward, in the FLOPs that a block would do meanwhile.
+
+    Checkpointing runs a block's forward twice: 4/3 of its FLOPs. The head's stay the same."""
+    tokens, head = micro_batch * seq_len, head_cost(config)
+    again = 4 / 3 if checkpointing else 1
+    blocks = [
+        tokens * block.flops * again + OVERHEAD * 6 * block.parameters
+        for block in block_costs(config, seq_len)
+    ]
+    return EMBEDDING * head.flops, blocks, (HEAD * tokens + OVERHEAD) * head.flops
 
 
 def describe_split(
-    counts: list[int], where: list[int], config, seq_len: int, checkpointing: bool
+    counts: list[int], where: list[int], config, micro_batch: int, seq_len: int, checkpointing: bool
 ) -> str:
     """The blocks and the share of the work of each stage. where: the stage of each piece."""
-    _, each_block, last = costs(config, seq_len, checkpointing)
+    first, each_block, last = costs(config, micro_batch, seq_len, checkpointing)
     at = 0
     each, blocks = [0.0] * (max(where) + 1), [[] for _ in range(max(where) + 1)]
     for piece, (count, stage) in enumerate(zip(counts, where, strict=True)):
         head = piece == len(counts) - 1
-        each[stage] += math.fsum(each_block[at : at + count]) + last * head
+        each[stage] += math.fsum(each_block[at : at + count]) + first * (piece == 0) + last * head
         at += count
         blocks[stage].append(counted(count, "block") + " + head" * head)
     share = ", ".join(

@@ -18,6 +18,7 @@ tests/test_fit.py)."""
 
 from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import (
+    OVERHEAD,
     block_costs,
     flops_of_slot,
     head_cost,
@@ -26,7 +27,6 @@ from llm_demo.model.costs import (
 )
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
-OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 PCIE = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
 
 
