@@ -1,5 +1,7 @@
 """Estimates the peak memory of the ranks of each pipeline stage."""
 
+import itertools
+
 import torch
 
 from fsdp_pp import orders
@@ -7,6 +9,7 @@ from fsdp_pp.flags import BY_TORCH, SPLIT
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import at_the_loss, describe, largest_unit, peak
+from llm_demo.parallel.copy_engines import Mailbox
 
 
 def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
@@ -23,6 +26,12 @@ def held_by(schedule: str, stages: int, stage: int, accum: int, run_ahead: int) 
         return {stage: most, 2 * stages - 1 - stage: most}
     own = schedule.removeprefix("torch_")
     return orders.held(orders.order(own, stages, stage, accum, run_ahead))
+
+
+def mailboxes(schedule: str, stages: int, stage: int) -> int:
+    """Mailboxes of a stage: one for each pair of consecutive pieces of which it has one."""
+    where = orders.stages_of(schedule, stages)
+    return sum(a != b and stage in (a, b) for a, b in itertools.pairwise(where))
 
 
 def of_stages(
@@ -47,6 +56,10 @@ def of_stages(
         activations, loss = at_the_loss(args, config, compute, train, flight, head)
         # outputs for the next stage, until their backward
         activations += tokens * config.hidden_size * size * sum(held.values())
+        if args.copy_engines:
+            rows = max(args.micro_batch_size, args.eval_batch_size)
+            slots = Mailbox.SLOTS * rows * train.seq_len * config.hidden_size * size
+            activations += slots * mailboxes(args.schedule, args.stages, stage)
         if ranks > 1 or args.schedule in BY_TORCH:
             unit = 0
             for piece in map(pieces.__getitem__, held):

@@ -39,6 +39,11 @@ class FsdpPipeArgs:
         "slow links, takes memory. Not for PyTorch's runner.",
         at_least=0,
     )
+    copy_engines: bool = flag(
+        False,
+        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels, within one node. "
+        "Not for PyTorch's runner.",
+    )
     reshard_after_forward: bool = flag(
         False,
         "Gather each block's weights in every forward and backward pass instead of once per step: "
@@ -65,6 +70,8 @@ class FsdpPipeArgs:
             )
         if args.run_ahead and args.schedule in BY_TORCH:
             raise UserError(f"--run_ahead does not work with --schedule {args.schedule}")
+        if args.copy_engines and args.schedule in BY_TORCH:
+            raise UserError(f"--copy_engines does not work with --schedule {args.schedule}")
         if args.schedule in (*TWICE, *BY_TORCH) and args.stages < 2:
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
         if args.schedule in SPLIT:

@@ -35,6 +35,7 @@ from llm_demo.optim import (
     make_adamw,
     set_lr,
 )
+from llm_demo.parallel.copy_engines import Mailbox, choose_copy_engines
 from llm_demo.parallel.masters import Masters
 from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
 from llm_demo.plan import make_plan
@@ -99,8 +100,14 @@ def main() -> None:
     # model: each stage makes only its own pieces
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    early = receive_early(world, log.say)
-    links = Links(where, ranks, world.rank, world.device, early)
+    early, mailbox = False, None
+    if args.copy_engines:
+        choose_copy_engines(True, world, dist.group.WORLD, 0)
+        largest = max(B, args.eval_batch_size) * S * config.hidden_size
+        mailbox = functools.partial(Mailbox, largest, compute.dtype, world.device)
+    else:
+        early = receive_early(world, log.say)
+    links = Links(where, ranks, world.rank, world.device, early, mailbox, clock.comm.call)
     built = build(
         args, world, plan, log,
         sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from fsdp_pp.orders import BACKWARD, FORWARD
 from llm_demo.device import World, other_than_nvlink
 from llm_demo.dist import from_rank0, timeout
+from llm_demo.parallel.copy_engines import Mailbox
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
 # while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).
@@ -26,8 +27,8 @@ def small_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
 
 
 def receive_early(world: World, say: Callable) -> bool:
-    """Whether receives begin with the piece of work before the one that they are launched for.
-    Collective. Logs the reason.
+    """Whether NCCL's receives begin with the piece of work before the one that they are launched
+    for. Collective. Logs the reason.
 
     NCCL's kernel of a receive takes up a part of the device while it waits for the sender. Over
     NVLink this costs more than the transfer itself, so receives begin later."""
@@ -98,6 +99,35 @@ class Link:
             self.under_way.popleft()[0].wait()
 
 
+class CopiedLink:
+    """A Link whose transfers are copies by the GPUs' copy engines.
+
+    kind: FORWARD or BACKWARD. timed: CommTimer.call."""
+
+    def __init__(self, kind: str, box: Mailbox, timed: Callable):
+        self.kind, self.box, self.timed = kind, box, timed
+        self.stream, self.shapes = torch.cuda.Stream(), deque()
+
+    def send(self, t: torch.Tensor) -> None:
+        t = t.contiguous()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            self.timed(self.kind, self.box.put, t, group=self.box.group)
+        t.record_stream(self.stream)
+
+    def expect(self, shape: tuple, dtype: torch.dtype, after: torch.cuda.Event | None) -> None:
+        """Note the shape of the next tensor. It comes without having been asked for."""
+        self.shapes.append(shape)
+
+    def take(self) -> torch.Tensor:
+        """The oldest tensor that is expected, once it is there."""
+        return self.timed(self.kind, self.box.take, self.shapes.popleft(), group=self.box.group)
+
+    def finish(self) -> None:
+        """Let the compute stream wait for what was sent, so that its times can be read after it."""
+        torch.cuda.current_stream().wait_stream(self.stream)
+
+
 class Links:
     """A rank's links to the pieces before and after its own.
 
@@ -108,10 +138,19 @@ class Links:
         stages: the stage of each piece.
         grid: ranks, [stages, shards].
         rank: this rank.
-        early: see receive_early."""
+        early: see receive_early.
+        mailbox: mailbox(group) makes the two ranks' Mailbox. None: NCCL or gloo sends.
+        timed: CommTimer.call."""
 
     def __init__(
-        self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device, early: bool
+        self,
+        stages: list[int],
+        grid: torch.Tensor,
+        rank: int,
+        device: torch.device,
+        early: bool,
+        mailbox: Callable | None = None,
+        timed: Callable | None = None,
     ):
         self.cuda, self.early, self.begun = device.type == "cuda", early, None
         self.sent, self.received = {}, {}
@@ -119,6 +158,14 @@ class Links:
             for shard in range(grid.shape[1]) if here != there else ():
                 a, b = grid[here, shard].item(), grid[there, shard].item()
                 ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
+                if mailbox:
+                    group = small_group([a, b], device)
+                    if rank in (a, b):
+                        box = mailbox(group)
+                        for kind, into, source, _ in ways:
+                            links = self.sent if rank == source else self.received
+                            links[kind, into] = CopiedLink(kind, box, timed)
+                    continue
                 for kind, into, source, target in ways:
                     group = small_group([source, target], device)
                     if rank not in (source, target):
@@ -145,6 +192,6 @@ class Links:
         self.received[kind, piece].expect(shape, dtype, self.begun)
 
     def finish(self) -> None:
-        """Wait for what was sent, on a CPU."""
+        """Wait for what was sent: the host on a CPU, the device for copies."""
         for link in self.sent.values():
             link.finish()

@@ -1,5 +1,8 @@
 """When GPUs copy from one another instead of calling NCCL, and that what they copy is whole."""
 
+import threading
+import time
+
 import pytest
 import torch
 from conftest import torchrun
@@ -30,7 +33,7 @@ NV, FEW = ["NV18"], 63_000_000
         (None, H200, 2, {"unit": FEW}, False, "units of 63M parameters"),
         (True, H200, 2, {"unit": FEW}, True, "as requested"),
         (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
-        (None, H200, 1, {}, False, "nothing to gather"),
+        (None, H200, 1, {}, False, "nothing to exchange"),
         (None, H200, 4, {}, False, "4 ranks are not all on one node"),
         (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, False, "NCCL_P2P_DISABLE"),
         (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, UserError, "NCCL_P2P_DISABLE"),
@@ -99,6 +102,61 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
     assert total.tolist() == [2] * 4
 
 
+class Signals:
+    """The handle of a Mailbox for two threads: signals as those of symmetric memory."""
+
+    def __init__(self, rank: int, pads: dict, changed: threading.Condition):
+        self.rank, self.pads, self.changed = rank, pads, changed
+
+    def _turn(self, key, old: bool):
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.pads.get(key, False) == old, timeout=20)
+            self.pads[key] = not old
+            self.changed.notify_all()
+
+    def put_signal(self, to: int, channel: int) -> None:
+        self._turn((to, channel, self.rank), old=False)
+
+    def wait_signal(self, source: int, channel: int) -> None:
+        self._turn((self.rank, channel, source), old=True)
+
+
+def test_a_mailbox_keeps_what_has_not_been_taken(monkeypatch):
+    """Both ranks put at full speed, and take slowly."""
+    memory, pads, changed = [torch.zeros(4 * 6) for _ in range(2)], {}, threading.Condition()
+    failed, count = [], 5 * copy_engines.Mailbox.SLOTS
+
+    def rank(me):
+        box = object.__new__(copy_engines.Mailbox)
+        box.handle, box.other, box.group = Signals(me, pads, changed), 1 - me, None
+        box.here, box.there = memory[me].view(4, 6), memory[1 - me].view(4, 6)
+        box.n_put = box.n_taken = 0
+
+        def put():
+            for k in range(count):
+                box.put(torch.full((2, 1 + k % 3), 100.0 * me + k))
+
+        putting = threading.Thread(target=put, daemon=True)
+        putting.start()
+        taken = []
+        for k in range(count):
+            time.sleep(0.002 * (k % 3))
+            taken.append(box.take((2, 1 + k % 3)))
+        putting.join(20)
+        for k, t in enumerate(taken):
+            if t.tolist() != [[100.0 * (1 - me) + k] * (1 + k % 3)] * 2:
+                failed.append((me, k))
+
+    ranks = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not failed
+    assert {key[1] for key in pads} == {*range(1, 9)}  # barriers have channel 0
+
+
 COPIES = """
 import torch
 from llm_demo.dist import start, run
@@ -152,6 +210,19 @@ def main():
             assert (whole[peer] == peer + step).all(), (step, peer, "gather")
             assert (parts[peer] == 10 * peer + me + step).all(), (step, peer, "all to all")
     assert len(copy_engines.segments[group.group_name, "turns"]) == 1
+
+    box = copy_engines.Mailbox(1 << 24, torch.bfloat16, world.device, group)
+    here.synchronize()
+    for step in range(3 * box.SLOTS):
+        busy = (busy @ busy).clamp(-1, 1)
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            box.put(torch.full((2, (1 << 23) - step), me + step, device=world.device).bfloat16())
+        if step >= box.SLOTS:  # the receiver is late
+            t = box.take((2, (1 << 23) - (step - box.SLOTS)))
+            assert (t == 1 - me + step - box.SLOTS).all(), step
+    for step in range(2 * box.SLOTS, 3 * box.SLOTS):
+        assert (box.take((2, (1 << 23) - step)) == 1 - me + step).all(), step
 
 run(main)
 """

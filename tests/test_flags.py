@@ -188,6 +188,8 @@ EARLY = [
      "gradients"),
     ("fsdp_pp", "--run_ahead 1 --schedule torch_1f1b",
      "--run_ahead does not work with --schedule torch_1f1b"),
+    ("fsdp_pp", "--schedule torch_1f1b --copy_engines",
+     "--copy_engines does not work with --schedule torch_1f1b"),
     ("fsdp_pp", "--schedule torch_1f1b --grad_accum_steps 1",
      "--schedule torch_1f1b needs --grad_accum_steps of at least --stages 2, not 1"),
 ]  # fmt: skip

@@ -12,10 +12,11 @@ import torch
 from conftest import ROOT, run
 
 from fsdp_pp import torch_schedules, transfers
-from fsdp_pp.estimate import held_by
+from fsdp_pp.estimate import held_by, mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
 from llm_demo.device import World
 from llm_demo.errors import UserError
+from llm_demo.parallel import copy_engines
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
 OURS = ("1f1b", "gpipe", "interleaved", "v")
@@ -112,6 +113,46 @@ def test_no_host_waits_for_ever(run_ahead):
                     assert received[kind, piece] <= launched[kind, piece]
             assert received == launched
         run_with_waiting_hosts(ordered, where)
+
+
+def run_with_mailboxes(works, where, slots):
+    """Do the work of all stages, whose hosts wait at the end of each piece of work until all that
+    they have launched is done. A stage sends into a free slot of the receiver, of which each
+    direction between two pieces has so many, and takes what it needs."""
+    last, full, sent = len(where) - 1, Counter(), Counter()
+
+    def host(stage):
+        for kind, piece, _ in works[stage]:
+            before = piece - 1 if kind == FORWARD else piece + 1
+            if 0 <= before <= last and where[before] != stage:
+                while not full[kind, piece]:
+                    yield
+                full[kind, piece] -= 1
+            into = piece + 1 if kind == FORWARD else piece - 1
+            if 0 <= into <= last and where[into] != stage:
+                while full[kind, into] == slots:
+                    yield
+                full[kind, into] += 1
+                sent[kind, into] += 1
+            done[stage] += 1
+
+    done, hosts = [0] * len(works), [host(stage) for stage in range(len(works))]
+    while done != [len(work) for work in works]:
+        before = list(done)
+        for h in hosts:
+            next(h, None)
+        assert done != before, "a deadlock"
+    assert not full.total()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 3])
+def test_no_host_waits_for_ever_for_a_slot(run_ahead):
+    for schedule, stages, micro_batches in GRID:
+        where = stages_of(schedule, stages)
+        works = works_of(schedule, stages, micro_batches, run_ahead)
+        run_with_mailboxes(works, where, copy_engines.Mailbox.SLOTS)
+        works = [forwards_only(schedule, stages, s, micro_batches) for s in range(stages)]
+        run_with_mailboxes(works, where, copy_engines.Mailbox.SLOTS)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +269,12 @@ def test_what_is_held():
     # two of the first piece, two of the second, and then two more of the first before a backward
     assert held(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
     assert [held(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
+
+
+def test_how_many_mailboxes_a_stage_has():
+    found = {name: [mailboxes(name, 3, s) for s in range(3)] for name in OURS}
+    assert found["1f1b"] == found["gpipe"] == [1, 2, 1]
+    assert found["interleaved"] == [3, 4, 3] and found["v"] == [2, 4, 2]
 
 
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
@@ -347,6 +394,21 @@ def test_other_schedules_and_shards_evaluate_and_answer(processes, schedule, one
     found = numbers(tmp_path / "run", *LOSSES)
     assert found == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
     assert answers(said) == answers(expected)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v"])
+def test_copy_engines_send_the_same(schedule, one_process, tmp_path):
+    """Evaluated in batches of another size."""
+    if reason := copy_engines._lacks(World(0, 2, 0, torch.device("cuda", 0))):
+        pytest.skip(reason)
+    env = {**TWO, "SCHEDULE": schedule, "GRAD_ACCUM_STEPS": "4"}
+    said = launch(LAUNCHER, tmp_path / "run", "--copy_engines", "--eval_batch_size", "3", **env)
+    expected, alone = one_process
+    assert numbers(tmp_path / "run", *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
+    assert answers(said) == answers(expected)
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert all(ms > 0 for ms in summary["median_comm_ms"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")

@@ -1,8 +1,9 @@
 """Collectives between the GPUs of one node with their copy engines.
 
 NCCL's kernels occupy multiprocessors for as long as an operation runs, which slows matrix products
-beside them. Here each rank copies from the others' memory. Copies occupy no multiprocessor; only
-the barriers around them occupy one. The memory is PyTorch's symmetric memory, which is alpha.
+beside them. Here each rank copies from the others' memory, or into it. Copies occupy no
+multiprocessor; only the barriers and signals around them occupy one. The memory is PyTorch's
+symmetric memory, which is alpha.
 
 FSDP2 can gather this way itself in versions after PyTorch 2.11 (set_symm_mem_for_comm), but then
 accepts no gradient exchange other than its own."""
@@ -74,7 +75,7 @@ def _lacks(world: World, group=None) -> str | None:
         return "tested on NVIDIA GPUs only"
     ranks = dist.get_process_group_ranks(group) if group else range(world.size)
     if len(ranks) == 1:
-        return "a model that is not sharded has nothing to gather"
+        return "one shard or one stage has nothing to exchange"
     nodes = {rank // world.local_size for rank in ranks}
     if len(nodes) > 1 or torch.cuda.device_count() < world.local_size:
         return f"the {len(ranks)} ranks are not all on one node"
@@ -160,6 +161,49 @@ def shared_empty(
     if (segment := next(free, None)) is None:
         mine.append(segment := _Segment(n_bytes, device, group))
     return segment.lend(n, dtype)
+
+
+class Mailbox:
+    """Memory of two ranks into which each puts tensors for the other.
+
+    A tensor is copied as soon as its sender has it. The receiver waits on the stream on which it
+    takes it, so nothing waits beside its compute. Collective over `group`, the two ranks.
+
+    n: elements of the largest tensor."""
+
+    SLOTS = 4  # tensors of each direction at a time
+
+    def __init__(self, n: int, dtype: torch.dtype, device: torch.device, group):
+        memory = shared_empty(self.SLOTS * n, dtype, device, group)
+        segment = by_address[memory.data_ptr()]
+        self.handle, self.group, self.other = segment.handle, group, 1 - segment.handle.rank
+        self.here = memory.view(self.SLOTS, n)
+        self.there = segment.of(self.other, self.SLOTS * n, dtype).view(self.SLOTS, n)
+        self.n_put = self.n_taken = 0
+
+    def put(self, t: torch.Tensor) -> None:
+        """Copy a contiguous tensor to the other rank, as soon as a slot is free there."""
+        slot, full, free = self._signals(self.n_put)
+        if self.n_put >= self.SLOTS:
+            self.handle.wait_signal(self.other, free)
+        self.there[slot, : t.numel()].copy_(t.view(-1))
+        self.handle.put_signal(self.other, full)
+        self.n_put += 1
+
+    def take(self, shape: tuple) -> torch.Tensor:
+        """The oldest tensor that the other rank has put here, as soon as it is there."""
+        slot, full, free = self._signals(self.n_taken)
+        self.handle.wait_signal(self.other, full)
+        t = self.here[slot, : math.prod(shape)].view(shape).clone()
+        self.handle.put_signal(self.other, free)
+        self.n_taken += 1
+        return t
+
+    def _signals(self, n: int) -> tuple[int, int, int]:
+        """The slot of a direction's n-th tensor, and the channels that say it is full or free.
+        Channel 0 is that of barriers."""
+        slot = n % self.SLOTS
+        return slot, 1 + slot, 1 + self.SLOTS + slot
 
 
 def all_gather(output: torch.Tensor) -> None:

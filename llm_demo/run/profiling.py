@@ -19,8 +19,9 @@ import torch.distributed as dist
 from llm_demo.device import World
 from llm_demo.run.comm import MUTED, union, waiting
 
-BARRIER = re.compile(r"symmetric_memory::barrier", re.I)
-BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)  # copy_engines.py
+# of copy_engines.py: what an operation ends with, and all that it consists of
+BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)
+BY_ENGINES = re.compile(rf"memcpy ptop|symmetric_memory::wait_signal|{BARRIER.pattern}", re.I)
 COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{BY_ENGINES.pattern}", re.I)
 # one RCCL kernel serves all collectives; the event's arguments name the collective
 KIND = re.compile(
@@ -147,9 +148,10 @@ def analyse(trace: dict, steps: int) -> dict:
 
 
 def copies(comm: list[dict]) -> list[list[tuple]]:
-    """(start, end) of each operation by copy engines: a barrier, copies, a barrier. Returns one
-    list for each stream with any, ordered by first operation. Gathers and exchanges may overtake
-    each other on one rank and not on another."""
+    """(start, end) of each operation by copy engines: a barrier, copies, a barrier; or perhaps a
+    wait for a signal, perhaps a copy, a signal. Returns one list for each stream with any, ordered
+    by first operation. Gathers and exchanges may overtake each other on one rank and not on
+    another."""
     streams, begun, copied = defaultdict(list), {}, set()
     for e in comm:
         if not BY_ENGINES.search(e["name"]):
