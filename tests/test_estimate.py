@@ -36,7 +36,7 @@ FILES = sorted(ROOT.glob("bench/results/h200*/*.jsonl"))  # a CPU's rows have no
 MEASURED = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 
 # of rows measured before these existed; "replicas" then meant what is data_parallel now
-BEFORE = {"optimizer_on_host": False, "psgd_rank": 0}
+BEFORE = {"optimizer_on_host": False, "psgd_rank": 0, "copy_engines": False}
 DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
 
 
@@ -579,7 +579,7 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
     args = args_with(
         use_activation_checkpointing=False, activation_memory_budget=1.0, micro_batch_size=2,
         grad_accum_steps=8, stages=2, schedule="1f1b", run_ahead=0, blocks_per_unit=1,
-        reshard_after_forward=False,
+        reshard_after_forward=False, copy_engines=False,
     )  # fmt: skip
     compute = Compute(torch.bfloat16, "sdpa", compile=True)
     train = SimpleNamespace(seq_len=1024, single=True)
