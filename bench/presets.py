@@ -72,6 +72,8 @@ def _ways(env="", steps=12):
     ways += [("fsdp_pp", 2, f) for f in ("", "--schedule interleaved", "--schedule v")]
     if not env:  # PyTorch's runner, for comparison
         ways.append(("fsdp_pp", 2, "--schedule torch_1f1b"))
+        schedules = "", "--schedule interleaved ", "--schedule v "
+        ways += [("fsdp_pp", 2, f"{schedule}--copy_engines") for schedule in schedules]
     return [
         {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
         for n in (1, 2, 4) for engine, times, flags in ways

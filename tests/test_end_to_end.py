@@ -87,7 +87,7 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
     if not torch.cuda.is_available():
         assert "attention: not varlen: has no CPU kernel" in said
     if kind == "pp":
-        assert "pipeline: stage 0: 4 blocks" in said
+        assert "pipeline: stage 0: 3 blocks" in said
     assert "⟦" in said[: said.index("step 1/3")]
     assert STEP.search(said)
     assert said.count("held-out loss") == 2

@@ -351,7 +351,7 @@ def one_process(tmp_path_factory):
 def test_the_launcher_trains_evaluates_and_answers(one_process, tmp_path):
     out = tmp_path / "run"
     said = launch(LAUNCHER, out, **TWO)
-    assert "pipeline: stage 0: 4 blocks" in said and "1f1b pipeline of 2 stages: 3," in said
+    assert "pipeline: stage 0: 3 blocks" in said and "1f1b pipeline of 2 stages: 3," in said
     expected, alone = one_process
     assert len(numbers(out, *LOSSES)) == 4 + 4 + 2
     assert numbers(out, *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
@@ -361,7 +361,7 @@ def test_the_launcher_trains_evaluates_and_answers(one_process, tmp_path):
     assert summary["steps"] == 4 and len(summary["median_comm_ms"]) == 2
     config = json.loads((out / "config.json").read_text())
     assert config["parallelism"] == "1f1b pipeline of 2 stages"
-    assert (config["global_batch"], config["partition"]) == (16, "4,2")
+    assert (config["global_batch"], config["partition"]) == (16, "3,3")
 
     before = {p.name: p.read_text() for p in out.iterdir() if p.is_file()}
     said = launch(LAUNCHER, out, "--dry_run", "--overwrite", "--reshard_after_forward", **TWO)
