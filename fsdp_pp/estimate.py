@@ -28,10 +28,11 @@ def held_by(schedule: str, stages: int, stage: int, accum: int, run_ahead: int) 
     return orders.held(orders.order(own, stages, stage, accum, run_ahead))
 
 
-def mailboxes(schedule: str, stages: int, stage: int) -> int:
-    """Mailboxes of a stage: one for each pair of consecutive pieces of which it has one."""
-    where = orders.stages_of(schedule, stages)
-    return sum(a != b and stage in (a, b) for a, b in itertools.pairwise(where))
+def mailboxes(schedule: str, stages: int) -> list[int]:
+    """Mailboxes of each stage: one for each pair of consecutive pieces of which it has one. All
+    stages allocate as many as that with most."""
+    pairs = [*itertools.pairwise(orders.stages_of(schedule, stages))]
+    return [sum(a != b and stage in (a, b) for a, b in pairs) for stage in range(stages)]
 
 
 def of_stages(
@@ -59,7 +60,7 @@ def of_stages(
         if args.copy_engines:
             rows = max(args.micro_batch_size, args.eval_batch_size)
             slots = Mailbox.SLOTS * rows * train.seq_len * config.hidden_size * size
-            activations += slots * mailboxes(args.schedule, args.stages, stage)
+            activations += slots * max(mailboxes(args.schedule, args.stages))
         if ranks > 1 or args.schedule in BY_TORCH:
             unit = 0
             for piece in map(pieces.__getitem__, held):

@@ -41,8 +41,8 @@ class FsdpPipeArgs:
     )
     copy_engines: bool = flag(
         False,
-        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels, within one node. "
-        "Not for PyTorch's runner.",
+        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels. All processes must "
+        "be on one node. Not for PyTorch's runner.",
     )
     reshard_after_forward: bool = flag(
         False,

@@ -35,7 +35,7 @@ from llm_demo.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.parallel.copy_engines import Mailbox, choose_copy_engines
+from llm_demo.parallel.copy_engines import cannot
 from llm_demo.parallel.masters import Masters
 from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
 from llm_demo.plan import make_plan
@@ -87,6 +87,8 @@ def main() -> None:
     parallelism += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     log.say(f"pipeline: {describe_split(counts, where, config, B, S, checkpointing)}")
+    if args.copy_engines and args.stages == 1:
+        log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and not sharded:
         log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
@@ -100,14 +102,17 @@ def main() -> None:
     # model: each stage makes only its own pieces
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    early, mailbox = False, None
-    if args.copy_engines:
-        choose_copy_engines(True, world, dist.group.WORLD, 0)
+    copies = args.copy_engines and args.stages > 1
+    links = Links(
+        where, ranks, world.rank, world.device, early=not copies and receive_early(world, log.say)
+    )
+    if copies:
+        if reason := cannot(world, dist.group.WORLD):
+            raise UserError(f"--copy_engines: {reason}")
         largest = max(B, args.eval_batch_size) * S * config.hidden_size
-        mailbox = functools.partial(Mailbox, largest, compute.dtype, world.device)
+        links.by_copy_engines(largest, compute.dtype, clock.comm.call)
     else:
-        early = receive_early(world, log.say)
-    links = Links(where, ranks, world.rank, world.device, early, mailbox, clock.comm.call)
+        links.by_nccl()
     built = build(
         args, world, plan, log,
         sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,

@@ -1,7 +1,7 @@
 """Sends hidden states, and their gradients, between the pieces of the model."""
 
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fsdp_pp.orders import BACKWARD, FORWARD
 from llm_demo.device import World, other_than_nvlink
 from llm_demo.dist import from_rank0, timeout
-from llm_demo.parallel.copy_engines import Mailbox
+from llm_demo.parallel.copy_engines import Mailbox, mailboxes
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
 # while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).
@@ -100,19 +100,17 @@ class Link:
 
 
 class CopiedLink:
-    """A Link whose transfers are copies by the GPUs' copy engines.
+    """A Link in one direction of a Mailbox: its transfers are copies by the GPUs' copy engines."""
 
-    kind: FORWARD or BACKWARD. timed: CommTimer.call."""
-
-    def __init__(self, kind: str, box: Mailbox, timed: Callable):
-        self.kind, self.box, self.timed = kind, box, timed
-        self.stream, self.shapes = torch.cuda.Stream(), deque()
+    def __init__(self, box: Mailbox, sends: bool):
+        self.box, self.shapes = box, deque()
+        self.stream = torch.cuda.Stream() if sends else None
 
     def send(self, t: torch.Tensor) -> None:
         t = t.contiguous()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            self.timed(self.kind, self.box.put, t, group=self.box.group)
+            self.box.put(t)
         t.record_stream(self.stream)
 
     def expect(self, shape: tuple, dtype: torch.dtype, after: torch.cuda.Event | None) -> None:
@@ -121,7 +119,7 @@ class CopiedLink:
 
     def take(self) -> torch.Tensor:
         """The oldest tensor that is expected, once it is there."""
-        return self.timed(self.kind, self.box.take, self.shapes.popleft(), group=self.box.group)
+        return self.box.take(self.shapes.popleft())
 
     def finish(self) -> None:
         """Let the compute stream wait for what was sent, so that its times can be read after it."""
@@ -129,56 +127,61 @@ class CopiedLink:
 
 
 class Links:
-    """A rank's links to the pieces before and after its own.
-
-    Every rank makes the groups of all pipelines: a group is made by all ranks together. Each link
-    sends something once: the first transfer of a group makes the host wait for the other side.
+    """A rank's links to the pieces before and after its own, once made.
 
     Args:
         stages: the stage of each piece.
         grid: ranks, [stages, shards].
         rank: this rank.
-        early: see receive_early.
-        mailbox: mailbox(group) makes the two ranks' Mailbox. None: NCCL or gloo sends.
-        timed: CommTimer.call."""
+        early: see receive_early."""
 
     def __init__(
-        self,
-        stages: list[int],
-        grid: torch.Tensor,
-        rank: int,
-        device: torch.device,
-        early: bool,
-        mailbox: Callable | None = None,
-        timed: Callable | None = None,
+        self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device, early: bool
     ):
+        self.rank, self.device = rank, device
         self.cuda, self.early, self.begun = device.type == "cuda", early, None
-        self.sent, self.received = {}, {}
+        self.sent, self.received, self.pairs = {}, {}, []
         for piece, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
-            for shard in range(grid.shape[1]) if here != there else ():
-                a, b = grid[here, shard].item(), grid[there, shard].item()
-                ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
-                if mailbox:
-                    group = small_group([a, b], device)
-                    if rank in (a, b):
-                        box = mailbox(group)
-                        for kind, into, source, _ in ways:
-                            links = self.sent if rank == source else self.received
-                            links[kind, into] = CopiedLink(kind, box, timed)
+            if here != there:
+                for pair in zip(grid[here].tolist(), grid[there].tolist(), strict=True):
+                    self.pairs.append((piece, *pair))
+
+    def by_nccl(self) -> None:
+        """Make links of NCCL, or of gloo on a CPU. Every rank makes the groups of all pipelines: a
+        group is made by all ranks together. Each link sends something once: the first transfer of a
+        group makes the host wait for the other side."""
+        for piece, a, b in self.pairs:
+            ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
+            for kind, into, source, target in ways:
+                group = small_group([source, target], self.device)
+                if self.rank not in (source, target):
                     continue
-                for kind, into, source, target in ways:
-                    group = small_group([source, target], device)
-                    if rank not in (source, target):
-                        continue
-                    link = Link(source, target, group, device)
-                    if rank == source:
-                        self.sent[kind, into] = link
-                        link.send(torch.zeros(1, device=device))
-                    else:
-                        self.received[kind, into] = link
-                        link.expect((1,), torch.float32, None)
-                        link.take()
+                link = Link(source, target, group, self.device)
+                if self.rank == source:
+                    self.sent[kind, into] = link
+                    link.send(torch.zeros(1, device=self.device))
+                else:
+                    self.received[kind, into] = link
+                    link.expect((1,), torch.float32, None)
+                    link.take()
         self.finish()
+
+    def by_copy_engines(self, largest: int, dtype: torch.dtype, timed: Callable) -> None:
+        """Make links of copy engines. largest: elements of a transfer at most. timed:
+        CommTimer.call."""
+        of_rank = defaultdict(list)  # its pairs; the n-th has its n-th mailbox
+        for pair in self.pairs:
+            for rank in pair[1:]:
+                of_rank[rank].append(pair)
+        boxes = mailboxes(max(map(len, of_rank.values())), largest, dtype, self.device)
+        for here, pair in enumerate(of_rank[self.rank]):
+            piece, first, second = pair
+            other = second if self.rank == first else first
+            box = Mailbox(boxes, here, of_rank[other].index(pair), other, timed)
+            for kind, into, source in (FORWARD, piece + 1, first), (BACKWARD, piece, second):
+                sends = self.rank == source
+                links = self.sent if sends else self.received
+                links[kind, into] = CopiedLink(box, sends)
 
     def begin(self) -> None:
         """A piece of work begins."""

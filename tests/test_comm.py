@@ -48,6 +48,9 @@ def test_union_and_waiting():
     # two receives, posted early on streams of their own: they wait at the same time
     early, late = {"c": (0, 10), "d": (2, 13)}, {"c": (9, 10), "d": (12, 13)}
     assert waiting([early, late]) == [12, 0]
+    # a wait for a signal of copy engines, which the other rank does not wait for as long
+    only = ("copied wait_signal", "", 0)
+    assert waiting([{only: (0, 12)}, {only: (9, 10)}]) == [12, 1]
 
 
 CHANGING = """

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,23 +116,28 @@ class Signals:
             self.pads[key] = not old
             self.changed.notify_all()
 
-    def put_signal(self, to: int, channel: int) -> None:
+    def put_signal(self, to: int, channel: int, limit: int) -> None:
         self._turn((to, channel, self.rank), old=False)
 
-    def wait_signal(self, source: int, channel: int) -> None:
+    def wait_signal(self, source: int, channel: int, limit: int) -> None:
         self._turn((self.rank, channel, source), old=True)
 
 
 def test_a_mailbox_keeps_what_has_not_been_taken(monkeypatch):
-    """Both ranks put at full speed, and take slowly."""
-    memory, pads, changed = [torch.zeros(4 * 6) for _ in range(2)], {}, threading.Condition()
-    failed, count = [], 5 * copy_engines.Mailbox.SLOTS
+    """Both ranks put at full speed, and take slowly. It is the first mailbox of one of them, and
+    the second of the other."""
+    memory, pads, changed = [torch.zeros(2, 4, 6) for _ in range(2)], {}, threading.Condition()
+    failed, noted, count = [], [], 5 * copy_engines.Mailbox.SLOTS
+
+    def timed(name, call, *args):
+        noted.append(name)
+        return call(*args)
 
     def rank(me):
-        box = object.__new__(copy_engines.Mailbox)
-        box.handle, box.other, box.group = Signals(me, pads, changed), 1 - me, None
-        box.here, box.there = memory[me].view(4, 6), memory[1 - me].view(4, 6)
-        box.n_put = box.n_taken = 0
+        of = lambda rank, n, dtype: memory[rank].view(-1)  # noqa: E731
+        segment = SimpleNamespace(of=of, handle=Signals(me, pads, changed))
+        monkeypatch.setitem(copy_engines.by_address, memory[me].data_ptr(), segment)
+        box = copy_engines.Mailbox(memory[me], me, 1 - me, 1 - me, timed)
 
         def put():
             for k in range(count):
@@ -154,7 +161,10 @@ def test_a_mailbox_keeps_what_has_not_been_taken(monkeypatch):
         thread.join(30)
         assert not thread.is_alive()
     assert not failed
-    assert {key[1] for key in pads} == {*range(1, 9)}  # barriers have channel 0
+    first, second = {*range(1, 9)}, {*range(9, 17)}  # channels; barriers have 0
+    assert {key[:2] for key in pads} == {(0, c) for c in first} | {(1, c) for c in second}
+    waits = 2 * (count + count - copy_engines.Mailbox.SLOTS)
+    assert Counter(noted) == {"put": 2 * count, "wait_signal": waits}
 
 
 COPIES = """
@@ -211,7 +221,9 @@ def main():
             assert (parts[peer] == 10 * peer + me + step).all(), (step, peer, "all to all")
     assert len(copy_engines.segments[group.group_name, "turns"]) == 1
 
-    box = copy_engines.Mailbox(1 << 24, torch.bfloat16, world.device, group)
+    boxes = copy_engines.mailboxes(2, 1 << 24, torch.bfloat16, world.device)
+    timed = lambda name, call, *args: call(*args)
+    box = copy_engines.Mailbox(boxes, me, 1 - me, 1 - me, timed)
     here.synchronize()
     for step in range(3 * box.SLOTS):
         busy = (busy @ busy).clamp(-1, 1)

@@ -37,7 +37,7 @@ def test_balanced_split_counts_both_ends():
 
 @pytest.mark.parametrize(
     "model, micro, checkpointing, pieces, work, within",
-    [  # ms of a micro-batch on each stage of 1F1B or DualPipeV, with the cuts of the time
+    [  # ms of a micro-batch on each stage of 1F1B or DualPipeV; within: more for unsteady steps
         ("qwen3-0.6b", 8, False, [18, 10], (38.3, 35.3), 0.03),
         ("qwen3-0.6b", 8, False, [9, 9, 9, 1], (35.5, 36.6), 0.03),
         ("qwen3-0.6b", 8, True, [17, 11], (45.4, 43.1), 0.03),

@@ -588,6 +588,11 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
         found = pipeline.of_pipeline(args, config, compute, train, 1, held)
     else:
         found = fsdp_pp.of_stages(args, config, compute, train, 1, [1, 2])
+        copies = args_with(**{**vars(args), "copy_engines": True, "eval_batch_size": 3})
+        more = fsdp_pp.of_stages(copies, config, compute, train, 1, [1, 2])
+        if size == 1:  # 4 slots of 3 rows
+            added = [b["activations"] - a["activations"] for a, b in zip(found, more, strict=True)]
+            assert added == pytest.approx([4 * 3 * 1024 * 256 * 2 / 2**30] * 2)
     parameters = [(n * size + 512 * 256) / 2**30 for n in (1, 16)]  # with an end of the model
     weights = 6 if of is pipeline else 4
     assert [parts["optimizer"] for parts in found] == [8 * n for n in parameters]

@@ -145,6 +145,32 @@ def run_with_mailboxes(works, where, slots):
     assert not full.total()
 
 
+@pytest.mark.parametrize("schedule", OURS)
+@pytest.mark.parametrize("stages, shards", [(2, 1), (2, 2), (4, 2)])
+def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", object)
+    monkeypatch.setattr(transfers, "mailboxes", lambda n, *rest: n)
+    monkeypatch.setattr(transfers, "Mailbox", lambda *arguments: arguments)
+    grid, where = torch.arange(stages * shards).view(stages, shards), stages_of(schedule, stages)
+    sent, received = {}, {}
+    for rank in range(stages * shards):
+        links = transfers.Links(where, grid, rank, torch.device("cuda"), early=False)
+        links.by_copy_engines(8, torch.float32, timed=None)
+        for found, chosen in (sent, links.sent), (received, links.received):
+            for what, link in chosen.items():
+                boxes, here, there, other, _ = link.box
+                assert 0 <= here < boxes and 0 <= there < boxes
+                assert (link.stream is not None) == (found is sent)
+                ends = (rank, other) if found is sent else (other, rank)
+                found[what, ends] = (here, there) if found is sent else (there, here)
+        each = [link.box[1] for link in {**links.sent, **links.received}.values()]
+        assert max(each) + 1 == mailboxes(schedule, stages)[rank // shards] <= boxes
+        assert {*Counter(each).values()} == {2}  # there and back
+    assert sent == received
+    steps = sum(a != b for a, b in itertools.pairwise(where))
+    assert len(sent) == 2 * shards * steps
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1, 3])
 def test_no_host_waits_for_ever_for_a_slot(run_ahead):
     for schedule, stages, micro_batches in GRID:
@@ -272,7 +298,7 @@ def test_what_is_held():
 
 
 def test_how_many_mailboxes_a_stage_has():
-    found = {name: [mailboxes(name, 3, s) for s in range(3)] for name in OURS}
+    found = {name: mailboxes(name, 3) for name in OURS}
     assert found["1f1b"] == found["gpipe"] == [1, 2, 1]
     assert found["interleaved"] == [3, 4, 3] and found["v"] == [2, 4, 2]
 
@@ -409,6 +435,16 @@ def test_copy_engines_send_the_same(schedule, one_process, tmp_path):
     assert answers(said) == answers(expected)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert all(ms > 0 for ms in summary["median_comm_ms"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
+def test_copy_engines_where_there_are_none(tmp_path):
+    flags = ["--output_dir", tmp_path / "run", "--copy_engines", "--dry_run"]
+    done = run(["bash", ROOT / LAUNCHER, *flags], **{**SMALL, **TWO})
+    assert done.returncode != 0
+    assert "error: --copy_engines: tested on NVIDIA GPUs only" in done.stderr
+    said = launch(LAUNCHER, *flags[1:], "--stages", "1", NPROC_PER_NODE="1")
+    assert "warning: --copy_engines has no effect: one stage sends nothing" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="wants 4 processes on a CPU")

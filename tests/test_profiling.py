@@ -170,6 +170,32 @@ def test_copies_are_under_way_from_barrier_to_barrier_and_matched_stream_by_stre
         assert end - start == 1e3 * next_one
 
 
+def test_signals_of_copy_engines():
+    """A stage copies for 6 ms and signals. The next one waits for 30, of which it computes 10 on
+    another stream, clones what came, and says that the slot is free."""
+    signal = "c10d::symmetric_memory::{}_signal_kernel(unsigned int**, int, int, int)"
+    copied = kernel("Memcpy PtoP (Device -> Device)", 20_000, 26_000, stream=20, bytes=8)
+    sender = [
+        kernel("gemm", 0, 40_000, stream=7),
+        {**copied, "cat": "gpu_memcpy"},
+        kernel(signal.format("put"), 26_000, 27_000, stream=20),
+    ]
+    receiver = [
+        kernel(signal.format("wait"), 0, 30_000, stream=7),
+        kernel("gemm", 5_000, 15_000, stream=9),
+        {**kernel("Memcpy DtoD (Device -> Device)", 30_000, 31_000), "cat": "gpu_memcpy"},
+        kernel(signal.format("put"), 31_000, 32_000, stream=7),
+        kernel("gemm", 32_000, 40_000, stream=7),
+    ]
+    found = [analyse({"traceEvents": events}, steps=1) for events in (sender, receiver)]
+    assert [x["kinds"] for x in found] == [
+        {"ptop": (6, 1, 8), "putsignal": (1, 1, 0)},
+        {"wait_signal": (30, 1, 0), "putsignal": (1, 1, 0)},
+    ]
+    ranks = combine(found)["ranks"]
+    assert [(r["comm"], r["exposed"], r["wait"]) for r in ranks] == [(7, 0, 0), (31, 21, 30)]
+
+
 def test_gloo_takes_the_kernels_place_on_a_cpu():
     events = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 10_000},

@@ -12,13 +12,15 @@ import math
 import os
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from llm_demo.device import World, other_than_nvlink, this_device
-from llm_demo.dist import from_rank0
+from llm_demo.dist import from_rank0, timeout
 from llm_demo.errors import UserError
+from llm_demo.run.comm import AWAIT
 
 try:
     from torch.distributed import _symmetric_memory as symmetric
@@ -167,43 +169,57 @@ class Mailbox:
     """Memory of two ranks into which each puts tensors for the other.
 
     A tensor is copied as soon as its sender has it. The receiver waits on the stream on which it
-    takes it, so nothing waits beside its compute. Collective over `group`, the two ranks.
-
-    n: elements of the largest tensor."""
+    takes it, so it can compute until it needs the tensor."""
 
     SLOTS = 4  # tensors of each direction at a time
 
-    def __init__(self, n: int, dtype: torch.dtype, device: torch.device, group):
-        memory = shared_empty(self.SLOTS * n, dtype, device, group)
-        segment = by_address[memory.data_ptr()]
-        self.handle, self.group, self.other = segment.handle, group, 1 - segment.handle.rank
-        self.here = memory.view(self.SLOTS, n)
-        self.there = segment.of(self.other, self.SLOTS * n, dtype).view(self.SLOTS, n)
+    def __init__(self, boxes: torch.Tensor, here: int, there: int, other: int, timed: Callable):
+        """boxes: the memory of all ranks' mailboxes, from `mailboxes`. here, there: the number of
+        this one among those of this rank, and of the other rank. timed: CommTimer.call."""
+        segment = by_address[boxes.data_ptr()]
+        theirs = segment.of(other, boxes.numel(), boxes.dtype).view(boxes.shape)
+        self.handle, self.other, self.timed = segment.handle, other, timed
+        self.at, self.here, self.there = (here, there), boxes[here], theirs[there]
         self.n_put = self.n_taken = 0
+        self.limit = int(timeout().total_seconds() * 1e3)
 
     def put(self, t: torch.Tensor) -> None:
         """Copy a contiguous tensor to the other rank, as soon as a slot is free there."""
-        slot, full, free = self._signals(self.n_put)
+        slot, here, there = self._channels(self.n_put)
         if self.n_put >= self.SLOTS:
-            self.handle.wait_signal(self.other, free)
-        self.there[slot, : t.numel()].copy_(t.view(-1))
-        self.handle.put_signal(self.other, full)
+            self._wait(here + self.SLOTS)
+        self.timed("put", self._copy, t, slot, there)
         self.n_put += 1
+
+    def _copy(self, t: torch.Tensor, slot: int, channel: int) -> None:
+        self.there[slot, : t.numel()].copy_(t.view(-1))
+        self.handle.put_signal(self.other, channel, self.limit)
 
     def take(self, shape: tuple) -> torch.Tensor:
         """The oldest tensor that the other rank has put here, as soon as it is there."""
-        slot, full, free = self._signals(self.n_taken)
-        self.handle.wait_signal(self.other, full)
+        slot, here, there = self._channels(self.n_taken)
+        self._wait(here)
         t = self.here[slot, : math.prod(shape)].view(shape).clone()
-        self.handle.put_signal(self.other, free)
+        self.handle.put_signal(self.other, there + self.SLOTS, self.limit)
         self.n_taken += 1
         return t
 
-    def _signals(self, n: int) -> tuple[int, int, int]:
-        """The slot of a direction's n-th tensor, and the channels that say it is full or free.
-        Channel 0 is that of barriers."""
+    def _wait(self, channel: int) -> None:
+        self.timed(AWAIT, self.handle.wait_signal, self.other, channel, self.limit)
+
+    def _channels(self, n: int) -> tuple[int, int, int]:
+        """The slot of the n-th tensor of a direction, and the channel by which this rank learns
+        that it is full, and the other rank. SLOTS further is that for free. Barriers have 0."""
         slot = n % self.SLOTS
-        return slot, 1 + slot, 1 + self.SLOTS + slot
+        return slot, *(1 + 2 * self.SLOTS * box + slot for box in self.at)
+
+
+def mailboxes(n_boxes: int, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The memory of each rank's mailboxes, for tensors of at most n elements. Collective over all
+    ranks: until PyTorch 2.13 a rendezvous of some of them would upset the next one of others. To be
+    kept to the end: nothing may use it after a Mailbox."""
+    shape = n_boxes, Mailbox.SLOTS, n
+    return shared_empty(math.prod(shape), dtype, device, dist.group.WORLD).view(shape)
 
 
 def all_gather(output: torch.Tensor) -> None:

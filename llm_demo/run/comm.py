@@ -10,7 +10,7 @@ which a pipeline sends and receives. On a CPU the clock is read instead.
     wait     the part of busy that was not transfer: the union of the operations' waits. Each wait
              lasts from the operation's start for its time beyond the shortest time of the same
              operation on any of its ranks; a send and its receive count as one operation, matched
-             by order
+             by order; a wait for a signal of copy_engines.py is all wait
 
 profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
 which no kernel runs although one is launched. The two differ where the host is late: events know
@@ -37,6 +37,7 @@ COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
     "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "send", "recv",
 )  # fmt: skip
+AWAIT = "wait_signal"  # an operation that only waits
 MUTED = "llm_demo: not timed"  # so that a CPU profile can exclude it too
 
 
@@ -235,7 +236,8 @@ def waiting(ranks: list[dict]) -> list[float]:
     transfer = {}
     for operations in ranks:
         for key, (start, end) in operations.items():
-            transfer[key] = min(end - start, transfer.get(key, math.inf))
+            least = 0.0 if AWAIT in str(key[0]) else end - start
+            transfer[key] = min(least, transfer.get(key, math.inf))
     return [
         union((start, end - transfer[key]) for key, (start, end) in operations.items())
         for operations in ranks

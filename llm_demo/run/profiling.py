@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.device import World
-from llm_demo.run.comm import MUTED, union, waiting
+from llm_demo.run.comm import AWAIT, MUTED, union, waiting
 
 # of copy_engines.py: what an operation ends with, and all that it consists of
 BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)
-BY_ENGINES = re.compile(rf"memcpy ptop|symmetric_memory::wait_signal|{BARRIER.pattern}", re.I)
-COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{BY_ENGINES.pattern}", re.I)
+BY_ENGINES = re.compile(rf"memcpy ptop|{BARRIER.pattern}", re.I)
+COMMUNICATES = re.compile(rf"nccl|rccl|^gloo:|{AWAIT}|{BY_ENGINES.pattern}", re.I)
 # one RCCL kernel serves all collectives; the event's arguments name the collective
 KIND = re.compile(
     r"(all_?reduce|all_?gather|reduce_?scatter|broadcast|send_?recv|send|recv|reduce|all_?to_?all"
-    r"|ptop|barrier)",
+    rf"|ptop|barrier|put_signal|{AWAIT})",
     re.I,
 )
 LAUNCH_GAP = 10  # microseconds from a launch, or the previous kernel, to a kernel's start
@@ -115,7 +115,8 @@ def analyse(trace: dict, steps: int) -> dict:
     for e in comm:
         args = e.get("args", {})
         match = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
-        kind = match[0].lower().replace("_", "") if match else "other"
+        kind = match[0].lower() if match else "other"
+        kind = kind if kind == AWAIT else kind.replace("_", "")
         group = str(args.get("Process Group Name", ""))
         if kind in ("send", "recv"):
             me, peer = rank, args.get("Dst Rank", args.get("Src Rank"))
@@ -148,10 +149,9 @@ def analyse(trace: dict, steps: int) -> dict:
 
 
 def copies(comm: list[dict]) -> list[list[tuple]]:
-    """(start, end) of each operation by copy engines: a barrier, copies, a barrier; or perhaps a
-    wait for a signal, perhaps a copy, a signal. Returns one list for each stream with any, ordered
-    by first operation. Gathers and exchanges may overtake each other on one rank and not on
-    another."""
+    """(start, end) of each operation by copy engines: a barrier, copies, a barrier, or a copy and a
+    signal. Returns one list for each stream with any, ordered by first operation. Gathers and
+    exchanges may overtake each other on one rank and not on another."""
     streams, begun, copied = defaultdict(list), {}, set()
     for e in comm:
         if not BY_ENGINES.search(e["name"]):
@@ -166,7 +166,7 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
             copied.remove(stream)
         else:
             begun[stream] = e["ts"]
-    return list(streams.values())
+    return [operations for operations in streams.values() if operations]
 
 
 def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> list[tuple]:
