@@ -250,8 +250,11 @@ def become(request: dict) -> tuple:
     os.environ.update(request["environ"])
     for which, limits in zip(LIMITS, request["limits"], strict=True):
         resource.setrlimit(which, limits)
-    for signum in request["ignored"]:
-        signal.signal(signum, signal.SIG_IGN)
+    for signum in FORWARDED:
+        if signum in request["ignored"]:
+            signal.signal(signum, signal.SIG_IGN)
+        elif signal.getsignal(signum) == signal.SIG_IGN:  # the tests run under nohup
+            signal.signal(signum, signal.SIG_DFL)
     me, real = os.getpid(), os.getppid  # a fork of this one has a parent of its own
     os.getppid = lambda: request["parent"] if os.getpid() == me else real()
     sys.executable = request["executable"]
