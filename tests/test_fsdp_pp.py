@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, run, torchrun
 
 from fsdp_pp import torch_schedules, transfers
 from fsdp_pp.estimate import held_by, mailboxes
@@ -19,6 +19,7 @@ from llm_demo.errors import UserError
 from llm_demo.parallel import copy_engines
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
+FIRST = ROOT / "data/first_run.jsonl"
 OURS = ("1f1b", "gpipe", "interleaved", "v")
 TWICE = ("interleaved", "v")
 GRID = [
@@ -420,6 +421,36 @@ def test_other_schedules_and_shards_evaluate_and_answer(processes, schedule, one
     found = numbers(tmp_path / "run", *LOSSES)
     assert found == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
     assert answers(said) == answers(expected)
+
+
+SHARED = [
+    (2, 2, "v"),
+    pytest.param(2, 2, "gpipe", marks=pytest.mark.slow),
+    pytest.param(2, 2, "interleaved", marks=pytest.mark.slow),
+    pytest.param(4, 2, "interleaved", marks=pytest.mark.slow),
+    pytest.param(4, 4, "1f1b", marks=pytest.mark.slow),
+    pytest.param(3, 3, "v", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
+@pytest.mark.parametrize("processes, stages, schedule", SHARED)
+def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_process, tmp_path):
+    """On CPUs that stand in for GPUs. Evaluated in batches of another size."""
+    flags = {
+        "--model_name_or_path": ROOT / "models/qwen3-tiny", "--train_json": FIRST,
+        "--stages": stages, "--schedule": schedule, "--grad_accum_steps": 4 * stages // processes,
+        "--micro_batch_size": 4, "--seq_len": 64, "--lr": 2e-3, "--max_steps": 4,
+        "--dtype": "fp32", "--log_every": 1, "--eval_batch_size": 3, "--sample_tokens": 6,
+        "--output_dir": tmp_path / "run",
+    }  # fmt: skip
+    flat = [str(x) for pair in flags.items() for x in pair]
+    if schedule == "1f1b":
+        flat += ["--run_ahead", "1"]
+    done = torchrun(processes, ROOT / "tests/mailbox_worker.py", tmp_path, "--copy_engines", *flat)
+    expected, alone = one_process
+    assert numbers(tmp_path / "run", *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
+    assert answers(done.stdout) == answers(expected)
 
 
 @pytest.mark.multi_gpu
