@@ -215,9 +215,9 @@ class Mailbox:
 
 
 def mailboxes(n_boxes: int, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The memory of each rank's mailboxes, for tensors of at most n elements. Collective over all
-    ranks: until PyTorch 2.13 a rendezvous of some of them would upset the next one of others. To be
-    kept to the end: nothing may use it after a Mailbox."""
+    """The memory of each rank's mailboxes, for tensors of at most n elements. Nothing else may use
+    it later. Collective over all ranks: up to PyTorch 2.13 a rendezvous is numbered per process,
+    not per group, so ranks that had been in fewer of them would wait for ever."""
     shape = n_boxes, Mailbox.SLOTS, n
     return shared_empty(math.prod(shape), dtype, device, dist.group.WORLD).view(shape)
 
