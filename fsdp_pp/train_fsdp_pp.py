@@ -102,17 +102,14 @@ def main() -> None:
     # model: each stage makes only its own pieces
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    copies = args.copy_engines and args.stages > 1
-    links = Links(
-        where, ranks, world.rank, world.device, early=not copies and receive_early(world, log.say)
-    )
-    if copies:
+    links = Links(where, ranks, world.rank, world.device)
+    if args.copy_engines and args.stages > 1:
         if reason := cannot(world, dist.group.WORLD):
             raise UserError(f"--copy_engines: {reason}")
         largest = max(B, args.eval_batch_size) * S * config.hidden_size
         links.by_copy_engines(largest, compute.dtype, clock.comm.call)
     else:
-        links.by_nccl()
+        links.by_nccl(receive_early(world, log.say))
     built = build(
         args, world, plan, log,
         sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,

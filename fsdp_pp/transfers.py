@@ -132,24 +132,24 @@ class Links:
     Args:
         stages: the stage of each piece.
         grid: ranks, [stages, shards].
-        rank: this rank.
-        early: see receive_early."""
+        rank: this rank."""
 
-    def __init__(
-        self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device, early: bool
-    ):
-        self.rank, self.device = rank, device
-        self.cuda, self.early, self.begun = device.type == "cuda", early, None
+    def __init__(self, stages: list[int], grid: torch.Tensor, rank: int, device: torch.device):
+        self.rank, self.device, self.cuda = rank, device, device.type == "cuda"
+        self.early = self.begun = None
         self.sent, self.received, self.pairs = {}, {}, []
         for piece, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
             if here != there:
                 for pair in zip(grid[here].tolist(), grid[there].tolist(), strict=True):
                     self.pairs.append((piece, *pair))
 
-    def by_nccl(self) -> None:
-        """Make links of NCCL, or of gloo on a CPU. Every rank makes the groups of all pipelines: a
-        group is made by all ranks together. Each link sends something once: the first transfer of a
-        group makes the host wait for the other side."""
+    def by_nccl(self, early: bool) -> None:
+        """Make links of NCCL, or of gloo on a CPU. early: see receive_early.
+
+        Every rank makes the groups of all pipelines: a group is made by all ranks together. Each
+        link sends something once: the first transfer of a group makes the host wait for the other
+        side."""
+        self.early = early
         for piece, a, b in self.pairs:
             ways = (FORWARD, piece + 1, a, b), (BACKWARD, piece, b, a)
             for kind, into, source, target in ways:
@@ -189,8 +189,8 @@ class Links:
             self.begun = torch.cuda.current_stream().record_event()
 
     def expect(self, kind: str, piece: int, shape: tuple, dtype: torch.dtype) -> None:
-        """Receive beside the work that has begun if early, else after it."""
-        if self.cuda and not self.early:
+        """Receive by NCCL beside the work that has begun if early, else after it."""
+        if self.cuda and self.early is False:
             self.begun = torch.cuda.current_stream().record_event()
         self.received[kind, piece].expect(shape, dtype, self.begun)
 

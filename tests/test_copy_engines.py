@@ -35,7 +35,7 @@ NV, FEW = ["NV18"], 63_000_000
         (None, H200, 2, {"unit": FEW}, False, "units of 63M parameters"),
         (True, H200, 2, {"unit": FEW}, True, "as requested"),
         (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
-        (None, H200, 1, {}, False, "nothing to exchange"),
+        (None, H200, 1, {}, False, "nothing to gather"),
         (None, H200, 4, {}, False, "4 ranks are not all on one node"),
         (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, False, "NCCL_P2P_DISABLE"),
         (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, UserError, "NCCL_P2P_DISABLE"),

@@ -155,7 +155,7 @@ def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch)
     grid, where = torch.arange(stages * shards).view(stages, shards), stages_of(schedule, stages)
     sent, received = {}, {}
     for rank in range(stages * shards):
-        links = transfers.Links(where, grid, rank, torch.device("cuda"), early=False)
+        links = transfers.Links(where, grid, rank, torch.device("cuda"))
         links.by_copy_engines(8, torch.float32, timed=None)
         for found, chosen in (sent, links.sent), (received, links.received):
             for what, link in chosen.items():
@@ -209,7 +209,8 @@ def test_when_a_receive_begins(early, monkeypatch):
     times, after = iter("abcdef"), []
     stream = SimpleNamespace(record_event=lambda: next(times))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
-    links = transfers.Links([], torch.empty(0, 0), 0, torch.device("cuda"), early)
+    links = transfers.Links([], torch.empty(0, 0), 0, torch.device("cuda"))
+    links.by_nccl(early)
     links.received[FORWARD, 1] = SimpleNamespace(expect=lambda shape, dtype, t: after.append(t))
     for _ in range(3):
         links.expect(FORWARD, 1, (1,), torch.float32)

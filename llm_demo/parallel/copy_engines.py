@@ -1,4 +1,4 @@
-"""Collectives between the GPUs of one node with their copy engines.
+"""Transfers between the GPUs of one node by their copy engines.
 
 NCCL's kernels occupy multiprocessors for as long as an operation runs, which slows matrix products
 beside them. Here each rank copies from the others' memory, or into it. Copies occupy no
@@ -77,7 +77,7 @@ def _lacks(world: World, group=None) -> str | None:
         return "tested on NVIDIA GPUs only"
     ranks = dist.get_process_group_ranks(group) if group else range(world.size)
     if len(ranks) == 1:
-        return "one shard or one stage has nothing to exchange"
+        return "a model that is not sharded has nothing to gather"
     nodes = {rank // world.local_size for rank in ranks}
     if len(nodes) > 1 or torch.cuda.device_count() < world.local_size:
         return f"the {len(ranks)} ranks are not all on one node"
