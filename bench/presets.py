@@ -70,10 +70,10 @@ def _ways(env="", steps=12):
     ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
     ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
     ways += [("fsdp_pp", 2, f) for f in ("", "--schedule interleaved", "--schedule v")]
-    if not env:  # PyTorch's runner, and copy engines, for comparison
+    if not env:  # PyTorch's runner, and NCCL's kernels, for comparison
         ways.append(("fsdp_pp", 2, "--schedule torch_1f1b"))
         schedules = "", "--schedule interleaved ", "--schedule v "
-        ways += [("fsdp_pp", 2, f"{schedule}--copy_engines") for schedule in schedules]
+        ways += [("fsdp_pp", 2, f"{schedule}{NO_ENGINES}") for schedule in schedules]
     return [
         {"engine": engine, "micro": 8, "ga": times * n, "flags": flags, "env": env, "steps": steps}
         for n in (1, 2, 4) for engine, times, flags in ways

@@ -57,7 +57,7 @@ def of_stages(
         activations, loss = at_the_loss(args, config, compute, train, flight, head)
         # outputs for the next stage, until their backward
         activations += tokens * config.hidden_size * size * sum(held.values())
-        if args.copy_engines:
+        if args.copy_engines is not False and args.schedule not in BY_TORCH:  # or may be chosen
             rows = max(args.micro_batch_size, args.eval_batch_size)
             slots = Mailbox.SLOTS * rows * train.seq_len * config.hidden_size * size
             activations += slots * max(mailboxes(args.schedule, args.stages))

@@ -39,10 +39,10 @@ class FsdpPipeArgs:
         "slow links, takes memory. Not for PyTorch's runner.",
         at_least=0,
     )
-    copy_engines: bool = flag(
-        False,
-        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels. All processes must "
-        "be on one node. Not for PyTorch's runner.",
+    copy_engines: bool | None = flag(
+        None,
+        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels. Default: if NVLink "
+        "joins all GPUs and all processes are on one node. Not for PyTorch's runner.",
     )
     reshard_after_forward: bool = flag(
         False,

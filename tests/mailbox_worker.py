@@ -58,7 +58,7 @@ def shared_empty(n: int, dtype: torch.dtype, device: torch.device, group) -> tor
 
 
 copy_engines.shared_empty = shared_empty
-train_fsdp_pp.cannot = lambda world, group: None
+copy_engines.cannot = lambda world, group: None
 stream = SimpleNamespace(wait_stream=lambda other: None, record_event=lambda: None)
 torch.cuda.Stream = torch.cuda.current_stream = lambda *device: stream
 torch.cuda.stream = lambda stream: contextlib.nullcontext()

@@ -10,6 +10,7 @@ import torch
 from conftest import torchrun
 
 from fsdp import fsdp2
+from fsdp.build import choose_engines
 from llm_demo.device import Device, World
 from llm_demo.errors import UserError
 from llm_demo.parallel import copy_engines
@@ -19,8 +20,7 @@ H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
 
 
-LARGE = 193_000_000
-NV, FEW = ["NV18"], 63_000_000
+NV, FEW = ["NV18"], "no gain for units of 63M parameters"
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,10 @@ NV, FEW = ["NV18"], 63_000_000
         (None, H200, 2, {"links": []}, False, "not measured over this link"),
         (True, H200, 2, {"links": ["PIX"]}, True, "as requested"),
         (False, H200, 2, {}, False, "as requested"),
-        (None, H200, 2, {"unit": FEW}, False, "units of 63M parameters"),
-        (True, H200, 2, {"unit": FEW}, True, "as requested"),
+        (None, H200, 2, {"no_gain": FEW}, False, "units of 63M parameters"),
+        (True, H200, 2, {"no_gain": FEW}, True, "as requested"),
         (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
-        (None, H200, 1, {}, False, "nothing to gather"),
+        (None, H200, 1, {}, False, "nothing to copy"),
         (None, H200, 4, {}, False, "4 ranks are not all on one node"),
         (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, False, "NCCL_P2P_DISABLE"),
         (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, UserError, "NCCL_P2P_DISABLE"),
@@ -69,13 +69,33 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     gathered = lambda found, mine: found.__setitem__(slice(None), [None, mine])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
     world = World(1, world, 1, torch.device("cuda", 1))
-    arguments = asked, world, None, change.get("unit", LARGE)
+    arguments = asked, world, None, change.get("no_gain", "")
     if chosen is UserError:
         with pytest.raises(UserError, match=f"--copy_engines: .*{reason}"):
             copy_engines.choose_copy_engines(*arguments)
     else:
         found, why = copy_engines.choose_copy_engines(*arguments)
         assert found == chosen and reason in why
+
+
+@pytest.mark.parametrize("size, why_not", [(99_999_999, "units of 100M"), (100_000_000, "")])
+def test_fsdp_gathers_large_blocks_by_copy_engines(size, why_not, monkeypatch):
+    """The larger of two units has this many parameters. Shared ones count once."""
+
+    def unit(n):
+        made = torch.nn.Module()
+        made.a = made.b = torch.nn.Parameter(torch.empty(n, device="meta"))
+        return made
+
+    given, said = [], []
+    chosen = lambda *args: (given.append(args), (True, "because"))[1]  # noqa: E731
+    monkeypatch.setattr(copy_engines, "choose_copy_engines", chosen)
+    log = SimpleNamespace(say=said.append, resolved=lambda **found: said.append(found))
+    assert choose_engines(None, "world", "group", [unit(4), unit(size)], log)
+    [(asked, world, group, no_gain)] = given
+    assert (asked, world, group) == (None, "world", "group")
+    assert why_not in no_gain if why_not else no_gain == ""
+    assert said == ["copy engines: yes (because)", {"copy_engines": True}]
 
 
 def fails(*_):
@@ -176,7 +196,7 @@ from llm_demo.parallel.mesh import make_mesh
 def main():
     world = start()
     group = make_mesh(world, data=world.size).get_group()
-    assert copy_engines.choose_copy_engines(True, world, group, 1) == (True, "as requested")
+    assert copy_engines.choose_copy_engines(True, world, group) == (True, "as requested")
     n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)

@@ -593,6 +593,8 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
         if size == 1:  # 4 slots of 3 rows
             added = [b["activations"] - a["activations"] for a, b in zip(found, more, strict=True)]
             assert added == pytest.approx([4 * 3 * 1024 * 256 * 2 / 2**30] * 2)
+        copies.copy_engines = None  # they may be chosen
+        assert fsdp_pp.of_stages(copies, config, compute, train, 1, [1, 2]) == more
     parameters = [(n * size + 512 * 256) / 2**30 for n in (1, 16)]  # with an end of the model
     weights = 6 if of is pipeline else 4
     assert [parts["optimizer"] for parts in found] == [8 * n for n in parameters]

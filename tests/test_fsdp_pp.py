@@ -455,13 +455,20 @@ def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_proce
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "v"])
-def test_copy_engines_send_the_same(schedule, one_process, tmp_path):
+@pytest.mark.parametrize(
+    "schedule, flag, chosen",
+    [
+        *((schedule, "--copy_engines", "yes") for schedule in ("1f1b", "interleaved", "v")),
+        ("1f1b", "--no_copy_engines", "no"),
+    ],
+)
+def test_copy_engines_send_the_same(schedule, flag, chosen, one_process, tmp_path):
     """Evaluated in batches of another size."""
     if reason := copy_engines._lacks(World(0, 2, 0, torch.device("cuda", 0))):
         pytest.skip(reason)
     env = {**TWO, "SCHEDULE": schedule, "GRAD_ACCUM_STEPS": "4"}
-    said = launch(LAUNCHER, tmp_path / "run", "--copy_engines", "--eval_batch_size", "3", **env)
+    said = launch(LAUNCHER, tmp_path / "run", flag, "--eval_batch_size", "3", **env)
+    assert f"copy engines: {chosen} (as requested)" in said
     expected, alone = one_process
     assert numbers(tmp_path / "run", *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
     assert answers(said) == answers(expected)

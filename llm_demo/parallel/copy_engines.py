@@ -30,22 +30,20 @@ except ImportError:
 # A rendezvous would also set up NVLink multicast, which nothing here uses and which can fail.
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
-# Parameters. On two H200, copies saved 5 % of a step for units of 193M (8B), and nothing above
-# noise for units of 63M (0.6B) (bench/LOG.md).
-LARGE = 100_000_000
 
-
-def choose_copy_engines(asked: bool | None, world: World, group, unit: int) -> tuple[bool, str]:
+def choose_copy_engines(
+    asked: bool | None, world: World, group, no_gain: str = ""
+) -> tuple[bool, str]:
     """(whether to use copy engines, the reason). Collective.
 
     Args:
         asked: None decides here; True raises UserError if they can't be used.
-        group: the process group that shards the model.
-        unit: parameters of one gather."""
+        group: the process group whose ranks copy from one another.
+        no_gain: why they are not worth it, if they aren't; counts only if not asked."""
     if asked is False:
         return False, "as requested"
-    if asked is None and unit < LARGE:
-        return False, f"no gain for units of {unit / 1e6:.0f}M parameters"
+    if asked is None and no_gain:
+        return False, no_gain
     reason = cannot(world, group)
     if asked and reason:
         raise UserError(f"--copy_engines: {reason}")
@@ -77,7 +75,7 @@ def _lacks(world: World, group=None) -> str | None:
         return "tested on NVIDIA GPUs only"
     ranks = dist.get_process_group_ranks(group) if group else range(world.size)
     if len(ranks) == 1:
-        return "a model that is not sharded has nothing to gather"
+        return "one process has nothing to copy"
     nodes = {rank // world.local_size for rank in ranks}
     if len(nodes) > 1 or torch.cuda.device_count() < world.local_size:
         return f"the {len(ranks)} ranks are not all on one node"
