@@ -2,8 +2,8 @@
 
 Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against slots per step, with
 the crossover marked; peak memory; how a step's time is spent. Several files with commas between
-them become one picture, named after the first: throughput only, one panel a file, as for links of
-different speed. --check fails if a picture was drawn from other results."""
+them become one picture, named after the first: throughput of the strategies that all have, one
+panel a file, as for links of different speed. --check fails if a picture was drawn from other results."""
 
 import argparse
 import hashlib
@@ -109,32 +109,40 @@ def draw(results: str, file: Path) -> None:
 
 def draw_panels(names: list[str], file: Path) -> None:
     """Throughput against slots per step: a panel for each file, a line for each engine and its
-    flags, in the same colour everywhere."""
+    flags that all files have, in the same colour everywhere."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     panels = [series(name) for name in names]
-    names_of_lines = dict.fromkeys(name for groups in panels for name in groups)
-    colors = {name: f"C{i}" for i, name in enumerate(names_of_lines)}
+    common = in_all(panels)
+    if not common:
+        raise UserError(f"{', '.join(names)}: no engine with the same flags is in all of them")
+    colors = {name: f"C{i}" for i, name in enumerate(common)}
     size = 5 * len(panels) + 3.2, 4.6
     figure, axes = plt.subplots(
         1, len(panels), figsize=size, sharex=True, sharey=True, layout="constrained"
     )
     drawn = {}
     for axis, groups in zip(axes, panels, strict=True):
-        for name, rows in groups.items():
-            xs = [slots(r) / 1e3 for r in rows]
-            ys = [r["summary"]["median_slots_per_s"] / 1e3 for r in rows]
+        for name in common:
+            xs = [slots(r) / 1e3 for r in groups[name]]
+            ys = [r["summary"]["median_slots_per_s"] / 1e3 for r in groups[name]]
             (drawn[name],) = axis.plot(xs, ys, "o-", color=colors[name])
         axis.set(xlabel="thousand slots per step", ylim=(0, None))
-        axis.set_title(setup_of([r for rows in groups.values() for r in rows]), fontsize=9)
+        setup = setup_of([r for rows in groups.values() for r in rows])
+        axis.set_title("\n".join(setup.rsplit(", ", 1)), fontsize=9)
     axes[0].set_ylabel("thousand slots/s")
     figure.legend([*drawn.values()], [*drawn], loc="outside right center")
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=80, metadata={"Description": digest(*names)})
     plt.close(figure)
+
+
+def in_all(panels: list[dict]) -> list[str]:
+    """Return the keys that all panels have, in the order of the first."""
+    return [name for name in panels[0] if all(name in groups for groups in panels)]
 
 
 def setup_of(results: list[dict]) -> str:

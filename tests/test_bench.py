@@ -457,6 +457,16 @@ def test_pictures_have_a_way_and_a_file_each(tmp_path, monkeypatch, capsys):
         plots.main()
 
 
+def test_a_picture_of_several_files_shows_what_all_have(tmp_path, monkeypatch):
+    panels = [plots.series(f"h200-x2/{name}") for name in ("ways", "ways_sockets")]
+    assert "fsdp_pp v no_copy_engines" in panels[0]
+    assert [*panels[1]] == plots.in_all(panels) == plots.in_all(panels[::-1])
+    monkeypatch.setattr(plots, "PLOTS", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plots", "h200-x2/ways_sockets,h200-x2/long"])
+    with pytest.raises(UserError, match="no engine with the same flags is in all of them"):
+        plots.main()
+
+
 def test_where_two_lines_cross():
     fsdp = [(10, 100), (20, 110), (40, 120)]
     assert plots.crossover(fsdp, [(10, 50), (40, 110)]) is None
