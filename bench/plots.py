@@ -3,7 +3,8 @@
 Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against slots per step, with
 the crossover marked; peak memory; how a step's time is spent. Several files with commas between
 them become one picture, named after the first: throughput of the strategies that all have, one
-panel a file, as for links of different speed. --check fails if a picture was drawn from other results."""
+panel a file, as for links of different speed. --check fails if a picture was drawn from other
+results."""
 
 import argparse
 import hashlib
