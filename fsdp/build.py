@@ -200,7 +200,6 @@ def choose_engines(
     apart = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
     largest = max(sum(p.numel() for p in {*unit.parameters()} - apart) for unit in units)
     small = f"no gain for units of {largest / 1e6:.0f}M parameters" if largest < LARGE else ""
-    engines, why = copy_engines.choose_copy_engines(asked, world, group, small)
-    log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
+    engines = copy_engines.choose_copy_engines(asked, world, group, log.say, small)
     log.resolved(copy_engines=engines)
     return engines

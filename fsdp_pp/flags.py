@@ -41,8 +41,9 @@ class FsdpPipeArgs:
     )
     copy_engines: bool | None = flag(
         None,
-        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels. Default: if NVLink "
-        "joins all GPUs and all processes are on one node. Not for PyTorch's runner.",
+        "Send hidden states by the GPUs' copy engines, not by NCCL's kernels. Default: on if "
+        "NVLink connects all GPUs and all processes are on one node. Not for PyTorch's runner.",
+        saves_memory="false, if copy engines were chosen",
     )
     reshard_after_forward: bool = flag(
         False,

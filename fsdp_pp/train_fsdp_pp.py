@@ -17,7 +17,7 @@ from fsdp_pp import estimate, orders, runner, torch_schedules
 from fsdp_pp.build import build
 from fsdp_pp.flags import BY_TORCH, GROUPS, SPLIT
 from fsdp_pp.tied import TiedEnds, tied_group
-from fsdp_pp.transfers import Links, choose_engines, receive_early
+from fsdp_pp.transfers import Links, receive_early
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
@@ -35,6 +35,7 @@ from llm_demo.optim import (
     make_adamw,
     set_lr,
 )
+from llm_demo.parallel.copy_engines import choose_copy_engines
 from llm_demo.parallel.masters import Masters
 from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
 from llm_demo.plan import make_plan
@@ -102,7 +103,8 @@ def main() -> None:
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     links = Links(where, ranks, world.rank, world.device)
-    engines = args.stages > 1 and not by_torch and choose_engines(args.copy_engines, world, log)
+    engines = args.stages > 1 and not by_torch
+    engines = engines and choose_copy_engines(args.copy_engines, world, dist.group.WORLD, log.say)
     log.resolved(copy_engines=engines)
     if engines:
         largest = max(B, args.eval_batch_size) * S * config.hidden_size

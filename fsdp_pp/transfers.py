@@ -10,8 +10,7 @@ import torch.distributed as dist
 from fsdp_pp.orders import BACKWARD, FORWARD
 from llm_demo.device import World, other_than_nvlink
 from llm_demo.dist import from_rank0, timeout
-from llm_demo.parallel.copy_engines import Mailbox, choose_copy_engines, mailboxes
-from llm_demo.run.log import Log
+from llm_demo.parallel.copy_engines import Mailbox, mailboxes
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
 # while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).
@@ -25,15 +24,6 @@ def small_group(ranks: list[int], device: torch.device) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas, options._timeout = MAX_CTAS, timeout()
     return dist.new_group(ranks, timeout=timeout(), backend="nccl", pg_options=options)
-
-
-def choose_engines(asked: bool | None, world: World, log: Log) -> bool:
-    """Whether copy engines send instead of NCCL. Collective. Logs the reason. Raises UserError if
-    they are asked for and can't."""
-    engines, why = choose_copy_engines(asked, world, dist.group.WORLD)
-    if world.device.type == "cuda":
-        log.say(f"copy engines: {'yes' if engines else 'no'} ({why})")
-    return engines
 
 
 def receive_early(world: World, say: Callable) -> bool:
@@ -50,7 +40,7 @@ def receive_early(world: World, say: Callable) -> bool:
     elif os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         why = "NCCL_P2P_DISABLE is set"
     elif others:
-        why = f"over {others}; later receives were measured over NVLink only"
+        why = f"over {others}"
     else:
         say("receives: begin late (over NVLink, waiting costs more than the transfer)")
         return False

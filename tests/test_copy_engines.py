@@ -37,6 +37,7 @@ NV, FEW = ["NV18"], "no gain for units of 63M parameters"
         (None, MI100, 2, {}, False, "NVIDIA GPUs only"),
         (None, H200, 1, {}, False, "nothing to copy"),
         (None, H200, 4, {}, False, "4 ranks are not all on one node"),
+        (None, H200, 2, {"sees": 1}, False, "only some of the node's GPUs"),
         (None, H200, 2, {"NCCL_P2P_DISABLE": "1"}, False, "NCCL_P2P_DISABLE"),
         (True, H200, 2, {"NCCL_P2P_DISABLE": "1"}, UserError, "NCCL_P2P_DISABLE"),
         (None, H200, 2, {"reach": {0: False}}, False, "can't reach"),
@@ -50,7 +51,7 @@ NV, FEW = ["NV18"], "no gain for units of 63M parameters"
 def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(world, 2)))
     monkeypatch.setenv("NCCL_P2P_DISABLE", change.get("NCCL_P2P_DISABLE", "0"))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: change.get("sees", 4))
     reach = change.get("reach", {})
     can_reach = lambda mine, other: reach.get(other, mine == 1)  # noqa: E731
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", can_reach)
@@ -69,13 +70,15 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
     gathered = lambda found, mine: found.__setitem__(slice(None), [None, mine])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
     world = World(1, world, 1, torch.device("cuda", 1))
-    arguments = asked, world, None, change.get("no_gain", "")
+    said = []
+    arguments = asked, world, None, said.append, change.get("no_gain", "")
     if chosen is UserError:
         with pytest.raises(UserError, match=f"--copy_engines: .*{reason}"):
             copy_engines.choose_copy_engines(*arguments)
     else:
-        found, why = copy_engines.choose_copy_engines(*arguments)
-        assert found == chosen and reason in why
+        assert copy_engines.choose_copy_engines(*arguments) == chosen
+        [line] = said
+        assert line.startswith(f"copy engines: {'yes' if chosen else 'no'} (") and reason in line
 
 
 @pytest.mark.parametrize("size, why_not", [(99_999_999, "units of 100M"), (100_000_000, "")])
@@ -88,14 +91,14 @@ def test_fsdp_gathers_large_blocks_by_copy_engines(size, why_not, monkeypatch):
         return made
 
     given, said = [], []
-    chosen = lambda *args: (given.append(args), (True, "because"))[1]  # noqa: E731
+    chosen = lambda *args: given.append(args) or True  # noqa: E731
     monkeypatch.setattr(copy_engines, "choose_copy_engines", chosen)
-    log = SimpleNamespace(say=said.append, resolved=lambda **found: said.append(found))
+    log = SimpleNamespace(say=print, resolved=lambda **found: said.append(found))
     assert choose_engines(None, "world", "group", [unit(4), unit(size)], log)
-    [(asked, world, group, no_gain)] = given
-    assert (asked, world, group) == (None, "world", "group")
+    [(*rest, no_gain)] = given
+    assert rest == [None, "world", "group", print]
     assert why_not in no_gain if why_not else no_gain == ""
-    assert said == ["copy engines: yes (because)", {"copy_engines": True}]
+    assert said == [{"copy_engines": True}]
 
 
 def fails(*_):
@@ -196,7 +199,7 @@ from llm_demo.parallel.mesh import make_mesh
 def main():
     world = start()
     group = make_mesh(world, data=world.size).get_group()
-    assert copy_engines.choose_copy_engines(True, world, group) == (True, "as requested")
+    assert copy_engines.choose_copy_engines(True, world, group, print)
     n, me = world.size, world.rank
     side = torch.cuda.Stream()
     busy = torch.randn(8192, 8192, device=world.device)

@@ -459,7 +459,7 @@ def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_proce
     "schedule, flag, chosen",
     [
         *((schedule, "--copy_engines", "yes") for schedule in ("1f1b", "interleaved", "v")),
-        ("1f1b", "--no_copy_engines", "no"),
+        *((schedule, "--no_copy_engines", "no") for schedule in ("1f1b", "interleaved")),
     ],
 )
 def test_copy_engines_send_the_same(schedule, flag, chosen, one_process, tmp_path):

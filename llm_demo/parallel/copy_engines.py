@@ -32,14 +32,20 @@ os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
 def choose_copy_engines(
-    asked: bool | None, world: World, group, no_gain: str = ""
-) -> tuple[bool, str]:
-    """(whether to use copy engines, the reason). Collective.
+    asked: bool | None, world: World, group, say: Callable, no_gain: str = ""
+) -> bool:
+    """Whether to use copy engines. Collective. Logs the reason.
 
     Args:
         asked: None decides here; True raises UserError if they can't be used.
         group: the process group whose ranks copy from one another.
-        no_gain: why they are not worth it, if they aren't; counts only if not asked."""
+        no_gain: why copy engines would gain nothing here, or "". Ignored if asked is True."""
+    found, why = _choose(asked, world, group, no_gain)
+    say(f"copy engines: {'yes' if found else 'no'} ({why})")
+    return found
+
+
+def _choose(asked: bool | None, world: World, group, no_gain: str) -> tuple[bool, str]:
     if asked is False:
         return False, "as requested"
     if asked is None and no_gain:
@@ -77,8 +83,10 @@ def _lacks(world: World, group=None) -> str | None:
     if len(ranks) == 1:
         return "one process has nothing to copy"
     nodes = {rank // world.local_size for rank in ranks}
-    if len(nodes) > 1 or torch.cuda.device_count() < world.local_size:
+    if len(nodes) > 1:
         return f"the {len(ranks)} ranks are not all on one node"
+    if torch.cuda.device_count() < world.local_size:
+        return "each process sees only some of the node's GPUs"
     if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
         return "NCCL_P2P_DISABLE is set, which forbids copies between GPUs"
     others = {rank % world.local_size for rank in ranks} - {world.local_rank}

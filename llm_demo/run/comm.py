@@ -1,8 +1,8 @@
 """Measure communication time (busy, exposed, waiting) cheaply enough for the whole run.
 
 The Python entry points of torch.distributed are wrapped, and a pair of events is recorded on the
-communicating stream: FSDP2's side streams (also from autograd's threads), or the compute stream, on
-which a pipeline sends and receives. On a CPU the clock is read instead.
+communicating stream: the compute stream, or a side stream, also one of autograd's threads. On a CPU
+the clock is read instead.
 
     busy     union of the times in which an operation was under way, waiting for a peer included
     exposed  the part of busy in which nothing was computed: operations on the compute stream,
