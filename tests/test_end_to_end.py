@@ -8,7 +8,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from llm_demo.data.packs import load_packs
+from llm_demo.launch.__main__ import free_port
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
@@ -257,14 +257,11 @@ def test_three_stages(first_runs, folder):
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_two_nodes(kind, first_runs, folder):
     """Two launchers, as on two machines: global ranks decide, not local ones."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port = s.getsockname()[1]
     node = {
         "NNODES": "2",
         "NPROC_PER_NODE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port(0)),
     }
     flags = ("--train_json", "my data.jsonl", "--sample_tokens", "0")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import runpy
 import shlex
 import shutil
@@ -18,7 +19,7 @@ import pytest
 from conftest import no_ranks, python, run
 
 from llm_demo.errors import UserError
-from llm_demo.launch.__main__ import NotRestarted, Ranks, replace, report
+from llm_demo.launch.__main__ import NotRestarted, Ranks, free_port, replace, report
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
@@ -352,9 +353,7 @@ def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_pat
 
 def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
     """Exit codes and output of two launchers, with so many processes, that form one world."""
-    with socket.socket() as s:
-        s.bind(("", 0))
-        port = s.getsockname()[1]
+    port = free_port(0)
     nodes = [
         subprocess.Popen(
             [python(), "-m", "llm_demo.launch", *command],
@@ -379,6 +378,14 @@ def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
         for node in nodes:
             node.kill()
     return [node.returncode for node in nodes], outputs
+
+
+def test_no_outgoing_connection_takes_the_port_before_a_rank_listens(monkeypatch):
+    ports = {free_port(0) for _ in range(20)}
+    assert len(ports) > 1 and all(20_000 <= port < 32_768 for port in ports)
+    with socket.create_server(("", min(ports))) as server:
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [server.getsockname()[1]])
+        assert free_port(0) not in ports  # all of them busy: any other
 
 
 def test_a_busy_port_is_one_line_at_once(script, tmp_path):

@@ -13,13 +13,12 @@ from conftest import ROOT
 
 from llm_demo.errors import UserError
 from llm_demo.launch import nodes
+from llm_demo.launch.__main__ import free_port
 
 
 @pytest.fixture
 def port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    return free_port(0)
 
 
 def meet_all(port, *who, seconds=20.0, facts=(), processes=()):

@@ -6,7 +6,6 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from conftest import ROOT, environment, python, smaller_model
 from test_resume import steps_of
 
 from bench.checkpoints import tensors
+from llm_demo.launch.__main__ import free_port
 
 STEPS = 8
 FLAGS = {
@@ -41,11 +41,6 @@ def start(command, prefix=(), **env):
         [*prefix, *command], env=environment(**env), text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-
-
-def free_port():
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -138,7 +133,7 @@ def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path)
     with network(count) as places, contextlib.ExitStack() as stack:
 
         def start_all():
-            shared["MASTER_PORT"] = str(free_port())
+            shared["MASTER_PORT"] = str(free_port(0))
             nodes = [
                 start(command, prefix, NODE_RANK=str(i), **env, **shared)
                 for i, (prefix, env) in enumerate(places)

@@ -21,6 +21,7 @@ import gc
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -77,12 +78,15 @@ class Node:
 
 
 def free_port(port: int) -> int | None:
-    """The port (any free one for 0) if a server can listen on it now, else None."""
-    try:
-        with socket.create_server(("", port)) as server:
+    """The port (any free one for 0) if a server can listen on it now, else None.
+
+    Any free one: below those that outgoing connections get, on Linux from 32768 and elsewhere from
+    49152. A connection could take such a port in the seconds before a rank listens."""
+    ports = [port] if port else [*random.SystemRandom().sample(range(20_000, 32_768), 20), 0]
+    for candidate in ports:
+        with contextlib.suppress(OSError), socket.create_server(("", candidate)) as server:
             return server.getsockname()[1]
-    except OSError:
-        return None
+    return None
 
 
 def this_node() -> Node:
