@@ -97,9 +97,7 @@ class ModelArgs:
         at_most=1,
     )
     blocks_per_unit: int = flag(
-        0,
-        "Decoder blocks per unit of compilation and sharding. 0: as many as hold about 64M "
-        "parameters, at most 4.",
+        0, "Blocks compiled and sharded as one. 0: 64M parameters, at most 4."
     )
 
 
@@ -135,6 +133,7 @@ class DataArgs:
     )
     train_on_prompt: bool = flag(False, "Train on every token, not only on the assistant's.")
     learn_turns: Literal["all", "last"] = flag("all", "Assistant turns to train on.")
+    learn_reasoning: bool = flag(True, "Train on reasoning too, not only on answers.")
 
 
 @dataclasses.dataclass
@@ -255,7 +254,7 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
 
 def check(args) -> None:
     """Raises UserError for shared flags that contradict each other."""
-    check_rows(args.seq_len, args.learn_turns, args.train_on_prompt)
+    check_rows(args.seq_len, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
     parse_steps(args.profile_steps)
     if args.max_steps == 0 and not args.num_epochs > 0:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
@@ -291,11 +290,15 @@ def accepted(args, name: str, value) -> bool:
     return True
 
 
-def check_rows(seq_len: int, learn_turns: str, train_on_prompt: bool) -> None:
+def check_rows(
+    seq_len: int, learn_turns: str, train_on_prompt: bool, learn_reasoning: bool = True
+) -> None:
     if 0 < seq_len < 8:
         raise UserError(f"--seq_len {seq_len} is too small: the minimum is 8")
     if learn_turns == "last" and train_on_prompt:
         raise UserError("--learn_turns last and --train_on_prompt contradict each other: use one")
+    if train_on_prompt and not learn_reasoning:
+        raise UserError("--no_learn_reasoning and --train_on_prompt contradict each other: use one")
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:

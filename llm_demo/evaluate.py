@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from llm_demo.args import DataArgs, PlainParser, check_rows, choices, regex, whole
 from llm_demo.data.batch import label_positions
+from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
 from llm_demo.data.steps import Packs
@@ -31,7 +32,7 @@ from llm_demo.dist import run
 from llm_demo.errors import UserError, counted
 from llm_demo.files import disk_full, write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
-from llm_demo.model.generate import prompts_of, stop_tokens
+from llm_demo.model.generate import prompts_of
 from llm_demo.model.loss import cross_entropy_sum
 from llm_demo.model.rotary import length_dependent_rope
 from llm_demo.model.source import find_model, load_config, load_tokenizer, position_limit
@@ -54,7 +55,8 @@ def main() -> None:
         )
     if bool(args.input_key) != bool(args.target_key):
         raise UserError("--input_key and --target_key name a pair of columns: set both")
-    check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt)
+    args.learn_reasoning = args.learn_reasoning == "true"
+    check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
     if args.out:
         refuse_unwritable(args.out)
     find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched
@@ -100,11 +102,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seq_len", type=whole(1), help="longer documents are truncated; default: the smallest "
         "max_position_embeddings of the models")  # fmt: skip
     add("--data_format", choices=choices(DataArgs, "data_format"), default="auto",
-        help="this and the next four: see the flags of the training scripts")  # fmt: skip
+        help="this and the next five: see the flags of the training scripts")  # fmt: skip
     add("--input_key")
     add("--target_key")
     add("--train_on_prompt", action="store_true")
     add("--learn_turns", choices=choices(DataArgs, "learn_turns"), default="all")
+    add("--learn_reasoning", choices=("true", "false"), default="true")
     add("--batch_size", type=whole(1), help="documents per batch, fewer if they are long; default: "
         "on a GPU as many as fit in memory, at most 256; on a CPU 32")  # fmt: skip
     add("--rows", type=whole(), default=0,
@@ -128,7 +131,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     if open_weights(folder) is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
-    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns")
+    keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
+            "learn_reasoning")  # fmt: skip
     options = {key: getattr(args, key) for key in keys}
     log = functools.partial(print, file=sys.stderr)
     paths = find_files(args.data, say=log)

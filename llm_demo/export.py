@@ -27,12 +27,12 @@ from transformers import (
 )
 
 from llm_demo.args import PlainParser, size
+from llm_demo.data.labels import stop_tokens
 from llm_demo.device import DTYPES, World, drawn_on, this_device
 from llm_demo.dist import run
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full, write_json
 from llm_demo.model.decoder import skeleton
-from llm_demo.model.generate import stop_tokens
 from llm_demo.model.lora import (
     factor_names,
     factors_of,

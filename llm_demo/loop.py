@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from llm_demo.args import Args
 from llm_demo.data.batch import Batch, answers_of, label_positions
+from llm_demo.data.labels import stop_tokens
 from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
@@ -17,7 +18,7 @@ from llm_demo.errors import Stopped, counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
 from llm_demo.model.costs import flops_of_slot
-from llm_demo.model.generate import generate, prompts_of, stop_tokens
+from llm_demo.model.generate import generate, prompts_of
 from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
 from llm_demo.plan import Plan, configuration_of

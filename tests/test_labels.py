@@ -45,7 +45,41 @@ TAGGED = (
     "{% generation %}{{ m.content + '<E>\n' }}{% endgeneration %}"
     "{% else %}{{ m.content + '<E>\n' }}{% endif %}{% endfor %}"
 )
+# The block holds what the model is given to answer as well, and a line break behind the answer.
+TAGGED_WHOLE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ '<S>assistant\n' + m.content + '<E>\n' }}{% endgeneration %}"
+    "{% else %}{{ '<S>' + m.role + '\n' + m.content + '<E>\n' }}{% endif %}{% endfor %}"
+)
+# Calls as Qwen writes them; as XML, one value after another; behind a special token (Mistral).
+CALLS = CHATML.replace(
+    "m.content + '<E>\n'",
+    "m.content }}{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + '] ' + "
+    "ARGUMENTS }}{% endfor %}{{ '<E>\n'",
+)
+AS_JSON = CALLS.replace("ARGUMENTS", "c.function.arguments | tojson")
+AS_TEXT = CALLS.replace("ARGUMENTS", "c.function.arguments")  # DeepSeek-V3
+AS_PYTHON = CALLS.replace("ARGUMENTS", "c.function.arguments | string")
+CUT = CALLS.replace("ARGUMENTS", "(c.function.arguments | tojson)[:15]")
+AS_XML = CALLS.replace(
+    "ARGUMENTS }}",
+    "'' }}{% for k, v in c.function.arguments.items() %}{{ '<' + k + '>' + (v | string) }}"
+    "{% endfor %}{{ '' }}",
+)
+SPECIAL_CALLS = AS_JSON.replace("'[' +", "'<B>[' +")
+# Like Mistral: tools stand before the last question only, no words ask for the answer.
+MISTRAL = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% endfor %}{% for m in messages %}"
+    "{% if m.role == 'user' %}{% if tools and loop.index0 == ns.last %}{{ 'TOOLS' }}{% endif %}"
+    "{{ '<S>' + m.content + '</S>' }}"
+    "{% elif m.tool_calls %}{{ '<B>' + m.tool_calls[0].function.name + '<E>' }}"
+    "{% elif m.role == 'tool' %}{{ 'RESULT' + m.content + '</R>' }}"
+    "{% else %}{{ ' ' + m.content + '<E>' }}{% endif %}{% endfor %}"
+)
 PAIR = "<S>user\nhi<E>\n<S>assistant\n"
+OSLO = {"city": "Oslo", "days": 2, "at": ['\u00e9\n"', None, True]}
 
 
 def chat(*contents, **extra):
@@ -58,6 +92,12 @@ def chat(*contents, **extra):
     messages += [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
     messages[-1] |= extra
     return Record(messages)
+
+
+def call(name="f", arguments=None, content="", **extra):
+    """A question and an answer that calls a tool."""
+    function = {"name": name, "arguments": arguments or {}}
+    return chat("hi", content, tool_calls=[{"type": "function", "function": function}], **extra)
 
 
 def one(record, tokenizer, **options):
@@ -140,6 +180,72 @@ MASKS = {
         chat("hi", "yo", "b", "c"),
         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
     ),
+    "special tokens inside the answer": (
+        CHATML,
+        chat("hi", "<S>4<P> it is", "b", "<P>"),
+        PAIR + "⟦<S>4<P> it is<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<P><E>⟧\n",
+    ),
+    "a call behind a special token": (
+        SPECIAL_CALLS,
+        call(arguments={"x": 1}),
+        PAIR + '⟦<B>[f] {"x": 1}<E>⟧\n',
+    ),
+    "text and a call": (
+        AS_JSON,
+        call(arguments={"x": 1}, content="so: "),
+        PAIR + '⟦so: [f] {"x": 1}<E>⟧\n',
+    ),
+    "arguments as an object": (
+        AS_JSON,
+        call(arguments=OSLO),
+        PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n",
+    ),
+    "arguments as text, which the template wants": (
+        AS_TEXT,
+        call(arguments=OSLO),
+        PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n",
+    ),
+    "arguments as text, not as Python writes them": (
+        AS_PYTHON,
+        call(arguments={"city": "Oslo"}),
+        PAIR + '⟦[f] {"city": "Oslo"}<E>⟧\n',
+    ),
+    "arguments one by one": (
+        AS_XML,
+        call(arguments={"city": "Oslo", "days": 2, "far": False}),
+        PAIR + "⟦[f] <city>Oslo<days>2<far>False<E>⟧\n",
+    ),
+    "two assistant turns in a row": (
+        QWEN3,
+        Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
+        PAIR + "⟦yo<E>⟧\n<S>assistant\n<think>\n\n</think>\n\n⟦so<E>⟧\n",
+    ),
+    "tools before the last question": (
+        MISTRAL,
+        chat("hi", "yo", "b", "c")._replace(tools=[{"name": "f"}]),
+        "<S>hi</S>⟦ yo<E>⟧TOOLS<S>b</S>⟦ c<E>⟧",
+    ),
+    "calls before and after the last question": (
+        MISTRAL,
+        Record(
+            [*call().messages, {"role": "tool", "content": "7"}]
+            + [*chat("b", "c").messages, *call("g").messages],
+            tools=[{"name": "f"}],
+        ),
+        "<S>hi</S>⟦<B>f<E>⟧RESULT7</R><S>b</S>⟦ c<E>⟧TOOLS<S>hi</S>⟦<B>g<E>⟧",
+    ),
+    "generation tags around all of the turn": (
+        TAGGED_WHOLE,
+        chat("hi", "y<P>o", "b", "c"),
+        "<S>user\nhi<E>\n⟦<S>assistant\ny<P>o<E>⟧\n<S>user\nb<E>\n⟦<S>assistant\nc<E>⟧\n",
+    ),
+    "generation tags without the stop token": (
+        TAGGED.replace("'<E>\n' }}{% endgen", "'' }}{% endgen").replace(
+            "{% endgeneration %}", "{% endgeneration %}{{ '<E>\n' }}"
+        ),
+        chat("hi", "yo", "b", "c"),
+        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
+    ),
     "generation tags": (
         TAGGED,
         chat("hi", "yo", "b", "c"),
@@ -152,6 +258,45 @@ MASKS = {
 def test_mask(case):
     template, record, expected = MASKS[case]
     assert one(record, make_tokenizer(template)) == golden(expected)
+
+
+# The template writes its own line breaks around reasoning; a row may have others, or no first tag.
+REASONED = {
+    "<think>r</think>yo": "<think>\nr\n</think>\n\n⟦yo<E>⟧\n",
+    "<think>\nr\n</think>\nyo": "<think>\nr\n</think>\n\n⟦yo<E>⟧\n",
+    "<think>\n\nr\n\n</think>\n\nyo\n": "<think>\nr\n</think>\n\n⟦yo\n<E>⟧\n",
+    "<think> r </think> yo": "<think>\n r \n</think>\n\n⟦ yo<E>⟧\n",
+    "r\n</think>\n\nyo": "<think>\nr\n</think>\n\n⟦yo<E>⟧\n",
+    "<think>hi</think>hi": "<think>\nhi\n</think>\n\n⟦hi<E>⟧\n",
+}
+
+
+@pytest.mark.parametrize("content", REASONED)
+def test_reasoning_is_learnt_as_rendered(content):
+    expected = REASONED[content]
+    rendered = f"⟦{expected.replace('⟦', '')}"
+    assert one(chat("hi", content), make_tokenizer(QWEN3)) == golden(PAIR + rendered)
+    codec = {"learn_reasoning": False}
+    assert one(chat("hi", content), make_tokenizer(QWEN3), **codec) == golden(PAIR + expected)
+
+
+def test_reasoning_as_context():
+    codec = {"learn_reasoning": False}
+    given = chat("hi", "yo", reasoning_content="r")
+    expected = golden(PAIR + "<think>\nr\n</think>\n\n⟦yo<E>⟧\n")
+    assert one(given, make_tokenizer(QWEN3), **codec) == expected
+    tags = QWEN3.replace("'<think>\n' + think + '\n</think>\n\n'", "'[THINK]' + think + '[/THINK]'")
+    expected = golden(PAIR + "[THINK]r[/THINK]⟦yo<E>⟧\n")
+    assert one(given, make_tokenizer(tags), **codec) == expected
+    assert one(chat("hi", "yo"), make_tokenizer(), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
+    only = chat("hi", "<think>r</think>")
+    assert one(only, make_tokenizer(QWEN3), **codec) == labels.EMPTY_TURN
+    marked = make_tokenizer(TAGGED)
+    expected = golden(PAIR + "<think>r</think>\n⟦yo<E>⟧\n")
+    assert one(chat("hi", "<think>r</think>\nyo"), marked, **codec) == expected
+    called = call(arguments={"x": 1}, content="<think>r</think>\n\n")
+    expected = golden(PAIR + '<think>r</think>\n\n⟦[f] {"x": 1}<E>⟧\n')
+    assert one(called, make_tokenizer(AS_JSON), **codec) == expected
 
 
 SKIPPED = {
@@ -170,10 +315,34 @@ SKIPPED = {
         chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
         labels.NO_CALLS,
     ),
-    "special token inside the answer": (CHATML, chat("hi", "a<S>b"), labels.REWRITTEN),
+    "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), labels.ENDS_INSIDE),
+    "stop token inside an argument": (AS_JSON, call(arguments={"x": "<E>"}), labels.ENDS_INSIDE),
+    "template adds to the text": (
+        CHATML.replace("m.content + ", "m.content + '2' + "),
+        chat("hi", "4"),
+        labels.REWRITTEN,
+    ),
+    "template cuts the arguments": (CUT, call(arguments={"x": 1, "y": 234567}), labels.REWRITTEN),
+    "template drops the text beside a call": (
+        MISTRAL,
+        call(content="so"),
+        labels.REWRITTEN,
+    ),
+    "only the next turn begins with a special token": (
+        CHATML.replace("<E>", ""),
+        chat("hi", "yo", "b"),
+        labels.UNSTOPPED,
+    ),
+    "generation tags around nothing": (
+        TAGGED.replace("{{ m.content + '<E>\n' }}{% endgen", "{% endgen").replace(
+            "{% endgeneration %}", "{% endgeneration %}{{ m.content + '<E>\n' }}"
+        ),
+        chat("hi", "yo"),
+        labels.UNMARKED,
+    ),
     "newline token reaches into the answer": (CHATML, chat("hi", "\nyo"), labels.STRADDLED),
     "no stop token": (CHATML.replace("<E>", ""), chat("hi", "yo"), labels.UNSTOPPED),
-    "template raises": ("{{ raise_exception('no') }}", chat("hi", "yo"), labels.REFUSED),
+    "template raises": ("{{ raise_exception('no') }}", chat("hi", "yo"), f"{labels.REFUSED}: no"),
     "begins with an answer": (CHATML, Record(chat("hi", "yo").messages[1:]), labels.NO_PROMPT),
     "answers all blank": (CHATML, chat("hi", " \n"), labels.EMPTY_TURN),
     "no answer": (CHATML, chat("hi"), labels.NOTHING),
@@ -198,7 +367,8 @@ def test_generation_tags_with_context_turns_and_with_untagged_turns():
     expected = golden(PAIR + "yo<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n")
     assert one(record, make_tokenizer(TAGGED)) == expected
     last_only = TAGGED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
-    assert one(record, make_tokenizer(last_only)) == labels.REWRITTEN
+    assert one(record, make_tokenizer(last_only)) == expected  # only the last turn has marks
+    assert one(chat("hi", "yo", "b"), make_tokenizer(last_only)) == labels.UNMARKED
 
 
 def test_one_skipped_row_leaves_the_others():

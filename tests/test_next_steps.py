@@ -33,7 +33,7 @@ def said(folder, steps=3, **settings):
         "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
         "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
         "input_key": None, "target_key": None, "train_on_prompt": False, "learn_turns": "all",
-        "dataset_config": None,
+        "dataset_config": None, "learn_reasoning": True,
     }  # fmt: skip
     lines = next_steps.next_steps(folder, argparse.Namespace(**of_a_run | settings), steps)
     return dict(re.match(r"  ([\w ]+): +(.*)", line).groups() for line in lines)
@@ -48,9 +48,11 @@ def words(line):
 
 
 def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
-    found = said(folder, eval_json="openai/gsm8k:test", dataset_config="main", learn_turns="last")
+    flags = {"dataset_config": "main", "learn_turns": "last", "learn_reasoning": False}
+    found = said(folder, eval_json="openai/gsm8k:test", **flags)
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
+    assert args.learn_reasoning == "false"
 
 
 def test_adapters_are_merged_to_be_evaluated(folder):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from test_labels import AS_JSON, AS_TEXT, QWEN3
 from tiny_tokenizer import golden, make_tokenizer
 
 from llm_demo.data import build
@@ -77,6 +78,171 @@ def test_tokens_are_taken_as_they_are(tmp_path):
     ):
         with pytest.raises(UserError, match=f":1: .*{message}"):
             load(write(tmp_path / "y.jsonl", row))
+
+
+IDS = [5, 6, 7, 8, 9]
+MASKED = {
+    # keys of a row beside its ids, and what is left: ids, shifted labels
+    "nothing": ({}, IDS, [6, 7, 8, 9, -100]),
+    "completion_mask": ({"completion_mask": [0, 0, 0, 1, 1]}, IDS, [-100, -100, 8, 9, -100]),
+    "assistant_masks": ({"assistant_masks": [0, 1, 0, 0, 1]}, IDS, [6, -100, -100, 9, -100]),
+    "loss_mask": ({"loss_mask": [False, False, True, 1.0, 0]}, IDS, [-100, 7, 8, -100, -100]),
+    "null": ({"completion_mask": None, "labels": None}, IDS, [6, 7, 8, 9, -100]),
+    "padded right": ({"attention_mask": [1, 1, 1, 0, 0]}, IDS[:3], [6, 7, -100]),
+    "padded left": ({"attention_mask": [0, 0, 1, 1, 1]}, IDS[2:], [8, 9, -100]),
+    "padded on both sides": (
+        {"attention_mask": [0, 1, 1, 1, 0], "completion_mask": [0, 0, 0, 1, 0]},
+        IDS[1:4],
+        [-100, 8, -100],
+    ),
+    "padded, with labels": (
+        {"attention_mask": [1, 1, 1, 1, 0], "labels": [-100, -100, 7, 8, -100]},
+        IDS[:4],
+        [-100, 7, 8, -100],
+    ),
+    "padded, labels a copy": (
+        {"attention_mask": [1, 1, 1, 1, 0], "labels": IDS},
+        IDS[:4],
+        [6, 7, 8, -100],
+    ),
+    "padded, positions": (
+        {"attention_mask": [0, 1, 1, 1, 1], "position_ids": [1, 0, 1, 2, 3]},
+        IDS[1:],
+        [7, 8, 9, -100],
+    ),
+    "masks that agree": (
+        {"completion_mask": [1, 0, 0, 1, 1], "labels": [-100, -100, -100, 8, 9]},
+        IDS,
+        [-100, -100, 8, 9, -100],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MASKED)
+def test_keys_of_tokenised_rows(tmp_path, case):
+    keys, ids, shifted = MASKED[case]
+    path, said = write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}), []
+    assert first_document(load(path, log=said.append)) == (ids, shifted)
+    assert not any("unused" in line for line in said)
+
+
+CONTRADICTORY = {
+    # keys of a row beside its ids, and what the message names
+    "masks": (
+        {"completion_mask": [0, 0, 0, 1, 1], "loss_mask": [0, 0, 1, 1, 1]},
+        "contradict each",
+    ),
+    "labels": (
+        {"completion_mask": [0, 0, 0, 1, 1], "labels": IDS},
+        "'completion_mask' and 'labels' contradict each other",
+    ),
+    "padding learnt": (
+        {"attention_mask": [1, 1, 1, 0, 0], "completion_mask": [0, 0, 1, 1, 0]},
+        "'completion_mask' contradicts 'attention_mask'",
+    ),
+    "padding labelled": (
+        {"attention_mask": [1, 1, 1, 0, 0], "labels": [-100, 6, 7, 8, -100]},
+        "'labels' contradicts 'attention_mask'",
+    ),
+    "a hole": ({"attention_mask": [1, 1, 0, 1, 1]}, "'attention_mask' has a 0 between ones"),
+    "positions": ({"position_ids": [0, 1, 2, 0, 1]}, "'position_ids' must count from 0"),
+    "length": ({"loss_mask": [0, 1]}, "'loss_mask' must be a list of 0 and 1, one for each"),
+    "fractions": ({"loss_mask": [0, 0.5, 1, 1, 1]}, "'loss_mask' must be a list of 0 and 1"),
+    "nested": ({"attention_mask": [[1] * 5] * 5}, "'attention_mask' must be a list of 0 and 1"),
+    "unknown": ({"prompt_mask": [1, 1, 0, 0, 0]}, "'prompt_mask' is not known beside 'input_ids'"),
+    "documents": ({"seq_lengths": [2, 3]}, "'seq_lengths' is not known beside 'input_ids'"),
+}
+
+
+@pytest.mark.parametrize("case", CONTRADICTORY)
+def test_keys_of_tokenised_rows_that_are_refused(tmp_path, case):
+    keys, message = CONTRADICTORY[case]
+    with pytest.raises(UserError, match=rf"x.jsonl:1: .*{message}"):
+        load(write(tmp_path / "x.jsonl", {"input_ids": IDS, **keys}))
+
+
+def test_a_row_of_padding_is_skipped(tmp_path):
+    row = {"input_ids": IDS, "attention_mask": [0] * 5}
+    packs = load(write(tmp_path / "x.jsonl", row, {"input_ids": IDS}))
+    assert packs.stats["skipped"] == {"nothing to learn": 1}
+
+
+QUESTIONS = [("question", "answer"), ("instruction", "response"), ("query", "response")]
+
+
+@pytest.mark.parametrize("keys", [*QUESTIONS, ("prompt", "response")])
+def test_pairs_of_columns_that_are_detected(tmp_path, keys):
+    row = dict(zip(keys, ("hi", "yo"), strict=True))
+    expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+    assert first_document(load(write(tmp_path / "x.jsonl", row | {"id": 7}))) == expected
+    if keys in QUESTIONS:  # as Dolly has it
+        packs = load(write(tmp_path / "y.jsonl", row | {"context": "c", "input": ""}))
+        expected = golden("<S>user\nhi\n\nc<E>\n<S>assistant\n⟦yo<E>⟧\n")
+        assert first_document(packs) == expected
+        assert packs.stats["files"][0]["used"] == {"context": 1}
+
+
+ROLES = [("User", "Assistant"), ("human", "model"), ("USER", "chatgpt"), (" user ", "bot")]
+
+
+@pytest.mark.parametrize("roles", ROLES)
+def test_roles_by_other_names(tmp_path, roles):
+    turns = [{"role": roles[0], "content": "hi"}, {"from": roles[1], "value": "yo"}]
+    packs = load(write(tmp_path / "x.jsonl", {"conversations": turns}))
+    assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+
+
+def test_a_null_or_empty_key_of_a_turn_is_no_key(tmp_path):
+    template = (
+        "{% for m in messages %}{% for k in ['tool_calls', 'function_call', 'refusal', 'name'] %}"
+        "{% if k in m %}{{ raise_exception('this template has no ' + k) }}{% endif %}{% endfor %}"
+        "{{ '<S>' + m.role + '\n' + m.content + '<E>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<S>assistant\n' }}{% endif %}"
+    )
+    empty = {"tool_calls": [], "function_call": None, "refusal": None}
+    turns = messages(("user", "hi"), ("assistant", "yo"))["messages"]
+    row = {"messages": [turn | empty | {"tool_calls": None} for turn in turns]}
+    again = {"messages": [turn | empty for turn in turns]}
+    packs = load(write(tmp_path / "x.jsonl", row, again), make_tokenizer(template), pack=False)
+    for number in range(2):
+        expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
+        assert first_document(packs, number) == expected
+    path = write(tmp_path / "y.jsonl", {"messages": [turns[0] | {"name": "Eve"}, turns[1]]})
+    with pytest.raises(UserError, match="refuses the conversation: this template has no name"):
+        load(path, make_tokenizer(template))
+
+
+WAYS_TO_CALL = {
+    "object": {"tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+    "text": {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x":1}'}}]},
+    "not nested": {"tool_calls": [{"name": "f", "arguments": '{"x": 1}', "type": "function"}]},
+    "parameters": {"tool_calls": [{"function": {"name": "f", "parameters": {"x": 1}}}]},
+    "older key": {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "content": None},
+    "turn": {"role": "function_call", "content": '{"name": "f", "arguments": "{\\"x\\": 1}"}'},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_CALL)
+@pytest.mark.parametrize("template", [AS_JSON, AS_TEXT])
+def test_one_call_in_any_encoding(tmp_path, way, template):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    turns[1] |= WAYS_TO_CALL[way]
+    turns += [{"role": "ipython" if way == "text" else "function", "content": "7"}]
+    path = write(tmp_path / "x.jsonl", {"messages": [*turns, turns[1] | {"weight": 0}]})
+    learnt = '⟦[f] {"x": 1}<E>⟧\n<S>tool\n7<E>\n<S>assistant\n[f] {"x": 1}<E>\n'
+    packs = load(path, make_tokenizer(template), seq_len=128)
+    assert first_document(packs) == golden(f"<S>user\nhi<E>\n<S>assistant\n{learnt}")
+
+
+def test_reasoning_by_other_names(tmp_path):
+    expected = golden("<S>user\nhi<E>\n<S>assistant\n⟦<think>\nr\n</think>\n\nyo<E>⟧\n")
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        turns = messages(("user", "hi"), ("assistant", "yo"))["messages"]
+        turns[1][key] = "r"
+        path, said = write(tmp_path / f"{key}.jsonl", {"messages": turns}), []
+        packs = load(path, make_tokenizer(QWEN3), log=said.append)
+        assert first_document(packs) == expected
+        assert not any("unused" in line for line in said)
 
 
 def test_golden_numbers(tmp_path):
@@ -159,6 +325,8 @@ def messages(*turns):
 
 
 GOOD = {"prompt": "hi", "completion": "yo"}
+CALL = {"name": "f", "arguments": {}}
+TWICE = '{"x": 1, "x": 2}'
 BAD_ROWS = {
     # what is in the file, what the message says beside the file's name
     "broken": ([GOOD, '{"prompt": \n'], [":2: broken JSON", "column 11"]),
@@ -183,7 +351,29 @@ BAD_ROWS = {
         [messages(("user", [{"type": "image"}]))],
         [":1: messages[0] has a part of type 'image'"],
     ),
-    "role": ([messages(("user", "x"), ("bot", "y"))], [":1: messages[1] has unknown role 'bot'"]),
+    "role": (
+        [messages(("user", "x"), ("narrator", "y"))],
+        [":1: messages[1] has unknown role 'narrator'"],
+    ),
+    "two calls": (
+        [{"messages": [{"role": "assistant", "tool_calls": [CALL], "function_call": CALL}]}],
+        [":1: messages[0] has tool_calls and function_call: keep one"],
+    ),
+    "arguments": (
+        [{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
+        [':1: messages[0]: the arguments of f must be a JSON object, not "x"'],
+    ),
+    "arguments with a key twice": (
+        [{"messages": [{"role": "assistant", "function_call": CALL | {"arguments": TWICE}}]}],
+        [":1: messages[0]: the arguments of f must be a JSON object"],
+    ),
+    "picture": ([{**GOOD, "images": ["a.jpg"]}], [":1: this row has 'images'", "leave such rows"]),
+    "one turn, text": (
+        [{"role": "prompter", "text": "x"}],
+        [":1: a row is one turn (role, text): collect the turns"],
+    ),
+    "one turn, content": ([{"role": "user", "content": "x"}], [":1: unknown", "collect the turns"]),
+    "columns": ([{"prompt": {"0": "x"}, "completion": {"0": "y"}}], ["orient='records'"]),
     "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
     "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
     "surrogate": ([{"text": "\ud83d"}], [":1: text contains half a surrogate pair"]),

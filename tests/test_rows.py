@@ -182,12 +182,12 @@ def test_turns_that_cannot_be_learnt_are_counted(tmp_path):
 
 
 def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
-    contents = ["a", "b<S>c", "hi", "yo"]  # a special token inside an answer
+    contents = ["a", "b<E>c", "hi", "yo"]  # the stop token inside an answer
     roles = ["user", "assistant"] * 2
     turns = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
-    assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<S>c<E>\n{YO}")
-    assert packs.stats["turns"][labels.REWRITTEN]["turns"] == 1
+    assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>c<E>\n{YO}")
+    assert packs.stats["turns"][labels.ENDS_INSIDE]["turns"] == 1
 
 
 def test_an_answer_without_a_question_is_context(tmp_path):
@@ -274,6 +274,22 @@ def test_a_folder_of_files(tmp_path):
         (tmp_path / "hub" / name).write_text("")
     with pytest.raises(UserError, match="the folder that holds it, such as .*/hub/data$"):
         find_files(f"{tmp_path}/hub")
+
+
+def test_what_save_to_disk_writes(tmp_path):
+    import datasets
+
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    rows = datasets.Dataset.from_list([{"messages": turns}] * 3)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict(train=rows, test=rows.select([0])).save_to_disk(tmp_path / "splits")
+    for name, split, count in (("one", None, 3), ("splits", None, 3), ("splits", "test", 1)):
+        packs = load(str(tmp_path / name), dataset_split=split, pack=False)
+        assert len(packs) == count and first(packs, count - 1) == golden(YO)
+    refused(str(tmp_path / "splits"), "no such split: .*splits/dev; .*: test, train$",
+            dataset_split="dev")  # fmt: skip
+    (tmp_path / "one/data-00001-of-00002.arrow").write_bytes(b"\xff\xff\xff\xff1234")
+    refused(str(tmp_path / "one"), "data-00001-of-00002.arrow is not a valid Arrow file")
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.xz", "x.zip", "x.bz2", "x.tar.gz"])

@@ -8,7 +8,7 @@ from test_export import TINY, alone, trained  # noqa: F401  alone: a fixture for
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from llm_demo import export
-from llm_demo.model.generate import stop_tokens
+from llm_demo.data.labels import stop_tokens
 
 
 @pytest.mark.parametrize("has_generation_config", [True, False])

@@ -18,7 +18,7 @@ import numpy as np
 from llm_demo.data.batch import Record, Sample
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.packing import best_fit, choose_seq_len, fit
-from llm_demo.data.records import RowFormat, detect_format, to_record, unused_keys, used_keys
+from llm_demo.data.records import REAL, RowFormat, detect_format, to_record, unused_keys, used_keys
 from llm_demo.data.sources import hub_parts, read_rows, row_prefix
 from llm_demo.errors import UserError
 from llm_demo.progress import progress
@@ -26,6 +26,8 @@ from llm_demo.progress import progress
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
+
+TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 
 
 def build(
@@ -98,8 +100,9 @@ def write_meta(folder: str, meta: dict) -> None:
 
 
 def read_meta(folder: str) -> dict:
-    """Contents of meta.json, after verifying every file of the pack. Raises OSError or ValueError
-    if one is damaged: a pack with zeroed tokens would otherwise be trained on."""
+    """Contents of meta.json, after verifying every file of the pack; stats["content"] is a checksum
+    of tokens and labels. Raises OSError or ValueError if a file is damaged: a pack with zeroed
+    tokens would otherwise be trained on."""
     with open(f"{folder}/meta.json") as file:
         body = json.load(file)
     crc = body.pop("crc32", None) if isinstance(body, dict) else None
@@ -110,7 +113,9 @@ def read_meta(folder: str) -> dict:
             raise ValueError(f"{name} should have {size:,} bytes")
         if _fingerprint(f"{folder}/{name}")[1] != crc:
             raise ValueError(f"{name} has a wrong checksum")
-    return body["meta"]
+    meta, sums = body["meta"], [body["files"][n][1] for n in ("tokens.int32", "learnt.bool")]
+    meta["stats"]["content"] = "-".join(f"{crc:08x}" for crc in sums)
+    return meta
 
 
 def _fingerprint(path: str) -> list[int]:
@@ -184,12 +189,22 @@ def _count_keys(
 ) -> None:
     """Count a row under each optional key that it uses and each key that nothing uses."""
     used = used_keys(row, row_format)
+    if record.tokens and len(record.tokens[0]) == len(row[row_format.keys[0]]):
+        used = [key for key in used if key != REAL]  # there is no padding
     dropped = [key for key in used if key == "tools" and not _mentions(template, key)]
     keys["used"].update(key for key in used if key not in dropped)
     keys["unused"].update([*unused_keys(row, row_format), *dropped])
+    if record.messages and any(map(_text_arguments, row[row_format.keys[0]])):
+        keys["used"][TEXT_ARGUMENTS] += 1
     in_turns = {key for m in record.messages or () for key, value in m.items() if value is not None}
     in_turns = sorted(in_turns - TURN_KEYS)
     keys["unused_in_turns"].update(key for key in in_turns if not _mentions(template, key))
+
+
+def _text_arguments(turn) -> bool:
+    """Whether a turn of a row has a tool call whose arguments are JSON text."""
+    calls = (turn.get("tool_calls") or []) if isinstance(turn, dict) else []
+    return any(isinstance(call.get("function", call).get("arguments"), str) for call in calls)
 
 
 @functools.cache

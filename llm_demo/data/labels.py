@@ -2,11 +2,15 @@
 
 The whole conversation is rendered once and tokenised once, so the ids equal those of the
 tokenizer's own apply_chat_template. The labels are the tokens after the generation prompt of an
-assistant turn, up to and including the turn's stop token, without the whitespace after it. A turn
-is accepted only if it decodes to the row's text plus the stop token, ignoring leading and trailing
-whitespace, which many templates trim. Any other turn is not learnt, and the reason is logged. A row
-without a learnt turn is skipped: a guessed mask would silently train on the wrong tokens."""
+assistant turn, up to and including the turn's stop token, without the whitespace after it. If the
+template marks what to learn itself ({% generation %}), the labels are what it marks. A turn is
+accepted only if its rendered text is all of the row's: content, reasoning and every argument of its
+calls, ignoring whitespace around them, which many templates trim. Any other turn is not learnt, and
+the reason is logged. A row without a learnt turn is skipped: a guessed mask would silently train on
+the wrong tokens."""
 
+import itertools
+import json
 import re
 from collections import Counter
 from typing import NamedTuple
@@ -37,6 +41,10 @@ NO_PROMPT = "there is no prompt before the assistant turn"
 
 EMPTY_TURN = "the assistant turn is empty"
 
+ENDS_INSIDE = "the assistant text contains the token that ends a turn"
+
+UNMARKED = "the chat template's {% generation %} marks leave the turn out"
+
 MARKED = "marked with weight 0, train false or the like"
 
 NOT_OURS = "marked to be learnt, but only the assistant's answers can be"
@@ -51,7 +59,12 @@ EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
 
 THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
 
-REASONING = re.compile(r"^.*</think>", re.DOTALL)
+# Reasoning in a turn's text, with or without the tag that opens it, which a prompt may hold.
+REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+
+TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
+
+MARKER = "\ue000"  # stands for a part of a turn, to see where a template puts it
 
 
 class Codec(NamedTuple):
@@ -61,14 +74,21 @@ class Codec(NamedTuple):
     backend: Tokenizer  # the same ids, with exact offsets
     template: str  # source of all its chat templates; "" if it has none
     tagged: bool  # the template marks the assistant's tokens itself: {% generation %}
-    stops: re.Pattern  # any special token
+    specials: re.Pattern  # any special token
+    ends: re.Pattern  # those that end a turn
     special_ids: frozenset[int]
     bos: list[int]  # ids put before plain text: one or none
     train_on_prompt: bool
     last_turn_only: bool
+    learn_reasoning: bool
 
 
-def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = False) -> Codec:
+def make_codec(
+    tokenizer,
+    train_on_prompt: bool = False,
+    last_turn_only: bool = False,
+    learn_reasoning: bool = True,
+) -> Codec:
     """Prepare a tokenizer. Raises UserError if it lacks offsets (not "fast") or an end token."""
     name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
     if not getattr(tokenizer, "is_fast", False):
@@ -86,7 +106,6 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
     backend.no_padding()
     backend.post_processor = None
     special = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
-    texts = sorted(map(re.escape, special.values()), key=len, reverse=True)
     bos = [tokenizer.bos_token_id]
     template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
     templates = tokenizer.chat_template  # some have a second one, for tools
@@ -96,12 +115,36 @@ def make_codec(tokenizer, train_on_prompt: bool = False, last_turn_only: bool = 
         backend,
         template=source,
         tagged=re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None,
-        stops=re.compile("|".join(texts) or "(?!)"),
+        specials=_any_of(special.values()),
+        ends=_any_of(special[i] for i in stop_tokens(tokenizer) if i in special),
         special_ids=frozenset(special),
         bos=bos if tokenizer("a")["input_ids"][:1] == bos else [],
         train_on_prompt=train_on_prompt,
         last_turn_only=last_turn_only,
+        learn_reasoning=learn_reasoning,
     )
+
+
+def _any_of(texts) -> re.Pattern:
+    texts = sorted(map(re.escape, texts), key=len, reverse=True)
+    return re.compile("|".join(texts) or "(?!)")
+
+
+def stop_tokens(tokenizer) -> list[int]:
+    """Tokens that end an answer: the tokenizer's eos, and the special token that its chat template
+    puts after an assistant turn."""
+    stop = {tokenizer.eos_token_id}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except REFUSALS:
+            text = ""
+        rest = text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
+        behind = tokenizer(rest, add_special_tokens=False).input_ids
+        known = tokenizer.added_tokens_decoder
+        stop |= {t for t in behind[:1] if t in known and known[t].special}
+    return sorted(stop - {None})
 
 
 def encode(
@@ -113,11 +156,9 @@ def encode(
     tokenises all rows on all cores, with the tokenizers library's own threads. Rendering takes
     about 10 us, so worker processes (or datasets.map) would cost more than they save."""
     texts = [_render_record(codec, record) for record in records]
-    encodings = codec.backend.encode_batch(
-        [text or "" for text, _ in texts], add_special_tokens=False
-    )
+    encodings = codec.backend.encode_batch([text for _, text, _ in texts], add_special_tokens=False)
     samples = []
-    for record, (text, reason), encoding in zip(records, texts, encodings, strict=True):
+    for (record, text, reason), encoding in zip(texts, encodings, strict=True):
         reasons = Counter()
         samples.append(reason or _sample(codec, record, text, encoding, reasons))
         if not_learnt is not None:
@@ -140,42 +181,80 @@ def _is_empty(message: dict) -> bool:
     return not (message["content"].strip() or message.get("tool_calls"))
 
 
-def _render_record(codec: Codec, record: Record) -> tuple[str, str]:
-    """(text of the whole document, the reason if the row is skipped)."""
+def _render_record(codec: Codec, record: Record) -> tuple[Record, str, str]:
+    """(the record as the template wants it, text of the whole document, the reason if the row is
+    skipped)."""
     eos = codec.tokenizer.eos_token or ""
     if record.tokens:
-        return "", ""
+        return record, "", ""
     if record.messages is None:
         text = record.text if record.text.endswith(eos) else record.text + eos
-        return text, "" if record.text.strip() else NOTHING
+        return record, text, "" if record.text.strip() else NOTHING
     if not record.messages or not (codec.train_on_prompt or _learnt_turns(record)):
         turns = _assistant_turns(record)
         all_empty = all(_is_empty(record.messages[i]) for i in turns)
-        return "", (EMPTY_TURN if turns else NOTHING) if all_empty else MARKED
-    if "tool_calls" not in codec.template and any(m.get("tool_calls") for m in record.messages):
-        return "", NO_CALLS
+        return record, "", (EMPTY_TURN if turns else NOTHING) if all_empty else MARKED
+    calls = [call for m in record.messages for call in m.get("tool_calls", [])]
+    if calls and "tool_calls" not in codec.template:
+        return record, "", NO_CALLS
     if not codec.template:
-        return _plain(record.messages, eos), ""
-    try:
-        text = _render(codec, record.messages, record)
-    except REFUSALS:
-        return "", REFUSED
+        return record, _plain(record.messages, eos), ""
+    rendered, reasons = [], []
+    # Most templates take a call's arguments as an object, some (DeepSeek-V3) only as JSON text.
+    for form in (record, _arguments_as_text(record)) if calls else (record,):
+        try:
+            text = _render(codec, form.messages, form)
+        except REFUSALS as error:
+            words = " ".join(str(error).split())[:100]
+            reasons.append(f"{REFUSED}: {words}" if words else REFUSED)
+            continue
+        rendered.append((form, text))
+        if _behind_calls(text, calls) is not None:
+            rendered = [(form, text)]
+            break
+    if not rendered:
+        return record, "", reasons[0]
+    form, text = rendered[0]
+    dropped = _dropped_role(codec, form, text)
+    return form, text, LEFT_OUT.format(role=dropped) if dropped else ""
+
+
+def _arguments_as_text(record: Record) -> Record:
+    """The record with the arguments of its calls as JSON text."""
+
+    def as_text(call: dict) -> dict:
+        function = call["function"]
+        text = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+        return call | {"function": function | {"arguments": text}}
+
+    messages = [
+        m | {"tool_calls": list(map(as_text, m["tool_calls"]))} if "tool_calls" in m else m
+        for m in record.messages
+    ]
+    return record._replace(messages=messages)
+
+
+def _dropped_role(codec: Codec, record: Record, text: str) -> str | None:
+    """The role of the first turn whose content the template drops, apart from the assistant's."""
     for number, message in enumerate(record.messages):
         if not _assistant(message) and message["content"].strip() not in text:
             if _leaves_out(codec, record, number, text):
-                return "", LEFT_OUT.format(role=message["role"])
-    return text, ""
+                return message["role"]
+    return None
 
 
 def _leaves_out(codec: Codec, record: Record, number: int, text: str) -> bool:
     """Whether the template drops this message's content: the text is the same without it. A
     template may also write the content in another form, such as JSON."""
-    messages = [*record.messages]
-    messages[number] = messages[number] | {"content": ""}
     try:
-        return _render(codec, messages, record) == text
+        return _render(codec, _changed(record.messages, number, content=""), record) == text
     except REFUSALS:
         return False
+
+
+def _changed(messages: list[dict], number: int, **values) -> list[dict]:
+    """The messages, this one with other values."""
+    return [*messages[:number], messages[number] | values, *messages[number + 1 :]]
 
 
 def _sample(codec: Codec, record: Record, text: str, encoding, reasons: Counter) -> Sample | str:
@@ -212,92 +291,228 @@ def _learnt_spans(
         learn and not (_assistant(record.messages[i]) and i not in record.context)
         for i, learn in record.marks.items()
     )
-    starts = _turn_starts(codec, record, turns, text, encoding)
-    for turn, span in zip(turns, starts, strict=True):
-        if isinstance(span, int):
-            span = _span(codec, record, turn, span, text, encoding)
-        if isinstance(span, str):
-            reasons[span] += 1
-            why = span if why == NOTHING else why
+    blocks = _marked_blocks(codec, record, record.messages) if codec.tagged and turns else []
+    for turn in turns:
+        found = _spans(codec, record, turn, text, encoding, blocks)
+        if isinstance(found, str):
+            reasons[found] += 1
+            why = found if why == NOTHING else why
         else:
-            spans.append(span)
+            spans += found
     return spans, why
 
 
-def _span(
-    codec: Codec, record: Record, turn: int, start: int, text: str, encoding
-) -> tuple[int, int] | str:
-    """(first token, stop token) of the turn that starts at character `start`, or why it has
-    none."""
-    message = record.messages[turn]
-    stop = codec.stops.search(text, start)
-    if stop is None:
-        return UNSTOPPED
-    body = text[start : stop.start()]
-    think = EMPTY_THINK.match(body)
-    if think and not EMPTY_THINK.match(message["content"]):
-        start += think.end()
-        body = body[think.end() :]
-    if not _as_given(body, message):
-        return NO_REASONING if _without_reasoning(body, message) else REWRITTEN
-    first, last = encoding.char_to_token(start), encoding.char_to_token(stop.start())
+def _spans(
+    codec: Codec, record: Record, turn: int, text: str, encoding, blocks
+) -> list[tuple[int, int]] | str:
+    """(first token, last token) of each learnt part of a turn, or why it is not learnt. blocks:
+    what the template marks."""
+    if codec.tagged:
+        return _marked_spans(codec, record, turn, text, encoding, blocks)
+    found = _characters(codec, record, turn, text)
+    if isinstance(found, str):
+        return found
+    start, stop = found
+    first, last = encoding.char_to_token(start), encoding.char_to_token(stop)
     if first is None or encoding.token_to_chars(first)[0] != start:
         return STRADDLED
     if last is None or encoding.ids[last] not in codec.special_ids:
         return UNSTOPPED
-    return first, last
+    return [(first, last)]
 
 
-def _turn_starts(
-    codec: Codec, record: Record, turns: list[int], text: str, encoding
-) -> list[int | str]:
-    """The first character of each turn's own text, or why it is unknown."""
+def _characters(codec: Codec, record: Record, turn: int, text: str) -> tuple[int, int] | str:
+    """Where a turn's learnt text and its stop token begin, or why it is not learnt."""
+    message = record.messages[turn]
+    start = _start(codec, record, turn, text)
+    if isinstance(start, str):
+        return start
+    think = EMPTY_THINK.match(text, start)
+    if think and not EMPTY_THINK.match(message["content"]):
+        start = think.end()
+    stop = _stop_behind(codec, message, text, start) or _own_stop(codec, record, turn, text, start)
+    if stop is None:
+        given = text.startswith(message["content"].strip(), _not_space(text, start))
+        return UNSTOPPED if given else REWRITTEN
+    body = text[start : stop.start()]
+    answer = _answer_in(body, message)
+    if answer is None:
+        return NO_REASONING if _without_reasoning(body, message) else REWRITTEN
+    if codec.ends.search(body):
+        return ENDS_INSIDE
+    if not codec.learn_reasoning:
+        start += answer
+        if not text[start : stop.start()].strip():
+            return EMPTY_TURN
+    return start, stop.start()
+
+
+def _start(codec: Codec, record: Record, turn: int, text: str) -> int | str:
+    """The first character of a turn's own text, or why it is unknown: the end of the text that the
+    model is given to answer, or where that text's last words are found before the turn, since
+    templates may write earlier turns otherwise (Qwen3's reasoning, Mistral's tools)."""
+    before = record.messages[:turn]
     if not codec.template:
-        eos = codec.tokenizer.eos_token
-        heads = [_plain(record.messages[:turn], eos) for turn in turns]
-        return [len(head) + bool(head) for head in heads]
-    if codec.tagged:
+        head = _plain(before, codec.tokenizer.eos_token)
+        return len(head) + bool(head)
+    try:
+        head = THINK_PROMPT.sub("", _render(codec, before, record, add_generation_prompt=True))
+    except REFUSALS:
+        return REFUSED if turn else NO_PROMPT  # few templates take no messages at all
+    if text.startswith(head) or not turn:
+        return len(head) if turn else REWRITTEN
+    marks = [{"content": MARKER}]
+    if calls := record.messages[turn].get("tool_calls"):
+        function = calls[0]["function"] | {"name": MARKER}
+        marks.append({"tool_calls": [calls[0] | {"function": function}, *calls[1:]]})
+    for mark in marks:
         try:
-            tagged = codec.tokenizer.apply_chat_template(
-                record.messages,
-                tools=record.tools,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
+            marked = _render(codec, _changed(record.messages, turn, **mark), record)
+            asked = _changed(before, turn - 1, content=MARKER)
+            asked = _render(codec, asked, record, add_generation_prompt=True)
         except REFUSALS:
-            return [REFUSED] * len(turns)
-        first_tokens = np.flatnonzero(np.diff(tagged["assistant_masks"], prepend=0) == 1)
-        starts = [encoding.token_to_chars(int(token))[0] for token in first_tokens]
-        all_turns = [i for i, message in enumerate(record.messages) if _assistant(message)]
-        if len(starts) != len(all_turns):
-            return [REWRITTEN] * len(turns)
-        return [starts[all_turns.index(turn)] for turn in turns]
-    starts = []
-    for turn in turns:
-        try:
-            head = _render(codec, record.messages[:turn], record, add_generation_prompt=True)
-        except REFUSALS:
-            starts.append(REFUSED if turn else NO_PROMPT)  # few templates take no messages at all
             continue
-        head = THINK_PROMPT.sub("", head)
-        starts.append(len(head) if text.startswith(head) else REWRITTEN)
-    return starts
+        place, words = marked.find(MARKER), THINK_PROMPT.sub("", asked.rpartition(MARKER)[2])
+        if place >= 0 and words and MARKER in asked and text[:place] == marked[:place]:
+            at = text.rfind(words, 0, place)
+            return REWRITTEN if at < 0 else at + len(words)
+    return REWRITTEN
 
 
-def _as_given(body: str, message: dict) -> bool:
-    """Whether the rendered turn is the row's text. The template decides how tool calls look."""
-    reasoning, calls = message.get("reasoning_content"), message.get("tool_calls")
-    if not reasoning and not calls:
-        return body.strip() == message["content"].strip()
-    names = [str(call.get("function", call).get("name")) for call in calls or []]
-    return all(part.strip() in body for part in (message["content"], reasoning or "", *names))
+def _stop_behind(codec: Codec, message: dict, text: str, start: int) -> re.Match | None:
+    """The stop token directly behind the row's text, if all that the turn has stands there."""
+    if message.get("tool_calls") or message.get("reasoning_content"):
+        return None
+    content = message["content"].strip()
+    at = _not_space(text, start)
+    if not text.startswith(content, at):
+        return None
+    return codec.ends.match(text, _not_space(text, at + len(content)))
+
+
+def _own_stop(codec: Codec, record: Record, turn: int, text: str, start: int) -> re.Match | None:
+    """The special token that ends a turn: the last one if the conversation ends there."""
+    try:
+        own = _render(codec, record.messages[: turn + 1], record).rstrip()
+    except REFUSALS:
+        return None
+    for stop in codec.specials.finditer(text, start):
+        if own.endswith(text[start : stop.end()]):
+            return stop
+    return None
+
+
+def _not_space(text: str, at: int) -> int:
+    """The first character from `at` on that is not whitespace."""
+    return re.compile(r"\s*").match(text, at).end()
+
+
+def _marked_blocks(codec: Codec, record: Record, messages: list[dict]) -> list[tuple[int, int]]:
+    """(first token, last token) of each part of a conversation that the template marks."""
+    try:
+        tagged = codec.tokenizer.apply_chat_template(
+            messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except REFUSALS:
+        return []
+    edges = np.diff(tagged["assistant_masks"], prepend=0, append=0)
+    firsts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    return [(int(first), int(end) - 1) for first, end in zip(firsts, ends, strict=True)]
+
+
+def _marked_spans(
+    codec: Codec, record: Record, turn: int, text: str, encoding, blocks
+) -> list[tuple[int, int]] | str:
+    """(first token, last token) of each part of a turn that the template marks, without whitespace
+    behind its stop token; or why it is not learnt."""
+    turns = [i for i, message in enumerate(record.messages) if _assistant(message)]
+    if len(blocks) == len(turns):
+        own = blocks[turns.index(turn) :][:1]
+    else:
+        counts = [len(_marked_blocks(codec, record, record.messages[:n])) for n in (turn, turn + 1)]
+        own = blocks[slice(*counts)]
+    spans, learnt = [], ""
+    for first, last in own:
+        start, end = encoding.token_to_chars(first)[0], encoding.token_to_chars(last)[1]
+        stops = [*codec.specials.finditer(text, start, end)]
+        if stops and not text[stops[-1].end() : end].strip():
+            end = stops[-1].end()
+        elif stop := codec.ends.match(text, end):
+            end = stop.end()
+        learnt += text[start:end]
+        if not codec.learn_reasoning and "</think>" in text[start:end]:
+            start = _not_space(text, text.index("</think>", start) + len("</think>"))
+        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
+        if first is None or encoding.token_to_chars(first)[0] != start:
+            return STRADDLED
+        spans.append((first, last))
+    message = record.messages[turn]
+    answer = REASONING.sub("", message["content"], count=1).strip()
+    if not spans:
+        return UNMARKED
+    kept = answer in learnt and _behind_calls(learnt, message.get("tool_calls", [])) is not None
+    return spans if kept else REWRITTEN
+
+
+def _answer_in(body: str, message: dict) -> int | None:
+    """Where the answer begins in a rendered turn, behind its reasoning; None if the turn is not
+    exactly the row's. The template decides how reasoning and tool calls look."""
+    reasoning, answer = _reasoning_and_answer(message)
+    calls, at = message.get("tool_calls", []), 0
+    if reasoning:
+        at = body.find(reasoning, TAG.match(body).end())
+        if at < 0:
+            return None
+        at = TAG.match(body, at + len(reasoning)).end()
+    elif think := EMPTY_THINK.match(body):  # the row's own
+        at = think.end()
+    rest = body[at:].strip()
+    whole = rest.startswith(answer) if calls else rest == answer
+    if not whole or _behind_calls(rest[len(answer) :], calls) is None:
+        return None
+    return len(body[:at].rstrip(" "))  # a space may be part of the first token
+
+
+def _reasoning_and_answer(message: dict) -> tuple[str, str]:
+    content, reasoning = message["content"], message.get("reasoning_content") or ""
+    if not reasoning.strip() and (found := REASONING.match(content)):
+        reasoning, content = found[1], content[found.end() :]
+    return reasoning.strip(), content.strip()
+
+
+def _behind_calls(text: str, calls: list[dict]) -> str | None:
+    """What stands behind tool calls in a text: the name and then every argument of each, in order.
+    None if one of them is not there."""
+    for call in calls:
+        arguments = call["function"].get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        for part in (call["function"]["name"], arguments):
+            if (text := _behind(text, part)) is None:
+                return None
+    return text
+
+
+def _behind(text: str, value) -> str | None:
+    """What stands behind a JSON value in a text, as JSON or as the template writes its parts, such
+    as <key>value</key>. None if a part is missing, or if it stands there as Python writes it."""
+    if not isinstance(value, (dict, list)):
+        forms = {json.dumps(value, ensure_ascii=False), json.dumps(value), str(value)}
+        places = [(at, -len(form)) for form in forms if (at := text.find(form)) >= 0]
+        return text[min(places)[0] - min(places)[1] :] if places else None
+    if str(value) in text and json.dumps(value, ensure_ascii=False) not in text:
+        return None
+    parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
+    for part in parts:
+        if (text := _behind(text, part)) is None:
+            return None
+    return text
 
 
 def _without_reasoning(body: str, message: dict) -> bool:
-    """Whether the rendered turn is the row's text without the reasoning before the answer."""
-    answer = REASONING.sub("", message["content"])
-    reasoned = answer != message["content"] or (message.get("reasoning_content") or "").strip()
-    return bool(reasoned) and answer.strip() in body and "</think>" not in body
+    """Whether a rendered turn is the row's, but for the reasoning before the answer."""
+    reasoning, answer = _reasoning_and_answer(message)
+    return bool(reasoning) and answer in body and "</think>" not in body
 
 
 def _render(codec: Codec, messages: list[dict], record: Record, **options) -> str:

@@ -17,10 +17,10 @@ import time
 import numpy as np
 
 from llm_demo.data.batch import IGNORE_INDEX
-from llm_demo.data.build import build, read_meta
+from llm_demo.data.build import TEXT_ARGUMENTS, build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
 from llm_demo.data.packing import LONGEST_DEFAULT
-from llm_demo.data.records import ROLES
+from llm_demo.data.records import LEARNT, REAL, ROLES
 from llm_demo.data.sources import content_of, find_files, split_name, table_of
 from llm_demo.data.steps import Packs
 from llm_demo.errors import UserError, counted
@@ -28,7 +28,7 @@ from llm_demo.files import cache_folder, disk_full
 
 BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
 DAY = 24 * 3600
-CACHE_VERSION = 5  # increase it when the same files are read, labelled or packed differently
+CACHE_VERSION = 6  # increase it when the same files are read, labelled or packed differently
 SHOWN = 400  # tokens from each end of a long example
 
 
@@ -45,6 +45,7 @@ def load_packs(
     data_format: str = "auto",
     overlong: str = "truncate",
     learn_turns: str = "all",
+    learn_reasoning: bool = True,
     dataset_config: str | None = None,
     dataset_split: str | None = None,
     cache_dir: str | None = None,
@@ -59,6 +60,7 @@ def load_packs(
     makes pieces of seq_len that do not see each other (a piece's first token has no context and is
     not learnt, and its last slot predicts nothing); "drop" skips the document.
     learn_turns: "last" learns only the last answer of each conversation.
+    learn_reasoning: False makes reasoning (<think>) context of the answer.
     cache_dir: default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
     the same packs at once; letting one per node go first saves work.
     Packs.stats: rows_read, documents, packed_rows, skipped {reason: rows}, first_skipped {reason:
@@ -67,7 +69,7 @@ def load_packs(
     format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
     The commands check the flags; raises UserError for files or tokenizers that can't be used."""
     files = find_files(train_json, dataset_config, dataset_split, log)
-    codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last")
+    codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last", learn_reasoning)
     format_flags = (data_format, input_key, target_key)
     flags = {  # in hashing order
         "seq_len": seq_len,
@@ -77,7 +79,8 @@ def load_packs(
         "input_key": input_key,
         "target_key": target_key,
         "overlong": overlong,
-        "learn_turns": None if learn_turns == "all" else learn_turns,  # keeps older hashes valid
+        "learn_turns": None if learn_turns == "all" else learn_turns,  # as in older checkpoints
+        "learn_reasoning": None if learn_reasoning else False,
     }
     key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
     root = cache_dir or cache_folder()
@@ -98,7 +101,9 @@ def load_packs(
                 f"{folder} is damaged ({error}) and could not be replaced: delete it, or set "
                 "LLM_DEMO_CACHE to another folder"
             ) from None
+    content = packs.stats.pop("content")
     identity |= {"seq_len": packs.seq_len, "reading": _reading(packs.stats)}
+    identity["tokens and labels"] = content
     packs.stats["identity"] = identity
     _report(packs.stats, packs.seq_len, folder, codec, log)
     return packs
@@ -223,9 +228,10 @@ def _reading(stats: dict) -> dict | None:
     newly_skipped = {MARKED, *(LEFT_OUT.format(role=role) for role in ROLES.values())}
     counts |= {reason: n for reason, n in stats["skipped"].items() if reason in newly_skipped}
     for file in stats["files"]:
-        for key in ("system", "history"):
-            if file["format"] != "conversations" and key in file["used"]:
-                counts[key] = counts.get(key, 0) + file["used"][key]
+        read = (REAL, *LEARNT, TEXT_ARGUMENTS)
+        read += ("system", "history") * (file["format"] != "conversations")
+        for key in (key for key in read if key in file["used"]):
+            counts[key] = counts.get(key, 0) + file["used"][key]
     return counts or None
 
 

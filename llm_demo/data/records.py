@@ -4,38 +4,64 @@ import json
 from typing import NamedTuple
 
 from llm_demo.data.batch import Record
+from llm_demo.data.sources import DECODER
 from llm_demo.errors import UserError
 
-# Required and optional keys, in the order they are tried on a file's first row. "text" is last and
-# "messages" early because published sets often carry a flattened copy beside the real columns. Any
-# other key is not used, and the log says so.
+# Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
+REAL = "attention_mask"
+LEARNT = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
+
+# Required keys, one choice or more, and optional ones, in the order they are tried on a file's
+# first row. "text" is last and "messages" early because published sets often carry a flattened copy
+# beside the real columns. Any other key is not used, and the log says so.
 FORMATS = {
-    "tokens": (("input_ids",), ("labels",)),
-    "messages": (("messages",), ("system", "tools")),
-    "conversations": (("conversations",), ("system", "tools")),
-    "prompt": (("prompt", "completion"), ("system", "history", "tools")),
-    "alpaca": (("instruction", "output"), ("input", "system", "history", "tools")),
-    "input": (("input", "target"), ("system", "history", "tools")),
-    "text": (("text",), ()),
+    "tokens": ((("input_ids",),), ("labels", REAL, *LEARNT, "position_ids")),
+    "messages": ((("messages",),), ("system", "tools")),
+    "conversations": ((("conversations",),), ("system", "tools")),
+    "prompt": (
+        (("prompt", "completion"), ("prompt", "response")),
+        ("system", "history", "tools"),
+    ),
+    "alpaca": (
+        (
+            ("instruction", "output"),
+            ("instruction", "response"),
+            ("question", "answer"),
+            ("query", "response"),
+        ),
+        ("input", "context", "system", "history", "tools"),
+    ),
+    "input": ((("input", "target"),), ("system", "history", "tools")),
+    "text": ((("text",),), ()),
 }
 
 DATA_FORMATS = ("auto", *FORMATS)
 
 ACCEPTED = (
-    "messages, conversations, prompt + completion, instruction + output (+ input), input + target, "
-    "text, input_ids (+ labels), or two columns named by --input_key and --target_key"
+    "messages, conversations, prompt + completion, instruction + output (+ input), question + "
+    "answer, input + target, text, input_ids (+ labels), or two columns named by --input_key and "
+    "--target_key"
 )
 
+# In lower case: "User" is "user".
 ROLES = {
     "system": "system",
     "developer": "system",
     "user": "user",
     "human": "user",
+    "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
     "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
     "observation": "tool",
     "tool_response": "tool",
+    "function_response": "tool",
     "function_call": "assistant",  # its text is the call, as JSON
     "tool_call": "assistant",
 }
@@ -43,6 +69,12 @@ ROLES = {
 CALLS = ("function_call", "tool_call")
 
 MARKS = ("weight", "train", "loss_mask", "loss")  # keys of a turn; 0 or false: not learnt
+
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+ONE_TURN = "collect the turns of each conversation in one row, as a list under 'messages'"
 
 EMPTY = (None, "", [], {})
 
@@ -64,13 +96,24 @@ def detect_format(row, where, data_format="auto", input_key=None, target_key=Non
             )
         return RowFormat("input", (input_key, target_key), "--input_key, --target_key")
     if data_format != "auto":
-        return RowFormat(data_format, FORMATS[data_format][0], "--data_format")
+        choices = FORMATS[data_format][0]
+        keys = next((keys for keys in choices if row.keys() >= set(keys)), choices[0])
+        return RowFormat(data_format, keys, "--data_format")
+    if row and all(isinstance(v, dict) and "0" in v for v in row.values()):
+        raise UserError(
+            f"{where}: these are the columns of a table, as pandas writes them: save it with "
+            "df.to_json(FILE, orient='records', lines=True)"
+        )
     filled = {key for key, value in row.items() if value is not None}
     for present in (filled, row.keys()):  # a table may have a null in one of two formats' columns
-        for name, (keys, _) in FORMATS.items():
-            if present >= set(keys):
-                return RowFormat(name, keys, "first row")
-    raise UserError(f"{where}: unknown row format, keys: {_keys(row)}; accepted: {ACCEPTED}")
+        for name, (choices, _) in FORMATS.items():
+            for keys in choices:
+                if present >= set(keys):
+                    if name == "text" and isinstance(row.get("role"), str):
+                        raise UserError(f"{where}: a row is one turn (role, text): {ONE_TURN}")
+                    return RowFormat(name, keys, "first row")
+    cure = f": a row is one turn: {ONE_TURN}" if isinstance(row.get("role"), str) else ""
+    raise UserError(f"{where}: unknown row format, keys: {_keys(row)}{cure}; accepted: {ACCEPTED}")
 
 
 def to_record(row: dict, row_format: RowFormat, where: str) -> Record:
@@ -82,18 +125,24 @@ def to_record(row: dict, row_format: RowFormat, where: str) -> Record:
             f"the file is read as {row_format.format} ({row_format.why}); accepted: {ACCEPTED}"
         )
     values = [row[key] for key in row_format.keys]
+    optional = {key: row[key] for key in used_keys(row, row_format)}
+    if row_format.format == "tokens":
+        _refuse_unknown_masks(row, row_format, where)
+        return Record(None, tokens=_tokens(values[0], optional, where))
+    if media := [key for key in MEDIA if key in unused_keys(row, row_format)]:
+        raise UserError(
+            f"{where}: this row has {media[0]!r}, but only text can be learnt: leave such rows out"
+        )
     if row_format.format == "text":
         return Record(None, text=_text(values[0], where, "text"))
-    if row_format.format == "tokens":
-        return Record(None, tokens=_tokens(values[0], row.get("labels"), where))
-    optional = {key: row[key] for key in used_keys(row, row_format)}
     tools = _tools(optional.get("tools"), where)
     if row_format.format in ("messages", "conversations"):
         messages = _messages(values[0], where, row_format.keys[0])
         return _record(_system(optional, where, messages) + messages, tools)
-    if "input" in optional:
-        instruction = _text(values[0], where, "instruction")
-        values[0] = f"{instruction}\n\n{_text(optional['input'], where, 'input')}"
+    for key in ("input", "context"):
+        if key in optional:
+            question = _text(values[0], where, row_format.keys[0])
+            values[0] = f"{question}\n\n{_text(optional[key], where, key)}"
     prompt, completion = (
         _messages(value, where, key)
         if isinstance(value, list) and value and not _is_part(value[0])
@@ -159,24 +208,71 @@ def _history(history, where: str) -> list[dict]:
     ]
 
 
-def _tokens(ids, labels, where: str) -> tuple[list[int], list[bool]]:
-    """(ids, which are labels) of a tokenised row. labels: the same ids, -100 where not learnt."""
-    for name, value in (("input_ids", ids), ("labels", ids if labels is None else labels)):
+def _tokens(ids, optional: dict, where: str) -> tuple[list[int], list[bool]]:
+    """(ids, which are learnt) of a tokenised row, without its padding. optional: its labels (the
+    same ids, -100 where not learnt), masks and positions. Raises UserError if they are of another
+    form or contradict one another."""
+    for name, value in (("input_ids", ids), ("labels", optional.get("labels", ids))):
         if not (isinstance(value, list) and all(type(i) is int for i in value)):
             raise UserError(f"{where}: {name!r} must be a list of integers")
     if any(not 0 <= i < 2**31 for i in ids):
         raise UserError(f"{where}: 'input_ids' contains a number that is not a token id")
-    if labels is None:
-        return ids, [True] * len(ids)
-    if len(labels) != len(ids) or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
+    masks = {key: optional[key] for key in (REAL, *LEARNT) if key in optional}
+    for key, mask in masks.items():
+        zeros_and_ones = isinstance(mask, list) and all(i in (0, 1) for i in mask)
+        if not (zeros_and_ones and len(mask) == len(ids)):
+            raise UserError(f"{where}: {key!r} must be a list of 0 and 1, one for each token")
+    first, end = 0, len(ids)  # of the real tokens
+    if REAL in masks:
+        real = masks.pop(REAL)
+        first = real.index(1) if 1 in real else len(ids)
+        end = max(first, len(ids) - real[::-1].index(1)) if 1 in real else first
+        if 0 in real[first:end]:
+            raise UserError(
+                f"{where}: 'attention_mask' has a 0 between ones: only padding at the beginning or "
+                "the end is supported"
+            )
+    positions = optional.get("position_ids", [])
+    if positions and positions[first:end] != list(range(end - first)):
         raise UserError(
-            f"{where}: 'labels' must equal 'input_ids' (not shifted), or be -100 where not learnt"
+            f"{where}: 'position_ids' must count from 0: give each document as a row of its own"
         )
-    return ids, [label != -100 for label in labels]
+    masks = {key: [bool(i) for i in mask] for key, mask in masks.items()}
+    if (labels := optional.get("labels")) is not None:
+        same = [a in (-100, b) for a, b in zip(labels, ids, strict=False)]
+        if len(labels) != len(ids) or not all(same[first:end]):
+            raise UserError(
+                f"{where}: 'labels' must equal 'input_ids' (not shifted), or be -100 where not "
+                "learnt"
+            )
+        masks["labels"] = [label != -100 for label in labels]
+        if labels == ids:  # a plain copy, which learns no padding on purpose
+            masks["labels"] = [first <= i < end for i in range(len(ids))]
+    for key, mask in masks.items():
+        if any(mask[:first]) or any(mask[end:]):
+            raise UserError(f"{where}: {key!r} contradicts {REAL!r}: padding can't be learnt")
+    learnt = {key: mask[first:end] for key, mask in masks.items()} or {"": [True] * (end - first)}
+    (one, result), *others = learnt.items()
+    for other, mask in others:
+        if mask[1:] != result[1:]:  # nothing predicts a first token
+            raise UserError(f"{where}: {one!r} and {other!r} contradict each other: keep one")
+    return ids[first:end], result
+
+
+def _refuse_unknown_masks(row: dict, row_format: RowFormat, where: str) -> None:
+    """Raise UserError for a key that may say what is learnt or where documents end."""
+    for key in unused_keys(row, row_format):
+        says = key.endswith(("_mask", "_masks", "_weights")) or key in ("seq_lengths", "cu_seqlens")
+        if says and key != "special_tokens_mask":
+            raise UserError(
+                f"{where}: {key!r} is not known beside 'input_ids': remove it, or name what is "
+                f"learnt 'labels' or one of {', '.join(LEARNT)}"
+            )
 
 
 def _messages(turns, where: str, key: str) -> list[dict]:
-    """Check OpenAI (role, content) or ShareGPT (from, value) turns and convert them to messages."""
+    """Check OpenAI (role, content) or ShareGPT (from, value) turns and convert them to messages, in
+    which null is the same as no key."""
     if not isinstance(turns, list):
         raise UserError(f"{where}: {key!r} must be a list of turns, not {_kind(turns)}")
     messages = []
@@ -185,30 +281,35 @@ def _messages(turns, where: str, key: str) -> list[dict]:
         if not isinstance(turn, dict):
             raise UserError(f"{where}: {place} must be an object, not {_kind(turn)}")
         role = turn.get("role", turn.get("from"))
-        if not isinstance(role, str) or role not in ROLES:
+        name = role.strip().lower() if isinstance(role, str) else None
+        if name not in ROLES:
             raise UserError(
                 f"{where}: {place} has unknown role {role!r}; known: {', '.join(ROLES)}"
             )
-        content, calls = turn.get("content", turn.get("value")), turn.get("tool_calls") or []
-        if role in CALLS and not calls:
-            content, calls = None, _calls(content, where, place, role)
-        if not (isinstance(calls, list) and all(map(_is_call, calls))):
-            raise UserError(f"{where}: {place}: tool_calls must be a list of function calls")
         for mark in MARKS:
             if (value := turn.get(mark)) is not None and value not in (0, 1):
                 raise UserError(
                     f"{where}: {place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
                     "fractional weights are not supported"
                 )
-        if turn.get("reasoning_content") is not None:
-            _text(turn["reasoning_content"], where, f"{place}: reasoning_content")
+        content, calls = turn.get("content", turn.get("value")), turn.get("tool_calls")
+        if call := turn.get("function_call"):  # OpenAI's older key
+            if calls:
+                raise UserError(f"{where}: {place} has tool_calls and function_call: keep one")
+            calls = [call]
+        if name in CALLS and not calls:
+            content, calls = None, _calls_in(content, where, place, name)
+        calls = _calls(calls, where, place) if calls else None
         if content is None and calls:
             content = ""  # OpenAI writes null beside tool calls
-        message = {k: v for k, v in turn.items() if k not in ("from", "value")}
-        message |= {"role": ROLES[role], "content": _text(content, where, place)}
-        if role in CALLS:
+        message = {"role": ROLES[name], "content": _text(content, where, place)}
+        if calls:
             message["tool_calls"] = calls
-        messages.append(message)
+        if said := [k for k in REASONING if turn.get(k) is not None]:
+            message[REASONING[0]] = _text(turn[said[0]], where, f"{place}: {said[0]}")
+        read = ("role", "from", "content", "value", "tool_calls", "function_call", *REASONING)
+        others = {k: v for k, v in turn.items() if k not in read and v is not None}
+        messages.append(message | others)
     return messages
 
 
@@ -230,24 +331,48 @@ def _text(value, where: str, place: str) -> str:
     return value
 
 
-def _calls(value, where: str, place: str, role: str) -> list[dict]:
+def _calls_in(value, where: str, place: str, role: str) -> list[dict]:
     """Tool calls of a turn whose text is one call, or a list of calls, as JSON."""
     calls = _from_json(value)
     calls = calls if isinstance(calls, list) else [calls]
-    functions = []
-    for call in calls:
-        if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
+    if not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(
+            f"{where}: {place}: a {role} turn must contain JSON with 'name' and 'arguments'"
+        )
+    return calls
+
+
+def _calls(calls, where: str, place: str) -> list[dict]:
+    """Tool calls as OpenAI nests them, with arguments as an object. Raises UserError."""
+    nested = []
+    for call in calls if isinstance(calls, list) else [None]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
+            raise UserError(f"{where}: {place}: tool_calls must be a list of function calls")
+        arguments = function.get("arguments", function.get("parameters"))
+        try:
+            if isinstance(arguments, str) and arguments.strip():
+                arguments = DECODER.decode(arguments.strip())
+        except (ValueError, RecursionError):
+            pass
+        if not isinstance(arguments or {}, dict):
             raise UserError(
-                f"{where}: {place}: a {role} turn must contain JSON with 'name' and 'arguments'"
+                f"{where}: {place}: the arguments of {function['name']} must be a JSON object, not "
+                f"{json.dumps(arguments)[:50]}"
             )
-        function = {"name": call["name"], "arguments": _from_json(call.get("arguments") or {})}
-        functions.append({"type": "function", "function": function})
-    return functions
+        own = ("name", "arguments", "parameters")
+        outer = {k: v for k, v in call.items() if k not in (*own, "function")}
+        inner = {k: v for k, v in function.items() if k not in (*own, *outer)}
+        function = {"name": function["name"], "arguments": arguments or {}, **inner}
+        nested.append({"type": "function", **outer, "function": function})
+    return nested
 
 
 def _tools(tools, where: str) -> list | None:
     """The row's tool schemas. Columns exported from tables hold them as one JSON string."""
     tools = _from_json(tools)
+    if isinstance(tools, list):
+        tools = [_from_json(tool) for tool in tools]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise UserError(f"{where}: 'tools' must be a list of JSON schemas")
     return tools or None
@@ -259,10 +384,6 @@ def _from_json(value):
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
         return value
-
-
-def _is_call(value) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("function", value), dict)
 
 
 def _is_pair(value) -> bool:

@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator
 from llm_demo.errors import UserError, counted
 from llm_demo.files import digest
 
-FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # searched for in a folder
+FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # searched for in a folder
 
-TABLES = (".csv", ".tsv", ".parquet")
+TABLES = (".csv", ".tsv", ".parquet", ".arrow")
 
 COMPRESSED = (".gz", ".zst")
 
-NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".arrow", ".xlsx")
+NOT_READ = (".xz", ".zip", ".bz2", ".7z", ".lz4", ".tar", ".tgz", ".xlsx")
 
 LFS = b"version https://git-lfs.github.com/spec/v1"
 
@@ -59,6 +59,8 @@ def find_files(
         if os.path.isfile(part):
             files.append(part)
         elif os.path.isdir(part):
+            if os.path.isfile(os.path.join(part, "dataset_dict.json")):  # datasets' save_to_disk
+                part = os.path.join(part, split or "train")
             files += _in_folder(part, say)
         elif hub := hub_parts(part):
             name, own_config, own_split = hub
@@ -93,6 +95,9 @@ def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
 
 
 def _in_folder(folder: str, say: Callable) -> list[str]:
+    if not os.path.isdir(folder):
+        splits = ", ".join(sorted(next(os.walk(os.path.dirname(folder)))[1]))
+        raise UserError(f"no such split: {folder}; name one of the folders beside it: {splits}")
     names = [n for n in sorted(os.listdir(folder)) if n[0] != "." and n not in NO_DATA]
     paths = [os.path.join(folder, n) for n in names if _suffix(n) in FILES]
     paths = [path for path in paths if os.path.isfile(path)]
@@ -156,7 +161,10 @@ def read_rows(path: str, progress=None) -> Iterator[tuple[str, dict]]:
     and forces one schema on all rows. In CSV it converts None and 007 to something other than text.
     In Parquet it refuses columns of some types, used or not. Raises UserError for an empty file,
     broken JSON or encoding, or a row of another type."""
-    readers = {".parquet": _read_parquet, ".csv": _read_csv, ".tsv": _read_csv, ".json": _read_json}
+    readers = {
+        ".parquet": _read_arrow, ".arrow": _read_arrow, ".csv": _read_csv, ".tsv": _read_csv,
+        ".json": _read_json,
+    }  # fmt: skip
     read = _read_hub if hub_parts(path) else readers.get(_suffix(path), _read_lines)
     number, prefix = 0, row_prefix(path)
     for number, row in read(path, progress):
@@ -335,26 +343,28 @@ def _read_csv(path: str, progress=None) -> Iterator[tuple[int, dict]]:
             raise UserError(f"{path}, row {number + 1}: not valid {kind}: {error}") from None
 
 
-def _read_parquet(path: str, progress=None) -> Iterator[tuple[int, dict]]:
+def _read_arrow(path: str, progress=None) -> Iterator[tuple[int, dict]]:
+    """Rows of a Parquet file, or of an Arrow stream as datasets' save_to_disk writes it."""
     import pyarrow  # installed with datasets
+    from pyarrow import ipc
     from pyarrow.parquet import ParquetFile
 
     _refuse_pointer(path)
+    kind = _suffix(path)[1:].capitalize()
     numbers = itertools.count(1)
     try:
-        with ParquetFile(path) as file:
-            names = file.schema_arrow.names
+        with ParquetFile(path) if kind == "Parquet" else ipc.open_stream(path) as file:
+            names = (file.schema_arrow if kind == "Parquet" else file.schema).names
             if repeated := [name for name in names if names.count(name) > 1]:
                 raise UserError(f"{path}: two columns are named {repeated[0]!r}")
-            for batch in file.iter_batches(1000):
+            for batch in file.iter_batches(1000) if kind == "Parquet" else file:
                 for row in batch.to_pylist():
                     yield next(numbers), _of_table(row)
         if progress is not None:
             progress.update(os.path.getsize(path))
     except (pyarrow.ArrowException, ValueError, OSError) as error:
-        raise UserError(
-            f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}"
-        ) from None
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} is not a valid {kind} file: {reason}") from None
 
 
 def _read_hub(source: str, progress=None) -> Iterator[tuple[int, dict]]:

@@ -7,25 +7,7 @@ import numpy as np
 import torch
 
 from llm_demo.data.batch import IGNORE_INDEX, Batch, position_ids
-from llm_demo.data.labels import REFUSALS
 from llm_demo.data.steps import Packs, bounds_of
-
-
-def stop_tokens(tokenizer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's eos, and the special token that its chat template
-    puts after an assistant turn."""
-    stop = {tokenizer.eos_token_id}
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-        try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
-        except REFUSALS:
-            text = ""
-        rest = text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
-        behind = tokenizer(rest, add_special_tokens=False).input_ids
-        known = tokenizer.added_tokens_decoder
-        stop |= {t for t in behind[:1] if t in known and known[t].special}
-    return sorted(stop - {None})
 
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:

@@ -53,6 +53,7 @@ def evaluate(exported: Path, args: Args) -> str:
             flags += [f"--{name}", getattr(args, name)]
     flags += ["--train_on_prompt"] * args.train_on_prompt
     flags += ["--learn_turns", args.learn_turns] * (args.learn_turns != "all")
+    flags += ["--learn_reasoning", "false"] * (not args.learn_reasoning)
     return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
 
 
