@@ -1,6 +1,7 @@
 """Label masks: golden arrays for every kind of template; a mask is never a guess."""
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +51,7 @@ TAGGED_WHOLE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}"
     "{% generation %}{{ '<S>assistant\n' + m.content + '<E>\n' }}{% endgeneration %}"
     "{% else %}{{ '<S>' + m.role + '\n' + m.content + '<E>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<S>assistant\n' }}{% endif %}"
 )
 # Calls as Qwen writes them; as XML, one value after another; behind a special token (Mistral).
 CALLS = CHATML.replace(
@@ -239,6 +241,36 @@ MASKS = {
         chat("hi", "y<P>o", "b", "c"),
         "<S>user\nhi<E>\n⟦<S>assistant\ny<P>o<E>⟧\n<S>user\nb<E>\n⟦<S>assistant\nc<E>⟧\n",
     ),
+    "generation tags that touch, of which one is context": (
+        TAGGED_WHOLE.replace("<E>\n", "<E>"),
+        Record(
+            [*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}], marks={1: False}
+        ),
+        "<S>user\nhi<E><S>assistant\nyo<E>⟦<S>assistant\nso<E>⟧",
+    ),
+    "generation tags around two parts": (
+        TAGGED.replace(
+            "{{ m.content + '<E>\n' }}{% endgen",
+            "{{ m.content[:1] }}{% endgeneration %}{{ m.content[1:2] }}{% generation %}"
+            "{{ m.content[2:] + '<E>\n' }}{% endgen",
+        ),
+        chat("hi", "abc"),
+        PAIR + "⟦a⟧b⟦c<E>⟧\n",
+    ),
+    "more behind the stop token of a call": (
+        CHATML.replace(
+            "m.content + '<E>\n'",
+            "m.content }}{% if m.tool_calls %}{{ m.tool_calls[0].function.name + '<E><S>bot' }}"
+            "{% endif %}{{ '<E>\n'",
+        ),
+        call(),
+        PAIR + "⟦f<E>⟧<S>bot<E>\n",
+    ),
+    "a line break before the stop token": (
+        CHATML.replace("'<E>\n' }}{% endfor", "'\n<P>' }}{% endfor"),
+        chat("hi", "yo"),
+        "<S>user\nhi\n<P><S>assistant\n⟦yo\n<P>⟧",
+    ),
     "generation tags without the stop token": (
         TAGGED.replace("'<E>\n' }}{% endgen", "'' }}{% endgen").replace(
             "{% endgeneration %}", "{% endgeneration %}{{ '<E>\n' }}"
@@ -316,6 +348,32 @@ SKIPPED = {
         labels.NO_CALLS,
     ),
     "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), labels.ENDS_INSIDE),
+    "tags and dropped reasoning": (
+        TAGGED,
+        chat("hi", "yo", reasoning_content="r"),
+        labels.NO_REASONING,
+    ),
+    "tags and a stop token inside": (TAGGED, chat("hi", "a<E>b"), labels.ENDS_INSIDE),
+    "template adds to the reasoning": (
+        QWEN3.replace("'<think>\n' + think", "'<think>\nand ' + think"),
+        chat("hi", "<think>\nr\n</think>\n\nyo"),
+        labels.REWRITTEN,
+    ),
+    "template writes another number": (
+        AS_XML.replace("(v | string)", "(v | string) + '9'"),
+        call(arguments={"n": 1}),
+        labels.REWRITTEN,
+    ),
+    "a tag in prose": (QWEN3, chat("hi", "end with </think> please"), labels.REWRITTEN),
+    "template drops a turn whose text is elsewhere": (
+        CHATML.replace("{{ '<S>' +", "{{ '' if m.role == 'tool' else '<S>' +"),
+        Record(
+            [*call().messages[:1], {"role": "tool", "content": "7"}]
+            + [{"role": "assistant", "content": "It is 7."}]
+        ),
+        labels.LEFT_OUT.format(role="tool"),
+    ),
+    "half a surrogate pair in a name": (AS_JSON, call("\ud800"), labels.NO_TEXT),
     "stop token inside an argument": (AS_JSON, call(arguments={"x": "<E>"}), labels.ENDS_INSIDE),
     "template adds to the text": (
         CHATML.replace("m.content + ", "m.content + '2' + "),
@@ -369,6 +427,29 @@ def test_generation_tags_with_context_turns_and_with_untagged_turns():
     last_only = TAGGED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert one(record, make_tokenizer(last_only)) == expected  # only the last turn has marks
     assert one(chat("hi", "yo", "b"), make_tokenizer(last_only)) == labels.UNMARKED
+
+
+def test_two_answers_without_a_word_between_them():
+    """The second one would be learnt behind the token that ends the first."""
+    direct = CHATML.replace("'<S>' + m.role", "('' if m.role == 'assistant' else '<S>' + m.role)")
+    record = Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}])
+    template = direct.replace("{{ '<S>assistant\n' }}", "{{ '\n' }}")
+    expected = golden("<S>user\nhi<E>\n\n⟦yo<E>⟧\n\nso<E>\n")
+    assert one(record, make_tokenizer(template)) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3, TAGGED, AS_JSON])
+def test_long_answers_take_no_longer_than_their_length(template):
+    tokenizer = make_tokenizer(template)
+    for answer in (
+        "word " * 60_000,
+        " " * 100_000 + "x",
+        "<P>" * 3_000,
+        "<think>r</think>" * 2_000,
+    ):
+        begun = time.perf_counter()
+        one(chat("hi", answer), tokenizer)
+        assert time.perf_counter() - begun < 5, answer[:10]
 
 
 def test_one_skipped_row_leaves_the_others():

@@ -146,6 +146,7 @@ CONTRADICTORY = {
     ),
     "a hole": ({"attention_mask": [1, 1, 0, 1, 1]}, "'attention_mask' has a 0 between ones"),
     "positions": ({"position_ids": [0, 1, 2, 0, 1]}, "'position_ids' must count from 0"),
+    "no positions": ({"position_ids": {"a": 1}}, "'position_ids' must be a list of integers"),
     "length": ({"loss_mask": [0, 1]}, "'loss_mask' must be a list of 0 and 1, one for each"),
     "fractions": ({"loss_mask": [0, 0.5, 1, 1, 1]}, "'loss_mask' must be a list of 0 and 1"),
     "nested": ({"attention_mask": [[1] * 5] * 5}, "'attention_mask' must be a list of 0 and 1"),
@@ -361,11 +362,11 @@ BAD_ROWS = {
     ),
     "arguments": (
         [{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
-        [':1: messages[0]: the arguments of f must be a JSON object, not "x"'],
+        [":1: messages[0]: the arguments of f must be a JSON object: Expecting value"],
     ),
     "arguments with a key twice": (
         [{"messages": [{"role": "assistant", "function_call": CALL | {"arguments": TWICE}}]}],
-        [":1: messages[0]: the arguments of f must be a JSON object"],
+        [":1: messages[0]: the arguments of f must be a JSON object: an object has the key 'x'"],
     ),
     "picture": ([{**GOOD, "images": ["a.jpg"]}], [":1: this row has 'images'", "leave such rows"]),
     "one turn, text": (

@@ -276,6 +276,17 @@ def test_a_folder_of_files(tmp_path):
         find_files(f"{tmp_path}/hub")
 
 
+def test_arguments_in_a_table_that_json_lacks(tmp_path):
+    when = pa.scalar(0, pa.timestamp("s")).as_py()
+    for value in (when, b"raw"):
+        calls = [{"function": {"name": "f", "arguments": {"when": value}}}]
+        turns = [{"role": "user", "content": "hi", "tool_calls": None}]
+        turns.append({"role": "assistant", "content": "", "tool_calls": calls})
+        pq.write_table(pa.table({"messages": [turns]}), tmp_path / "x.parquet")
+        message = r"row 1: messages\[1\]: the arguments of f must be a JSON object: Object of type"
+        refused(str(tmp_path / "x.parquet"), message, template=TOOLS)
+
+
 def test_what_save_to_disk_writes(tmp_path):
     import datasets
 

@@ -47,6 +47,8 @@ UNMARKED = "the chat template's {% generation %} marks leave the turn out"
 
 MARKED = "marked with weight 0, train false or the like"
 
+NO_TEXT = "it contains half a surrogate pair: invalid text"
+
 NOT_OURS = "marked to be learnt, but only the assistant's answers can be"
 
 UNSTOPPED = "no stop token after an assistant turn"
@@ -59,8 +61,9 @@ EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
 
 THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
 
-# Reasoning in a turn's text, with or without the tag that opens it, which a prompt may hold.
-REASONING = re.compile(r"\s*(?:<think>)?(.*?)</think>", re.DOTALL)
+# Reasoning in a turn's text. A prompt may hold the tag that opens it; the one that closes it then
+# stands at the beginning or the end of a line.
+REASONING = re.compile(r"<think>(.*?)</think>|(.*?)(?:(?<=\n)</think>|</think>(?=\n|$))", re.DOTALL)
 
 TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
 
@@ -132,7 +135,7 @@ def _any_of(texts) -> re.Pattern:
 
 def stop_tokens(tokenizer) -> list[int]:
     """Tokens that end an answer: the tokenizer's eos, and the special token that its chat template
-    puts after an assistant turn."""
+    puts after an assistant turn, whatever whitespace is between."""
     stop = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
@@ -141,7 +144,7 @@ def stop_tokens(tokenizer) -> list[int]:
         except REFUSALS:
             text = ""
         rest = text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
-        behind = tokenizer(rest, add_special_tokens=False).input_ids
+        behind = tokenizer(rest.lstrip(), add_special_tokens=False).input_ids
         known = tokenizer.added_tokens_decoder
         stop |= {t for t in behind[:1] if t in known and known[t].special}
     return sorted(stop - {None})
@@ -215,6 +218,10 @@ def _render_record(codec: Codec, record: Record) -> tuple[Record, str, str]:
     if not rendered:
         return record, "", reasons[0]
     form, text = rendered[0]
+    try:
+        text.encode()  # the tokenizer's own error names no row
+    except UnicodeEncodeError:
+        return record, "", NO_TEXT
     dropped = _dropped_role(codec, form, text)
     return form, text, LEFT_OUT.format(role=dropped) if dropped else ""
 
@@ -236,8 +243,10 @@ def _arguments_as_text(record: Record) -> Record:
 
 def _dropped_role(codec: Codec, record: Record, text: str) -> str | None:
     """The role of the first turn whose content the template drops, apart from the assistant's."""
+    given = "\0".join(message["content"] for message in record.messages)
     for number, message in enumerate(record.messages):
-        if not _assistant(message) and message["content"].strip() not in text:
+        content = message["content"].strip()  # it may be part of another turn's
+        if not _assistant(message) and text.count(content) < given.count(content):
             if _leaves_out(codec, record, number, text):
                 return message["role"]
     return None
@@ -291,9 +300,9 @@ def _learnt_spans(
         learn and not (_assistant(record.messages[i]) and i not in record.context)
         for i, learn in record.marks.items()
     )
-    blocks = _marked_blocks(codec, record, record.messages) if codec.tagged and turns else []
+    marks = _marks(codec, record) if codec.tagged and turns else None
     for turn in turns:
-        found = _spans(codec, record, turn, text, encoding, blocks)
+        found = _spans(codec, record, turn, text, encoding, marks)
         if isinstance(found, str):
             reasons[found] += 1
             why = found if why == NOTHING else why
@@ -302,14 +311,34 @@ def _learnt_spans(
     return spans, why
 
 
+def _marks(codec: Codec, record: Record) -> np.ndarray:
+    """Which tokens of a conversation its template marks: bool [tokens]."""
+    try:
+        found = codec.tokenizer.apply_chat_template(
+            record.messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return np.array(found["assistant_masks"], bool)
+    except REFUSALS:
+        return np.zeros(0, bool)
+
+
 def _spans(
-    codec: Codec, record: Record, turn: int, text: str, encoding, blocks
+    codec: Codec, record: Record, turn: int, text: str, encoding, marks
 ) -> list[tuple[int, int]] | str:
-    """(first token, last token) of each learnt part of a turn, or why it is not learnt. blocks:
-    what the template marks."""
-    if codec.tagged:
-        return _marked_spans(codec, record, turn, text, encoding, blocks)
-    found = _characters(codec, record, turn, text)
+    """(first token, last token) of each learnt part of a turn, or why it is not learnt. marks: the
+    template's, or None; they may begin with the words that ask for the answer, and end before the
+    stop token."""
+    start = _start(codec, record, turn, text)
+    if isinstance(start, str):
+        return start
+    found = _characters(codec, record, turn, text, start)
+    if marks is not None and isinstance(found, str):  # the template may not ask for the answer
+        first = encoding.char_to_token(_not_space(text, start)) or 0
+        marked = first + np.flatnonzero(marks[first:])
+        at = encoding.token_to_chars(int(marked[0]))[0] if len(marked) else len(text)
+        if codec.ends.search(text, start, at):
+            return UNMARKED
+        found = _characters(codec, record, turn, text, at)
     if isinstance(found, str):
         return found
     start, stop = found
@@ -318,33 +347,63 @@ def _spans(
         return STRADDLED
     if last is None or encoding.ids[last] not in codec.special_ids:
         return UNSTOPPED
-    return [(first, last)]
+    if marks is None:
+        return [(first, last)]
+    if codec.learn_reasoning:
+        ends = [m.end() for m in codec.ends.finditer(text, 0, start)]
+        first = encoding.char_to_token(ends[-1]) if ends else 0
+    own = np.append(marks[first:last], marks[last - 1] | marks[last])
+    edges = np.flatnonzero(np.diff(own, prepend=False, append=False))
+    runs = [(first + int(a), first + int(b) - 1) for a, b in edges.reshape(-1, 2)]
+    return runs or UNMARKED
 
 
-def _characters(codec: Codec, record: Record, turn: int, text: str) -> tuple[int, int] | str:
-    """Where a turn's learnt text and its stop token begin, or why it is not learnt."""
+def _characters(
+    codec: Codec, record: Record, turn: int, text: str, start: int
+) -> tuple[int, int] | str:
+    """Where the learnt text and the stop token of a turn begin, whose own text begins at `start`,
+    or why it is not learnt."""
     message = record.messages[turn]
-    start = _start(codec, record, turn, text)
-    if isinstance(start, str):
-        return start
     think = EMPTY_THINK.match(text, start)
     if think and not EMPTY_THINK.match(message["content"]):
         start = think.end()
-    stop = _stop_behind(codec, message, text, start) or _own_stop(codec, record, turn, text, start)
+    stop, answer = _stop(codec, record, turn, text, start)
     if stop is None:
-        given = text.startswith(message["content"].strip(), _not_space(text, start))
-        return UNSTOPPED if given else REWRITTEN
-    body = text[start : stop.start()]
-    answer = _answer_in(body, message)
-    if answer is None:
+        content, at = message["content"].strip(), _not_space(text, start)
+        at = _not_space(text, at + len(content)) if text.startswith(content, at) else 0
+        ended = at == len(text) or codec.specials.match(text, at)
+        if content and at and ended and not codec.ends.match(text, at):
+            return UNSTOPPED
+        end = codec.ends.search(text, start)
+        body = text[start : end.start()] if end else ""
         return NO_REASONING if _without_reasoning(body, message) else REWRITTEN
-    if codec.ends.search(body):
+    if codec.ends.search(text, start, stop):
         return ENDS_INSIDE
     if not codec.learn_reasoning:
         start += answer
-        if not text[start : stop.start()].strip():
+        if not text[start:stop].strip():
             return EMPTY_TURN
-    return start, stop.start()
+    return start, stop
+
+
+def _stop(codec: Codec, record: Record, turn: int, text: str, start: int) -> tuple[int | None, int]:
+    """Where the first stop token begins behind all of a turn's parts, or None; and where its answer
+    begins, counted from `start`."""
+    message, own = record.messages[turn], None
+    for stop in codec.ends.finditer(text, start):
+        if stop.start() - start < len(message["content"].strip()) // 2:
+            continue
+        if (answer := _answer_in(text[start : stop.start()], message)) is None:
+            continue
+        if message.get("tool_calls"):  # what stands behind them may belong to the next turn
+            try:
+                own = own or _render(codec, record.messages[: turn + 1], record)
+            except REFUSALS:
+                break
+            if text[start : stop.end()] not in own:
+                break
+        return stop.start(), answer
+    return None, 0
 
 
 def _start(codec: Codec, record: Record, turn: int, text: str) -> int | str:
@@ -352,6 +411,7 @@ def _start(codec: Codec, record: Record, turn: int, text: str) -> int | str:
     model is given to answer, or where that text's last words are found before the turn, since
     templates may write earlier turns otherwise (Qwen3's reasoning, Mistral's tools)."""
     before = record.messages[:turn]
+    again = turn and _assistant(before[-1])  # two turns in a row
     if not codec.template:
         head = _plain(before, codec.tokenizer.eos_token)
         return len(head) + bool(head)
@@ -359,8 +419,11 @@ def _start(codec: Codec, record: Record, turn: int, text: str) -> int | str:
         head = THINK_PROMPT.sub("", _render(codec, before, record, add_generation_prompt=True))
     except REFUSALS:
         return REFUSED if turn else NO_PROMPT  # few templates take no messages at all
-    if text.startswith(head) or not turn:
-        return len(head) if turn else REWRITTEN
+    if text.startswith(head):
+        ended = re.search(rf"(?:{codec.ends.pattern})\s*$", head) if again else None
+        return NO_PROMPT if ended else len(head)
+    if not turn:
+        return REWRITTEN
     marks = [{"content": MARKER}]
     if calls := record.messages[turn].get("tool_calls"):
         function = calls[0]["function"] | {"name": MARKER}
@@ -379,79 +442,9 @@ def _start(codec: Codec, record: Record, turn: int, text: str) -> int | str:
     return REWRITTEN
 
 
-def _stop_behind(codec: Codec, message: dict, text: str, start: int) -> re.Match | None:
-    """The stop token directly behind the row's text, if all that the turn has stands there."""
-    if message.get("tool_calls") or message.get("reasoning_content"):
-        return None
-    content = message["content"].strip()
-    at = _not_space(text, start)
-    if not text.startswith(content, at):
-        return None
-    return codec.ends.match(text, _not_space(text, at + len(content)))
-
-
-def _own_stop(codec: Codec, record: Record, turn: int, text: str, start: int) -> re.Match | None:
-    """The special token that ends a turn: the last one if the conversation ends there."""
-    try:
-        own = _render(codec, record.messages[: turn + 1], record).rstrip()
-    except REFUSALS:
-        return None
-    for stop in codec.specials.finditer(text, start):
-        if own.endswith(text[start : stop.end()]):
-            return stop
-    return None
-
-
 def _not_space(text: str, at: int) -> int:
     """The first character from `at` on that is not whitespace."""
     return re.compile(r"\s*").match(text, at).end()
-
-
-def _marked_blocks(codec: Codec, record: Record, messages: list[dict]) -> list[tuple[int, int]]:
-    """(first token, last token) of each part of a conversation that the template marks."""
-    try:
-        tagged = codec.tokenizer.apply_chat_template(
-            messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except REFUSALS:
-        return []
-    edges = np.diff(tagged["assistant_masks"], prepend=0, append=0)
-    firsts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
-    return [(int(first), int(end) - 1) for first, end in zip(firsts, ends, strict=True)]
-
-
-def _marked_spans(
-    codec: Codec, record: Record, turn: int, text: str, encoding, blocks
-) -> list[tuple[int, int]] | str:
-    """(first token, last token) of each part of a turn that the template marks, without whitespace
-    behind its stop token; or why it is not learnt."""
-    turns = [i for i, message in enumerate(record.messages) if _assistant(message)]
-    if len(blocks) == len(turns):
-        own = blocks[turns.index(turn) :][:1]
-    else:
-        counts = [len(_marked_blocks(codec, record, record.messages[:n])) for n in (turn, turn + 1)]
-        own = blocks[slice(*counts)]
-    spans, learnt = [], ""
-    for first, last in own:
-        start, end = encoding.token_to_chars(first)[0], encoding.token_to_chars(last)[1]
-        stops = [*codec.specials.finditer(text, start, end)]
-        if stops and not text[stops[-1].end() : end].strip():
-            end = stops[-1].end()
-        elif stop := codec.ends.match(text, end):
-            end = stop.end()
-        learnt += text[start:end]
-        if not codec.learn_reasoning and "</think>" in text[start:end]:
-            start = _not_space(text, text.index("</think>", start) + len("</think>"))
-        first, last = encoding.char_to_token(start), encoding.char_to_token(end - 1)
-        if first is None or encoding.token_to_chars(first)[0] != start:
-            return STRADDLED
-        spans.append((first, last))
-    message = record.messages[turn]
-    answer = REASONING.sub("", message["content"], count=1).strip()
-    if not spans:
-        return UNMARKED
-    kept = answer in learnt and _behind_calls(learnt, message.get("tool_calls", [])) is not None
-    return spans if kept else REWRITTEN
 
 
 def _answer_in(body: str, message: dict) -> int | None:
@@ -460,8 +453,8 @@ def _answer_in(body: str, message: dict) -> int | None:
     reasoning, answer = _reasoning_and_answer(message)
     calls, at = message.get("tool_calls", []), 0
     if reasoning:
-        at = body.find(reasoning, TAG.match(body).end())
-        if at < 0:
+        at = TAG.match(body).end()
+        if not body.startswith(reasoning, at):
             return None
         at = TAG.match(body, at + len(reasoning)).end()
     elif think := EMPTY_THINK.match(body):  # the row's own
@@ -474,9 +467,9 @@ def _answer_in(body: str, message: dict) -> int | None:
 
 
 def _reasoning_and_answer(message: dict) -> tuple[str, str]:
-    content, reasoning = message["content"], message.get("reasoning_content") or ""
-    if not reasoning.strip() and (found := REASONING.match(content)):
-        reasoning, content = found[1], content[found.end() :]
+    content, reasoning = message["content"].strip(), message.get("reasoning_content") or ""
+    if not reasoning.strip() and "</think>" in content and (found := REASONING.match(content)):
+        reasoning, content = found[1] or found[2] or "", content[found.end() :]
     return reasoning.strip(), content.strip()
 
 
@@ -493,18 +486,22 @@ def _behind_calls(text: str, calls: list[dict]) -> str | None:
     return text
 
 
-def _behind(text: str, value) -> str | None:
+def _behind(text: str, value, depth: int = 0) -> str | None:
     """What stands behind a JSON value in a text, as JSON or as the template writes its parts, such
     as <key>value</key>. None if a part is missing, or if it stands there as Python writes it."""
-    if not isinstance(value, (dict, list)):
-        forms = {json.dumps(value, ensure_ascii=False), json.dumps(value), str(value)}
+    if isinstance(value, str):
+        forms = {json.dumps(value, ensure_ascii=False), json.dumps(value), value}
         places = [(at, -len(form)) for form in forms if (at := text.find(form)) >= 0]
         return text[min(places)[0] - min(places)[1] :] if places else None
-    if str(value) in text and json.dumps(value, ensure_ascii=False) not in text:
+    if not isinstance(value, (dict, list)):
+        forms = "|".join(map(re.escape, (json.dumps(value), str(value))))
+        found = re.search(rf"(?<![\w.])(?:{forms})(?!\.?\w)", text)  # not a part of another number
+        return text[found.end() :] if found else None
+    if depth < 2 and str(value) in text and json.dumps(value, ensure_ascii=False) not in text:
         return None
     parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
     for part in parts:
-        if (text := _behind(text, part)) is None:
+        if (text := _behind(text, part, depth + 1)) is None:
             return None
     return text
 
@@ -532,5 +529,7 @@ def _assistant(message: dict) -> bool:
 
 
 # What a template raises for conversations it does not support: raise_exception() and undefined
-# names, None added to a string, the first of no messages.
-REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+# names, None added to a string, the first of no messages; and arguments nested too deeply.
+REFUSALS = (
+    TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError,
+)  # fmt: skip

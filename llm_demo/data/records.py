@@ -212,7 +212,8 @@ def _tokens(ids, optional: dict, where: str) -> tuple[list[int], list[bool]]:
     """(ids, which are learnt) of a tokenised row, without its padding. optional: its labels (the
     same ids, -100 where not learnt), masks and positions. Raises UserError if they are of another
     form or contradict one another."""
-    for name, value in (("input_ids", ids), ("labels", optional.get("labels", ids))):
+    numbers = {"input_ids": ids, **{k: optional.get(k, ids) for k in ("labels", "position_ids")}}
+    for name, value in numbers.items():
         if not (isinstance(value, list) and all(type(i) is int for i in value)):
             raise UserError(f"{where}: {name!r} must be a list of integers")
     if any(not 0 <= i < 2**31 for i in ids):
@@ -349,21 +350,22 @@ def _calls(calls, where: str, place: str) -> list[dict]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not (isinstance(function, dict) and isinstance(function.get("name"), str)):
             raise UserError(f"{where}: {place}: tool_calls must be a list of function calls")
-        arguments = function.get("arguments", function.get("parameters"))
+        arguments = function.get("arguments", function.get("parameters")) or {}
         try:
-            if isinstance(arguments, str) and arguments.strip():
-                arguments = DECODER.decode(arguments.strip())
-        except (ValueError, RecursionError):
-            pass
-        if not isinstance(arguments or {}, dict):
+            if isinstance(arguments, str):
+                arguments = DECODER.decode(arguments.strip() or "{}")
+            json.dumps(arguments)  # a table may have dates or bytes
+            if not isinstance(arguments, dict):
+                raise TypeError(f"it is {_kind(arguments)}")
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{where}: {place}: the arguments of {function['name']} must be a JSON object, not "
-                f"{json.dumps(arguments)[:50]}"
-            )
+                f"{where}: {place}: the arguments of {function['name']} must be a JSON object: "
+                f"{error}"
+            ) from None
         own = ("name", "arguments", "parameters")
         outer = {k: v for k, v in call.items() if k not in (*own, "function")}
         inner = {k: v for k, v in function.items() if k not in (*own, *outer)}
-        function = {"name": function["name"], "arguments": arguments or {}, **inner}
+        function = {"name": function["name"], "arguments": arguments, **inner}
         nested.append({"type": "function", **outer, "function": function})
     return nested
 
