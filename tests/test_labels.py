@@ -162,6 +162,11 @@ MASKS = {
         chat("hi", "<think>\nr\n</think>\n\nyo"),
         PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n",
     ),
+    "an empty think that the template drops": (
+        QWEN3,
+        chat("hi", "<think>\n\n</think>\n\nyo", "b", "c"),
+        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
+    ),
     "an empty think that the row has itself": (
         QWEN3,
         chat("hi", "<think>\n\n</think>\n\nyo"),

@@ -390,8 +390,9 @@ def _stop(codec: Codec, record: Record, turn: int, text: str, start: int) -> tup
     """Where the first stop token begins behind all of a turn's parts, or None; and where its answer
     begins, counted from `start`."""
     message, own = record.messages[turn], None
+    shortest = len(_reasoning_and_answer(message)[1])
     for stop in codec.ends.finditer(text, start):
-        if stop.start() - start < len(message["content"].strip()) // 2:
+        if stop.start() - start < shortest:
             continue
         if (answer := _answer_in(text[start : stop.start()], message)) is None:
             continue
