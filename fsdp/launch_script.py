@@ -21,7 +21,6 @@ def main() -> None:
     settings["GRAD_ACCUM_STEPS"] = str(2 * int(settings["GRAD_ACCUM_STEPS"] or 1))
     sys.argv = [str(script), *flags_of(script, settings, {}, sys.argv[1:])]
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # any free port: no one else joins
     runpy.run_path(str(script), run_name="__main__")
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -29,16 +30,27 @@ def timeout() -> timedelta:
     return timedelta(minutes=minutes("DIST_TIMEOUT_MINUTES", 30))
 
 
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL use the loopback interface alone, if the user has named none. For process
+    groups on one node: gloo listens on the interface with the host's name, NCCL on the first."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in names & {"lo", "lo0"}:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
 def start() -> World:
     """Join the process group described by the launcher's environment (world size 1 without one).
 
-    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU."""
+    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
+    listens on other interfaces than loopback."""
     env = os.environ
     for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
         env.setdefault(name, default)
     rank, size, local_rank = (int(env[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if size == 1 and "MASTER_PORT" not in env:
-        env.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if size == int(env.get("LOCAL_WORLD_SIZE", "1")):
+        stay_on_loopback()
+    store = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             gpus = counted(torch.cuda.device_count(), "GPU")
@@ -49,10 +61,10 @@ def start() -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo as well as NCCL: objects and barriers before step 1 need no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout(), device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout(), device_id=device, **store)
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout())
+        dist.init_process_group("gloo", timeout=timeout(), **store)
     return World(rank, size, local_rank, device)
 
 

@@ -29,7 +29,7 @@ from transformers import (
 from llm_demo.args import PlainParser, size
 from llm_demo.data.labels import stop_tokens
 from llm_demo.device import DTYPES, World, drawn_on, this_device
-from llm_demo.dist import run
+from llm_demo.dist import run, stay_on_loopback
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full, write_json
 from llm_demo.model.decoder import skeleton
@@ -86,6 +86,7 @@ def main() -> None:
     if source.name == "checkpoints" and not (source / "checkpoints").exists() and source.is_dir():
         raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
     alone = World(0, 1, 0, torch.device("cpu"))
+    stay_on_loopback()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     named = os.path.join(".", args.source)  # "auto" is a folder here
     checkpoint = find_checkpoint(named, Path(named), alone, print)

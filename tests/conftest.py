@@ -5,6 +5,7 @@ import glob
 import hashlib
 import json
 import os
+import random
 import shlex
 import shutil
 import socket
@@ -105,6 +106,15 @@ def pytest_configure(config):
         shutil.rmtree(folder)
 
     atexit.register(end)
+
+
+def free_port() -> int:
+    """A port for nodes that meet in a moment: below those that outgoing connections get, on Linux
+    from 32768, which could take it before."""
+    for port in random.SystemRandom().sample(range(20_000, 32_768), 20):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise OSError("20 ports are busy")
 
 
 def has_gpu() -> bool:

@@ -16,12 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from conftest import ROOT, python, run
+from conftest import ROOT, free_port, python, run
 from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from llm_demo.data.packs import load_packs
-from llm_demo.launch.__main__ import free_port
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
@@ -261,7 +260,7 @@ def test_two_nodes(kind, first_runs, folder):
         "NNODES": "2",
         "NPROC_PER_NODE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port(0)),
+        "MASTER_PORT": str(free_port()),
     }
     flags = ("--train_json", "my data.jsonl", "--sample_tokens", "0")
 

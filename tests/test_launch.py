@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import runpy
 import shlex
 import shutil
@@ -16,10 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import no_ranks, python, run
+from conftest import free_port, no_ranks, python, run
 
 from llm_demo.errors import UserError
-from llm_demo.launch.__main__ import NotRestarted, Ranks, free_port, replace, report
+from llm_demo.launch.__main__ import NotRestarted, Ranks, replace, report
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
@@ -353,7 +352,7 @@ def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_pat
 
 def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
     """Exit codes and output of two launchers, with so many processes, that form one world."""
-    port = free_port(0)
+    port = free_port()
     nodes = [
         subprocess.Popen(
             [python(), "-m", "llm_demo.launch", *command],
@@ -380,12 +379,61 @@ def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
     return [node.returncode for node in nodes], outputs
 
 
-def test_no_outgoing_connection_takes_the_port_before_a_rank_listens(monkeypatch):
-    ports = {free_port(0) for _ in range(20)}
-    assert len(ports) > 1 and all(20_000 <= port < 32_768 for port in ports)
-    with socket.create_server(("", min(ports))) as server:
-        monkeypatch.setattr(random.SystemRandom, "sample", lambda *_: [server.getsockname()[1]])
-        assert free_port(0) not in ports  # all of them busy: any other
+# Runs a training script, and notes where its process and the launcher listen. If told to, rank 1
+# ends in the first attempt.
+LISTENS = """
+import os, pathlib, psutil, runpy, sys, threading
+file, restarts, *sys.argv = sys.argv[1:]
+again = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+if restarts == "1" and again == "0" and os.environ["RANK"] == "1":
+    sys.exit(7)
+found, done = set(), threading.Event()
+processes = [psutil.Process(), psutil.Process(int(os.environ["LLM_DEMO_PARENT"]))]
+def watch():
+    while not done.wait(0.02):
+        for p in processes:
+            sockets = p.net_connections("inet")
+            found.update(s.laddr.ip for s in sockets if s.status == "LISTEN")
+threading.Thread(target=watch, daemon=True).start()
+runpy.run_path(sys.argv[0], run_name="__main__")
+done.set()
+shown = [again, os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"], *found]
+pathlib.Path(file + os.environ["RANK"]).write_text(" ".join(shown))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs rights to read sockets elsewhere")
+@pytest.mark.parametrize(
+    "kind, trained, restarts",
+    [
+        ("torchrun", "fsdp/train_fsdp.py", 1),
+        ("deepspeed", "pp/pp_train.py", 0),
+        ("torchrun", "zero/train_zero.py", 0),
+        ("torchrun", "fsdp_pp/train_fsdp_pp.py", 0),
+    ],
+)
+def test_one_node_listens_on_loopback_alone(kind, trained, restarts, script, tmp_path):
+    flags = f"--train_json {ROOT}/data/sft_en.jsonl --eval_json none --seq_len 32 --dry_run "
+    flags += f"--grad_accum_steps 2 --output_dir {tmp_path}/run --resume auto"
+    command = [tmp_path / "rank", restarts, ROOT / trained, *flags.split()]
+    more = {"RESTARTS": "1"} if restarts else {}
+    done = launch(kind, script(LISTENS), *command, NPROC_PER_NODE="2", **more)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for rank in range(2):
+        found = (tmp_path / f"rank{rank}").read_text().split()
+        assert found == [str(restarts), "lo", "lo", "127.0.0.1"]
+
+
+def test_a_process_alone_listens_on_loopback():
+    code = (
+        "import os, psutil; from llm_demo.dist import start; start(); "
+        "print(*[s.laddr.ip for s in psutil.Process().net_connections('inet')]); "
+        "print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
+    )
+    done = run([sys.executable, "-c", code], NCCL_SOCKET_IFNAME="eth9")
+    assert done.returncode == 0, done.stderr
+    addresses, names = done.stdout.splitlines()
+    assert set(addresses.split()) == {"127.0.0.1"} and names == "lo eth9"  # what is set is kept
 
 
 def test_a_busy_port_is_one_line_at_once(script, tmp_path):
@@ -464,7 +512,7 @@ def test_a_killed_rank_is_restarted_though_another_reports_an_error():
         ranks.failed, ranks.stopping = codes, True
         if restarted:
             ranks.restart()
-            assert not (ranks.failed or ranks.stopping) and "MASTER_PORT" in ranks.store
+            assert not (ranks.failed or ranks.stopping) and ranks.address["MASTER_PORT"]
         else:
             with pytest.raises(NotRestarted):
                 ranks.restart()

@@ -9,16 +9,15 @@ import threading
 import time
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, free_port
 
 from llm_demo.errors import UserError
 from llm_demo.launch import nodes
-from llm_demo.launch.__main__ import free_port
 
 
 @pytest.fixture
 def port():
-    return free_port(0)
+    return free_port()
 
 
 def meet_all(port, *who, seconds=20.0, facts=(), processes=()):

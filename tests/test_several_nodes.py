@@ -11,11 +11,10 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, environment, python, smaller_model
+from conftest import ROOT, environment, free_port, python, smaller_model
 from test_resume import steps_of
 
 from bench.checkpoints import tensors
-from llm_demo.launch.__main__ import free_port
 
 STEPS = 8
 FLAGS = {
@@ -133,7 +132,7 @@ def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path)
     with network(count) as places, contextlib.ExitStack() as stack:
 
         def start_all():
-            shared["MASTER_PORT"] = str(free_port(0))
+            shared["MASTER_PORT"] = str(free_port())
             nodes = [
                 start(command, prefix, NODE_RANK=str(i), **env, **shared)
                 for i, (prefix, env) in enumerate(places)

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_demo.check.processes import first_line
 from llm_demo.device import DTYPES, peak_tflops, pick_dtype, this_device
+from llm_demo.dist import stay_on_loopback
 
 _device = None  # this process's device, see `start`
 
@@ -193,6 +194,7 @@ def group(rank: int, size: int, file: str, backend: str, limit: float) -> dict:
 
 @contextlib.contextmanager
 def _process_group(rank, size, file, backend, limit):
+    stay_on_loopback()
     dist.init_process_group(
         backend,
         init_method=f"file://{file}",

@@ -21,7 +21,6 @@ import gc
 import json
 import logging
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -45,6 +44,8 @@ from llm_demo.process import (
     usable_cores,
 )
 
+LOOPBACK = "127.0.0.1"
+
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining processes after one has failed
 
 # Exit codes of a rank after which a run is not restarted: bad input, stopped by a signal.
@@ -61,6 +62,7 @@ class Node:
     master_port: int
     wait: int  # seconds to wait for the other nodes
     restarts: int
+    listener: socket.socket | None = None  # of one node's store
 
     def meet_others(self, script: str, flags, alike: bool = False) -> None:
         """Wait for the other nodes, just before the ranks start. flags: the script's, or None.
@@ -77,16 +79,12 @@ class Node:
                 flags.check_processes(total)
 
 
-def free_port(port: int) -> int | None:
-    """The port (any free one for 0) if a server can listen on it now, else None.
-
-    Any free one: below those that outgoing connections get, on Linux from 32768 and elsewhere from
-    49152. A connection could take such a port in the seconds before a rank listens."""
-    ports = [port] if port else [*random.SystemRandom().sample(range(20_000, 32_768), 20), 0]
-    for candidate in ports:
-        with contextlib.suppress(OSError), socket.create_server(("", candidate)) as server:
-            return server.getsockname()[1]
-    return None
+def listen(addr: str, port: int) -> socket.socket:
+    """A socket that listens there. port 0: any free one. Raises UserError if it is busy."""
+    try:
+        return socket.create_server((addr, port))
+    except OSError:
+        raise UserError(f"port {port} is busy on this machine: give another MASTER_PORT") from None
 
 
 def this_node() -> Node:
@@ -98,7 +96,7 @@ def this_node() -> Node:
     wait = number("JOIN_SECONDS", 50, at_least=1, at_most=86_400)
     count = number("NNODES", 1, at_least=1)
     if count == 1:
-        rank, addr, port = 0, "127.0.0.1", number("MASTER_PORT", 0)
+        rank, addr, port = 0, LOOPBACK, number("MASTER_PORT", 0)
     elif not (os.environ.get("MASTER_ADDR") and os.environ.get("NODE_RANK")):
         raise UserError(f"NNODES={count} needs MASTER_ADDR (node 0's) and NODE_RANK, on every node")
     else:
@@ -113,10 +111,12 @@ def this_node() -> Node:
         raise UserError(f"NODE_RANK={rank}: must be below NNODES={count}")
     if port > 65535:
         raise UserError(f"port {port} does not exist: MASTER_PORT goes up to 65535")
-    if rank == 0:
-        asked, port = port, free_port(port)
-        if port is None:
-            raise UserError(f"port {asked} is busy on this machine: give another MASTER_PORT")
+    listener = None
+    if count == 1:
+        listener = listen(LOOPBACK, port)
+        port = listener.getsockname()[1]
+    elif rank == 0:
+        listen("", port).close()
     if count > 1:
         nodes.resolve(addr, port, nodes.time_left(wait))
     import torch  # takes seconds: after all other refusals
@@ -125,7 +125,7 @@ def this_node() -> Node:
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
-    return Node(gpus, processes, count, rank, addr, port, wait, restarts)
+    return Node(gpus, processes, count, rank, addr, port, wait, restarts, listener)
 
 
 def set_defaults(node: Node) -> None:
@@ -161,15 +161,33 @@ class Ranks:
     `start` takes the place of subprocess.Popen in the one module of torch or DeepSpeed that starts
     ranks, because neither has options for what it adds."""
 
-    def __init__(self, visible: str | None = None, restarts: int = 0):
+    def __init__(
+        self, visible: str | None = None, restarts: int = 0, listener: socket.socket | None = None
+    ):
         """visible: CUDA_VISIBLE_DEVICES of the ranks; None: as the launcher sets it.
-        restarts: how often torchrun starts them again."""
+        restarts: how often torchrun starts them again. listener: of the store where they meet, if
+        this process has it."""
         self.visible = visible
-        self.restarts, self.restarted, self.store = restarts, 0, {}
+        self.restarts, self.restarted = restarts, 0
+        self.store, self.address = None, {}
+        if listener:
+            self.open_store(listener)
         self.nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         self.started = {}
         self.failed = {}  # rank -> exit code, of those that failed before the others were stopped
         self.stopping = False
+
+    def open_store(self, listener: socket.socket) -> None:
+        """Open the store where the ranks meet. One that torch opens, here or in rank 0, listens on
+        every interface."""
+        from torch.distributed import TCPStore
+
+        port = listener.getsockname()[1]
+        self.store = TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )  # fmt: skip
+        self.address = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
 
     def start(self, *args, env: dict, **options) -> subprocess.Popen:
         """Start a rank that ends with this process, and that the terminal's signals don't reach:
@@ -179,7 +197,7 @@ class Ranks:
         if self.nohup:  # torchrun has just installed its SIGHUP handler
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         parent = os.getpid()
-        env = {**env, PARENT: str(parent), **self.store}
+        env = {**env, PARENT: str(parent), **self.address}
         if self.visible is not None:
             env["CUDA_VISIBLE_DEVICES"] = self.visible
         if sys.platform == "linux":  # at once; elsewhere when the rank imports llm_demo
@@ -198,10 +216,7 @@ class Ranks:
         report(self.failed)
         self.restarted += 1
         print(f"restart {self.restarted} of {self.restarts}", file=sys.stderr, flush=True)
-        # torchrun's own store still holds what the killed ranks wrote: rank 0 starts a new one.
-        self.store = {
-            "TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port(0)),
-        }  # fmt: skip
+        self.open_store(listen(LOOPBACK, 0))  # the old one holds what the killed ranks wrote
         self.started, self.failed, self.stopping = {}, {}, False
 
     def stop(self):
@@ -262,8 +277,11 @@ def torchrun(node: Node, command: list[str], flags) -> int:
     from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import static_tcp_rendezvous
 
-    ranks = Ranks(restarts=node.restarts)
+    ranks = Ranks(restarts=node.restarts, listener=node.listener)
+    if store := ranks.store:  # torchrun keeps it, and its own notes in it, over restarts
+        replace(static_tcp_rendezvous, TCPStore=lambda *_args, **_options: store)
     if hasattr(subprocess_handler, "Popen"):
         replace(subprocess_handler, Popen=ranks.start)
     else:  # PyTorch 2.8
@@ -309,7 +327,9 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
         raise UserError(f"the pipeline needs deepspeed ({e}): pip install deepspeed==0.19.8") from e
 
     # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
-    ranks = Ranks(visible=None if node.gpus else os.environ.get("CUDA_VISIBLE_DEVICES"))
+    visible = None if node.gpus else os.environ.get("CUDA_VISIBLE_DEVICES")
+    ranks = Ranks(visible, listener=node.listener)
+    os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")  # read with a store of the launcher
     replace(
         launch,
         subprocess=SimpleNamespace(Popen=ranks.start),
