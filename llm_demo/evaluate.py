@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import find_executable_batch_size
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 
 from llm_demo.args import DataArgs, PlainParser, check_rows, choices, regex, whole
 from llm_demo.data.batch import label_positions
@@ -33,6 +33,7 @@ from llm_demo.errors import UserError, counted
 from llm_demo.files import disk_full, write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.generate import prompts_of
+from llm_demo.model.foreign import load_model
 from llm_demo.model.loss import cross_entropy_sum
 from llm_demo.model.rotary import length_dependent_rope
 from llm_demo.model.source import find_model, load_config, load_tokenizer, position_limit
@@ -138,8 +139,7 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     paths = find_files(args.data, say=log)
     data = [load_packs(path, tokenizer, pack=False, log=log, **options) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
-    model = model.to(device).eval()
+    model = load_model(name, folder, config, dtype).to(device)
     model.generation_config = GenerationConfig()  # the model's own may have a repetition_penalty
     batch, why = choose_batched(args.generate, device, config)
     if length_dependent_rope(config):  # a document's numbers would depend on the rest of the batch

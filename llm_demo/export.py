@@ -21,7 +21,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
 )
@@ -33,6 +32,7 @@ from llm_demo.dist import run, stay_on_loopback
 from llm_demo.errors import UserError
 from llm_demo.files import PART, disk_full, write_json
 from llm_demo.model.decoder import skeleton
+from llm_demo.model.foreign import read_config
 from llm_demo.model.lora import (
     factor_names,
     factors_of,
@@ -173,9 +173,9 @@ def model_of(folder: Path) -> tuple:
     """(a run's saved configuration, {name: shape} of its model's weights, a tied one once, and
     those of them that are buffers). Raises UserError for any problem with it."""
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = read_config(folder)
         with torch.device("meta"):
-            # eager, because a configuration may name a kernel to download
+            # eager: flash attention that a configuration names may not be installed
             model = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager", trust_remote_code=False
             )

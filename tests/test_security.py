@@ -12,21 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT
+from conftest import ROOT, args_with
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
     TensorProperties,
 )
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
 
-from llm_demo import export
+from llm_demo import evaluate, export, fit
 from llm_demo.data import packs as data
 from llm_demo.device import World
 from llm_demo.errors import UserError
-from llm_demo.model.decoder import skeleton
+from llm_demo.export import find_base
+from llm_demo.model.foreign import load_model
 from llm_demo.model.source import describe_model, load_config, load_tokenizer
 from llm_demo.model.weights import open_weights
+from llm_demo.plan import find_source
 from llm_demo.run import checkpoint, checkpoint_files
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -46,8 +48,6 @@ def alone():
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     """A run's folder, made once."""
-    from transformers import AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("good") / "run"
     config = LlamaConfig(
         vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
@@ -348,20 +348,97 @@ def test_a_configuration_brings_no_code(folder, tmp_path, monkeypatch):
     assert not (tmp_path / "marker").exists() and not asked
 
 
-def test_a_configuration_downloads_no_kernel(folder, monkeypatch):
-    from transformers import modeling_utils
+@pytest.fixture
+def model(tmp_path):
+    """The folder of a model with weights and tokenizer."""
+    tokenizer, folder = AutoTokenizer.from_pretrained(TINY), tmp_path / "model"
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
+
+def train_on(model):
+    find_source(args_with(model_name_or_path=str(model)), WORLD, 8, print)
+
+
+def evaluate_it(model):
+    rows = model.parent / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
+    flags = ["--models", model, "--data", rows, "--seq_len", 64]
+    flags += ["--generate", "reference", "--max_new_tokens", 1]
+    args = evaluate.make_parser().parse_args(list(map(str, flags)))
+    return evaluate.evaluate(str(model), args, WORLD.device, torch.float32)
+
+
+def fit_it(model):
+    fit.main([str(model), "--cards", "1", "--memory", "80", "--tokens_a_step", "8"])
+
+
+def merge_into_it(model):
+    find_base(model, {"base": {}}, str(model))
+
+
+USES = (train_on, evaluate_it, fit_it, merge_into_it)
+
+
+def refused_by_all(uses, model, message):
+    for use in uses:
+        with pytest.raises(UserError, match=message) as raised:
+            use(model)
+        assert "\n" not in str(raised.value)
+
+
+def test_a_good_model_is_used(model):
+    assert evaluate_it(model)["files"][0]["tokens"] > 0
+
+
+def test_an_adapter_in_a_models_folder_is_refused(model, tmp_path, monkeypatch):
+    """peft before 0.20 imports the module that it names."""
+    (tmp_path / "payload.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    adapter = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 1, "target_modules": ["q_proj"],
+        "megatron_config": {"a": 1}, "megatron_core": "payload",
+    }  # fmt: skip
+    (model / "adapter_config.json").write_text(json.dumps(adapter))
+    refused_by_all(USES, model, "holds both a model and an adapter")
+    with pytest.raises(UserError, match="holds both a model and an adapter"):
+        load_model("it", model, None, torch.float32)
+    assert not (tmp_path / "marker").exists()
+
+
+ELSEWHERE = {
+    "_attn_implementation": "evil/kernel", "attn_implementation": "evil/kernel@v1:f",
+    "_experts_implementation": "evil/kernel", "transformers_weights": "other.safetensors",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_a_configuration_that_names_a_kernel_is_refused(key, model, folder, monkeypatch):
     def load(*_args, **_kwargs):
         raise AssertionError("a kernel is downloaded")
 
-    for name in ("load_and_register_attn_kernel", "get_kernel"):
-        if hasattr(modeling_utils, name):
-            monkeypatch.setattr(modeling_utils, name, load)
-    file = folder.parent.parent / "model/config.json"
-    kernel = {"attn_implementation": "evil/kernel", "_attn_implementation": "evil/kernel"}
-    file.write_text(json.dumps(json.loads(file.read_text()) | kernel))
-    export_of(folder)
-    skeleton(load_config(file.parent, 8), "math")
+    names = ("load_and_register_attn_kernel", "get_kernel", "lazy_import_flash_attention")
+    for name in (name for name in names if hasattr(modeling_utils, name)):
+        monkeypatch.setattr(modeling_utils, name, load)
+    for file in (model / "config.json", folder.parent.parent / "model/config.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {key: ELSEWHERE[key]}))
+    refused_by_all((train_on, evaluate_it, fit_it), model, f"config.json: _?{key}.*: remove it")
+    with pytest.raises(UserError, match="model/config.json: .*: remove it"):
+        export_of(folder)
+
+
+def test_an_attention_that_is_not_installed_is_not_asked_for(model, monkeypatch):
+    """transformers looks on the hub for a kernel in place of flash-attn."""
+    monkeypatch.delattr(modeling_utils, "lazy_import_flash_attention", raising=False)
+    config = json.loads((model / "config.json").read_text())
+    config["attn_implementation"] = "flash_attention_2"
+    (model / "config.json").write_text(json.dumps(config))
+    assert evaluate_it(model)["files"][0]["tokens"] > 0
 
 
 TEMPLATES = [

@@ -5,12 +5,13 @@ import shutil
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.activations import ACT2FN
 
 from llm_demo.errors import UserError
 from llm_demo.files import write_json
 from llm_demo.model.costs import experts_of, mixed_blocks, shared_width
+from llm_demo.model.foreign import read_config, refuse_adapter
 from llm_demo.model.rotary import LongRope, rope_type
 from llm_demo.model.weights import open_weights
 
@@ -33,6 +34,7 @@ def find_model(name: str, config_in: str | None = None) -> Path:
             f"python -m llm_demo.export {name} OUT"
         )
     if (folder / "config.json").is_file():
+        refuse_adapter(name, folder)
         return folder
     if (folder / "adapter_config.json").is_file():
         raise UserError(
@@ -44,19 +46,22 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    options = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]}
+    if config_in:
+        only = ["config.json", "adapter_config.json"]
+        options = {"allow_patterns": only, "local_dir": config_in}
     try:
-        if config_in:
-            if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
-                return Path(cached).parent
-            only = {"allow_patterns": ["config.json"], "local_dir": config_in}
-            return Path(snapshot_download(name, **only))
-        files = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-        return Path(snapshot_download(name, allow_patterns=files))
+        if config_in and isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+            folder = Path(cached).parent
+        else:
+            folder = Path(snapshot_download(name, **options))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
         reason = str(e).strip().splitlines()[0]
         raise UserError(
             f"no model at {name}: there is no such folder, and the hub says: {reason}"
         ) from e
+    refuse_adapter(name, folder)
+    return folder
 
 
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
@@ -72,7 +77,7 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
     """The model's configuration. trained: it has weights, elsewhere. Raises UserError if this
     project can't train it exactly."""
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = read_config(folder)
     except Exception as e:  # several libraries check it, each with exceptions of its own
         raise UserError(f"{folder}/config.json: {' '.join(str(e).split())[:300]}") from e
     if config.model_type not in FAMILIES:
