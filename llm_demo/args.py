@@ -10,6 +10,7 @@ import difflib
 import functools
 import importlib.util
 import math
+import os
 import re
 import shlex
 import sys
@@ -46,18 +47,20 @@ def check_stages(stages: int, processes: int) -> None:
 
 
 def flag(
-    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory=""
-):
+    default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory="",
+    path=False,
+):  # fmt: skip
     """A dataclass field that is a flag.
 
     Args:
         positive, at_least, at_most: bounds of a number.
         env: the environment variable that sets it, "" for none; default: its name in capitals.
+        path: it names files or folders, separated by commas, in which ~ is the home folder.
         saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
     """
     metadata = {
         "help": help, "positive": positive, "at_least": at_least, "at_most": at_most, "env": env,
-        "saves_memory": saves_memory,
+        "saves_memory": saves_memory, "path": path,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -71,12 +74,13 @@ class ModelArgs:
         "Hugging Face model: a local folder or a hub id. A folder without weights starts from "
         "random ones.",
         env="MODEL",
+        path=True,
     )
     tokenizer_name_or_path: str | None = flag(
-        None, "Tokenizer: a folder or a hub id. Default: the model's own."
+        None, "Tokenizer: a folder or a hub id. Default: the model's own.", path=True
     )
     chat_template: str | None = flag(
-        None, "File with a Jinja chat template. Default: the tokenizer's own."
+        None, "File with a Jinja chat template. Default: the tokenizer's own.", path=True
     )
     attn_impl: Literal[
         "auto", "sdpa", "varlen_cudnn", "varlen", "flash_attn", "bucketed", "bucketed_math", "math"
@@ -109,6 +113,7 @@ class DataArgs:
         str(ROOT / "data/sft_en.jsonl"),
         "Training data (JSON Lines, JSON, Parquet, CSV, TSV): files separated by commas, a glob, "
         "a folder, or a hub dataset.",
+        path=True,
     )
     dataset_config: str | None = flag(None, "Configuration of a hub dataset, such as main.")
     dataset_split: str | None = flag(None, "Split of a hub dataset to train on. Default: train.")
@@ -116,6 +121,7 @@ class DataArgs:
         "auto",
         "Held-out data; a hub dataset with its split, such as openai/gsm8k:test. auto: "
         "X.heldout.jsonl beside X.jsonl, if any. none: no evaluation.",
+        path=True,
     )
     data_format: Literal[
         "auto", "tokens", "messages", "conversations", "prompt", "alpaca", "input", "text"
@@ -178,7 +184,9 @@ class TrainArgs:
 class RunArgs:
     """Run"""
 
-    output_dir: str | None = flag(None, "Folder of the run. Default: runs/<script>-<model>-<time>.")
+    output_dir: str | None = flag(
+        None, "Folder of the run. Default: runs/<script>-<model>-<time>.", path=True
+    )
     overwrite: bool = flag(False, "Replace the earlier run in --output_dir. Off: an error.")
     save: bool = flag(True, "Save a checkpoint at the end and when a signal stops the run.")
     save_every: int = flag(0, "Also save a checkpoint every so many optimizer steps. 0: never.")
@@ -189,6 +197,7 @@ class RunArgs:
         None,
         "auto: resume from the newest complete checkpoint in --output_dir, or start if there is "
         "none. A folder: resume from that checkpoint or run.",
+        path=True,
     )
     resume_anyway: bool = flag(False, "Resume despite other data, rows of a step or configuration.")
     export: Literal["none", "bf16", "fp16", "fp32"] = flag(
@@ -373,6 +382,8 @@ def value_of(field: dataclasses.Field, text: str):
     except ValueError:
         what = "a whole number" if kind is int else "a number"
         raise UserError(f"{given}: must be {what}") from None
+    if field.metadata["path"]:
+        value = ",".join(map(os.path.expanduser, text.split(",")))
     if choices_of(field):
         check_choice(field.name, value, choices_of(field))
     if kind in (int, float):
@@ -572,6 +583,11 @@ def size(text: str) -> str:
     if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? ?[KMGT]B", text, re.I | re.ASCII):
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be a size such as 500MB or 5GB")
     return text
+
+
+def path_of(text: str) -> Path:
+    """A type for argparse: a path, in which ~ is the home folder."""
+    return Path(os.path.expanduser(text))
 
 
 def regex(text: str) -> str:

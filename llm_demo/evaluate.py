@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from transformers import GenerationConfig
 
-from llm_demo.args import DataArgs, PlainParser, check_rows, choices, regex, whole
+from llm_demo.args import DataArgs, PlainParser, check_rows, choices, path_of, regex, whole
 from llm_demo.data.batch import label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
@@ -32,13 +32,14 @@ from llm_demo.dist import run
 from llm_demo.errors import UserError, counted
 from llm_demo.files import disk_full, write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
-from llm_demo.model.generate import prompts_of
 from llm_demo.model.foreign import load_model
+from llm_demo.model.generate import prompts_of
 from llm_demo.model.loss import cross_entropy_sum
 from llm_demo.model.rotary import length_dependent_rope
 from llm_demo.model.source import find_model, load_config, load_tokenizer, position_limit
 from llm_demo.model.weights import open_weights
 from llm_demo.progress import progress
+from llm_demo.run.folder import refuse_inside_checkpoints
 
 TOKENS = 1 << 16  # of a batch, including padding
 
@@ -86,6 +87,7 @@ def main() -> None:
 
 def refuse_unwritable(out: Path) -> None:
     """Raise UserError if --out can't be a folder to write to. Creates nothing."""
+    refuse_inside_checkpoints(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: name a folder")
     above = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
@@ -121,7 +123,7 @@ def make_parser() -> argparse.ArgumentParser:
         "batch at a time; auto: batch where it is faster")  # fmt: skip
     add("--answer_regex", type=regex, help="finds the result in an answer: the last match of "
         r"its first group, for example '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
-    add("--out", type=Path, help="folder to write evaluation.json and evaluation.md to")
+    add("--out", type=path_of, help="folder to write evaluation.json and evaluation.md to")
     return parser
 
 

@@ -25,7 +25,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from llm_demo.args import PlainParser, size
+from llm_demo.args import PlainParser, path_of, size
 from llm_demo.data.labels import stop_tokens
 from llm_demo.device import DTYPES, World, drawn_on, this_device
 from llm_demo.dist import run, stay_on_loopback
@@ -47,6 +47,7 @@ from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights import Weights, materialise, open_weights
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
+from llm_demo.run.folder import refuse_inside_checkpoints
 
 WEIGHTS = "model{suffix}.safetensors"
 READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has more
@@ -67,8 +68,12 @@ Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("source", help="a checkpoint, or a run folder for its newest complete checkpoint")
-    add("out", type=Path, help="folder to create")
+    add(
+        "source",
+        type=path_of,
+        help="a checkpoint, or a run folder for its newest complete checkpoint",
+    )
+    add("out", type=path_of, help="folder to create")
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
     add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
     add("--base", help="folder or hub id of that base, if it has moved")
@@ -82,7 +87,7 @@ def main() -> None:
     args = make_parser().parse_args()
     if args.public and not args.push_to_hub:
         raise UserError("--public: set --push_to_hub too, which names the repository")
-    source = Path(args.source)
+    source = args.source
     if source.name == "checkpoints" and not (source / "checkpoints").exists() and source.is_dir():
         raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
     alone = World(0, 1, 0, torch.device("cpu"))
@@ -113,6 +118,7 @@ def export(
         raise UserError(f"{out} is not empty: choose another folder")
     if out.resolve() == Path.cwd():  # it is replaced as a whole
         raise UserError(f"{out} is the working folder: choose another")
+    refuse_inside_checkpoints(out)
     source = checkpoint.parent.parent
     if not (source / "model/config.json").is_file():
         raise UserError(f"{source}/model/config.json is missing: {source} is not a run folder")

@@ -89,7 +89,8 @@ def write_json(file: Path, value, **options) -> None:
 def write_text(file: Path, text: str) -> None:
     """Replace a small file atomically: a reader sees either the old text or the new one."""
     part = file.with_name(f"{PART}{file.name}")
-    with open(part, "w") as f:
+    part.unlink(missing_ok=True)
+    with open(part, "x") as f:  # never through a link that lies there
         f.write(text)
         f.flush()
         os.fsync(f.fileno())

@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from llm_demo.args import PlainParser
+from llm_demo.args import PlainParser, path_of
 from llm_demo.errors import UserError
 from llm_demo.files import PART
 from llm_demo.process import command
@@ -49,9 +49,9 @@ PARTS = {  # of a step, in the order of the bars
 
 def main(argv: list[str] | None = None) -> None:
     parser = PlainParser(prog="python -m llm_demo.report", description=__doc__.split("\n\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder")
+    parser.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder")
     parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), metavar="FILE.html",
+        "--out", type=path_of, default=Path("report.html"), metavar="FILE.html",
         help="replaced only if it is an earlier report; default: report.html",
     )  # fmt: skip
     args = parser.parse_args(argv)
@@ -69,6 +69,8 @@ def replace(out: Path, text: str) -> None:
     whole = not out.exists() or out.is_file()
     part = out.with_name(f"{PART}{out.name}") if whole else out
     try:
+        if whole:
+            part.unlink(missing_ok=True)  # it may be a link
         part.write_text(text, encoding="utf-8", errors="replace")
         if whole:
             part.replace(out)

@@ -28,6 +28,7 @@ class PipeArgs:
     deepspeed_config: str = flag(
         str(ROOT / "pp/ds_pp_2gpus.json"),
         "DeepSpeed configuration. It holds switches only; flags set the numbers.",
+        path=True,
     )
     check_tied_every: int = flag(
         0,

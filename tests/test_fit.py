@@ -276,7 +276,7 @@ def test_only_the_configuration_of_a_hub_model_is_downloaded(tmp_path, monkeypat
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert find_model("some/model", config_in=str(tmp_path)) == tmp_path
-    assert asked_for == [("some/model", ["config.json"])]
+    assert asked_for == [("some/model", ["config.json", "adapter_config.json"])]
 
 
 # ---------------------------------------------------------------- the formula

@@ -15,11 +15,12 @@ from conftest import ROOT, no_ranks
 
 from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo import args
+from llm_demo import args, evaluate, export
 from llm_demo.data import records
 from llm_demo.errors import UserError
 from llm_demo.launch.settings import FIRST_RUN
 from llm_demo.model import attention
+from llm_demo.run.folder import INPUTS
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -254,6 +255,23 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
 def test_spellings(words, name, value):
     parsed = getattr(args.parse_args("", FsdpArgs, argv=words.split()), name)
     assert parsed == value and type(parsed) is type(value)
+
+
+def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
+    """The shell leaves --output_dir=~/x as it is, and what a variable holds."""
+    monkeypatch.setenv("HOME", "/home/me")
+    fields = [f for group in (*SHARED, *SCRIPTS.values()) for f in dataclasses.fields(group)]
+    paths = {field.name for field in fields if field.metadata["path"]}
+    assert paths == {*INPUTS, "output_dir", "resume"}
+    flags = [f"--{name}=~/x" for name in paths]
+    flags.append("--train_json=~/a,b~,~/c")
+    found = args.parse_args("", *args.groups_of(ROOT / "zero"), argv=flags)
+    assert {getattr(found, name) for name in paths - {"train_json"}} == {"/home/me/x"}
+    assert found.train_json == "/home/me/a,b~,/home/me/c"
+    tools = [export.make_parser().parse_args(["~/run", "~/out"])]
+    tools += [evaluate.make_parser().parse_args("--models m --data d --out ~/out".split())]
+    assert [str(tool.out) for tool in tools] == ["/home/me/out"] * 2
+    assert str(tools[0].source) == "/home/me/run"
 
 
 def test_a_shortened_flag_is_unknown():

@@ -66,7 +66,7 @@ def test_adapters_are_merged_to_be_evaluated(folder):
 def test_commands_are_quoted_and_parse(folder):
     found = said(folder)
     args = export.make_parser().parse_args(words(found["export"]))
-    assert (args.source, str(args.out)) == ("my run", "my run/hf")
+    assert (str(args.source), str(args.out)) == ("my run", "my run/hf")
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.models, args.data) == (["my run/hf"], "my data.heldout.jsonl")
     assert args.seq_len == 128  # random weights: there is no base model to compare with

@@ -25,16 +25,18 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import flip, make, save, state
 from test_security import sign
 
-from llm_demo import export
+from llm_demo import export, files, report
 from llm_demo.data import packs as data
 from llm_demo.device import World
 from llm_demo.errors import Stopped, UserError
+from llm_demo.evaluate import refuse_unwritable
 from llm_demo.files import disk_full
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.source import load_tokenizer
 from llm_demo.optim import LossScale
 from llm_demo.run import checkpoint, checkpoint_files, clock, log
 from llm_demo.run import folder as run_folder
+from llm_demo.run.environment import environment
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
@@ -280,6 +282,101 @@ def test_overwrite_empties_what_a_link_points_to(tmp_path):
     run_folder.take_folder(tmp_path / "out", args, None).close()
     assert [p.name for p in (tmp_path / "elsewhere").iterdir()] == ["cmd.sh"]
     assert (tmp_path / "out").is_symlink()
+
+
+def test_overwrite_from_within_the_runs_folder(train, tmp_path, monkeypatch):
+    old_run(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "out")
+    flags = f"--train_json {tmp_path}/data.jsonl --model_name_or_path {tmp_path}/tiny"
+    train("fsdp", f"{flags} --output_dir . --overwrite --max_steps 1 --eval_json none")
+    steps = [json.loads(line)["step"] for line in open("metrics.jsonl")]
+    assert steps and {*steps} == {1}
+    assert os.path.samefile(".", tmp_path / "out")
+
+
+def test_overwrite_deletes_no_more_than_a_run(tmp_path, monkeypatch):
+    """Even if a folder above looks like one."""
+    home, here, repository = tmp_path / "a/home", tmp_path / "b/out/here", tmp_path / "c/repository"
+    for folder in (home, home.parent, here.parent, repository, repository.parent):
+        folder.parent.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        for name in ("cmd.sh", "config.json"):
+            (folder / name).touch()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setattr(run_folder, "ROOT", repository)
+    monkeypatch.chdir(here)
+    before = contents(tmp_path)
+    for name in ("/", "..", home, home.parent, repository, repository.parent):
+        with pytest.raises(UserError, match="--overwrite would delete .*, in --output_dir "):
+            run_folder.choose_folder(args_with(output_dir=str(name), overwrite=True), "fsdp")
+    with pytest.raises(UserError, match="--output_dir / is not empty|: can't be created in /"):
+        run_folder.choose_folder(args_with(output_dir="/"), "fsdp")
+    assert contents(tmp_path) == before
+
+
+def test_nothing_is_written_into_another_run(train, tmp_path):
+    old_run(tmp_path / "out")
+    for name in ("out/again", "out/checkpoints/again", "out/hf/a/b"):
+        with pytest.raises(UserError, match=f"--output_dir {name} is inside .*/out, the folder of"):
+            train("fsdp", f"--output_dir {name}")
+    out, step = tmp_path / "out", tmp_path / "out/checkpoints/step_00000001"
+    for inside in (out / "checkpoints/hf", step / "hf"):
+        with pytest.raises(UserError, match="is inside .*out/checkpoints, where a run keeps"):
+            export.export(step, inside)
+        with pytest.raises(UserError, match="is inside .*out/checkpoints, where a run keeps"):
+            refuse_unwritable(inside)
+
+
+WRITTEN = ("cmd.sh", "train.log", "metrics.jsonl", "config.json", "env.json", "summary.json",
+           ".part-config.json", "checkpoints", "checkpoints/latest", "model", "tb",
+           "wandb")  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["--resume auto", "--overwrite"])
+def test_no_run_writes_through_the_links_of_a_folder(how, train, tmp_path):
+    """Which may be a stranger's."""
+    folder, mine = old_run(tmp_path / "out"), tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_text("mine")
+    for name in WRITTEN:
+        shutil.copytree(tmp_path / "out", tmp_path / "crafted")
+        path = tmp_path / "crafted" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to(mine if "." not in name and name[0] != "." else mine / "file")
+        with pytest.raises(UserError, match=f"crafted: {name} is a link or a pipe, and"):
+            train("fsdp", f"--max_steps 2 --output_dir crafted {how}")
+        shutil.rmtree(tmp_path / "crafted")
+    assert contents(mine) == {Path("file"): b"mine"} and contents(tmp_path / "out") == folder
+
+
+def test_a_pipe_in_a_runs_folder_is_refused(tmp_path):
+    old_run(tmp_path / "out")
+    os.mkfifo(tmp_path / "out/train.log")  # opening it to write waits for a reader
+    with pytest.raises(UserError, match="train.log is a link or a pipe"):
+        run_folder.choose_folder(args_with(output_dir=str(tmp_path / "out"), resume="auto"), "fsdp")
+
+
+def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    for name in (".part-a.json", ".part-report.html"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+    files.write_text(tmp_path / "a.json", "new")
+    report.replace(tmp_path / "report.html", "new")
+    names = ("mine", "a.json", "report.html")
+    assert [(tmp_path / name).read_text() for name in names] == ["mine", "new", "new"]
+
+
+def test_no_secret_of_the_environment_is_written_down(monkeypatch):
+    names = ("TOKEN", "API_KEY", "SECRET", "PASSWORD", "CREDENTIALS", "AUTH", "PASSWD")
+    secret = {f"TORCH_{name}": "hunter2" for name in names}
+    for name, value in {**secret, "NCCL_DEBUG": "WARN", "OTHER": "hunter2"}.items():
+        monkeypatch.setenv(name, value)
+    found = environment(WORLD)["environment"]
+    assert found["NCCL_DEBUG"] == "WARN" and secret.keys() <= found.keys()
+    assert "hunter2" not in str(found)
 
 
 def test_runs_of_the_same_second_have_names_of_their_own(tmp_path, monkeypatch):

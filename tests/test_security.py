@@ -479,6 +479,15 @@ def test_packs_of_a_shared_cache_are_not_unpickled(tmp_path, monkeypatch):
     assert not (tmp_path / "marker").exists()
 
 
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/model.safetensors", "a/../../b"])
+def test_an_index_of_weights_stays_in_its_folder(name, model):
+    (model / "model.safetensors").rename(model / "part.safetensors")
+    index = {"weight_map": {"lm_head.weight": name, "model.norm.weight": "part.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=f"index.json names {name}, which is not in its folder"):
+        open_weights(model)
+
+
 def test_weights_of_other_formats_are_refused(tmp_path):
     for name in ("pytorch_model.bin", "model.pth"):
         (tmp_path / name).write_bytes(pickle.dumps(Command(os.system, "true")))

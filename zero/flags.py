@@ -14,6 +14,7 @@ class ZeroArgs:
         str(ROOT / "zero/ds_zero2.json"),
         "DeepSpeed configuration: it chooses the ZeRO stage and offload, flags set the numbers.",
         saves_memory="zero/ds_zero3.json, or zero/ds_zero3_offload.json if the host has the memory",
+        path=True,
     )
 
 

@@ -329,7 +329,7 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
     # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
     visible = None if node.gpus else os.environ.get("CUDA_VISIBLE_DEVICES")
     ranks = Ranks(visible, listener=node.listener)
-    os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")  # read with a store of the launcher
+    os.environ.setdefault("TORCHELASTIC_RESTART_COUNT", "0")  # older PyTorch reads it
     replace(
         launch,
         subprocess=SimpleNamespace(Popen=ranks.start),

@@ -122,7 +122,10 @@ def open_weights(folder: Path) -> Weights | None:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
-            files = {n: folder / f for n, f in json.loads(index.read_text())["weight_map"].items()}
+            places = json.loads(index.read_text())["weight_map"]
+            if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
+                raise UserError(f"{index} names {away[0]}, which is not in its folder")
+            files = {n: folder / f for n, f in places.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise UserError(f"{index} is not a safetensors index: {e!r}") from e
         return Weights(folder, files)

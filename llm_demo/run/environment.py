@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -26,6 +27,10 @@ export LLM_DEMO_STARTED_IN=$PWD
 cd {cwd} || exit
 exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {launcher} {script} {argv} "$@"
 """
+
+
+# in the name of an environment variable: its value is not written down
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CRED|AUTH")
 
 
 def environment(world: World) -> dict:
@@ -53,7 +58,7 @@ def environment(world: World) -> dict:
         # set by hand where the files were copied without .git
         "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
         "environment": {
-            k: v
+            k: "left out" if SECRET.search(k) else v
             for k, v in sorted(os.environ.items())
             if k.startswith(("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_"))
         },

@@ -30,7 +30,10 @@ def choose_folder(args: Args, script: str) -> Path:
             f"--output_dir {folder} is a link to {os.readlink(folder)}, which does not exist: "
             "create that folder, or remove the link"
         )
-    above = next(p for p in folder.absolute().parents if p.exists())
+    if args.overwrite:
+        _refuse_places_in(folder)
+    place = folder.absolute()
+    above = next((p for p in place.parents if p.exists()), place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder} is a file: choose another name")
     try:  # access() allows root everything, even in /proc
@@ -39,6 +42,8 @@ def choose_folder(args: Args, script: str) -> Path:
         raise UserError(f"--output_dir {folder}: can't be created in {above}: {e.strerror}") from e
     if not args.output_dir:
         return folder if args.dry_run or args.estimate else _reserve(folder)
+    for run in filter(is_run, folder.resolve().parents):
+        raise UserError(f"--output_dir {folder} is inside {run}, the folder of another run")
     if args.overwrite:
         _refuse_inputs_in(folder, args)
     if folder.exists() and any(folder.iterdir()):
@@ -47,14 +52,40 @@ def choose_folder(args: Args, script: str) -> Path:
                 f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
                 "--resume auto to continue"
             )
-        ours = (folder / "cmd.sh").is_file() and (folder / "config.json").is_file()
+        ours = is_run(folder)
         if not ours and args.resume:  # killed early, or cmd.sh is lost
             ours = [f.name for f in folder.iterdir()] == ["cmd.sh"] or published(
                 folder / "checkpoints"
             )
         if not ours:
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
+        _refuse_links(folder)
     return folder
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is the folder of a run."""
+    return all((folder / name).is_file() for name in ("cmd.sh", "config.json"))
+
+
+def refuse_inside_checkpoints(out: Path) -> None:
+    """Raise UserError if a tool would write into a run's checkpoints, which the run deletes."""
+    for above in out.resolve().parents:
+        if above.name == "checkpoints" and (is_run(above.parent) or published(above)):
+            raise UserError(f"{out} is inside {above}, where a run keeps its checkpoints")
+
+
+def _refuse_links(folder: Path) -> None:
+    """Raise UserError for a link or a pipe in a run's folder, which may be a stranger's: the run
+    would write through it."""
+    for above, folders, files in os.walk(folder):
+        for path in (Path(above, name) for name in folders + files):
+            if path.is_symlink() or path.is_fifo():
+                raise UserError(
+                    f"--output_dir {folder}: {path.relative_to(folder)} is a link or a pipe, and "
+                    "the run would write elsewhere: remove it"
+                )
+        folders[:] = [name for name in folders if name != "wandb"]  # has links of its own
 
 
 def _reserve(folder: Path) -> Path:
@@ -80,6 +111,18 @@ def _reserve(folder: Path) -> Path:
 def _mark(folder: Path) -> Path:
     folder = folder.absolute()  # "." has no name
     return folder.with_name(f"{PART}name-{folder.name}")
+
+
+def _refuse_places_in(folder: Path) -> None:
+    """Raise UserError if --overwrite would delete more than a run."""
+    home = Path(os.path.expanduser("~")).resolve()
+    for what, kept in (
+        ("the working folder", [*Path.cwd().parents]),
+        ("your home folder", [home, *home.parents]),
+        ("the repository", [ROOT, *ROOT.parents]),
+    ):
+        if folder.resolve() in kept:
+            raise UserError(f"--overwrite would delete {what}, in --output_dir {folder}")
 
 
 def _refuse_inputs_in(folder: Path, args: Args) -> None:
@@ -111,14 +154,16 @@ def lock_folder(folder: Path, args: Args):
 
 
 def take_folder(folder: Path, args: Args, held):
-    """Create the folder, or empty it for --overwrite; returns its lock. held: what `lock_folder`
-    returned. Raises UserError if another run has taken the folder since."""
+    """Create the folder, or empty it for --overwrite, when it may be the working folder; returns
+    its lock. held: what `lock_folder` returned. Raises UserError if another run has taken the
+    folder since."""
     try:
         if args.overwrite and folder.exists():
-            folder = folder.resolve()  # keep a symbolic link, and recreate its target
             if not held:
                 _lock(folder / "cmd.sh", "a").close()
-            shutil.rmtree(folder)
+            for path in folder.iterdir():
+                real = path.is_dir() and not path.is_symlink()
+                shutil.rmtree(path) if real else path.unlink()
         elif held:
             return held
         folder.mkdir(parents=True, exist_ok=True)
