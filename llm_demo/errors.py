@@ -1,5 +1,10 @@
 """Exceptions for the user: scripts print the message and exit, without a traceback. Also counts in
-messages."""
+messages, and text of others made safe to print."""
+
+import re
+
+# Control characters, but newline and tab, and what changes the direction of text.
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 STOPPED = 75  # exit code of a run that was asked to stop and has saved (sysexits' EX_TEMPFAIL)
 
@@ -9,8 +14,17 @@ def counted(n: int, one: str, many: str | None = None) -> str:
     return f"{n:,} {one if n == 1 else many or f'{one}s'}"
 
 
+def printable(text: str) -> str:
+    """The text with escapes such as \\x1b in place of CONTROL: a terminal obeys those characters,
+    wherever they come from."""
+    return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 class UserError(Exception):
     """Bad input. The message is one clear line: what, where, what to do."""
+
+    def __str__(self):
+        return printable(" ".join(super().__str__().splitlines()))
 
 
 class Stopped(Exception):

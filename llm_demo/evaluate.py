@@ -29,7 +29,7 @@ from llm_demo.data.sources import find_files
 from llm_demo.data.steps import Packs
 from llm_demo.device import DTYPES, pick_dtype, this_device
 from llm_demo.dist import run
-from llm_demo.errors import UserError, counted
+from llm_demo.errors import UserError, counted, printable
 from llm_demo.files import disk_full, write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.foreign import load_model
@@ -309,7 +309,7 @@ def markdown(results: list[dict]) -> str:
 
 
 def one_line(text: str, most: int = 400) -> str:
-    text = " ".join(text.split())
+    text = " ".join(printable(text).split())
     return text if len(text) <= most else f"{text[:most]} …"
 
 

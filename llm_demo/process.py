@@ -3,15 +3,17 @@
 import contextlib
 import ctypes
 import errno
+import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, printable
 from llm_demo.files import FULL, disk_full
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
@@ -21,6 +23,9 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+# what progress bars write to reach their line: at the beginning of a text, or alone
+MOVES = re.compile("(\x1b\\[A)+$|\r?")
 
 YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 
@@ -115,13 +120,17 @@ def raise_on_ctrl_c() -> None:
 def outlive_terminal() -> None:
     """Discard output, without an error, once the terminal or the pipe's reader is gone or its disk
     is full: a run whose terminal was closed still has to save. Print ? for characters that the
-    console's encoding lacks."""
+    console's encoding lacks, and escapes for control characters."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Stream):
             if getattr(stream, "errors", None) == "strict":  # stderr is not
                 stream.reconfigure(errors="replace")
             setattr(sys, name, _Stream(stream))
+            for logger in logging.root.manager.loggerDict.values():  # of libraries, imported before
+                for handler in getattr(logger, "handlers", ()):
+                    if vars(handler).get("stream") is stream:
+                        handler.setStream(getattr(sys, name))
 
 
 class _Stream:
@@ -132,7 +141,8 @@ class _Stream:
         return getattr(self._stream, name)
 
     def write(self, text):
-        return self._try(self._stream.write, text)
+        moves = MOVES.match(text)[0]
+        return self._try(self._stream.write, moves + printable(text[len(moves) :]))
 
     def flush(self):
         return self._try(self._stream.flush)

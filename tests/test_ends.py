@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import logging
 import os
 import shutil
 import signal
@@ -16,9 +17,11 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, environment, processes_with, python, run, torchrun
+from safetensors.torch import save_file
 
 from bench.checkpoints import tensors
-from llm_demo import dist, probe, process
+from llm_demo import dist, errors, probe, process
+from llm_demo.errors import UserError
 
 SCRIPTS = {
     "fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py",
@@ -333,6 +336,56 @@ def test_characters_that_the_console_lacks(monkeypatch, tmp_path):
     print("\u27e6é\u27e7", flush=True)
     sys.stdout.close()
     assert (tmp_path / "out").read_bytes() == b"?\xe9?\n"
+
+
+def test_a_terminal_obeys_nothing_that_is_printed(monkeypatch, tmp_path):
+    """But progress bars, one above the other."""
+    orders = "".join(map(chr, [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066]))
+    with open(tmp_path / "out", "w+", newline="") as out:
+        monkeypatch.setattr(sys, "stderr", out)
+        monkeypatch.setattr(sys, "stdout", out)
+        library = logging.getLogger("a library")
+        library.addHandler(logging.StreamHandler())  # before the stream is replaced
+        process.outlive_terminal()
+        print(f"a\tline\n\x1b]0;title\x07{orders}é")
+        library.error("\x1b[31mred")
+        sys.stdout.write("\r50%")
+        sys.stdout.write("\x1b[A\x1b[A")
+        sys.stdout.write("\x1b[A\x1b[B")
+        out.seek(0)
+        said = out.read()
+    assert said.startswith("a\tline\n\\x1b]0;title\\x07\\x00\\x01") and "é\n\\x1b[31mred\n" in said
+    assert said.endswith("\n\r50%\x1b[A\x1b[A\\x1b[A\\x1b[B")
+    assert not errors.CONTROL.search(said[: said.index("50%") - 1])
+    message = str(UserError(f"a line\n{orders}\u2028of one's own"))
+    assert not errors.CONTROL.search(message) and "\n" not in message
+
+
+OSC = "\x1b]0;title\x07 \x9b31m \u202eback"
+
+
+@pytest.mark.parametrize("how", ["shown", "a key", "a switch", "a tensor"])
+def test_no_file_orders_a_terminal_about(how, tmp_path):
+    rows = {"shown": {"prompt": "Why?", "completion": f"So{OSC}."}, "a key": {f"a{OSC}": "b"}}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(rows.get(how, rows["shown"])) + "\n") * 9)
+    config = json.loads((ROOT / "pp/ds_pp_2gpus.json").read_text())
+    (tmp_path / "ds.json").write_text(json.dumps(config | {OSC: 1}))
+    shutil.copytree(ROOT / "models/qwen3-tiny", tmp_path / "model")
+    save_file({OSC: torch.ones(1)}, tmp_path / "other.safetensors")
+    flags = f"--train_json {tmp_path}/rows.jsonl --eval_json none --dry_run --seq_len 64 "
+    script = "fsdp/train_fsdp.py"
+    if how == "a switch":
+        script, flags = (
+            "pp/pp_train.py",
+            f"{flags} --stages 1 --deepspeed_config {tmp_path}/ds.json",
+        )
+    if how == "a tensor":
+        (tmp_path / "other.safetensors").rename(tmp_path / "model/model.safetensors")
+        flags += f" --model_name_or_path {tmp_path}/model"
+    done = run([sys.executable, ROOT / script, *flags.split()])
+    said = done.stdout + done.stderr
+    assert done.returncode == (0 if how == "shown" else 2), said
+    assert "\\x1b]0;title" in said and not errors.CONTROL.search(said)
 
 
 @pytest.mark.parametrize("where", ["a full disk", "no reader"])

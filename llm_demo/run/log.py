@@ -8,7 +8,7 @@ import torch
 from llm_demo.args import Args
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, printable
 from llm_demo.files import disk_full, finite, write_text
 from llm_demo.run.environment import describe_run
 from llm_demo.run.folder import choose_folder, folder_gone, lock_folder, take_folder
@@ -40,6 +40,7 @@ class Log:
         """Print a line on rank 0 and write it to train.log."""
         if not self.is_main:
             return
+        text = printable(text)
         if self.file is None:
             self.early.append(text)
         else:
