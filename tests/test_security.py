@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import sys
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, args_with
+from conftest import ROOT, args_with, run
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
@@ -20,16 +21,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
 
-from llm_demo import evaluate, export, fit
+from llm_demo import evaluate, export, fit, report
 from llm_demo.data import packs as data
 from llm_demo.device import World
 from llm_demo.errors import UserError
 from llm_demo.export import find_base
 from llm_demo.model.foreign import load_model
-from llm_demo.model.source import describe_model, load_config, load_tokenizer
+from llm_demo.model.source import describe_model, find_model, load_config, load_tokenizer
 from llm_demo.model.weights import open_weights
 from llm_demo.plan import find_source
 from llm_demo.run import checkpoint, checkpoint_files
+from llm_demo.run.folder import choose_folder
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
@@ -187,6 +189,30 @@ def test_no_command_of_the_metadata_is_run(command, where, folder, tmp_path):
     change_metadata(folder, change)
     refused(folder, "metadata is refused: it refers to ", tmp_path / "marker")
     refused(folder, "can't be read: ", tmp_path / "marker", [read_of])
+
+
+def test_a_refusal_is_one_line_that_starts_with_error(folder, tmp_path):
+    change_metadata(folder, lambda metadata: COMMANDS["os.system"](tmp_path / "marker"))
+    done = run([sys.executable, "-m", "llm_demo.export", folder, tmp_path / "out"])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: ") and ".metadata is refused" in done.stderr
+    assert not (tmp_path / "marker").exists()
+
+
+def test_nothing_runs_a_runs_command(folder, tmp_path):
+    root = folder.parent.parent
+    (root / "cmd.sh").write_text(f"#!/bin/sh\ntouch {tmp_path}/marker\n")
+    (root / "cmd.sh").chmod(0o755)
+    for file in ("metrics.jsonl", "train.log"):
+        (root / file).write_text("")
+    sign(folder)
+    resume_from(folder)
+    export_of(folder)
+    choose_folder(args_with(output_dir=str(root), resume="auto"), "fsdp")
+    report.main([str(root), "--out", str(tmp_path / "report.html")])
+    with pytest.raises(UserError, match="is the folder of a run, not a model"):
+        find_model(str(root))
+    assert not (tmp_path / "marker").exists()
 
 
 def test_the_crafted_file_runs_under_pytorchs_own_reader(folder, tmp_path):
@@ -392,8 +418,15 @@ def refused_by_all(uses, model, message):
         assert "\n" not in str(raised.value)
 
 
-def test_a_good_model_is_used(model):
+def test_a_good_model_is_used_and_no_module_beside_it(model, tmp_path, monkeypatch):
+    """transformers can take generate() from a model's folder, if it may run its code."""
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda question: asked.append(question) or "y")
+    (model / "custom_generate").mkdir()
+    for name in ("custom_generate/generate.py", "modeling_llama.py", "tokenization.py"):
+        (model / name).write_text(f"open({str(tmp_path / 'marker')!r}, 'w')\n")
     assert evaluate_it(model)["files"][0]["tokens"] > 0
+    assert not (tmp_path / "marker").exists() and not asked
 
 
 def test_an_adapter_in_a_models_folder_is_refused(model, tmp_path, monkeypatch):
