@@ -278,6 +278,11 @@ def test_deepseeks_bias_follows_the_load(alone):
     assert ours.gate.e_score_correction_bias.abs().sum() > 0
     ours(x)
     assert not torch.equal(counts_of(ours.gate(x[0])[2]) * 2.0, load)
+    ours.gate.e_score_correction_bias.zero_()
+    ours.gate.chosen[:] = torch.tensor([5, 3, *[4] * (E - 2)])  # most as often as the mean
+    routers.update_bias(0.125, norm)
+    expected = torch.tensor([-0.125, 0.125, *[0.0] * (E - 2)])
+    assert torch.equal(ours.gate.e_score_correction_bias, expected)
 
 
 def test_auxiliary_loss(alone):
@@ -287,12 +292,10 @@ def test_auxiliary_loss(alone):
     x, real = torch.randn(2, 60, D), torch.stack([torch.arange(60) < 60, torch.arange(60) < 25])
     weight = ours.gate.weight
 
-    def plain(coefficient):
-        probabilities = (x[real] @ weight.T).softmax(-1)
-        share = counts_of(probabilities.topk(K)[1]) / len(probabilities)
-        return coefficient * E * (share * probabilities.mean(0)).sum()
-
-    (expected,) = torch.autograd.grad(plain(0.3), weight)
+    probabilities = (x[real] @ weight.T).softmax(-1)
+    share = counts_of(probabilities.topk(K)[1]) / len(probabilities)
+    loss = E * (share * probabilities.mean(0)).sum()
+    (expected,) = torch.autograd.grad(0.3 * loss, weight)
     ours.gate(x[0])  # of an earlier step that was not logged
     routers.begin_pass()
     with torch.no_grad():
@@ -300,7 +303,7 @@ def test_auxiliary_loss(alone):
             routers.see(own)
             ours.gate(each)
     value = routers.set_push(0.3, torch.tensor(4.0))
-    assert value.item() == pytest.approx(plain(0.3).item(), rel=1e-6)
+    assert value.item() == pytest.approx(loss.item(), rel=1e-6)
     for each, own in zip(x, real, strict=True):
         routers.see(own)
         logits, weights, _ = ours.gate(each)

@@ -83,8 +83,9 @@ class Routers(nn.Module):
 
     @torch.no_grad()
     def set_push(self, coefficient: float, scale: torch.Tensor) -> torch.Tensor:
-        """Add the auxiliary loss's gradient to the following backwards; -> its value, fp64. Call it
-        after a pass over the step's tokens, on every rank.
+        """Add the gradient of `coefficient` times the auxiliary loss to the following backwards.
+        Returns the auxiliary loss, fp64, without the coefficient. Call it after a pass over the
+        step's tokens, on every rank.
 
         The mean over blocks of E * sum over experts (f_e * P_e): E experts, f_e the choices of an
         expert and P_e its probability, per token of the global batch. Source: "Switch Transformers"
@@ -100,10 +101,10 @@ class Routers(nn.Module):
         counts, mass = both
         blocks, experts = counts.shape
         tokens = counts[0].sum() / self.routers[0].top_k
-        push = coefficient * experts / blocks * counts / tokens.square()
-        for router, own in zip(self.routers, push, strict=True):
-            router.push = (own * scale).float()
-        return (push * mass).sum()
+        slope = experts / blocks * counts / tokens.square()  # of the loss by each probability
+        for router, own in zip(self.routers, slope, strict=True):
+            router.push = (own * coefficient * scale).float()
+        return (slope * mass).sum()
 
 
 def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
