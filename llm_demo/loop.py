@@ -41,8 +41,7 @@ def prepare(
     it may have been killed before. copies: see Checkpoints."""
     steps = plan.horizon.max_steps
     lora = plan.compute.lora
-    flops = flops_of_slot(plan.source.config, plan.data.train.attended, lora and lora.active)
-    clock = Clock(args, world, log, steps, flops, plan.compute.dtype)
+    clock = Clock(args, world, log, steps, plan.compute.dtype)
     adapters = lora.facts() if lora else None
     checkpoints = Checkpoints(
         args,
@@ -119,7 +118,7 @@ def train(
         device
     ask(batch, index): the likeliest next tokens, see generate.generate
     state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""
-    source, data, horizon = plan.source, plan.data, plan.horizon
+    source, data, horizon, lora = plan.source, plan.data, plan.horizon, plan.compute.lora
     if args.dry_run:
         log.say(LOADED)
         try_forward(args, plan, ask)
@@ -162,8 +161,9 @@ def train(
             gc.collect()
             gc.freeze()
         # the numbers are read a step later, so the host never waits for the device
-        slots = rows.size * data.train.seq_len
-        clock.end_step(n + 1, n_tokens, n_labels, slots, loss, norm, lr)
+        slots, attended = rows.size * data.train.seq_len, data.train.attended(rows)
+        flops = slots * flops_of_slot(source.config, attended, lora and lora.active)
+        clock.end_step(n + 1, n_tokens, n_labels, slots, flops, loss, norm, lr)
         if n == checkpoints.first_step and args.save and world.rank == 0:
             describe_model(source.folder, source.tokenizer, log.folder / "model", source.config)
         last = n + 1 == horizon.max_steps

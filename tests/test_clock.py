@@ -44,12 +44,12 @@ def test_numbers_of_the_last_step_are_read_after_their_copies():
         profile_steps=None, log_every=1, max_skipped_steps=0, peak_tflops=None, comm_timer=False
     )
     log = SimpleNamespace(open=lambda step: [], record=records.append, say=lambda line: None)
-    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, 1.0, torch.float32)
+    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, torch.float32)
     clock.comm._new = Event
     clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
     clock.more["moe/aux_loss"] = OnDevice()
     clock.begin()
-    clock.end_step(1, 10, 5, 10, OnDevice(), 1.0, 1e-3)
+    clock.end_step(1, 10, 5, 10, 0, OnDevice(), 1.0, 1e-3)
     assert (records[0]["train/loss"], records[0]["moe/aux_loss"]) == (2.5, 2.5)
 
 
@@ -60,10 +60,10 @@ def test_communication_that_is_not_measured_is_not_zero():
     )
     said, records = [], []
     log = SimpleNamespace(open=lambda step: [], record=records.append, say=said.append)
-    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, 1.0, torch.float32)
+    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, torch.float32)
     clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
     clock.begin()
-    clock.end_step(1, 10, 5, 10, torch.tensor(2.5), 1.0, 1e-3)
+    clock.end_step(1, 10, 5, 10, 0, torch.tensor(2.5), 1.0, 1e-3)
     assert " ms (comm n/a) | " in said[0]
     assert [records[0][key] for key in TIMES] == [None] * 3
     settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}

@@ -1,7 +1,6 @@
 """Both launchers as a user starts them: real processes, another folder, the bundled model."""
 
 import fcntl
-import itertools
 import json
 import os
 import random
@@ -21,6 +20,7 @@ from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from llm_demo.data.packs import load_packs
+from llm_demo.data.steps import step_rows
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
@@ -181,17 +181,22 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     # a slot's document with 6 heads of 32; there are 6 blocks, and a head of 192 x 4,096.
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
     packs = load_packs(str(folder / "my data.jsonl"), tokenizer, seq_len=128)
-    lengths = [n for i in range(len(packs)) for n in packs.lengths(i)]
-    assert sum(lengths) == 128 * len(packs)  # with padding, which nothing attends to
-    real = [end - start for start, end in itertools.pairwise(packs.doc_start.tolist())]
-    attended = sum(n * n for n in real) / sum(lengths)
-    assert 32 < attended < 128
-    block = 6 * (98_304 + 294_912) + 12 * 6 * 32 * attended
-    flops = 8 * 128 * (6 * block + 6 * 192 * 4096)  # of a step: 8 rows of 128 slots
+    seed = json.loads((folder / f"math {kind}/config.json").read_text())["seed"]
     steps = [r for r in metrics(folder / f"math {kind}") if "train/loss" in r]
-    for step in steps:  # two ranks, 0.25 TFLOP/s each
-        mfu = flops / (step["perf/step_ms"] / 1e3) / (2 * 0.25e12)
+    attended = set()  # the mean length of a slot's document, which each step has of its own
+    for n, step in enumerate(steps):
+        squares = 0
+        for row in step_rows(len(packs), seed, n, 8):
+            *real, last = packs.lengths(row)
+            if sum(real) < packs.token_counts[row]:  # no padding, which nothing attends to
+                real.append(last)
+            squares += sum(length * length for length in real)
+        attended.add(squares / (8 * 128))
+        block = 6 * (98_304 + 294_912) + 12 * 6 * 32 * squares / (8 * 128)
+        flops = 8 * 128 * (6 * block + 6 * 192 * 4096)  # of a step: 8 rows of 128 slots
+        mfu = flops / (step["perf/step_ms"] / 1e3) / (2 * 0.25e12)  # two ranks, 0.25 TFLOP/s each
         assert step["perf/mfu"] == pytest.approx(mfu, rel=1e-6)
+    assert len(attended) == len(steps) == 2 and all(32 < mean < 128 for mean in attended)
     summary = json.loads((folder / f"math {kind}/summary.json").read_text())
     assert summary["peak_tflops"] == 0.25
     assert summary["mfu"] == pytest.approx(statistics.median(s["perf/mfu"] for s in steps))

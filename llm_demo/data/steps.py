@@ -68,11 +68,12 @@ class Packs:
         """Tokens of the longest document, ignoring padding tails."""
         return int(np.diff(self.doc_start).max(initial=0))
 
-    @property
-    def attended(self) -> float:
-        """The mean length of a slot's document, 0 for padding: the slots that attention sees."""
-        lengths = np.diff(self.doc_start).astype(float)
-        return float((lengths**2).sum()) / (len(self) * self.seq_len)
+    def attended(self, rows: np.ndarray) -> float:
+        """The mean length of the document of each slot of these rows, 0 for padding: the slots that
+        attention sees."""
+        docs = np.concatenate([self._docs(i) for i in rows.tolist()])
+        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).astype(float)
+        return float((lengths**2).sum()) / (len(rows) * self.seq_len)
 
     @property
     def single(self) -> bool:

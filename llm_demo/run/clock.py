@@ -22,7 +22,7 @@ from llm_demo.run.summary import History, timed_while_profiled
 class Clock:
     """Times steps and logs them. Every rank calls every method.
 
-    flops: training FLOPs of one token slot, for MFU. dtype: the compute dtype."""
+    dtype: the compute dtype."""
 
     def __init__(
         self,
@@ -30,11 +30,10 @@ class Clock:
         world: World,
         log: Log,
         max_steps: int,
-        flops: float,
         dtype: torch.dtype,
     ):
         self.args, self.world, self.log = args, world, log
-        self.max_steps, self.flops = max_steps, flops
+        self.max_steps = max_steps
         device = this_device(world.device.index or 0)
         self.peak = args.peak_tflops or peak_tflops(device, dtype)
         self.history = History()
@@ -71,7 +70,7 @@ class Clock:
         step (e.g. an evaluation) belongs to no step."""
         self.comm.take()
         self.data_seconds, self.since = 0.0, since or self.comm.event()
-        self.interval = Counter()  # of steps, tokens, labels and slots
+        self.interval = Counter()  # of steps, tokens, labels, slots, FLOPs
 
     def data(self, batches: Iterable) -> Iterator:
         """Yield the same batches, and log the time to make them as perf/data_ms."""
@@ -84,10 +83,10 @@ class Clock:
                 return
             yield batch
 
-    def end_step(self, step, n_tokens, n_labels, slots, loss, grad_norm, lr: float) -> None:
+    def end_step(self, step, n_tokens, n_labels, slots, flops, loss, grad_norm, lr: float) -> None:
         """Record optimizer step `step` (from 1) if it is to be logged.
 
-        n_tokens, n_labels, slots: the step's, over all ranks. loss: this rank's share of the
+        n_tokens, n_labels, slots, flops: the step's, over all ranks. loss: this rank's share of the
         step's loss; grad_norm: the same on every rank; both are 0-dim tensors on the device. They
         are written one logged step later, because reading them now would make the host wait for the
         device. Raises UserError, on every rank, after --max_skipped_steps consecutive steps with a
@@ -104,7 +103,7 @@ class Clock:
         history.step = step
         history.tokens += n_tokens
         history.label_tokens += n_labels
-        interval.update(steps=1, tokens=n_tokens, labels=n_labels, slots=slots)
+        interval.update(steps=1, tokens=n_tokens, labels=n_labels, slots=slots, flops=flops)
         if self.args.log_every > 1:
             self._watch(step, loss.detach() + grad_norm)
         if not logged:
@@ -192,7 +191,7 @@ class Clock:
         else:
             comm = [None] * 3
         loss = math.fsum(share)
-        flops = self.flops * slots / seconds / self.world.size
+        flops = interval["flops"] / seconds / self.world.size
         record = {
             "step": step,
             "train/loss": loss,
