@@ -213,15 +213,10 @@ if KIND == "fsdp":
     reduce_traffic = fsdp.build.reduce_traffic
 elif KIND == "fsdp_pp":
     import fsdp_pp.train_fsdp_pp as script
+elif KIND == "pp":
+    import pp.pp_train as script
 else:
-    from deepspeed.accelerator import get_accelerator
-
-    # DeepSpeed goes by the CPU's fp16 instructions; PyTorch computes in fp16 without them too.
-    get_accelerator().is_fp16_supported = lambda: True
-    if KIND == "pp":
-        import pp.pp_train as script
-    else:
-        import zero.train_zero as script
+    import zero.train_zero as script
 script.train = functools.partial(train, train=script.train)
 script.make_adamw = make_adamw
 world = start()

@@ -141,7 +141,9 @@ def test_zero_takes_both_kinds_of_adamw():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_engine_config(dtype, monkeypatch):
-    monkeypatch.setattr(deepspeed_base.get_accelerator(), "is_fp16_supported", lambda: True)
+    accelerator = deepspeed_base.get_accelerator()
+    on_gpu = accelerator.device_name() != "cpu"  # a CPU may lack fp16 instructions
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: on_gpu)
     switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
     config = ds_engine.engine_config(switches, dtype, 3, 5, 0.7)
     assert config["zero_optimization"]["stage"] == 1
@@ -153,6 +155,8 @@ def test_engine_config(dtype, monkeypatch):
         None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
     )
     assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
+    if dtype == torch.float16:
+        assert accelerator.is_fp16_supported()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -169,8 +173,10 @@ def test_zeros_engine_config(stage, compiled):
     assert "overlap_comm" not in switches["zero_optimization"]  # left as they are
 
 
-def test_fp16_where_deepspeed_has_none(monkeypatch):
-    monkeypatch.setattr(deepspeed_base.get_accelerator(), "is_fp16_supported", lambda: False)
+def test_fp16_on_a_gpu_where_deepspeed_has_none(monkeypatch):
+    accelerator = deepspeed_base.get_accelerator()
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
     with pytest.raises(UserError, match="--dtype fp16"):
         ds_engine.engine_config({}, torch.float16, 1, 1, 1.0)
 

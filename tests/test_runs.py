@@ -57,7 +57,8 @@ def train(tmp_path, monkeypatch):
     """train(kind, flags): a script's main() with a small model and data, in this process."""
     from deepspeed.accelerator import get_accelerator
 
-    monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: True)
+    if get_accelerator().device_name() == "cpu":  # one without fp16 instructions
+        monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     row = '{"prompt": "Why?", "completion": "Because it is so."}\n'
     (tmp_path / "data.jsonl").write_text(row * 40)
     smaller_model(tmp_path / "tiny")
