@@ -7,6 +7,7 @@ from torch import nn
 from llm_demo import optim
 from llm_demo.args import TrainArgs, choices
 from llm_demo.optim import (
+    MOMENTS,
     LossScale,
     clipped_step,
     compiles_adamw,
@@ -74,8 +75,10 @@ def compiled(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
-def test_clipped_step_equals_torch(clip, compiled):
+def test_clipped_step_equals_torch(clip, dtype, compiled):
+    """In parameters and moments: AdamW's updates alone hardly show by what gradients are scaled."""
     mine, plain = small_model().to(HERE), small_model().to(HERE)
     x = torch.randn(7, 6, device=HERE)
     ours = make_adamw(mine.parameters(), 1e-2, 0.1, compiled)
@@ -84,18 +87,23 @@ def test_clipped_step_equals_torch(clip, compiled):
          {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0}],
         lr=1e-2, betas=(0.9, 0.95),
     )  # fmt: skip
+    loss_scale = LossScale(dtype, HERE)
+    assert loss_scale.scale == (2**16 if dtype == torch.float16 else 1)
     for step in range(3):
         for group in (*ours.param_groups, *theirs.param_groups):
             group["lr"] = 1e-2 / (step + 1)
-        mine(x).square().sum().backward()
+        (mine(x).square().sum() * loss_scale.scale).backward()
         plain(x).square().sum().backward()
-        norm = clipped_step(ours, clip, LossScale(torch.float32, HERE))
+        norm = clipped_step(ours, clip, loss_scale)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), clip or math.inf)
         theirs.step()
         theirs.zero_grad()
         torch.testing.assert_close(norm, expected)
     for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(a, b)
+        for name in MOMENTS:  # relative: of small gradients, too
+            moment, true = ours.state[a][name], theirs.state[b][name]
+            torch.testing.assert_close(moment, true, rtol=1e-4, atol=1e-6 * true.abs().max().item())
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
