@@ -150,16 +150,20 @@ def test_only_inputs_of_units_leave_the_device(config):
 
 
 def test_too_little_host_memory(monkeypatch):
-    n, shape, world = 6, (2, 32, 8), World(0, 1, 0, CPU)
-    free = [host_bytes(n, shape, torch.float32) - 1]
-    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: free[0])
+    """Of a node with two of four ranks, which both take memory."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    n, shape, world = 6, (2, 32, 8), World(0, 4, 0, CPU)
+    others = 2**30  # what the optimizer will take
+    need = 2 * host_bytes(n, shape, torch.float32) + others
     monkeypatch.setattr(activations_on_host, "once_per_node", lambda world, function: function())
-    with pytest.raises(UserError, match="needs 0.0 GB of host memory, and 0.0 GB are free"):
-        keep_on_host(n, shape, torch.float32, world, print)
-    free[0] += 1
+    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: need - 1)
+    said = "needs 0.0 GB of host memory besides the optimizer's 1.0 GB, and 1.0 GB are free"
+    with pytest.raises(UserError, match=said):
+        keep_on_host(n, shape, torch.float32, world, print, others)
+    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: need)
     said = []
-    keep_on_host(n, shape, torch.float32, world, said.append)
-    assert said == ["activations on the host: 0.0 GB of 0.0 GB free"]
+    keep_on_host(n, shape, torch.float32, world, said.append, others)
+    assert said == ["activations on the host: 0.0 GB of 1.0 GB free"]
 
 
 @pytest.mark.parametrize("processes", (pytest.param(1, marks=pytest.mark.slow), 2))

@@ -159,12 +159,21 @@ def test_keeps_the_best_that_was_evaluated_on_resume(tmp_path):
 
 
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 2000)  # bytes
-    checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
-    for step in (1, 2):
-        checkpoints.after_step(step, lambda s=step: state(s), dict)
-    assert "too little host memory for copies" in checkpoints.log.said[1] and not checkpoints.thread
-    assert found(tmp_path)[0] == 2
+    """On this node, whose ranks all make copies."""
+    tensors = {**state(1), **checkpoint.rng_state(WORLD)}.values()
+    of_one = sum(-(-t.nbytes // 64) * 64 for t in tensors)
+    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 1.5 * of_one / 0.8)
+    for ranks in (1, 2):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        checkpoints = make(folder, save=True, save_every=2, save_async=True)
+        for step in (1, 2):
+            checkpoints.after_step(step, lambda s=step: state(s), dict)
+        waits = any("too little host memory for copies" in line for line in checkpoints.log.said)
+        assert waits == (not checkpoints.thread) == (ranks == 2)
+        checkpoints.finish()
+        assert found(folder)[0] == 2
 
 
 def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):

@@ -16,7 +16,7 @@ from llm_demo import device, process
 from llm_demo.device import World
 from llm_demo.errors import UserError
 
-CPU = World(0, 2, 0, torch.device("cpu"))
+CPU = World(0, 4, 0, torch.device("cpu"))
 
 
 def test_bit_equal_to_the_device_where_sums_are_the_same(tmp_path):
@@ -157,6 +157,7 @@ def sharded(elements):
 
 
 def test_too_little_host_memory(monkeypatch):
+    """Of a node with two of four ranks."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(host_adamw, "free_host_memory", lambda: 20 * 2**30)
     with pytest.raises(UserError, match=r"needs 24\.0 GB of host memory .* 20\.0 GB are free"):
