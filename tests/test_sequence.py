@@ -5,6 +5,7 @@ import json
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import test_lora as lora
 import test_moe as moe
@@ -12,7 +13,7 @@ import test_parity as parity
 import torch
 from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
-from transformers import AutoModelForCausalLM, Phi3Config
+from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
 
 from bench.checkpoints import tensors
 from fsdp import estimate
@@ -28,13 +29,20 @@ from llm_demo.model.rotary import LongRope
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.plan import Compute
 
+LONGROPE = {  # whose frequencies change after 24 tokens of a document
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.7 * i for i in range(8)],
+}  # fmt: skip
 MODELS = {**parity.MODELS, "qwen": moe.MODELS["qwen"], "deepseek": moe.MODELS["deepseek"]}
+MODELS["longrope"] = Qwen3Config(rope_parameters=LONGROPE, **parity.SIZES)
 MATH, BUCKETED, SDPA = (["--attn_impl", name] for name in ("math", "bucketed", "sdpa"))
 RECOMPUTED, RESHARD = ["--use_activation_checkpointing"], ["--reshard_after_forward"]
 CASES = {  # name: (processes, ranks of a row, model, micro, accumulation, further flags)
     "two": (2, 2, "tied", 4, 2, [*MATH, *RECOMPUTED]),
     "two_untied": (2, 2, "untied", 8, 1, [*BUCKETED, "--optimizer_on_host"]),
     "two_llama": (2, 2, "llama", 4, 2, SDPA),
+    "two_longrope": (2, 2, "longrope", 8, 1, MATH),
     "adapters": (2, 2, "lora", 4, 2, [*RECOMPUTED, *lora.flags("tied")]),
     "bf16": (2, 2, "tied", 4, 2, ["--dtype", "bf16"]),
     "pairs": (4, 2, "tied", 1, 4, [*BUCKETED, *RESHARD]),
@@ -70,6 +78,8 @@ def work(tmp_path_factory):
         load_packs(data, tokenizer, seq_len=parity.SEQ_LEN, pack=pack) for pack in (True, False)
     )
     assert single.longest > 0.8 * parity.SEQ_LEN
+    lengths = np.diff(packed.doc_start)
+    assert (lengths <= 24).any() and (lengths > 24).any()  # see LONGROPE
     for name, config in models.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
