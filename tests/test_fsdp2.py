@@ -1,5 +1,6 @@
 """FSDP2 with fewer bytes and copies against FSDP2 as it is: the same numbers."""
 
+import copy
 import json
 from types import SimpleNamespace
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, smaller_model, torchrun
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bench.checkpoints import tensors
 from fsdp import fsdp2
+from fsdp.sharding import accumulate, precision, sum_over_ranks
 from llm_demo.device import World
 from llm_demo.model.decoder import Blocks
 from llm_demo.parallel import copy_engines
@@ -103,6 +106,42 @@ def test_a_sum_that_autograd_makes_is_left_alone(monkeypatch):
         fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
         and group.post_backward == "its own"
     )
+
+
+def test_gradients_added_together_are_summed_once_each(monkeypatch):
+    """Without the compiler. A layer gets no gradient from the first micro-batch."""
+
+    class Layers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
+        def forward(self, x, both):
+            return self.two(self.one(x)) if both else self.one(x)
+
+    monkeypatch.setattr(fsdp2, "compile_once", lambda function: function)
+    torch.manual_seed(0)
+    unit, batches = Layers(), torch.randn(4, 5, 4).bfloat16()
+    plain, expected = copy.deepcopy(unit).bfloat16(), [0, 0, 0, 0]
+    for i, x in enumerate(batches):
+        loss = plain(x, i > 0).float().square().sum()
+        grads = torch.autograd.grad(loss, plain.parameters(), allow_unused=True)
+        expected = [
+            e + (0 if g is None else g.float()) for e, g in zip(expected, grads, strict=True)
+        ]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(unit, mesh=mesh, mp_policy=precision(torch.bfloat16))
+        sum_over_ranks(unit)
+        assert fsdp2.add_together(unit) in (None, "FSDP2 leaves it to autograd")
+        for i, x in enumerate(batches):
+            accumulate(unit, False, i == len(batches) - 1, every=False)
+            unit(x, i > 0).float().square().sum().backward()
+        for p, total in zip(unit.parameters(), expected, strict=True):
+            assert torch.equal(p.grad.to_local(), total)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
