@@ -128,6 +128,7 @@ def test_factors_start_as_pefts(work):
         theirs = theirs["default"].weight
         mine = Factor(theirs.shape[1], theirs.shape[0], zero).start("1:a")["weight"]
         assert mine.shape == theirs.shape
+        assert torch.equal(mine, mine.bfloat16().float())  # a bf16 run starts from the same
         for figure in (torch.std, torch.amax, torch.amin):
             assert figure(mine).item() == pytest.approx(figure(theirs).item(), rel=0.05)
     again, other = (Factor(96, 64, False).start(name)["weight"] for name in ("1:a", "2:a"))
