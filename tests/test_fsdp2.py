@@ -41,6 +41,9 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     for name, some in (("data.jsonl", rows[:60]), ("data.heldout.jsonl", rows[60:68])):
         (tmp_path / name).write_text("\n".join(some))
     model, cases = smaller_model(tmp_path / "model"), []
+    config = json.loads((model / "config.json").read_text())
+    uneven = {"intermediate_size": 97, "vocab_size": config["vocab_size"] + 1}  # rows of a shard
+    (model / "config.json").write_text(json.dumps(config | uneven))
     for whose in ("theirs", "ours"):
         for dtype, accum in settings:
             argv = [

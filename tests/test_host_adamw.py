@@ -21,8 +21,12 @@ CPU = World(0, 4, 0, torch.device("cpu"))
 
 def test_bit_equal_to_the_device_where_sums_are_the_same(tmp_path):
     """Without accumulation, both add the same numbers in the same order. Units of one block, so
-    that a unit's forward starts while others are updated; slices smaller than a parameter."""
+    that a unit's forward starts while others are updated; slices smaller than a parameter; numbers
+    of rows that two ranks can't share evenly."""
     model = smaller_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    uneven = {"intermediate_size": 97, "vocab_size": config["vocab_size"] + 1}
+    (model / "config.json").write_text(json.dumps(config | uneven))
     flags = [
         "--model_name_or_path", model, "--seq_len", 32, "--micro_batch_size", 2, "--max_steps", 4,
         "--warmup_steps", 1, "--train_json", ROOT / "data/sft_en.jsonl", "--sample_tokens", 0,
