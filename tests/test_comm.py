@@ -193,12 +193,17 @@ class Device:
         return Event()
 
 
-def timed(device, kernels, monkeypatch):
-    """What the timer says of (ms, communicates) kernels: (busy, doubt), and the truth."""
+def timer_of(device, monkeypatch):
     monkeypatch.setattr("llm_demo.run.comm.time.perf_counter", lambda: device.host / 1e3)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
     timer = CommTimer(torch.device("cuda"), 0, 2)
     timer._new, timer.compute = device.event, device.cuda_stream
+    return timer
+
+
+def timed(device, kernels, monkeypatch):
+    """What the timer says of (ms, communicates) kernels: (busy, doubt), and the truth."""
+    timer = timer_of(device, monkeypatch)
     origin = timer.event()
     for ms, communicates in kernels:
         if communicates:
@@ -224,6 +229,32 @@ def test_a_late_host_makes_events_wrong_by_no_more_than_they_doubt(scale, monkey
     # on a busy host they are wrong: too small where it was late after a launch, too large where it
     # was late to record the second event
     assert any(abs(busy - truth) > 0.1 * truth for busy, _, truth in found)
+
+
+@pytest.mark.parametrize(
+    "name, before, expected",
+    [("all_reduce", 0, (5, 7)), ("all_reduce", 9, (9, 11)), ("copied all_gather", 0, (0, 7))],
+    ids=["idle", "busy", "copies"],
+)
+def test_a_late_launch_is_no_communication(name, before, expected, monkeypatch):
+    """The host takes 5 ms from the first event to the last launch. A stream that has work until
+    then does not wait, and the copies of an operation may be launched before."""
+    device = Device(0, pauses=0)
+    timer = timer_of(device, monkeypatch)
+    origin = timer.event()
+
+    def operation():
+        if name.startswith("copied"):
+            device.kernel(1, True)
+        device.host += 5
+        device.kernel(2, True)
+
+    if before:
+        device.kernel(before)
+    timer._timed(name, operation, (), {})
+    busy, exposed, _, operations = timer.read(timer.take(), origin)
+    assert busy == exposed == pytest.approx(expected[1] - expected[0], abs=in_gaps(1))
+    assert [*operations.values()] == [pytest.approx(expected, abs=in_gaps(2))]
 
 
 def in_gaps(operations) -> float:
