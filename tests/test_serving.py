@@ -51,3 +51,21 @@ def test_answers_end_at_the_end_of_the_templates_turn():
         assert stop_tokens(tokenizer) == ids[:1]
     tokenizer.chat_template = None
     assert stop_tokens(tokenizer) == ids[:1]
+
+
+@pytest.mark.parametrize(
+    "end, stops",
+    [
+        ("<|im_end|>", True), (" \n<|im_end|>\n", True), ("<|im_end|", False), ("</s>", False),
+        ("</think>", False), ("</think><|im_end|>", False),  # an added token, but no special one
+    ],
+)  # fmt: skip
+def test_only_a_special_token_ends_answers(end, stops):
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + END }}{% endfor %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("END", repr(end))
+    of_template = [tokenizer.convert_tokens_to_ids("<|im_end|>")] * stops
+    assert stop_tokens(tokenizer) == [tokenizer.eos_token_id, *of_template]
+    tokenizer.split_special_tokens = True  # the same text is then no special token
+    assert stop_tokens(tokenizer) == [tokenizer.eos_token_id]
