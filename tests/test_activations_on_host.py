@@ -1,6 +1,7 @@
 """Inputs of blocks in host memory, and attention that is kept, not computed again: the same bits,
 less memory on the device, fewer kernels."""
 
+import contextlib
 import weakref
 
 import pytest
@@ -147,6 +148,31 @@ def test_only_inputs_of_units_leave_the_device(config):
     model.on_host = ActivationsOnHost(6, (B, S, 1), torch.float32, CPU)
     forward(model).backward()  # of another shape
     assert not model.on_host.leaving
+
+
+VIEWS = {
+    "shape": lambda x: x.view(9, 4) ** 3,
+    "stride": lambda x: x.transpose(0, 1) ** 3,
+    "dtype": lambda x: x.sum().expand(9, 3, 4).gather(0, x.detach().view(torch.int64)),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_of_an_input_is_not_the_input(view):
+    """Though it begins at the same address. Autograd saves both."""
+
+    def gradient(host):
+        x = torch.arange(36).view(3, 3, 4) % 9
+        # the bits of integers, for a view that is an index
+        x = (x.view(torch.float64) if view == "dtype" else x.double()).requires_grad_()
+        with host.of_unit(0, x) if host else contextlib.nullcontext():
+            y = (x**2).sum() + VIEWS[view](x).sum()
+        y.backward()
+        return x.grad
+
+    host = Watched(2, (3, 3, 4), torch.float64, CPU)
+    assert torch.equal(gradient(host), gradient(None))
+    assert host.sent == [0]
 
 
 def test_too_little_host_memory(monkeypatch):
