@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
+from test_security import sign
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -487,3 +488,53 @@ def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
     assert found["one"][0][0][0] == pytest.approx(found["without"][0][0][0], rel=1e-6)
     assert found["one"][0][0][1] != pytest.approx(found["without"][0][0][1], rel=1e-3)
     assert max(found["one"][1][-1][0]) < max(found["without"][1][-1][0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not parity.GPUS, reason="needs a GPU")
+def test_a_resumed_fp16_run_goes_on_with_its_loss_scale(tmp_path):
+    """With experts and the auxiliary loss, which is scaled too: in two parts as in one, and in
+    numbers and moments near fp32's."""
+    flags = [
+        "--model_name_or_path", ROOT / "models/qwen3-moe-tiny", "--eval_json", "none",
+        "--train_json", ROOT / "data/sft_en.jsonl", "--seq_len", "64", "--max_steps", "4",
+        "--lr", "2e-3", "--warmup_steps", "1", "--sample_tokens", "0", "--save_every", "1",
+        "--keep_last", "0", "--attn_impl", "math", "--router_aux_loss", "0.5", "--no_compile",
+    ]  # fmt: skip
+    fp16 = [*flags, "--dtype", "fp16"]
+
+    def at(name, step):
+        return tmp_path / name / f"checkpoints/step_{step:08d}"
+
+    def scale(name, step):
+        facts = json.loads((at(name, step) / "trainer.json").read_text())["loss_scale"]
+        return facts["scale"], facts["good_steps"]
+
+    run_all("fsdp", 1, [[*fp16, "--output_dir", tmp_path / "first"]], tmp_path)
+    first = at("first", 1)
+    facts = json.loads((first / "trainer.json").read_text())
+    facts["loss_scale"] = {"scale": 512.0, "good_steps": 998.0}  # two good steps before it doubles
+    (first / "trainer.json").write_text(json.dumps(facts))
+    sign(first)
+    runs = {
+        "whole": [*fp16, "--resume", first],
+        "again": [*fp16, "--resume", at("whole", 2)],
+        "fp32": [*flags, "--dtype", "fp32", "--resume", first],
+    }
+    runs = [[*how, "--output_dir", tmp_path / name] for name, how in runs.items()]
+    run_all("fsdp", 1, runs, tmp_path)
+    assert [scale("whole", step) for step in (2, 3, 4)] == [(512, 999), (1024, 0), (1024, 1)]
+    assert [scale("again", step) for step in (3, 4)] == [(1024, 0), (1024, 1)]
+    names = "train/loss", "train/grad_norm", "moe/aux_loss"
+    whole, again, fp32 = (metrics(tmp_path / n, *names) for n in ("whole", "again", "fp32"))
+    assert again == whole[1:]
+    for mine, true in zip(whole, fp32, strict=True):
+        loss, norm = parity.BOUNDS["fp16"]
+        assert mine[0] == pytest.approx(true[0], rel=loss)
+        assert mine[1] == pytest.approx(true[1], rel=norm)
+        assert mine[2] == pytest.approx(true[2], rel=norm)
+    whole, again, fp32 = (tensors_of(at(name, 4)) for name in ("whole", "again", "fp32"))
+    for name, t in whole.items():
+        assert torch.equal(t, again[name]), name
+        if ".experts." in name or ".gate." in name:
+            assert parity.relative(t, fp32[name]) < 0.25, name  # the scale would be twice as large
