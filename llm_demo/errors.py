@@ -27,6 +27,13 @@ class UserError(Exception):
         return printable(" ".join(super().__str__().splitlines()))
 
 
+def words_of(error: BaseException) -> str:
+    """What a library says, in one line. A KeyError's text is only the key."""
+    text = " ".join(str(error).split())[:300]
+    plain = text and not isinstance(error, LookupError)
+    return text if plain else f"{type(error).__name__} {text}".strip()
+
+
 class Stopped(Exception):
     """A signal asked the run to stop, and it stopped between two steps, with a checkpoint."""
 

@@ -206,8 +206,12 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
     blocks = counted(config.num_hidden_layers, "block")
     say(f"model: {config.model_type}, {blocks}, {size}{origin}")
-    for layer in weights.ignored if weights else ():
-        say(f"weights: {layer}* is ignored: multi-token prediction is not trained")
+    if weights and (unused := [n + "*" * n.endswith(".") for n in weights.ignored]):
+        more = f" and {len(unused) - 3:,} more" * (len(unused) > 3)
+        say(
+            f"weights: not used: {', '.join(unused[:3])}{more} (layers of multi-token prediction, "
+            "rotary frequencies, what the index does not name)"
+        )
     if seq_len > (limit := position_limit(config) or seq_len):
         config.max_position_embeddings = seq_len
         say(f"positions: up to {seq_len} instead of {limit}, since the weights are random")

@@ -13,12 +13,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, words_of
 from llm_demo.model import names
 from llm_demo.progress import watched
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
+ROTARY = "rotary_emb.inv_freq"  # config.json implies these
+FLOATS = ("F64", "F32", "F16", "BF16")
+COMPARED = 1 << 24  # elements of two tensors that are compared at once
 
 
 @contextlib.contextmanager
@@ -26,8 +29,10 @@ def _open(file: Path):
     try:
         with safe_open(file, "pt") as opened:
             yield opened
-    except (OSError, SafetensorError) as e:
+    except OSError as e:
         raise UserError(f"{file}: {e}") from e
+    except SafetensorError as e:
+        raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
 
 
 class Weights:
@@ -38,16 +43,26 @@ class Weights:
     mapped, and a rank should hold no more of a file than it keeps."""
 
     def __init__(self, folder: Path, files: dict[str, Path]):
-        # layers that predict further tokens (DeepSeek), which training doesn't use
+        # what training doesn't use: layers that predict further tokens (DeepSeek), the rotary
+        # frequencies of old files, what the index does not name
         self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
+        named = files.keys()
         files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
+        self.ignored += [n for n in files if n.endswith(ROTARY)]
         self.folder, self.files, self.found = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
         self.bytes_read = 0
         for file in sorted(set(files.values())):
             with _open(file) as opened:
+                self.ignored += sorted(set(opened.keys()) - named)
                 for name in (n for n, f in files.items() if f == file):
-                    self.found[name] = tuple(opened.get_slice(name).get_shape())
+                    tensor = opened.get_slice(name)
+                    self.found[name] = tuple(tensor.get_shape())
+                    if (kind := tensor.get_dtype()) not in FLOATS:
+                        raise UserError(
+                            f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
+                            "give a copy of the model in bf16"
+                        )
         self.shapes = names.in_memory(self.found)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
@@ -58,14 +73,24 @@ class Weights:
         if missing := sorted(wanted.keys() - tied - self.found.keys()):
             raise UserError(f"{self.folder}: weight {missing[0]} is missing")
         for name, shape in sorted(self.found.items()):
-            # old files may also hold a tied head or the rotary frequencies
-            if name not in wanted and not name.endswith("rotary_emb.inv_freq"):
+            if name not in wanted and name not in self.ignored:
                 raise UserError(f"{self.folder}: {name} is not a weight of this model")
             if shape != wanted.get(name, shape):
                 raise UserError(
                     f"{self.folder}: {name} has shape {list(shape)}, but config.json implies "
                     f"{list(wanted[name])}"
                 )
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two matrices have the same values. Reads a few rows of both at a time."""
+        shape, bytes_read = self.shapes[a], self.bytes_read
+        if shape != self.shapes[b] or len(shape) != 2:
+            return False
+        step = max(1, COMPARED // max(1, shape[1]))
+        parts = [(slice(i, i + step),) for i in range(0, shape[0], step)]
+        same = all(torch.equal(self.read(a, p).float(), self.read(b, p).float()) for p in parts)
+        self.bytes_read = bytes_read  # of what is loaded
+        return same
 
     def digest(self) -> str:
         """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
@@ -126,8 +151,13 @@ def open_weights(folder: Path) -> Weights | None:
             if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
                 raise UserError(f"{index} names {away[0]}, which is not in its folder")
             files = {n: folder / f for n, f in places.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise UserError(f"{index} is not a safetensors index: {e!r}") from e
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
+        for file in dict.fromkeys(files.values()):
+            if not file.is_file():
+                raise UserError(
+                    f"{index} names {file.name}, which is missing: is the download complete?"
+                )
         return Weights(folder, files)
     if single.is_file():
         with _open(single) as opened:
@@ -193,18 +223,29 @@ def fill(
                 begins[0] += getattr(owner, "first", 0)  # of these experts
                 spans = zip(begins, chunk.sizes, strict=True)
                 part = tuple(slice(at, at + size) for at, size in spans)
-            # move to the device first: copy_ would widen it in host memory
             values = random[key][part] if key in random else weights.read(p.hf_name, part)
+            if not store:  # move to the device first: copy_ would widen it in host memory
+                values = values.to(local.device)
+            if key not in random:
+                refuse_non_finite(values, weights.folder, p.hf_name)
             if store:
                 store(p, values)
             else:
-                local.copy_(values.to(local.device))
+                local.copy_(values)
         for key, buffer in owner.named_buffers(recurse=False):
             if key not in owner._non_persistent_buffers_set:
                 buffer.hf_name = f"{path}.{key}"
                 if weights:
                     buffer.copy_(weights.read(buffer.hf_name))
+                    refuse_non_finite(buffer, weights.folder, buffer.hf_name)
     return module
+
+
+def refuse_non_finite(values: torch.Tensor, folder: Path, name: str) -> None:
+    """Raise UserError if a weight has NaN or infinity, which its sum then has too: summing takes a
+    hundredth of the time of looking at each."""
+    if not values.sum().isfinite() and not values.isfinite().all():
+        raise UserError(f"{folder}: {name} is not finite (NaN or infinity): give another copy")
 
 
 def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, torch.Tensor]:
