@@ -32,12 +32,13 @@ from llm_demo.dist import run
 from llm_demo.errors import UserError, counted, printable
 from llm_demo.files import disk_full, write_json, write_text
 from llm_demo.model.batched import batched, choose_batched
+from llm_demo.model.folder import open_model
 from llm_demo.model.foreign import load_model
 from llm_demo.model.generate import prompts_of
 from llm_demo.model.loss import cross_entropy_sum
 from llm_demo.model.rotary import length_dependent_rope
 from llm_demo.model.source import find_model, load_config, load_tokenizer, position_limit
-from llm_demo.model.weights import open_weights
+from llm_demo.model.weights import refuse_non_finite
 from llm_demo.progress import progress
 from llm_demo.run.folder import refuse_inside_checkpoints
 
@@ -129,19 +130,20 @@ def make_parser() -> argparse.ArgumentParser:
 
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     """One model's figures for each file: loss, perplexity, tokens, exact matches and answers."""
-    folder = find_model(name)
-    config = load_config(folder, args.seq_len)  # refuses unsupported models
-    if open_weights(folder) is None:
+    folder, log = find_model(name), functools.partial(print, file=sys.stderr)
+    config, weights = open_model(folder, args.seq_len, log)  # refuses unsupported models
+    if weights is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
     keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
             "learn_reasoning")  # fmt: skip
     options = {key: getattr(args, key) for key in keys}
-    log = functools.partial(print, file=sys.stderr)
     paths = find_files(args.data, say=log)
     data = [load_packs(path, tokenizer, pack=False, log=log, **options) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)
     model = load_model(name, folder, config, dtype).to(device)
+    for key, weight in model.state_dict().items():
+        refuse_non_finite(weight, folder, key)
     model.generation_config = GenerationConfig()  # the model's own may have a repetition_penalty
     batch, why = choose_batched(args.generate, device, config)
     if length_dependent_rope(config):  # a document's numbers would depend on the rest of the batch

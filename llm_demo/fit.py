@@ -36,10 +36,11 @@ from llm_demo.model import step_time
 from llm_demo.model.attention import heads_of
 from llm_demo.model.costs import experts_of
 from llm_demo.model.cut import split
+from llm_demo.model.folder import open_model
 from llm_demo.model.lora import Lora, choose_lora
 from llm_demo.model.memory import PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
-from llm_demo.model.source import find_model, is_mixture, load_config
+from llm_demo.model.source import find_model, is_mixture
 from llm_demo.plan import Compute
 from llm_demo.process import command
 from pp.flags import PipeArgs
@@ -318,7 +319,7 @@ def make_parser() -> argparse.ArgumentParser:
     style = argparse.RawDescriptionHelpFormatter
     parser = PlainParser(prog="python -m llm_demo.fit", description=__doc__, formatter_class=style)
     add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
-    add("model", metavar="MODEL", help="a folder or a hub id; only its config.json is read")
+    add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
     add("--cards", type=whole(1), required=True, help="GPUs, of one node")
     number("--memory", required=True, help="GB (2**30 bytes) of each card")
     add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
@@ -335,7 +336,8 @@ def main(argv: list[str] | None = None) -> None:
     ask = make_parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         on_hub = not Path(ask.model).expanduser().is_dir()
-        config = load_config(find_model(ask.model, config_in=folder), ask.seq_len, trained=on_hub)
+        path = find_model(ask.model, config_in=folder)
+        config, _ = open_model(path, ask.seq_len, with_weights=not on_hub)
     found = list(choices(config, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)

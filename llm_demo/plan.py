@@ -43,6 +43,7 @@ from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
+from llm_demo.model.folder import open_model
 from llm_demo.model.lora import (
     Lora,
     choose_lora,
@@ -54,13 +55,12 @@ from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import (
     find_model,
     is_mixture,
-    load_config,
     load_tokenizer,
     position_limit,
     window_of,
     without_window,
 )
-from llm_demo.model.weights import Weights, open_weights
+from llm_demo.model.weights import Weights
 from llm_demo.run.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -195,8 +195,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
 def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
     """The model's folder (downloaded if necessary), configuration, weights and tokenizer."""
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
-    config = load_config(folder, seq_len)
-    weights = open_weights(folder)
+    config, weights = open_model(folder, seq_len, say)
     origin = (
         f"weights of {folder}"
         if weights

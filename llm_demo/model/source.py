@@ -7,8 +7,10 @@ from pathlib import Path
 from jinja2 import TemplateSyntaxError
 from transformers import AutoTokenizer
 from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.errors import UserError
+from llm_demo.data.sources import LFS
+from llm_demo.errors import UserError, words_of
 from llm_demo.files import write_json
 from llm_demo.model.costs import experts_of, mixed_blocks, shared_width
 from llm_demo.model.foreign import read_config, refuse_adapter
@@ -20,6 +22,7 @@ from llm_demo.model.weights import open_weights
 # silently train them wrongly.
 EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", *EXPERTS)
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # of a model's folder
 
 
 def find_model(name: str, config_in: str | None = None) -> Path:
@@ -35,6 +38,7 @@ def find_model(name: str, config_in: str | None = None) -> Path:
         )
     if (folder / "config.json").is_file():
         refuse_adapter(name, folder)
+        refuse_pointers(folder)
         return folder
     if (folder / "adapter_config.json").is_file():
         raise UserError(
@@ -46,7 +50,7 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     from huggingface_hub import snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    options = {"allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]}
+    options = {"allow_patterns": FILES}
     if config_in:
         only = ["config.json", "adapter_config.json"]
         options = {"allow_patterns": only, "local_dir": config_in}
@@ -64,35 +68,52 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     return folder
 
 
+def refuse_pointers(folder: Path) -> None:
+    """Raise UserError if a file is a Git LFS pointer, which an incomplete download leaves."""
+    for file in sorted(f for pattern in FILES for f in folder.glob(pattern)):
+        if file.is_file() and file.stat().st_size < 1024 and file.read_bytes().startswith(LFS):
+            raise UserError(
+                f"{file} is a Git LFS pointer, not the file: run git lfs pull in {folder}"
+            )
+
+
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads")  # fmt: skip
 # where a family has them, and not all of their models
-FURTHER_SIZES = ("head_dim", "moe_intermediate_size", "kv_lora_rank", "q_lora_rank",
-                 "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+FURTHER_SIZES = ("max_position_embeddings", "head_dim", "moe_intermediate_size", "kv_lora_rank",
+                 "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
 # rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
 ANY_LENGTH = ("default", "linear", "llama3")
+LARGEST = 1 << 24  # of the sizes
+MOST_BLOCKS = 1 << 12
 
 
 def load_config(folder: Path, max_len: int, trained: bool = False):
     """The model's configuration. trained: it has weights, elsewhere. Raises UserError if this
     project can't train it exactly."""
     try:
+        raw, blocks = (folder / "config.json").read_text(encoding="utf-8"), "num_hidden_layers"
+        refuse_sizes(folder, {blocks: json.loads(raw).get(blocks)})  # transformers lists them all
         config = read_config(folder)
+    except UserError:
+        raise
     except Exception as e:  # several libraries check it, each with exceptions of its own
-        raise UserError(f"{folder}/config.json: {' '.join(str(e).split())[:300]}") from e
+        raise UserError(f"{folder}/config.json: {words_of(e)}") from e
     if config.model_type not in FAMILIES:
         raise UserError(
             f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
         )
     if getattr(config, "attention_dropout", 0):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
-    further = [name for name in FURTHER_SIZES if getattr(config, name, None) is not None]
-    for name in [*SIZES, *further]:
-        if not isinstance(value := getattr(config, name, None), int) or value < 1:
-            raise UserError(f"{folder}/config.json: {name} {value} is not a positive number")
+    refuse_sizes(folder, {name: getattr(config, name, None) for name in (*SIZES, *FURTHER_SIZES)})
+    if missing := [name for name in SIZES if getattr(config, name, None) is None]:
+        raise UserError(f"{folder}/config.json: {missing[0]} is missing")
+    for name in ("rms_norm_eps", "initializer_range"):
+        if not isinstance(value := getattr(config, name, 0), int | float) or not 0 <= value <= 1:
+            raise UserError(f"{folder}/config.json: {name} {value} is not a number from 0 to 1")
     if config.num_attention_heads % config.num_key_value_heads:
         raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
-    if config.hidden_act not in ACT2FN:
+    if str(config.hidden_act) not in ACT2FN:
         raise UserError(f"{folder}/config.json: hidden_act {config.hidden_act} is unknown")
     if getattr(config, "quantization_config", None):
         raise UserError(
@@ -100,16 +121,24 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
         )
     if is_mixture(config) and (problem := problem_of_experts(config)):
         raise UserError(f"{folder}/config.json: {problem}")
-    if rope_type(config) == "longrope":
-        try:
-            LongRope(config)
-        except (KeyError, TypeError, ValueError, RuntimeError) as e:
-            raise UserError(f"{folder}/config.json: longrope in rope_parameters: {e}") from e
+    if problem := problem_of_rope(config):
+        raise UserError(f"{folder}/config.json: {problem}")
     limit = position_limit(config)
     if limit and max_len > limit:
         if trained or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
             raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
+
+
+def refuse_sizes(folder: Path, config: dict) -> None:
+    """Raise UserError if one of the sizes that a configuration has is none."""
+    for name in (*SIZES, *FURTHER_SIZES):
+        value, most = config.get(name), MOST_BLOCKS if name == "num_hidden_layers" else LARGEST
+        if value is not None and (type(value) is not int or not 1 <= value <= most):
+            raise UserError(
+                f"{folder}/config.json: {name} {str(value)[:80]} is not a positive number of at "
+                f"most {most:,}"
+            )
 
 
 def problem_of_experts(config) -> str | None:
@@ -152,6 +181,26 @@ def problem_of_experts(config) -> str | None:
         return f"n_group {groups} does not divide {n} experts into groups of at least 2"
     if not kept or kept > groups or kept * (n // groups) < chosen:
         return f"topk_group {kept} of n_group {groups} has too few experts to choose {chosen} from"
+    return None
+
+
+def problem_of_rope(config) -> str | None:
+    """What is wrong with rope_parameters, as far as transformers would not say so itself."""
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict):
+        return f"rope_parameters {rope} is not an object"
+    known = ("default", *ROPE_INIT_FUNCTIONS)
+    if (kind := rope.get("rope_type", "default")) not in known:
+        return f"the rotary type {kind} is not one of {', '.join(known)}"
+    for name in ("factor", "original_max_position_embeddings"):
+        value = rope.get(name)
+        if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST):
+            return f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST:,}"
+    if kind == "longrope":
+        try:
+            LongRope(config)
+        except (KeyError, TypeError, ValueError, RuntimeError) as e:
+            return f"longrope in rope_parameters: {e}"
     return None
 
 
@@ -264,13 +313,18 @@ def read_chat_template(file: Path, tokenizer) -> str:
 
 def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
     """Save what an export needs besides weights with the run: the model's folder may disappear.
-    config: the model's, with more positions if rows are longer."""
+    config: the model's, with more positions if rows are longer, and untied if its head is."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("config.json", "generation_config.json"):
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
     if config:
-        described, key = json.loads((folder / "config.json").read_text()), "max_position_embeddings"
+        described, changes = json.loads((folder / "config.json").read_text()), {}
+        key, tied = "max_position_embeddings", "tie_word_embeddings"
         if described.get(key, 0) < (limit := getattr(config, key, 0)):
-            write_json(folder / "config.json", described | {key: limit}, indent=2)
+            changes[key] = limit
+        if described.get(tied) and not config.tie_word_embeddings:
+            changes[tied] = False
+        if changes:
+            write_json(folder / "config.json", described | changes, indent=2)
     tokenizer.save_pretrained(folder)
