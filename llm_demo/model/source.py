@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -275,22 +276,75 @@ def without_window(config, longest: int) -> None:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
 
 
+# Text that tokenizers with other rules split or normalise differently.
+PROBE = (
+    "It's we'LL; don't 7 42 100 1234 2024 1234567 3.14 1e-5 snake_case camelCase HTTPServer x==1 "
+    "(foo).bar  two   three\t tab\n\nline \n  indented\r\n#!? ...\n\n\n na\u00efve nai\u0308ve "
+    "\ufb01\uff21 Привет 你好，世界 こんにちは 한국어 مرحبا नमस्ते 👍🏽 — <b>end</b>  "
+)
+
+
 def load_tokenizer(name: str, chat_template: str | None = None):
-    """The tokenizer of a folder or hub id. chat_template: a file that replaces its own template."""
+    """The tokenizer of a folder or hub id, with the ids of its tokenizer.json. chat_template: a
+    file that replaces its own template. Raises UserError."""
     folder = Path(name).expanduser()
-    if not folder.is_dir():
+    if folder.is_dir():
+        refuse_pointers(folder)
+    else:
         folder = find_model(name)
     files = ("tokenizer.json", "tokenizer.model", "vocab.json")
     # Without any of them transformers creates an empty tokenizer from config.json.
     if not any((folder / file).is_file() for file in files):
         raise UserError(f"no tokenizer in {folder}: name one with --tokenizer_name_or_path")
+    whole = folder / "tokenizer.json"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as e:
-        raise UserError(f"{folder}: {str(e).strip().splitlines()[0]}") from e
+        # transformers makes the rules of other classes itself, and ignores those of the file
+        if type(tokenizer) is not PreTrainedTokenizerFast and whole.is_file():
+            if not same_ids(own := Tokenizer.from_file(str(whole)), tokenizer):
+                tokens = tokenizer.special_tokens_map.items()  # some are the class's defaults
+                tokens = {name: text for name, text in tokens if own.token_to_id(text) is not None}
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **tokens)
+    except Exception as e:  # several libraries read it, each with exceptions of its own
+        problem = e
+        if whole.is_file():
+            try:
+                Tokenizer.from_file(str(whole))
+            except Exception as of_file:  # says more
+                problem = of_file
+        elif (folder / "tokenizer.model").is_file():
+            raise UserError(
+                f"{folder} has no tokenizer.json, and its tokenizer.model can't be read "
+                f"({words_of(e)}): pip install sentencepiece protobuf, then write it with python "
+                f"-c 'from transformers import AutoTokenizer as A; A.from_pretrained("
+                f'"{folder}").save_pretrained("{folder}")\''
+            ) from e
+        raise UserError(f"{folder}: the tokenizer can't be read: {words_of(problem)}") from e
     if chat_template:
         tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
+    elif tokenizer.chat_template:
+        try:
+            if not isinstance(template := tokenizer.get_chat_template(), str):
+                raise TypeError(f"it is {template!r}")
+            try_template(tokenizer, template)
+        except (TemplateSyntaxError, TypeError, ValueError) as e:
+            raise UserError(
+                f"{folder}: its chat template can't be used: {words_of(e)}; set another with "
+                "--chat_template"
+            ) from e
     return tokenizer
+
+
+def same_ids(file: Tokenizer, tokenizer) -> bool:
+    """Whether a tokenizer from transformers gives the ids of its tokenizer.json, also next to the
+    first added tokens. Some classes are not made from that file."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    added = [token.content for _, token in sorted(file.get_added_tokens_decoder().items())[:8]]
+    text = PROBE.join(["", *added, ""])
+    return isinstance(backend, Tokenizer) and (
+        backend.encode(text, add_special_tokens=False).ids
+        == file.encode(text, add_special_tokens=False).ids
+    )
 
 
 def read_chat_template(file: Path, tokenizer) -> str:
@@ -302,13 +356,21 @@ def read_chat_template(file: Path, tokenizer) -> str:
     if "messages" not in template:
         raise UserError(f"--chat_template {file}: not a chat template: it never uses messages")
     try:
-        question = [{"role": "user", "content": "?"}]
-        tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+        try_template(tokenizer, template)
     except TemplateSyntaxError as e:
         raise UserError(f"--chat_template {file}:{e.lineno}: {e.message}") from None
+    return template
+
+
+def try_template(tokenizer, template: str) -> None:
+    """Raise TemplateSyntaxError for a template that does not compile."""
+    question = [{"role": "user", "content": "?"}]
+    try:
+        tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+    except TemplateSyntaxError:
+        raise
     except Exception:  # it may reject this conversation but accept the data's
         pass
-    return template
 
 
 def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
