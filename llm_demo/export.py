@@ -6,6 +6,7 @@ Adapters become a PEFT adapter, or with --merge the whole model."""
 
 import argparse
 import contextlib
+import copy
 import functools
 import importlib.util
 import json
@@ -19,19 +20,15 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    GenerationConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from llm_demo.args import PlainParser, path_of, size
-from llm_demo.data.labels import stop_tokens
 from llm_demo.device import DTYPES, World, drawn_on, this_device
 from llm_demo.dist import run, stay_on_loopback
-from llm_demo.errors import UserError
-from llm_demo.files import PART, disk_full, write_json
+from llm_demo.errors import UserError, words_of
+from llm_demo.files import PART, disk_full
 from llm_demo.model.decoder import skeleton
+from llm_demo.model.folder import describe
 from llm_demo.model.foreign import read_config
 from llm_demo.model.lora import (
     factor_names,
@@ -141,6 +138,9 @@ def export(
         held = factors_of(lora, shapes) if lora else shapes
         refuse_other_shapes(checkpoint, held)
         whole = merge or not lora
+        model = source / "model"
+        described = copy.deepcopy(config) if whole else None
+        notes = describe(model, part, load_tokenizer(str(model)), described, DTYPES[dtype])
         if not whole:
             n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora)
         else:
@@ -148,18 +148,6 @@ def export(
             n_bytes = write_weights(
                 checkpoint, part, shapes, DTYPES[dtype], max_shard_size, buffers, read
             )
-            config.dtype = DTYPES[dtype]
-            if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
-                config.num_mtp_layers = 0
-            if not config.architectures:  # servers such as vLLM need it
-                config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
-            config.save_pretrained(part)
-            describe_for_version_4(part)
-        tokenizer = load_tokenizer(str(source / "model"))
-        tokenizer.save_pretrained(part)
-        name_tokenizer_for_version_4(part)
-        if whole:
-            generation_config(source / "model", tokenizer).save_pretrained(part)
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
         if out.exists():
             out.rmdir()
@@ -172,7 +160,8 @@ def export(
     finally:
         shutil.rmtree(part, ignore_errors=True)
     kind = "weights" if whole else "adapters"
-    return f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
+    line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
+    return "\n".join([line, *notes])
 
 
 def model_of(folder: Path) -> tuple:
@@ -189,52 +178,7 @@ def model_of(folder: Path) -> tuple:
         weights = dict(model.named_parameters()) | buffers
         return config, {name: tuple(t.shape) for name, t in weights.items()}, set(buffers)
     except Exception as e:  # the file may come from elsewhere
-        reason = (str(e).strip().splitlines() or [repr(e)])[0]
-        raise UserError(f"{folder}/config.json: {reason}") from e
-
-
-def describe_for_version_4(folder: Path) -> None:
-    """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
-    it silently takes defaults. Version 5 reads the same model from both."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config.pop("auto_map", None)  # names code that is not in this folder
-    config["torch_dtype"] = config["dtype"]
-    if "num_local_experts" in config:
-        config["num_experts"] = config["num_local_experts"]
-    rope = config["rope_parameters"]
-    kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-    config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
-    if kind == "longrope":
-        key = "original_max_position_embeddings"
-        config[key] = rope[key]
-    write_json(file, config, indent=2)
-
-
-def name_tokenizer_for_version_4(folder: Path) -> None:
-    """Name a tokenizer's class and special tokens as transformers 4 does, which version 5 reads
-    too."""
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
-    config.pop("auto_map", None)
-    if config["tokenizer_class"] == "TokenizersBackend":
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if tokens := config.pop("extra_special_tokens", None):
-        config["additional_special_tokens"] = tokens
-    write_json(file, config, indent=2)
-
-
-def generation_config(folder: Path, tokenizer) -> GenerationConfig:
-    """The model's own, with the stop tokens of its training data added: a base model knows only the
-    end of a text, not of an assistant's turn."""
-    config = GenerationConfig()
-    if (folder / "generation_config.json").is_file():
-        config = GenerationConfig.from_pretrained(folder)
-    own = config.eos_token_id
-    own = own if isinstance(own, list) else [own] * (own is not None)
-    config.eos_token_id = list(dict.fromkeys([*own, *stop_tokens(tokenizer)])) or None
-    return config
+        raise UserError(f"{folder}/config.json: {words_of(e)}") from e
 
 
 def refuse_other_shapes(checkpoint: Path, wanted: dict[str, tuple]) -> None:

@@ -43,7 +43,7 @@ from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import active_of, parameters_of
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.experts_choice import choose_product, why_not_compiled
-from llm_demo.model.folder import open_model
+from llm_demo.model.folder import open_model, try_describe
 from llm_demo.model.lora import (
     Lora,
     choose_lora,
@@ -219,6 +219,9 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         raise UserError(
             f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
         )
+    if args.save:
+        for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
+            say(f"export: {line}")
     return Source(folder, config, weights, tokenizer)
 
 

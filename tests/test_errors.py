@@ -2,8 +2,10 @@
 
 import errno
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT, environment, processes_with, python, run
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo import fit
@@ -113,6 +116,14 @@ def folder(tmp_path_factory):
     odd = json.loads((ROOT / "models/qwen3-moe-tiny/config.json").read_text()) | {"num_experts": 3}
     (folder / "odd").mkdir()
     (folder / "odd/config.json").write_text(json.dumps(odd))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "one block"))
+    model.lm_head.weight.data[-1, -1] = math.nan
+    model.save_pretrained(folder / "not finite")
+    shutil.copytree(folder / "one block", folder / "odd generation")
+    (folder / "odd generation/generation_config.json").write_text('{"max_new_tokens": "many"}')
+    (folder / "mrope").mkdir()
+    config["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    (folder / "mrope/config.json").write_text(json.dumps(config))
     (folder / "no model").mkdir()
     (folder / "earlier run/checkpoints").mkdir(parents=True)  # as another trainer may have
     (folder / "earlier run/metrics.jsonl").write_text("precious")
@@ -399,6 +410,15 @@ CASES += [
         ),
     )
 ]
+CASES += [
+    (kind, ["--model_name_or_path", name, *TINY, "--seq_len", "64", *more], message)
+    for kind in KINDS
+    for name, more, message in (
+        ("not finite", ["--dry_run"], "not finite: lm_head.weight is not finite"),
+        ("odd generation", NO_DATA, "odd generation/generation_config.json: '<=' not supported"),
+        ("mrope", NO_DATA, "mrope/config.json: the rotary type mrope is not one of default,"),
+    )
+]
 SPLIT_BACKWARD = [
     (["--grad_accum_steps", "3"], "needs --grad_accum_steps of at least 4 .2 x --stages., not 3"),
     (["--reshard_after_forward"], "--reshard_after_forward would give wrong gradients"),
@@ -537,6 +557,7 @@ FIT = [
     ("gpt2", {}, "gpt2 is not one of qwen3"),
     ("./absent", {}, "no model at ./absent"),
     ("nobody/nothing", {}, "no model at nobody/nothing"),
+    ("mrope", {}, "mrope/config.json: the rotary type mrope is not one of default,"),
     ("window", {"--cards": "0"}, "--cards: 0: must be a whole number, 1 or more"),
     ("window", {"--cards": "two"}, "--cards: two: must be a whole number"),
     ("window", {"--memory": "0"}, "--memory: 0: must be a number above 0"),

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from bench import checkpoints
@@ -16,7 +16,8 @@ from llm_demo.errors import UserError
 from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, param_count
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
-from llm_demo.model.source import find_model, load_config, load_tokenizer
+from llm_demo.model.folder import describe, open_model, try_describe
+from llm_demo.model.source import describe_model, find_model, load_config, load_tokenizer
 from llm_demo.model.weights import materialise, open_weights
 
 CPU = torch.device("cpu")
@@ -182,6 +183,201 @@ def test_bad_folders(files, message, tmp_path):
         folder = find_model(str(tmp_path))
         load_config(folder, 64)
         open_weights(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 32}
+INDEX = "model.safetensors.index.json"
+SHARD = "model-00001-of-00002.safetensors"
+NORM = "model.norm.weight"
+
+
+def rope(**more):
+    return {"config.json": {"rope_parameters": {**ROPE, **more}}}
+
+
+def scaling(kind):
+    return {"config.json": {"rope_parameters": None, "rope_scaling": {"type": kind, "factor": 2.0}}}
+
+
+# What a folder's files hold instead: text, None for no file, a dict that changes a JSON file, or a
+# function that changes the tensors.
+WRONG = [
+    # the download was interrupted
+    ({"config.json": POINTER}, "config.json is a Git LFS pointer"),
+    ({"model.safetensors": POINTER}, "model.safetensors is a Git LFS pointer"),
+    ({"tokenizer.json": POINTER}, "tokenizer.json is a Git LFS pointer"),
+    ({INDEX: json.dumps({"weight_map": {NORM: SHARD}})}, f"names {SHARD}, which is missing"),
+    ({"model.safetensors": b"half".ljust(999)}, "model.safetensors is damaged or incomplete"),
+    # an index of another kind
+    ({INDEX: "[" * 10**5}, f"{INDEX} is not a safetensors index: maximum recursion"),
+    ({INDEX: '{"weight_map": {"a": 5}}'}, "is not a safetensors index"),
+    ({INDEX: '{"weight_map": ["a"]}'}, "is not a safetensors index"),
+    ({INDEX: '{"weight_map": {"a": "."}}'}, "which is missing"),
+    ({INDEX: '{"weight_map": {"a": "model.safetensors"}}'}, "does not contain tensor a"),
+    # tensors
+    ({"model.safetensors": lambda t: {NORM: t[NORM].int()}}, f"{NORM} is of type I32"),
+    ({"model.safetensors": lambda t: {NORM: t[NORM].bool()}}, f"{NORM} is of type BOOL"),
+    ({"model.safetensors": lambda t: {"a.b": t[NORM] + 1}}, "a.b is not a weight of this model"),
+    # configuration
+    ({"config.json": "[" * 10**5}, "config.json: maximum recursion"),
+    ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not a po"),
+    ({"config.json": {"hidden_size": 10**12}}, "hidden_size 1000000000000 is not a positive numb"),
+    (
+        {"config.json": {"max_position_embeddings": 0}},
+        "max_position_embeddings 0 is not a",
+    ),
+    ({"config.json": {"pad_token_id": 10**9}}, "Padding_idx must be within num_embeddings"),
+    ({"config.json": {"dtype": 5}}, "config.json: 'int' object has no attribute"),
+    ({"config.json": {"hidden_act": ["silu"]}}, "config.json: .*hidden_act"),
+    ({"config.json": {"rms_norm_eps": -1.0}}, "rms_norm_eps -1.0 is not a number from 0 to 1"),
+    (rope(rope_theta=0), "do not give 4 positive frequencies"),
+    (rope(rope_theta="x"), "config.json: .*'str' and 'Tensor'"),
+    (rope(rope_type="zzz"), "the rotary type zzz is not one of default, "),
+    (scaling("mrope"), "the rotary type mrope is not one of default, "),
+    (scaling("ntk"), "the rotary type ntk is not one of default, "),
+    (rope(**YARN, factor=-1), "factor -1 in rope_parameters is not a number"),
+    (rope(**YARN), "config.json: KeyError .*factor"),
+    (rope(**YARN, factor=2.0, attention_factor="x"), "config.json: "),
+    # tokenizer
+    ({"tokenizer.json": "{}"}, "the tokenizer can't be read: Model missing"),
+    ({"tokenizer.json": "[]"}, "the tokenizer can't be read: invalid type: sequence"),
+    ({"tokenizer_config.json": {"tokenizer_class": 5}}, "the tokenizer can't be read: 'int' obj"),
+    (
+        {"tokenizer_config.json": {"eos_token": {}}},
+        "the tokenizer can't be read: Special token",
+    ),
+    ({"tokenizer.json": None, "tokenizer.model": "x"}, "has no tokenizer.json, .*save_pretrained"),
+    (
+        {
+            "chat_template.jinja": None,
+            "tokenizer_config.json": {"chat_template": [{"name": "a", "template": "a"}]},
+        },
+        "multiple chat templates with no default specified.*--chat_template",
+    ),
+    ({"chat_template.jinja": "{% for m in messages %}"}, "template can't be used: Unexpected end"),
+    # generation
+    ({"generation_config.json": "{"}, "generation_config.json: It looks like"),
+    ({"generation_config.json": "[]"}, "generation_config.json: .*list"),
+    ({"generation_config.json": '{"eos_token_id": "x"}'}, "generation_config.json: 'x' is not a"),
+    ({"generation_config.json": '{"top_p": "x"}'}, "generation_config.json: top_p 'x' is not a n"),
+    ({"generation_config.json": '{"max_new_tokens": "x"}'}, "generation_config.json: '<='"),
+]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """A folder with weights and a tokenizer."""
+    folder = tmp_path_factory.mktemp("good")
+    config = Qwen3Config(tie_word_embeddings=True, head_dim=8, **{**SIZES, "vocab_size": 4096})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "models/qwen3-tiny" / name, folder)
+    return folder
+
+
+def changed(good, folder, files):
+    """A copy of the folder with other files, see WRONG."""
+    shutil.copytree(good, folder)
+    for name, content in files.items():
+        file = folder / name
+        if callable(content):
+            tensors = load_file(file)
+            save_file(tensors | content(tensors), file, metadata={"format": "pt"})
+        elif isinstance(content, dict):
+            file.write_text(json.dumps(json.loads(file.read_text()) | content))
+        elif content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def opened(folder):
+    """What a run does with a folder before it reads data."""
+    config, weights = open_model(find_model(str(folder)), 64)
+    tokenizer = load_tokenizer(str(folder))
+    return config, weights, tokenizer, try_describe(folder, tokenizer, config)
+
+
+@pytest.mark.parametrize("files, message", WRONG)
+def test_a_wrong_folder_is_one_line(files, message, good, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    with pytest.raises(UserError, match=message) as raised:
+        opened(changed(good, tmp_path / "x", files))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_right_folder(good):
+    config, weights, _, notes = opened(good)
+    assert config.tie_word_embeddings and weights and not notes
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["equal", "other"])
+def test_a_tied_head_in_the_files(other, good, tmp_path, monkeypatch):
+    """Of other values it is kept, as transformers does; an equal one stays tied."""
+    monkeypatch.setattr("llm_demo.model.weights.COMPARED", 320)  # parts of ten rows
+
+    def head(tensors):
+        values = tensors[EMBEDDING].clone()
+        values[-1, -1] += other
+        return {HEAD: values}
+
+    folder, said = changed(good, tmp_path / "x", {"model.safetensors": head}), []
+    config, weights = open_model(folder, 64, said.append)
+    assert config.tie_word_embeddings == (not other)
+    assert weights.bytes_read == 0 and len(said) == other
+    true = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert (true.lm_head.weight is true.model.embed_tokens.weight) == (not other)
+    lm = build(config, weights)
+    assert torch.equal(lm.lm_head.weight, true.lm_head.weight)
+    assert param_count(lm) == sum(p.numel() for p in true.parameters())
+    describe_model(folder, load_tokenizer(str(folder)), tmp_path / "model", config)
+    saved = json.loads((tmp_path / "model/config.json").read_text())
+    assert saved["tie_word_embeddings"] == (not other)
+
+
+def test_tensors_that_are_not_used_are_named(good, tmp_path):
+    rotary = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    folder = changed(good, tmp_path / "x", {"model.safetensors": lambda t: {rotary: t[NORM] + 1}})
+    assert open_model(folder, 64)[1].ignored == [rotary]
+    names = [*load_file(good / "model.safetensors")]
+    index = json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    (folder / INDEX).write_text(index)
+    assert open_model(folder, 64)[1].ignored == [rotary]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(bad, good, tmp_path):
+    def spoilt(tensors):
+        values = tensors["model.layers.1.mlp.up_proj.weight"].clone()
+        values[3, 4] = bad
+        return {"model.layers.1.mlp.up_proj.weight": values}
+
+    folder = changed(good, tmp_path / "x", {"model.safetensors": spoilt})
+    config, weights = open_model(folder, 64)
+    build(config, open_weights(good))
+    with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight is not finite"):
+        build(config, weights)
+    large = {NORM: torch.full((32,), 6e4, dtype=torch.float16)}  # only their sum is infinite
+    folder = changed(good, tmp_path / "y", {"model.safetensors": lambda t: large})
+    build(*open_model(folder, 64))
+
+
+def test_a_generation_config_that_transformers_does_not_save(good, tmp_path):
+    own = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 2}
+    files = {"generation_config.json": json.dumps(own | {"pad_token_id": -1, "max_length": 9})}
+    folder = changed(good, tmp_path / "x", files)
+    config, _, tokenizer, notes = opened(folder)
+    shown = "pad_token_id -1, temperature 0.6, top_p 0.9"
+    assert notes == [f"generation_config.json: without {shown}, which transformers refuses"]
+    assert describe(folder, tmp_path / "out", tokenizer, config) == notes
+    saved = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert saved["max_length"] == 9 and 2 in saved["eos_token_id"] and "top_p" not in saved
 
 
 def test_weights_that_do_not_fit(tmp_path):

@@ -300,7 +300,7 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
     changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
     assert open_weights(tmp_path).ignored == ["model.layers.4."]
     args = SimpleNamespace(
-        model_name_or_path=str(tmp_path), chat_template=None, seed=0,
+        model_name_or_path=str(tmp_path), chat_template=None, seed=0, save=False,
         tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
     )  # fmt: skip
     said = []
@@ -317,7 +317,7 @@ def test_the_log_names_both_sizes(alone):
         ("qwen3-tiny", "6 blocks, no weights"),
     ):
         args = SimpleNamespace(
-            model_name_or_path=str(ROOT / "models" / name), chat_template=None, seed=0,
+            model_name_or_path=str(ROOT / "models" / name), chat_template=None, seed=0, save=False,
             tokenizer_name_or_path=str(ROOT / "models/qwen3-tiny"),
         )  # fmt: skip
         said = []
