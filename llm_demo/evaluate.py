@@ -14,6 +14,7 @@ import re
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 import numpy as np
@@ -37,7 +38,13 @@ from llm_demo.model.foreign import load_model
 from llm_demo.model.generate import prompts_of
 from llm_demo.model.loss import cross_entropy_sum
 from llm_demo.model.rotary import length_dependent_rope
-from llm_demo.model.source import find_model, load_config, load_tokenizer, position_limit
+from llm_demo.model.source import (
+    find_model,
+    fix_date,
+    load_config,
+    load_tokenizer,
+    position_limit,
+)
 from llm_demo.model.weights import refuse_non_finite
 from llm_demo.progress import progress
 from llm_demo.run.folder import refuse_inside_checkpoints
@@ -74,6 +81,7 @@ def main() -> None:
         gc.collect()
         if args.out:  # after each model, since the next may fail
             settings = {"data": args.data, "seq_len": args.seq_len, "device": str(device)}
+            settings["date"] = args.date
             try:
                 args.out.mkdir(parents=True, exist_ok=True)
                 write_json(args.out / "evaluation.json", {**settings, "models": results})
@@ -124,8 +132,19 @@ def make_parser() -> argparse.ArgumentParser:
         "batch at a time; auto: batch where it is faster")  # fmt: skip
     add("--answer_regex", type=regex, help="finds the result in an answer: the last match of "
         r"its first group, for example '#### (-?[\d,.]+)' for GSM8K")  # fmt: skip
+    add("--date", type=day, default=str(date.today()), help="the date that chat templates print, "
+        "as 2026-01-31; default: today")  # fmt: skip
     add("--out", type=path_of, help="folder to write evaluation.json and evaluation.md to")
     return parser
+
+
+def day(text: str) -> str:
+    """A type for argparse."""
+    try:
+        return str(date.fromisoformat(text))
+    except ValueError:
+        message = f"{text[:80]}: must be a date, as 2026-01-31"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
@@ -135,6 +154,8 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     if weights is None:
         raise UserError(f"{folder} has no weights: export a run, or name a trained model")
     tokenizer = load_tokenizer(str(folder))
+    if fix_date(tokenizer, args.date):
+        log(f"{name}: the chat template prints the date, here {args.date}")
     keys = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",
             "learn_reasoning")  # fmt: skip
     options = {key: getattr(args, key) for key in keys}

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +55,7 @@ from llm_demo.model.lora import (
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import (
     find_model,
+    fix_date,
     is_mixture,
     load_tokenizer,
     position_limit,
@@ -147,6 +149,10 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
     checkpoint = named_checkpoint(args.resume, world, log)
     source = find_source(args, world, seq_len, say)
+    today = from_rank0(world, lambda: date_of(earlier))
+    if fix_date(source.tokenizer, today):
+        say(f"date: {today}, which the chat template prints: that of the run's first start")
+        log.resolved(date=today)
     refuse(source.config)
     heads_of_rank(args, source.config)  # refuses what does not divide them
     lora = pick_lora(args, world, source, dtype_name, say)
@@ -488,6 +494,13 @@ def refuse_other_model(checkpoint: Path, config, lora: Lora | None) -> None:
         del shapes["lm_head.weight"]
     wanted = factors_of(adapters, shapes) if lora else shapes
     compare_shapes(checkpoint, weights_of(checkpoint), wanted)
+
+
+def date_of(earlier: dict) -> str:
+    """The day that a run began, YYYY-MM-DD: today if it is not resumed."""
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        return str(date.fromisoformat(earlier["date"]))
+    return str(date.today())
 
 
 def resumed_seq_len(seq_len: int, earlier: dict, say: Callable) -> int:

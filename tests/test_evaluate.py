@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import shutil
 import sys
 
 import pytest
@@ -98,6 +99,16 @@ def test_the_command_writes_a_table_and_json(folder, tmp_path):
     assert text.count("- expected: ") == 3 and "/tuned: " in text
 
 
+def test_the_date_that_a_template_prints(folder, tmp_path):
+    shutil.copytree(folder / "base", tmp_path / "dated")
+    template = tmp_path / "dated/chat_template.jinja"
+    template.write_text("{{ 'It is ' + strftime_now('%Y-%m-%d') }}" + template.read_text())
+    flags = ("--date", "2026-07-04", "--rows", "1", "--max_new_tokens", "1")
+    args = evaluate.make_parser().parse_args(arguments(folder, *flags))
+    found = evaluate.evaluate(str(tmp_path / "dated"), args, torch.device("cpu"), torch.float32)
+    assert found["files"][0]["answers"][0]["prompt"].startswith("It is 2026-07-04")
+
+
 def test_the_table_is_printed_if_it_can_t_be_written(folder, tmp_path, monkeypatch, capsys):
     def full(file, _):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -176,6 +187,7 @@ def test_bad_data_is_one_line_before_a_model_is_loaded(folder, tmp_path, monkeyp
         ("--seq_len 7", "--seq_len 7 is too small: the minimum is 8"),
         ("--learn_turns last --train_on_prompt", "contradict each other"),
         (f"--out {__file__}", "--out .*test_evaluate.py is a file: name a folder"),
+        ("--date tomorrow", "--date: tomorrow: must be a date, as 2026-01-31"),
         ("--out /proc/new", "--out /proc/new: can't write to /proc: No such file"),
     ],
 )

@@ -1,7 +1,10 @@
 """Finds and checks a model's folder, configuration and tokenizer."""
 
+import copy
 import json
 import shutil
+import string
+from datetime import date
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
@@ -347,6 +350,25 @@ def same_ids(file: Tokenizer, tokenizer) -> bool:
     )
 
 
+def fix_date(tokenizer, day: str) -> bool:
+    """If the chat template prints today's date (strftime_now), let it print this one, YYYY-MM-DD:
+    its text then begins with a function of that name, so that what depends on the template depends
+    on the date. Returns whether it does. `describe_model` saves the template as it was."""
+    own = tokenizer.chat_template or ""
+    templates = own if isinstance(own, dict) else {"": own}
+    if not any("strftime_now" in template for template in templates.values()):
+        return False
+    printed, text = date.fromisoformat(day), "format.replace('%%', '\\0')"
+    for code in [flag + letter for letter in string.ascii_letters for flag in ("%", "%-")]:
+        if any(code in template for template in templates.values()):
+            text += f".replace('{code}', {printed.strftime(code)!r})"
+    macro = "{% macro strftime_now(format) %}{{ " + text + ".replace('\\0', '%') }}{% endmacro %}\n"
+    dated = {name: macro + template for name, template in templates.items()}
+    tokenizer.own_template = own
+    tokenizer.chat_template = dated if isinstance(own, dict) else dated[""]
+    return True
+
+
 def read_chat_template(file: Path, tokenizer) -> str:
     """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
     try:
@@ -389,4 +411,7 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
             changes[tied] = False
         if changes:
             write_json(folder / "config.json", described | changes, indent=2)
+    if own := getattr(tokenizer, "own_template", None):
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = own
     tokenizer.save_pretrained(folder)
