@@ -39,7 +39,10 @@ FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
 FILES_OF_A_CHECKPOINT = {"trainer.json", "manifest.json"}
-OTHER_FILES = {"profile.txt", "meta.json", "adapter_config.json"}  # of profiles, caches, exports
+OTHER_FILES = {  # of profiles, caches, exports, models
+    "profile.txt", "meta.json", "adapter_config.json", "generation_config.json", "tokenizer.json",
+    "tokenizer_config.json",
+}  # fmt: skip
 A_USERS_OWN = {
     "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
     "gsm8k/train.jsonl", "gsm8k/test.jsonl",
