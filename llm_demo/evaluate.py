@@ -125,7 +125,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--rows", type=whole(), default=0,
         help="evaluate only the first documents of each file; 0: all")  # fmt: skip
     add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the models")
-    add("--show", type=whole(), default=3, help="number of answers to show per file")
+    add("--show", type=whole(), default=3, help="number of answers to show per file; 0: none "
+        "are generated, except for --answer_regex")  # fmt: skip
     add("--max_new_tokens", type=whole(1), default=256, help="maximum length of an answer")
     add("--generate", choices=("auto", "batch", "reference"), default="auto", help="how to "
         "generate answers: batch uses continuous batching with a paged cache, reference one padded "
@@ -179,9 +180,10 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
         figures |= {"perplexity": math.exp(min(loss, 700)), "tokens": tokens}
         pairs = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
         prompts, expected = [p for p, _ in pairs], [e for _, e in pairs]
-        started = time.perf_counter()
-        answers, method = answer(model, tokenizer, prompts, args, device, batch, why)
-        say(f"{name}: {len(prompts):,} answers {method}", started)
+        started, answers = time.perf_counter(), []
+        if prompts:
+            answers, method = answer(model, tokenizer, prompts, args, device, batch, why)
+            say(f"{name}: {len(prompts):,} answers {method}", started)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
         answers, expected = list(map(decode, answers)), list(map(decode, expected))
         if args.answer_regex:
@@ -247,13 +249,13 @@ def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
     stop = stop_tokens(tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     room = [position_limit(model.config) - len(p) for p in prompts]
-    length = min(args.max_new_tokens, max(room, default=0))
+    length = min(args.max_new_tokens, max(room))
     options = dict(do_sample=False, max_new_tokens=length, eos_token_id=stop, pad_token_id=pad)
     answers = None
-    if batch and prompts:
+    if batch:
         answers, reason = batched(model, prompts, options, args.batch_size)
         why = reason if answers is None else f"{why}, {reason}"
-    if answers is None and args.generate == "batch" and prompts:
+    if answers is None and args.generate == "batch":
         raise UserError(f"--generate batch: {why}; use --generate reference, which always works")
     if answers is None:
         answers = in_batches(args, device, greedy, model, prompts, options)

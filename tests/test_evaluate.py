@@ -87,6 +87,14 @@ def test_loss_and_answers_are_those_of_plain_transformers(batch, folder, capsys)
         assert shown["expected"].strip() == row["answer"].strip()
 
 
+def test_no_answer_is_generated_if_none_is_shown(folder, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "answer", None)
+    args = evaluate.make_parser().parse_args(arguments(folder, "--rows", "2", "--show", "0"))
+    found = evaluate.evaluate(str(folder / "base"), args, torch.device("cpu"), torch.float32)
+    assert found["files"][0]["rows"] == 2 and found["files"][0]["answers"] == []
+    assert "answers" not in capsys.readouterr().err
+
+
 def test_the_command_writes_a_table_and_json(folder, tmp_path):
     command = [sys.executable, "-m", "llm_demo.evaluate", *arguments(folder, "--out", tmp_path)]
     done = run([*command, "--answer_regex", r"#### (-?[\d,.]+)", "--rows", "4"])

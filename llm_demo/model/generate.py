@@ -16,13 +16,13 @@ def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], lis
     learnt turn, after the turns before it as they are in the file."""
     pairs = []
     for start, end in itertools.pairwise(packs.doc_start.tolist()):
+        if len(pairs) == count:
+            break
         ids = packs.tokens[start:end]
         where = packs.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
         runs = np.split(where, (np.diff(where) > 1).nonzero()[0] + 1)
         if runs := [run for run in runs if len(run) and run[0] <= most]:
             pairs.append((ids[: runs[-1][0]].tolist(), ids[runs[-1]].tolist()))
-            if len(pairs) == count:
-                break
     return pairs
 
 
