@@ -413,6 +413,16 @@ def check_bounds(field: dataclasses.Field, value: float, given: str) -> None:
 
 # names of flags in other trainers
 ELSEWHERE = {
+    "batch_size": "micro_batch_size",
+    "train_batch_size": "micro_batch_size",
+    "data": "train_json",
+    "dataset": "train_json",
+    "train_file": "train_json",
+    "eval_file": "eval_json",
+    "eval_steps": "eval_every",
+    "logging_steps": "log_every",
+    "save_steps": "save_every",
+    "resume_from_checkpoint": "resume",
     "learning_rate": "lr",
     "num_train_epochs": "num_epochs",
     "per_device_train_batch_size": "micro_batch_size",
@@ -459,20 +469,29 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
         print(help_page(description, groups, values))
         sys.exit(0)
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
         name = unknown[0].split("=")[0].lstrip("-").replace("-", "_")
         if scripts := scripts_with(name):
             raise UserError(f"{unknown[0]}: only for {' and '.join(scripts)}")
-        known += [f"--{other}" for other in ELSEWHERE]
-        near = []
-        if unknown[0].startswith("--"):
-            near = [option[2:] for option in difflib.get_close_matches(f"--{name}", known, 1)]
-        hint = f"did you mean --{ELSEWHERE.get(near[0], near[0])}?" if near else "see --help"
+        known = [option[2:] for action in parser._actions for option in action.option_strings]
+        near = nearest(name, known) if unknown[0].startswith("--") else None
+        hint = f"did you mean --{near}?" if near else "see --help"
         raise UserError(f"unknown argument {unknown[0]}; {hint}")
     bases = (*reversed(more), Args)  # the last base's fields come first
     args = dataclasses.make_dataclass("AllArgs", [], bases=bases)(**values)
     check_all(args)
     return args
+
+
+def nearest(name: str, known: list[str]) -> str | None:
+    """The flag that is probably meant: the same in other trainers, the first that begins with these
+    words, one spelt much like it, or one that is its first words."""
+    if name in ELSEWHERE:
+        return ELSEWHERE[name]
+    longer = [flag for flag in known if flag.startswith(f"{name}_")]
+    close = difflib.get_close_matches(name, [*known, *ELSEWHERE], 1)
+    shorter = [flag for flag in known if name.startswith(f"{flag}_")]
+    near = next(iter([*longer, *close, *shorter]), None)
+    return ELSEWHERE.get(near, near)
 
 
 def groups_of(folder: Path) -> tuple[type, ...]:

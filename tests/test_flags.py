@@ -196,6 +196,19 @@ EARLY = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "given, meant",
+    [("model", "model_name_or_path"), ("batch_size", "micro_batch_size"), ("output", "output_dir"),
+     ("data", "train_json"), ("lr_rate", "lr"), ("warmup_step", "warmup_steps"), ("hepl", "help"),
+     ("save_steps", "save_every"), ("no_suffle", "no_shuffle"), ("clip", None)],
+)  # fmt: skip
+def test_the_flag_that_is_meant_is_suggested(given, meant, record_property):
+    record_property("bad inputs", 1)
+    hint = f"did you mean --{meant}\\?" if meant else "see --help"
+    with pytest.raises(UserError, match=f"^unknown argument --{given}; {hint}$"):
+        args.parse_args("", argv=[f"--{given}", "1"])
+
+
 @pytest.mark.parametrize("kind, flags, message", EARLY)
 def test_bad_flags_are_refused_before_torch_is_imported(kind, flags, message, tmp_path):
     for heavy in ("torch", "transformers", "numpy", "deepspeed"):
