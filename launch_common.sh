@@ -19,11 +19,12 @@ launch() {
     done
     if [[ -n ${PYTHON:-} ]]; then
         # Ignores Ctrl-C, which would print a traceback here; the trap handles it afterwards.
-        (trap '' INT && exec "$PYTHON" -c \
-            'import importlib.util as u, sys; sys.exit(not u.find_spec("torch"))') || {
-            echo "error: PYTHON=$PYTHON has no torch: install it there, or unset PYTHON to use .venv" >&2
+        local find='import importlib.util as u; print(u.find_spec("torch") and "has torch")'
+        if [[ $(trap '' INT && "$PYTHON" -c "$find" 2>/dev/null) != *"has torch" ]]; then
+            echo "error: PYTHON=$PYTHON is not a Python with torch: name one, install torch there," \
+                "or unset PYTHON to use .venv" >&2
             exit 2
-        }
+        fi
     else
         trap 'exit 130' INT # setup.sh prints why
         bash "$ROOT/setup.sh"

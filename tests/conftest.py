@@ -146,7 +146,8 @@ def no_ranks(folder: Path) -> str:
         "__main__.main = lambda: 0; sys.exit(start.main())"
     )
     interpreter = shlex.quote(sys.executable)
-    stand_in.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit\nexec {interpreter} -c "{code}" "$@"\n')
+    ask = f'[ "$1" = -c ] && exec {interpreter} "$@"'
+    stand_in.write_text(f'#!/bin/sh\n{ask}\nexec {interpreter} -c "{code}" "$@"\n')
     stand_in.chmod(0o755)
     return str(stand_in)
 

@@ -188,16 +188,21 @@ def test_help_starts_no_processes(repo, kind):
     assert "  --lr " in output and "here: 1.0]" in output
 
 
-def test_a_python_without_torch_is_named(repo, tmp_path):
-    bare = tmp_path / "python"
+@pytest.mark.parametrize("program", ["no torch", "/bin/true", "/bin/echo", "absent", "."])
+def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    bare = tmp_path / "no torch"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -I "$@"\n')
     bare.chmod(0o755)
-    command = ["bash", str(repo / "fsdp/launch_fsdp.sh")]
+    command, path = ["bash", str(repo / "fsdp/launch_fsdp.sh")], f"{tmp_path}:{os.environ['PATH']}"
     result = subprocess.run(
-        command, env=environment(PYTHON=str(bare)), capture_output=True, text=True
+        command, env=environment(PYTHON=program, PATH=path), cwd=tmp_path, capture_output=True, text=True
     )
     assert result.returncode == 2
-    assert result.stderr.startswith(f"error: PYTHON={bare} has no torch")
+    assert result.stderr == (
+        f"error: PYTHON={program} is not a Python with torch: name one, install torch there, or "
+        "unset PYTHON to use .venv\n"
+    )
 
 
 def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, capsys):
