@@ -1,6 +1,7 @@
 """Start this node's processes: python -m llm_demo.launch torchrun|deepspeed SCRIPT [its flags]
 
-NPROC_PER_NODE   processes on this node (default: one per GPU, or 2 without a GPU)
+NPROC_PER_NODE   processes on this node (default: one per GPU, or 2 without a GPU; at most one per
+                 GPU, or 32 per CPU core)
 NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT   for several nodes: run the same command on each, with
                  NODE_RANK 0 on the one at MASTER_ADDR (port: 29500, or any free one for 1 node)
 JOIN_SECONDS     how long nodes wait for one another at the start (default: 50)
@@ -30,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from llm_demo.errors import STOPPED, UserError
+from llm_demo.errors import STOPPED, UserError, counted
 from llm_demo.launch import nodes
 from llm_demo.launch.settings import check_flags
 from llm_demo.process import (
@@ -45,6 +46,7 @@ from llm_demo.process import (
 )
 
 LOOPBACK = "127.0.0.1"
+PER_CORE = 32  # processes for each CPU core: more than anyone tries, few enough to start
 
 GRACE = 3  # seconds from SIGTERM to SIGKILL for the remaining processes after one has failed
 
@@ -125,6 +127,12 @@ def this_node() -> Node:
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
+    cores = len(usable_cores())
+    if not gpus and processes > PER_CORE * cores:
+        raise UserError(
+            f"NPROC_PER_NODE={processes}: without a GPU at most {PER_CORE * cores}, that is "
+            f"{PER_CORE} for each of the {counted(cores, 'core')} that this process may use"
+        )
     return Node(gpus, processes, count, rank, addr, port, wait, restarts, listener)
 
 
