@@ -7,6 +7,9 @@ python fsdp/train_fsdp.py                                    one process: the pl
 
 import functools
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 import torch
 
 from fsdp import estimate

@@ -8,6 +8,9 @@ NPROC_PER_NODE=4 bash fsdp_pp/launch_fsdp_pp.sh              2 stages, each shar
 import functools
 import os
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 import torch
 import torch.distributed as dist
 

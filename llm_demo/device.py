@@ -208,4 +208,4 @@ class World:
     @property
     def local_size(self) -> int:
         """The number of ranks on this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)

@@ -3,10 +3,8 @@
 import gc
 import os
 import re
-import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,7 +16,10 @@ from llm_demo.device import World
 from llm_demo.errors import STOPPED, Stopped, UserError, counted
 from llm_demo.files import disk_full
 from llm_demo.process import (
+    fault_of_environment,
+    let_others_speak,
     minutes,
+    number,
     outlive_terminal,
     raise_on_ctrl_c,
     refuse_unusable_paths,
@@ -43,12 +44,18 @@ def start() -> World:
     """Join the process group described by the launcher's environment (world size 1 without one).
 
     NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
-    listens on other interfaces than loopback."""
+    listens on other interfaces than loopback. Raises UserError for an environment that describes no
+    group."""
     env = os.environ
-    for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
-        env.setdefault(name, default)
-    rank, size, local_rank = (int(env[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    if size == int(env.get("LOCAL_WORLD_SIZE", "1")):
+    size = number("WORLD_SIZE", 1, at_least=1)
+    rank, local_rank = number("RANK", 0, at_most=size - 1), number("LOCAL_RANK", 0)
+    local_size = number("LOCAL_WORLD_SIZE", 1, at_least=1)
+    number("MASTER_PORT", 0, at_most=65535)
+    env.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if size > 1 and not env.get(name):
+            raise UserError(f"WORLD_SIZE={size} needs {name}: start it by its launcher")
+    if size == local_size:
         stay_on_loopback()
     store = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
     if torch.cuda.is_available():
@@ -61,10 +68,16 @@ def start() -> World:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo as well as NCCL: objects and barriers before step 1 need no GPU.
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout(), device_id=device, **store)
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
     else:
         device = torch.device("cpu")
-        dist.init_process_group("gloo", timeout=timeout(), **store)
+        backend, options = "gloo", {}
+    try:
+        dist.init_process_group(backend, timeout=timeout(), **options, **store)
+    except Exception as e:
+        if reason := fault_of_environment(e):
+            raise UserError(reason) from e
+        raise
     return World(rank, size, local_rank, device)
 
 
@@ -127,11 +140,6 @@ def same_on_all_nodes(world: World, facts: dict) -> None:
                 )
 
 
-def _let_others_speak() -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # don't save first
-    time.sleep(3)
-
-
 def timed_out(error: BaseException) -> bool:
     """Whether an operation failed because another rank did not join it in time."""
     return re.search(r"Timed out waiting \d+ms|[Ww]ait timeout after \d+ms", str(error)) is not None
@@ -164,9 +172,7 @@ def run(
     except UserError as e:
         code = 2
         if os.environ.get("RANK", "0") != "0":
-            # Rank 0 usually has the same error and prints it; the launcher then ends this rank. If
-            # this rank exited first, rank 0 would be killed before it could print.
-            _let_others_speak()
+            let_others_speak()  # rank 0 usually has the same error
         print(f"error: {e}", file=sys.stderr)
     except Stopped as e:
         code = STOPPED
@@ -194,7 +200,7 @@ def run(
                 file=sys.stderr,
             )
         elif lost_peer(e):
-            _let_others_speak()  # the peer prints the reason, and the launcher ends this rank
+            let_others_speak()  # the peer prints the reason, and the launcher ends this rank
             message = f"rank {rank} lost the connection to another rank: see that rank's error"
             print(f"error: {message}", file=sys.stderr)
         elif reason := disk_full(e, output_dir=parse and parse().output_dir):

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from llm_demo.errors import UserError, printable
 from llm_demo.files import FULL, disk_full
@@ -174,6 +175,50 @@ def refuse_unusable_paths():
         if not named or error.errno not in UNUSABLE or disk_full(error):
             raise
         raise UserError(f"{error.filename}: {error.strerror}") from error
+
+
+def fault_of_environment(error: BaseException) -> str | None:
+    """The error in one line if its message names an environment variable or quotes its value, as
+    that of a library does which refuses the value; else None."""
+    text = " ".join(str(error).split())
+    for name, value in os.environ.items() if not isinstance(error, ImportError) else ():
+        named = "_" in name and re.search(rf"\b{name}\b", text)
+        quoted = rf"['\"]{re.escape(value)}['\"]|: {re.escape(value)}(,|$)"
+        if named or value.strip() and not value.isdecimal() and re.search(quoted, text):
+            return f"{name} in the environment: {text[:300]}"
+    return None
+
+
+def let_others_speak() -> None:
+    """Wait as long as rank 0 needs to print the same error. The launcher then ends this rank; if it
+    exited first, rank 0 would be killed before it could print."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # don't save first
+    time.sleep(3)
+
+
+def end_in_one_line(kind, error, trace) -> None:
+    """sys.excepthook, for the time while libraries are imported: one line if one of them refuses
+    the environment, else the traceback."""
+    if not (reason := fault_of_environment(error)):
+        return sys.__excepthook__(kind, error, trace)
+    if os.environ.get("RANK", "0") != "0":
+        let_others_speak()
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+def regular(file: Path) -> Path:
+    """The file. Raises UserError if it is a pipe or a device, on which a program may wait without
+    end."""
+    if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
+        raise UserError(f"{file} is not a regular file")
+    return file
+
+
+def read_text(file: Path) -> str:
+    """The text of a small file that may come from elsewhere, bytes that are not UTF-8 replaced.
+    Raises UserError for a pipe or a device, OSError if it can't be read."""
+    return regular(file).read_text("utf-8", "replace")
 
 
 def command(main: Callable[[], int | None]) -> None:

@@ -22,8 +22,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo import fit
 from llm_demo.dist import run as run_main
+from llm_demo.dist import start
 from llm_demo.errors import UserError
 from llm_demo.model.source import EXPERTS
+from llm_demo.process import fault_of_environment
 
 KINDS = ("fsdp", "pp", "zero", "fsdp_pp")
 LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
@@ -617,6 +619,57 @@ def test_a_dying_rank_takes_all_along(kind, folder):
     assert not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children)
     lines = (folder / f"dies {kind}/metrics.jsonl").read_text().splitlines()
     assert len([json.loads(line) for line in lines]) >= 3
+
+
+ENVIRONMENT = [
+    ({"RANK": "x"}, "RANK=x: must be a whole number, 0 or more"),
+    ({"RANK": "5"}, "RANK=5: must be at most 0"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0: must be a whole number, 1 or more"),
+    ({"WORLD_SIZE": "2", "RANK": "1"}, "WORLD_SIZE=2 needs MASTER_ADDR: start it by its launcher"),
+    ({"LOCAL_RANK": "-3"}, "LOCAL_RANK=-3: must be a whole number, 0 or more"),
+    ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: must be at most 65535"),
+    ({"MASTER_PORT": "x"}, "MASTER_PORT=x: must be a whole number, 0 or more"),
+    ({"GLOO_SOCKET_IFNAME": "nope0"}, "GLOO_SOCKET_IFNAME in the environment: .*for: nope0"),
+]
+
+
+@pytest.mark.parametrize("environ, message", ENVIRONMENT)
+def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatch, record_property):
+    record_property("bad inputs", 1)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # what the call sets is gone afterwards
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UserError, match=message) as raised:
+        start()
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "command, name",
+    [
+        (["fsdp/train_fsdp.py"], "TORCH_DISTRIBUTED_DEBUG"),
+        (["pp/pp_train.py"], "TORCH_LOGS"),
+        (["-m", "llm_demo.report", "run"], "MPLBACKEND"),
+    ],
+)
+def test_an_environment_that_an_import_refuses_is_one_line(command, name, record_property):
+    record_property("bad inputs", 1)
+    done = run([sys.executable, *command], fresh=True, **{name: "junk"})
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {name} in the environment: ")
+
+
+def test_only_what_a_message_names_or_quotes_is_blamed(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"A_SIZE": "x", "N": "1", "_": "/bin/x", "NAME": "some"})
+    said = "invalid literal for int() with base 10: 'x'"
+    assert fault_of_environment(ValueError(said)) == f"A_SIZE in the environment: {said}"
+    assert fault_of_environment(RuntimeError("no interface: some")).startswith("NAME in")
+    assert fault_of_environment(RuntimeError("A_SIZE must be\n  a number")).startswith("A_SIZE in")
+    for other in ("index 1 is out of range: 1", "some_x: not A_SIZES", "NAME of some file"):
+        assert fault_of_environment(ValueError(other)) is None
+    assert fault_of_environment(ImportError("No module named 'x'")) is None
 
 
 def test_a_full_disk_is_one_line(monkeypatch, capsys):

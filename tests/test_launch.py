@@ -18,7 +18,14 @@ import pytest
 from conftest import free_port, no_ranks, python, run
 
 from llm_demo.errors import UserError
-from llm_demo.launch.__main__ import NotRestarted, Ranks, replace, report
+from llm_demo.launch.__main__ import (
+    PER_CORE,
+    NotRestarted,
+    Ranks,
+    replace,
+    report,
+    this_node,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 KINDS = ["torchrun", "deepspeed"]
@@ -196,7 +203,11 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
     bare.chmod(0o755)
     command, path = ["bash", str(repo / "fsdp/launch_fsdp.sh")], f"{tmp_path}:{os.environ['PATH']}"
     result = subprocess.run(
-        command, env=environment(PYTHON=program, PATH=path), cwd=tmp_path, capture_output=True, text=True
+        command,
+        env=environment(PYTHON=program, PATH=path),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert result.returncode == 2
     assert result.stderr == (
@@ -467,12 +478,27 @@ def test_a_busy_port_is_one_line_at_once(script, tmp_path):
             {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
             "NODE_RANK=2: must be below NNODES=2",
         ),
+        ({"LOGLEVEL": "JUNK"}, "LOGLEVEL in the environment: Unknown level: 'JUNK'"),
+        ({"TORCH_LOGS": "junk"}, "TORCH_LOGS in the environment: Invalid log settings: junk, must"),
+        ({"TORCH_DISTRIBUTED_DEBUG": "junk"}, "TORCH_DISTRIBUTED_DEBUG in the environment: "),
     ],
 )
-def test_settings_that_cant_work_are_named(script, environ, words):
-    result = launch("torchrun", script(SHOW), **environ)
+def test_settings_that_cant_work_are_named(script, environ, words, record_property):
+    record_property("bad inputs", 1)
+    result = launch("torchrun", script(SHOW), fresh="LOGLEVEL" in environ, **environ)
     assert result.returncode == 2
     assert result.stderr.startswith(f"error: {words}") and result.stderr.count("\n") == 1
+
+
+def test_too_many_processes_for_the_cores_are_refused(monkeypatch, record_property):
+    record_property("bad inputs", 1)
+    most = PER_CORE * len(os.sched_getaffinity(0))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("NPROC_PER_NODE", str(most))
+    assert this_node().processes == most >= 32
+    monkeypatch.setenv("NPROC_PER_NODE", str(most + 1))
+    with pytest.raises(UserError, match=f"^NPROC_PER_NODE={most + 1}: .* at most {most}, .* 32 "):
+        this_node()
 
 
 def test_a_missing_script_is_named(tmp_path):

@@ -7,6 +7,9 @@ bash zero/launch_zero.sh --deepspeed_config zero/ds_zero3_offload.json
 
 import functools
 
+import llm_demo  # noqa: F401  first: it catches what imports refuse
+
+# isort: split
 import torch
 
 from llm_demo.args import less_memory, parse_args

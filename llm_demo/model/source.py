@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 import string
 from datetime import date
@@ -20,6 +21,7 @@ from llm_demo.model.costs import experts_of, mixed_blocks, shared_width
 from llm_demo.model.foreign import read_config, refuse_adapter
 from llm_demo.model.rotary import LongRope, rope_type
 from llm_demo.model.weights import open_weights
+from llm_demo.process import regular
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
@@ -52,7 +54,6 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     options = {"allow_patterns": FILES}
     if config_in:
@@ -63,10 +64,11 @@ def find_model(name: str, config_in: str | None = None) -> Path:
             folder = Path(cached).parent
         else:
             folder = Path(snapshot_download(name, **options))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as e:
-        reason = str(e).strip().splitlines()[0]
+    except Exception as e:  # of the hub's client, or of what it connects by
+        reason = (str(e).strip().splitlines() or [repr(e)])[0]
+        hub = "the hub at HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else "the hub"
         raise UserError(
-            f"no model at {name}: there is no such folder, and the hub says: {reason}"
+            f"no model at {name}: there is no such folder, and {hub} says: {reason}"
         ) from e
     refuse_adapter(name, folder)
     return folder
@@ -372,7 +374,7 @@ def fix_date(tokenizer, day: str) -> bool:
 def read_chat_template(file: Path, tokenizer) -> str:
     """The source of a Jinja chat template. Raises UserError if it can't be read or compiled."""
     try:
-        template = file.read_text(encoding="utf-8")
+        template = regular(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"--chat_template {file}: {getattr(e, 'strerror', None) or e}") from None
     if "messages" not in template:
