@@ -42,6 +42,7 @@ from llm_demo.model.lora import (
 from llm_demo.model.names import in_files, matrices
 from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights import Weights, materialise, open_weights
+from llm_demo.process import read_text
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
 from llm_demo.run.folder import refuse_inside_checkpoints
@@ -343,7 +344,7 @@ def read_group(
 def measured_later(summary: Path, step: int) -> float | None:
     """The held-out loss of a step whose checkpoint was written before it was measured."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return float(json.loads(summary.read_text())["eval_loss"][str(step)])
+        return float(json.loads(read_text(summary))["eval_loss"][str(step)])
     return None
 
 
@@ -352,7 +353,7 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     facts = checked_facts(checkpoint, ("step", "tokens", "label_tokens", "eval_loss"))
     file = checkpoint.parent.parent / "config.json"
     try:
-        settings = json.loads(file.read_text())
+        settings = json.loads(read_text(file))
         base = Path(settings["model_name_or_path"]).name
         data = ", ".join(
             f"`{Path(part.strip()).name}`" for part in settings["train_json"].split(",")

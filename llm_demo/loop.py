@@ -248,6 +248,10 @@ def finish(world: World, log: Log, clock: Clock) -> None:
     if world.rank != 0:
         return
     history = clock.history
+    if not history.records:  # of a run that had ended before
+        log.say("no summary.json: metrics.jsonl holds no step of this run any more")
+        log.close()
+        return
     summary = summarise(history, log.settings, seconds, clock.peak, profile, host)
     with log.writing():
         write_json(log.folder / "summary.json", finite(summary), indent=2)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llm_demo.args import MAX_STEPS, Args, command_line
+from llm_demo.args import MAX_INT, MAX_STEPS, Args, command_line
 from llm_demo.data.packs import (
     LONGEST_DEFAULT,
     describe_example,
@@ -63,6 +63,7 @@ from llm_demo.model.source import (
     without_window,
 )
 from llm_demo.model.weights import Weights
+from llm_demo.process import read_text, regular
 from llm_demo.run.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -70,6 +71,7 @@ from llm_demo.run.checkpoint_files import (
     weights_of,
 )
 from llm_demo.run.log import Log
+from llm_demo.run.reader import parse
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
@@ -143,7 +145,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     flags = {f"--{name}": value for name, value in vars(args).items() if name not in PATHS}
     flags["held-out data"] = "none" if heldout_file(args) == "none" else "given"
     if file := args.deepspeed_config:
-        flags["content of --deepspeed_config"] = json.loads(Path(file).read_text())
+        flags["content of --deepspeed_config"] = json.loads(regular(Path(file)).read_text())
     same_on_all_nodes(world, flags)
     earlier = resumed_settings(args.resume, world, log.folder)
     seq_len = resumed_seq_len(args.seq_len, earlier, say)
@@ -468,9 +470,10 @@ def resumed_settings(resume: str | None, world: World, folder: Path) -> dict:
 
     def look() -> dict:
         for file in (named / "config.json", named.parent.parent / "config.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                found = json.loads(file.read_text())
-                return {**found, "seq_len": int(found["seq_len"])}
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+                found = parse(read_text(file))
+                if 8 <= int(found["seq_len"]) <= MAX_INT:
+                    return {**found, "seq_len": int(found["seq_len"])}
         return {}
 
     return from_rank0(world, look) if resume else {}

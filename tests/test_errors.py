@@ -134,6 +134,10 @@ def folder(tmp_path_factory):
     (folder / "finished run/cmd.sh").write_text("")
     (folder / "damaged/checkpoints/step_00000001").mkdir(parents=True)
     (folder / "damaged/checkpoints/step_00000001/manifest.json").write_text('{"files": {}}')
+    os.mkfifo(folder / "pipe")  # who opens it waits without end
+    (folder / "piped/checkpoints/step_00000001").mkdir(parents=True)
+    os.mkfifo(folder / "piped/checkpoints/step_00000001/manifest.json")
+    os.mkfifo(folder / "piped/config.json")
     (folder / "gpt2").mkdir()
     (folder / "gpt2/config.json").write_text('{"model_type": "gpt2"}')
     for family in EXPERTS:
@@ -420,6 +424,21 @@ CASES += [
         ("odd generation", NO_DATA, "odd generation/generation_config.json: '<=' not supported"),
         ("mrope", NO_DATA, "mrope/config.json: the rotary type mrope is not one of default,"),
     )
+]
+CASES += [
+    ("fsdp", ["--train_json", "pipe"], "no such data file: pipe"),
+    ("fsdp", ["--train_json", "/dev/zero"], "no such data file: /dev/zero"),
+    ("fsdp", ["--eval_json", "pipe"], "no such data file: pipe"),
+    ("fsdp", ["--chat_template", "pipe"], "pipe is not a regular file"),
+    ("fsdp", ["--chat_template", "/dev/zero"], "/dev/zero is not a regular file"),
+    ("fsdp", ["--chat_template", "no model"], "--chat_template no model: Is a directory"),
+    ("pp", ["--deepspeed_config", "pipe"], "pipe is not a regular file"),
+    ("zero", ["--deepspeed_config", "pipe"], "pipe is not a regular file"),
+    ("zero", ["--deepspeed_config", "no model"], "no model: .*Is a directory"),
+    ("fsdp", ["--resume", "piped", *NO_DATA], "piped/config.json is not a regular file"),
+    ("fsdp", ["--resume", "piped/checkpoints/step_00000001", *NO_DATA], "is not a regular file"),
+    ("fsdp", ["--model_name_or_path", "pipe"], "no model at pipe"),
+    ("fsdp", ["--output_dir", "pipe"], "pipe is a file"),
 ]
 SPLIT_BACKWARD = [
     (["--grad_accum_steps", "3"], "needs --grad_accum_steps of at least 4 .2 x --stages., not 3"),

@@ -371,15 +371,22 @@ def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypa
 
 @pytest.mark.parametrize("case", ["no run", "a model", "missing", "a file", "twice",
                                   "out is a folder", "out has no folder",
-                                  "out is no report"])  # fmt: skip
-def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path):
+                                  "out is no report", "metrics.jsonl", "env.json", "config.json",
+                                  "summary.json"])  # fmt: skip
+def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path, record_property):
+    record_property("bad inputs", 1)
     good = write(tmp_path / "good", map(record, range(1, 4)))
     (tmp_path / "empty").mkdir()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3"}')
     before = (good / "metrics.jsonl").read_text()
     out = tmp_path / "page.html"
+    piped = write(tmp_path / "piped", map(record, range(1, 4)))
+    if "." in case:
+        (piped / case).unlink(missing_ok=True)
+        os.mkfifo(piped / case)  # who opens it waits without end
     runs, out, said = {
+        case: ([piped], out, f"{case} is not a regular file"),
         "no run": ([tmp_path / "empty"], out, "is not a run's folder"),
         "a model": ([tmp_path / "hf"], out, "is a model's folder, not a run's"),
         "missing": ([tmp_path / "nothing"], out, "does not exist"),

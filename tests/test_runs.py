@@ -241,6 +241,49 @@ def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train,
     assert (out / "profile.txt").exists() is profiled
 
 
+NO_RECORDS = ["null", "3", "[1]", '"text"', '{"step": "1"}', "{}", "\xff", '{"step": 1, "train/l']
+
+
+def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
+    record_property("bad inputs", len(NO_RECORDS))
+    flags = "--eval_json none --resume auto"
+    file = train("fsdp", f"{flags} --max_steps 1") / "metrics.jsonl"
+    (good,) = [line for line in file.read_text().splitlines() if "train/loss" in line]
+    bad_step = json.loads(good) | {"train/loss": None, "train/skipped": True}
+    before = [json.dumps(bad_step), good]
+    file.write_text("\n".join([*before, *NO_RECORDS]), encoding="latin-1")
+    capsys.readouterr()
+    out = train("fsdp", f"{flags} --max_steps 2")
+    said = f"resume: {len(NO_RECORDS)} unreadable lines of metrics.jsonl removed"
+    assert said in capsys.readouterr().out and said in (out / "train.log").read_text()
+    lines = file.read_text().splitlines()
+    assert lines[:2] == before and all(json.loads(line)["step"] == 2 for line in lines[2:])
+    assert json.loads((out / "summary.json").read_text())["skipped_steps"] == 1
+
+
+@pytest.mark.parametrize("text", ["null\n", "", None])
+def test_a_run_without_its_records_ends(text, train, capsys):
+    """Its last step is done, and summary.json is missing."""
+    out = train("fsdp", "--max_steps 1 --eval_json none")
+    (out / "summary.json").unlink()
+    (out / "metrics.jsonl").unlink()
+    if text is not None:
+        (out / "metrics.jsonl").write_text(text)
+    capsys.readouterr()
+    train("fsdp", "--max_steps 1 --eval_json none --resume auto")
+    assert "no summary.json: metrics.jsonl holds no step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "cmd.sh", "config.json"])
+def test_a_pipe_in_a_runs_folder_is_one_line(name, train, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    out = train("fsdp", "--max_steps 1 --eval_json none")
+    (out / name).unlink()
+    os.mkfifo(out / name)  # who opens it waits without end
+    with pytest.raises(UserError, match=f"out/{name} is not a regular file"):
+        train("fsdp", "--max_steps 2 --eval_json none --resume auto")
+
+
 def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, capsys):
     out = train("fsdp", "--max_steps 3 --eval_json none")
     (out / "summary.json").unlink()

@@ -18,6 +18,7 @@ from packaging.version import Version
 from llm_demo.data.sources import DECODER
 from llm_demo.errors import UserError
 from llm_demo.optim import MOMENTS, CompiledAdamW, LossScale, adam_steps, clipped_step
+from llm_demo.process import regular
 
 OLDEST, TESTED = "0.19.3", "0.19.8"
 KEYS = ("", *MOMENTS)  # what a checkpoint holds of a parameter; its master has no key
@@ -118,7 +119,7 @@ def read_switches(path: str, known: set[str], known_zero: set[str]) -> dict:
     """The user's engine switches, of which the sets name the allowed. Raises UserError for settings
     that flags own, and for those that train wrongly or of the wrong kind."""
     try:
-        switches = DECODER.decode(Path(path).read_text())
+        switches = DECODER.decode(regular(Path(path)).read_text())
     except (OSError, ValueError, RecursionError) as e:
         raise UserError(f"--deepspeed_config {path}: {e}") from None
     zero = switches.get("zero_optimization", {}) if isinstance(switches, dict) else None

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import signal
 import tempfile
@@ -121,13 +122,18 @@ class Checkpoints:
         before |= self.facts.get("identity", {})
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
+            advice = self._as_many_rows(before)
             if any("data file" in change for change in changes):
                 before_in = self.path.parent.parent / "config.json"
                 text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
-            if not self.args.resume_anyway:
-                raise UserError(
-                    f"{text}; {self._as_many_rows(before)}to continue anyway, add --resume_anyway"
+                merge = " --merge" if self.adapters else ""
+                advice += (
+                    f"to train its model on other data, export it (python -m llm_demo.export "
+                    f"{shlex.quote(str(self.path))} OUT{merge}) and start a new run with "
+                    "--model_name_or_path OUT; "
                 )
+            if not self.args.resume_anyway:
+                raise UserError(f"{text}; {advice}to continue anyway, add --resume_anyway")
             self.log.say(f"resume: {text}; continuing because of --resume_anyway")
         before = self.facts.get("settings", {})  # an older version has fewer
         frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
@@ -144,7 +150,7 @@ class Checkpoints:
     def _as_many_rows(self, before: dict) -> str:
         """How to have as many rows a step as the checkpoint, if that is what differs."""
         rows, now = (identity.get("rows of a step") for identity in (before, self.identity))
-        if rows == now:
+        if rows in (now, None):
             return ""
         accum, rest = divmod(rows * self.args.grad_accum_steps, now)
         return "" if rest or not accum else f"--grad_accum_steps {accum} makes it {rows}; "

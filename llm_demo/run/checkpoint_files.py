@@ -25,8 +25,16 @@ import torch.distributed.checkpoint as dcp
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
-from llm_demo.files import PART, digest, disk_full, sync_folder, write_json, write_text
+from llm_demo.files import (
+    PART,
+    digest,
+    disk_full,
+    sync_folder,
+    write_json,
+    write_text,
+)
 from llm_demo.optim import MOMENTS, PSGD
+from llm_demo.process import read_text
 from llm_demo.run.folder import published
 from llm_demo.run.metadata import Reader, read_metadata
 
@@ -98,7 +106,7 @@ def publish(part: Path, final: Path) -> None:
 def facts_of(path: Path) -> dict:
     """A checkpoint's trainer.json; {} if it can't be read."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        facts = json.loads((path / "trainer.json").read_text())
+        facts = json.loads(read_text(path / "trainer.json"))
         return facts if isinstance(facts, dict) else {}
     return {}
 
@@ -115,6 +123,9 @@ def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
     for name, fits in FACTS.items():
         if name in facts and not fits(facts[name]):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
+    rows = facts.get("identity", {}).get("rows of a step", 1)
+    if not (_count(rows) and rows):
+        raise UserError(f"{path}/trainer.json: invalid rows of a step: {str(rows)[:60]!r}")
     return facts
 
 
@@ -167,8 +178,10 @@ def problem_of(path: Path, world: World, tensors: bool = True) -> str | None:
 
     def look():
         try:
-            files = json.loads((path / "manifest.json").read_text())["files"]
+            files = json.loads(read_text(path / "manifest.json"))["files"]
             named = {name: (size, str(sha)) for name, (size, sha) in files.items()}
+        except UserError as e:
+            return {}, str(e)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             return {}, f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}"
         for name, (size, _) in named.items():

@@ -14,6 +14,7 @@ from pathlib import Path
 from llm_demo.args import Args
 from llm_demo.errors import UserError
 from llm_demo.files import PART, ROOT
+from llm_demo.process import regular
 
 # flags that name what a run reads; not every script has all of them
 INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
@@ -176,7 +177,7 @@ def take_folder(folder: Path, args: Args, held):
 
 
 def _lock(file: Path, mode: str):
-    opened = open(file, mode)
+    opened = open(regular(file), mode)
     fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return opened
 

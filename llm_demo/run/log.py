@@ -8,10 +8,12 @@ import torch
 from llm_demo.args import Args
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
-from llm_demo.errors import UserError, printable
+from llm_demo.errors import UserError, counted, printable
 from llm_demo.files import disk_full, finite, write_text
+from llm_demo.process import regular
 from llm_demo.run.environment import describe_run
 from llm_demo.run.folder import choose_folder, folder_gone, lock_folder, take_folder
+from llm_demo.run.reader import number, read_records
 from llm_demo.run.tracker import open_tracker
 
 
@@ -86,7 +88,7 @@ class Log:
                     earlier.extend(self._forget_steps_after(resumed_at))
                 settings = {**self.settings, "output_dir": str(self.folder)}
                 describe_run(self.folder, settings, self.world)
-                self.file = open(self.folder / "train.log", "a")
+                self.file = open(regular(self.folder / "train.log"), "a")
                 print(*self.early, sep="\n", file=self.file, flush=True)
             for record in self.early_records:
                 self.record(record)
@@ -97,18 +99,19 @@ class Log:
         return earlier
 
     def _forget_steps_after(self, step: int) -> list[dict]:
-        """Drop the records after `step` from metrics.jsonl, left by a killed run."""
-        file, lines, steps = self.folder / "metrics.jsonl", [], []
-        for line in file.read_text().splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:  # half a line: killed while writing it
-                continue
-            if step and record["step"] <= step:
-                lines.append(line + "\n")
-                steps += [record] if "train/loss" in record else []
-        write_text(file, "".join(lines))
-        return steps
+        """Drop the records after `step` from metrics.jsonl, left by a killed run, and lines that
+        are no records."""
+        file = self.folder / "metrics.jsonl"
+        lines, broken = read_records(file)
+        if step and broken:
+            self.say(f"resume: {counted(broken, 'unreadable line')} of metrics.jsonl removed")
+        kept = [(line, r) for line, r in lines if r["step"] <= step] if step else []
+        write_text(file, "".join(f"{line}\n" for line, _ in kept))
+        return [
+            {**r, "train/loss": number(r["train/loss"])}  # null: it was not finite
+            for _, r in kept
+            if "train/loss" in r and isinstance(r.get("perf/peak_mem_gb"), list)
+        ]
 
     def close(self) -> None:
         """End the log of a run that is complete or stopped. Every rank may call."""

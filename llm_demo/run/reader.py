@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.errors import UserError, counted
+from llm_demo.process import read_text
 from llm_demo.run.summary import WARMUP
 
 
@@ -25,32 +26,42 @@ def read_run(folder: Path) -> SimpleNamespace:
     run = SimpleNamespace(folder=folder, notes=[], written="–")
     for name in ("config", "env", "summary"):
         path = folder / f"{name}.json"
-        content = parse(path.read_text("utf-8", "replace")) if path.exists() else {}
+        content = parse(read_text(path)) if path.exists() else {}
         if not isinstance(content, dict):
             run.notes.append(f"{name}.json could not be read")
             content = {}
         setattr(run, name, content)
     if "model_type" in run.config and not file.exists():
         raise UserError(f"{folder} is a model's folder, not a run's")
-    text = ""
+    lines = []
     if file.exists():
-        text = file.read_text("utf-8", "replace")
+        lines, broken = read_records(file)
         run.written = f"{datetime.fromtimestamp(file.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
-    steps, evals, broken = {}, {}, 0
-    for line in filter(str.strip, text.split("\n")):
-        record = parse(line)
-        step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is not int or not 0 <= step < 2**53:
-            broken += 1
-        elif "train/loss" in record:
-            steps[step] = record
+        if broken:
+            run.notes.append(f"{counted(broken, 'unreadable line')} of metrics.jsonl skipped")
+    steps, evals = {}, {}
+    for _, record in lines:
+        if "train/loss" in record:
+            steps[record["step"]] = record
         elif "eval/loss" in record:
-            evals[step] = record
-    if broken:
-        run.notes.append(f"{counted(broken, 'unreadable line')} of metrics.jsonl skipped")
+            evals[record["step"]] = record
     run.steps, run.evals = ([by[step] for step in sorted(by)] for by in (steps, evals))
     run.parts = step_parts(run)
     return run
+
+
+def read_records(file: Path) -> tuple[list[tuple[str, dict]], int]:
+    """([(line, its record)], number of lines without one) of a metrics.jsonl. Raises UserError for
+    a pipe or a device, OSError if it can't be read."""
+    records, broken = [], 0
+    for line in filter(str.strip, read_text(file).split("\n")):
+        record = parse(line)
+        step = record.get("step") if isinstance(record, dict) else None
+        if type(step) is int and 0 <= step < 2**53:
+            records.append((line, record))
+        else:
+            broken += 1
+    return records, broken
 
 
 def parse(text: str):

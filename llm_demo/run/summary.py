@@ -76,7 +76,7 @@ def summarise(
         "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
         "eval_loss": finite(dict(history.evals)),
         "eval_exact": dict(history.exact),
-        "skipped_steps": sum(r["train/skipped"] for r in records),
+        "skipped_steps": sum(r.get("train/skipped") is True for r in records),
         "median_step_ms": median("perf/step_ms"),
         "spread_step_ms": [pick(r["perf/step_ms"] for r in steady) for pick in (min, max)],
         "median_comm_ms": comm,
