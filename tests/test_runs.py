@@ -22,7 +22,7 @@ import torch.distributed as dist
 from conftest import ROOT, args_with, python, run, smaller_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoint import flip, make, save, state
+from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
 from test_security import sign
 
 from llm_demo import export, files, report
@@ -272,6 +272,50 @@ def test_a_run_without_its_records_ends(text, train, capsys):
     capsys.readouterr()
     train("fsdp", "--max_steps 1 --eval_json none --resume auto")
     assert "no summary.json: metrics.jsonl holds no step" in capsys.readouterr().out
+
+
+ROWS = "rows of a step"
+ODD = [  # identity of trainer.json, None: without one
+    (None, "seed was None, is 1"),
+    ({}, "seed was None, is 1"),
+    ({"seed": [1]}, r"seed was \[1\], is 1"),
+    *(({"seed": 1, ROWS: x}, f"invalid {ROWS}: ") for x in ("16", None, 0, -4, 1.5, True, [], {})),
+    ("seed", "invalid identity: 'seed'"),
+]
+
+
+@pytest.mark.parametrize("identity, message", ODD)
+def test_an_odd_identity_of_a_checkpoint_is_one_line(identity, message, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    save(make(tmp_path), 1)
+    step = tmp_path / "checkpoints/step_00000001"
+    facts = json.loads((step / "trainer.json").read_text()) | {"identity": identity}
+    if identity is None:
+        del facts["identity"]
+    (step / "trainer.json").write_text(json.dumps(facts))
+    sign(step)
+    flags = {"save": False, "save_async": False, "resume": str(tmp_path), "resume_anyway": False}
+    flags |= {"grad_accum_steps": 2}
+    with pytest.raises(UserError, match=message) as raised:
+        checkpoints_of(Voice(tmp_path), {"seed": 1, ROWS: 8}, flags)
+    assert "\n" not in str(raised.value)
+
+
+def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
+    out = train("fsdp", "--max_steps 1 --eval_json none")
+    (tmp_path / "new.jsonl").write_text('{"prompt": "Who?", "completion": "It is I."}\n' * 40)
+    with pytest.raises(UserError, match="content of data file 1 was .*, is ") as raised:
+        train("fsdp", "--max_steps 2 --eval_json none --resume out --output_dir again "
+              "--train_json new.jsonl")  # fmt: skip
+    step = "out/checkpoints/step_00000001"
+    assert (
+        f"to train its model on other data, export it (python -m llm_demo.export {step} OUT) and "
+        "start a new run with --model_name_or_path OUT; to continue anyway, add --resume_anyway"
+    ) in str(raised.value)
+    export.export(Path(step), tmp_path / "OUT")
+    train("fsdp", "--max_steps 1 --eval_json none --overwrite --train_json new.jsonl "
+          "--model_name_or_path OUT")  # fmt: skip
+    assert json.loads((out / "config.json").read_text())["random_weights"] is False
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "cmd.sh", "config.json"])
