@@ -203,6 +203,9 @@ def run(
             let_others_speak()  # the peer prints the reason, and the launcher ends this rank
             message = f"rank {rank} lost the connection to another rank: see that rank's error"
             print(f"error: {message}", file=sys.stderr)
+        elif isinstance(e, dist.DistNetworkError) and not dist.is_initialized():
+            reason = str(e).splitlines()[0]
+            print(f"error: rank {rank} can't meet the other ranks: {reason}", file=sys.stderr)
         elif reason := disk_full(e, output_dir=parse and parse().output_dir):
             print(f"error: rank {rank}: {reason}", file=sys.stderr)
         else:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -662,6 +663,21 @@ def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatc
     with pytest.raises(UserError, match=message) as raised:
         start()
     assert "\n" not in str(raised.value)
+
+
+def test_a_port_in_use_is_one_line(monkeypatch, capsys, record_property):
+    record_property("bad inputs", 1)
+    ended = []
+    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
+        for name, value in {**place, "MASTER_PORT": busy.getsockname()[1]}.items():
+            monkeypatch.setenv(name, str(value))
+        run_main(start)
+    said = capsys.readouterr().err
+    assert ended == [1] and said.count("\n") == 1, said
+    assert said.startswith("error: rank 0 can't meet the other ranks: The server socket has failed")
 
 
 @pytest.mark.parametrize(
