@@ -184,7 +184,8 @@ def fault_of_environment(error: BaseException) -> str | None:
     for name, value in os.environ.items() if not isinstance(error, ImportError) else ():
         named = "_" in name and re.search(rf"\b{name}\b", text)
         quoted = rf"['\"]{re.escape(value)}['\"]|: {re.escape(value)}(,|$)"
-        if named or value.strip() and not value.isdecimal() and re.search(quoted, text):
+        plain = value.isdecimal() or value.lower() in ("", "true", "false")  # in many messages
+        if named or not plain and re.search(quoted, text):
             return f"{name} in the environment: {text[:300]}"
     return None
 

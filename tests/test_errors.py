@@ -697,11 +697,17 @@ def test_an_environment_that_an_import_refuses_is_one_line(command, name, record
 
 def test_only_what_a_message_names_or_quotes_is_blamed(monkeypatch):
     monkeypatch.setattr(os, "environ", {"A_SIZE": "x", "N": "1", "_": "/bin/x", "NAME": "some"})
+    os.environ["QUIET"] = "false"
     said = "invalid literal for int() with base 10: 'x'"
     assert fault_of_environment(ValueError(said)) == f"A_SIZE in the environment: {said}"
     assert fault_of_environment(RuntimeError("no interface: some")).startswith("NAME in")
     assert fault_of_environment(RuntimeError("A_SIZE must be\n  a number")).startswith("A_SIZE in")
-    for other in ("index 1 is out of range: 1", "some_x: not A_SIZES", "NAME of some file"):
+    for other in (
+        "index 1 is out of range: 1",
+        "some_x: not A_SIZES",
+        "NAME of some file",
+        "ipv6: false, port: 1",
+    ):
         assert fault_of_environment(ValueError(other)) is None
     assert fault_of_environment(ImportError("No module named 'x'")) is None
 
