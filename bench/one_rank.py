@@ -22,6 +22,7 @@ def pretend(ranks: int) -> None:
     """Make this process the first of `ranks` ranks on one node, to torch.distributed."""
     size = str(ranks)
     os.environ.update(WORLD_SIZE=size, LOCAL_WORLD_SIZE=size, RANK="0", LOCAL_RANK="0")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # no other rank is asked
     real_start, real_group = dist.init_process_group, dist.new_group
 
     def start(*unused, **also_unused):

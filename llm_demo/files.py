@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent  # the repository
@@ -104,6 +105,20 @@ def sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _object(pairs: list[tuple]) -> dict:
+    """A JSON object. json itself would keep the last of two values of a key."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        values = " and ".join(repr(value)[:40] for k, value in pairs if k == key)
+        raise ValueError(f"an object has the key {key!r} twice: {values}")
+    return values
+
+
+# Refuses a key twice. Made once: json.loads with a hook makes one each time.
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def finite(record: dict) -> dict:

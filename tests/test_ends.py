@@ -22,6 +22,8 @@ from safetensors.torch import save_file
 from bench.checkpoints import tensors
 from llm_demo import dist, errors, probe, process
 from llm_demo.errors import UserError
+from llm_demo.model.decoder import skeleton
+from llm_demo.model.source import load_config
 
 SCRIPTS = {
     "fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py",
@@ -371,7 +373,6 @@ def test_no_file_orders_a_terminal_about(how, tmp_path):
     config = json.loads((ROOT / "pp/ds_pp_2gpus.json").read_text())
     (tmp_path / "ds.json").write_text(json.dumps(config | {OSC: 1}))
     shutil.copytree(ROOT / "models/qwen3-tiny", tmp_path / "model")
-    save_file({OSC: torch.ones(1)}, tmp_path / "other.safetensors")
     flags = f"--train_json {tmp_path}/rows.jsonl --eval_json none --dry_run --seq_len 64 "
     script = "fsdp/train_fsdp.py"
     if how == "a switch":
@@ -380,7 +381,9 @@ def test_no_file_orders_a_terminal_about(how, tmp_path):
             f"{flags} --stages 1 --deepspeed_config {tmp_path}/ds.json",
         )
     if how == "a tensor":
-        (tmp_path / "other.safetensors").rename(tmp_path / "model/model.safetensors")
+        lm = skeleton(load_config(tmp_path / "model", 64), "sdpa").to_empty(device="cpu")
+        tensors = {name: torch.zeros_like(p) for name, p in lm.named_parameters()}
+        save_file(tensors | {OSC: torch.ones(1)}, tmp_path / "model/model.safetensors")
         flags += f" --model_name_or_path {tmp_path}/model"
     done = run([sys.executable, ROOT / script, *flags.split()])
     said = done.stdout + done.stderr

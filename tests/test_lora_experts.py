@@ -109,7 +109,9 @@ def test_on_experts_equals_peft(processes, mixtures):
     for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
         wanted = expected(*WITH_EXPERTS[case][1:3])
         if "--dtype" not in WITH_EXPERTS[case][-1]:
-            assert_equal(losses, ranks, wanted)
+            # AdamW moves a factor that starts at zero by about lr for any gradient, however small,
+            # and so shows the rounding of the smallest ones: 1.8e-5 on CPUs with AMX
+            assert_equal(losses, ranks, wanted, later=5 * parity.TOLERANCE)
             continue
         rough, loose = parity.BOUNDS[case.split("_")[1]]
         assert losses == pytest.approx(wanted["loss"], rel=rough)

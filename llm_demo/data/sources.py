@@ -12,11 +12,10 @@ import json
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from llm_demo.errors import UserError, counted
-from llm_demo.files import digest
+from llm_demo.files import DECODER, digest
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # searched for in a folder
 
@@ -281,20 +280,6 @@ def _decode(raw: bytes, where: str, encoding: str) -> str:
         return raw.decode(encoding).rstrip()
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 ({error.reason}); re-encode the file") from None
-
-
-def _object(pairs: list[tuple]) -> dict:
-    """A JSON object. json itself would keep the last of two values of a key."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        values = " and ".join(repr(value)[:40] for k, value in pairs if k == key)
-        raise ValueError(f"an object has the key {key!r} twice: {values}")
-    return values
-
-
-# Made once: json.loads with a hook makes one each time.
-DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _parse(text: str, path: str, line: int, hint: str):
