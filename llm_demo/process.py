@@ -181,6 +181,8 @@ def fault_of_environment(error: BaseException) -> str | None:
     """The error in one line if its message names an environment variable or quotes its value, as
     that of a library does which refuses the value; else None."""
     text = " ".join(str(error).split())
+    if "no socket interface found" in text:  # NCCL names neither
+        return f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME')}: no such interface"
     for name, value in os.environ.items() if not isinstance(error, ImportError) else ():
         named = "_" in name and re.search(rf"\b{name}\b", text)
         quoted = rf"['\"]{re.escape(value)}['\"]|: {re.escape(value)}(,|$)"
