@@ -208,6 +208,11 @@ def run(
             print(f"error: rank {rank} can't meet the other ranks: {reason}", file=sys.stderr)
         elif reason := disk_full(e, output_dir=parse and parse().output_dir):
             print(f"error: rank {rank}: {reason}", file=sys.stderr)
+        elif reason := fault_of_environment(e):
+            code = 2
+            if rank != "0":
+                let_others_speak()
+            print(f"error: {reason}", file=sys.stderr)
         else:
             traceback.print_exc()
     sys.stdout.flush()

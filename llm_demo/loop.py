@@ -14,7 +14,7 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.data.steps import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
-from llm_demo.errors import Stopped, counted
+from llm_demo.errors import Stopped, UserError, counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
 from llm_demo.model.costs import flops_of_slot
@@ -23,7 +23,7 @@ from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
 from llm_demo.plan import Plan, configuration_of
 from llm_demo.progress import progress
-from llm_demo.run.checkpoint import Checkpoints
+from llm_demo.run.checkpoint import TOKENS, Checkpoints
 from llm_demo.run.clock import Clock
 from llm_demo.run.log import Log
 from llm_demo.run.next_steps import next_steps
@@ -54,6 +54,7 @@ def prepare(
         adapters=adapters,
         model=configuration_of(plan.source.config),
     )
+    refuse_other_tokens(args, plan, checkpoints)
     log.resolved(resumed_step=checkpoints.first_step)
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)
@@ -82,6 +83,22 @@ def prepare(
             clock.history.records += log.open(clock.history.first_step)
             finish(world, log, clock)
     return None
+
+
+def refuse_other_tokens(args: Args, plan: Plan, checkpoints: Checkpoints) -> None:
+    """Raise UserError if a checkpoint of an earlier version, whose identity does not say what was
+    learnt, had other tokens in its steps than this version reads in the same data."""
+    facts = checkpoints.facts
+    if not facts or TOKENS in facts.get("identity", {}) or args.resume_anyway:
+        return
+    steps = (token_counts(plan.data.train, plan.rows_of(n)) for n in range(facts["step"]))
+    now = tuple(map(sum, zip(*steps, strict=True))) or (0, 0)
+    if now != (facts["tokens"], facts["label_tokens"]):
+        raise UserError(
+            f"{checkpoints.path} was trained on {facts['tokens']:,} tokens "
+            f"({facts['label_tokens']:,} learnt) in its steps; this version reads {now[0]:,} "
+            f"({now[1]:,}) in the same data (docs/data.md): to continue anyway, add --resume_anyway"
+        )
 
 
 def heldout_batches(

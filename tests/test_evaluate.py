@@ -131,6 +131,16 @@ def test_the_table_is_printed_if_it_can_t_be_written(folder, tmp_path, monkeypat
     assert capsys.readouterr().out.count("| x.jsonl |") == 2
 
 
+@pytest.mark.parametrize("content", ["[]", "null", '{"cache_implementation": "zzz"}'])
+def test_a_file_that_only_transformers_reads(content, folder, tmp_path):
+    shutil.copytree(folder / "base", tmp_path / "model")
+    (tmp_path / "model/generation_config.json").write_text(content)
+    args = evaluate.make_parser().parse_args(arguments(folder))
+    with pytest.raises(UserError, match="model: transformers can't load this model: ") as raised:
+        evaluate.evaluate(str(tmp_path / "model"), args, torch.device("cpu"), torch.float32)
+    assert "\n" not in str(raised.value)
+
+
 def test_answers_to_other_rows_are_not_put_side_by_side():
     def of(model, *rows):
         answers = [{"prompt": f"{r}?", "answer": f"{r} by {model}", "expected": r} for r in rows]

@@ -271,6 +271,11 @@ MASKS = {
         call(),
         PAIR + "⟦f<E>⟧<S>bot<E>\n",
     ),
+    "generation tags of two turns in a row": (
+        TAGGED_WHOLE,
+        Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
+        "<S>user\nhi<E>\n⟦<S>assistant\nyo<E>⟧\n⟦<S>assistant\nso<E>⟧\n",
+    ),
     "a line break before the stop token": (
         CHATML.replace("'<E>\n' }}{% endfor", "'\n<P>' }}{% endfor"),
         chat("hi", "yo"),
@@ -326,6 +331,10 @@ def test_reasoning_as_context():
     expected = golden(PAIR + "[THINK]r[/THINK]⟦yo<E>⟧\n")
     assert one(given, make_tokenizer(tags), **codec) == expected
     assert one(chat("hi", "yo"), make_tokenizer(), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
+    drops = CHATML.replace("m.content +", "m.content.split('</think>')[-1] +")
+    dropped = chat("hi", "<think>r</think>yo")
+    assert one(dropped, make_tokenizer(drops), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
+    assert one(given, make_tokenizer(), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
     only = chat("hi", "<think>r</think>")
     assert one(only, make_tokenizer(QWEN3), **codec) == labels.EMPTY_TURN
     marked = make_tokenizer(TAGGED)
@@ -356,6 +365,11 @@ SKIPPED = {
     "tags and dropped reasoning": (
         TAGGED,
         chat("hi", "yo", reasoning_content="r"),
+        labels.NO_REASONING,
+    ),
+    "a call and dropped reasoning": (
+        SPECIAL_CALLS,
+        call(content="so", reasoning_content="r"),
         labels.NO_REASONING,
     ),
     "tags and a stop token inside": (TAGGED, chat("hi", "a<E>b"), labels.ENDS_INSIDE),

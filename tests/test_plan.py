@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT
 from test_rows import load, write
+from test_security import sign
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.errors import UserError
@@ -185,6 +186,31 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
         with pytest.raises(UserError, match=message):
             rows_of(*more, "--output_dir", "refused")
     assert not (tmp_path / "refused").exists()
+
+
+def test_an_earlier_versions_checkpoint_of_other_tokens_is_refused(tmp_path, alone, capsys):
+    write(tmp_path / "x.jsonl", *[{"text": "word " * (1 + i % 5)} for i in range(30)])
+    flags = ["--train_json", "x.jsonl", "--eval_json", "none", "--seq_len", "32", "--save_every"]
+    flags += ["2", "--keep_last", "0", "--max_steps", "4"]
+    alone(*flags, "--output_dir", "run")
+    folder = tmp_path / "run/checkpoints/step_00000002"
+    facts = json.loads((folder / "trainer.json").read_text())
+    assert facts["identity"].pop("tokens and labels")  # as earlier versions had none
+    for more, name in ((0, "same"), (5, "other")):
+        changed = facts | {"label_tokens": facts["label_tokens"] - more}
+        (folder / "trainer.json").write_text(json.dumps(changed))
+        sign(folder)
+        resume = [*flags, "--resume", folder, "--output_dir", name]
+        if not more:
+            alone(*resume)
+            whole, rest = (list(filter(None, losses(tmp_path / n))) for n in ("run", name))
+            assert rest == whole[2:]
+            continue
+        learnt = facts["label_tokens"]
+        message = rf"\({learnt - 5} learnt\) in its steps; this version reads .* \({learnt}\) in"
+        with pytest.raises(UserError, match=message):
+            alone(*resume)
+        alone(*resume, "--resume_anyway")
 
 
 def test_which_windows_are_used(tmp_path):

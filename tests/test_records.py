@@ -151,6 +151,10 @@ CONTRADICTORY = {
     "fractions": ({"loss_mask": [0, 0.5, 1, 1, 1]}, "'loss_mask' must be a list of 0 and 1"),
     "nested": ({"attention_mask": [[1] * 5] * 5}, "'attention_mask' must be a list of 0 and 1"),
     "unknown": ({"prompt_mask": [1, 1, 0, 0, 0]}, "'prompt_mask' is not known beside 'input_ids'"),
+    "no suffix": ({"mask": [1, 1, 0, 0, 0]}, "'mask' is not known beside 'input_ids'"),
+    "collated": ({"cu_seq_lens_q": [0, 2, 5]}, "'cu_seq_lens_q' is not known beside"),
+    "a weight": ({"weight": 0.5}, "'weight' is not known beside 'input_ids'"),
+    "pixels": ({"pixel_values": [[1]]}, "'pixel_values' is not known beside 'input_ids'"),
     "documents": ({"seq_lengths": [2, 3]}, "'seq_lengths' is not known beside 'input_ids'"),
 }
 
@@ -168,7 +172,12 @@ def test_a_row_of_padding_is_skipped(tmp_path):
     assert packs.stats["skipped"] == {"nothing to learn": 1}
 
 
-QUESTIONS = [("question", "answer"), ("instruction", "response"), ("query", "response")]
+QUESTIONS = [
+    ("question", "answer"),
+    ("question", "response"),
+    ("instruction", "response"),
+    ("query", "response"),
+]
 
 
 @pytest.mark.parametrize("keys", [*QUESTIONS, ("prompt", "response")])
@@ -218,6 +227,7 @@ WAYS_TO_CALL = {
     "text": {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x":1}'}}]},
     "not nested": {"tool_calls": [{"name": "f", "arguments": '{"x": 1}', "type": "function"}]},
     "parameters": {"tool_calls": [{"function": {"name": "f", "parameters": {"x": 1}}}]},
+    "list as text": {"tool_calls": '[{"name": "f", "arguments": {"x": 1}}]'},
     "older key": {"function_call": {"name": "f", "arguments": '{"x": 1}'}, "content": None},
     "turn": {"role": "function_call", "content": '{"name": "f", "arguments": "{\\"x\\": 1}"}'},
 }
@@ -369,6 +379,14 @@ BAD_ROWS = {
         [":1: messages[0]: the arguments of f must be a JSON object: an object has the key 'x'"],
     ),
     "picture": ([{**GOOD, "images": ["a.jpg"]}], [":1: this row has 'images'", "leave such rows"]),
+    "picture of a turn": (
+        [{"messages": [{"role": "user", "content": "<image>q", "images": ["a.png"]}]}],
+        [":1: messages[0] has 'images', but only text"],
+    ),
+    "several choices": (
+        [{"question": "q", "choices": ["a", "b"], "answer": "0"}],
+        [":1: unknown row format, keys: question, choices, answer"],
+    ),
     "one turn, text": (
         [{"role": "prompter", "text": "x"}],
         [":1: a row is one turn (role, text): collect the turns"],

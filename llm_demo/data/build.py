@@ -204,6 +204,8 @@ def _count_keys(
 def _text_arguments(turn) -> bool:
     """Whether a turn of a row has a tool call whose arguments are JSON text."""
     calls = (turn.get("tool_calls") or []) if isinstance(turn, dict) else []
+    if isinstance(calls, str):
+        return True
     return any(isinstance(call.get("function", call).get("arguments"), str) for call in calls)
 
 

@@ -314,9 +314,8 @@ def _learnt_spans(
 def _marks(codec: Codec, record: Record) -> np.ndarray:
     """Which tokens of a conversation its template marks: bool [tokens]."""
     try:
-        found = codec.tokenizer.apply_chat_template(
-            record.messages, tools=record.tools, return_dict=True, return_assistant_tokens_mask=True
-        )
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = _render(codec, record.messages, record, tokenize=True, **options)
         return np.array(found["assistant_masks"], bool)
     except REFUSALS:
         return np.zeros(0, bool)
@@ -351,7 +350,7 @@ def _spans(
         return [(first, last)]
     if codec.learn_reasoning:
         ends = [m.end() for m in codec.ends.finditer(text, 0, start)]
-        first = encoding.char_to_token(ends[-1]) if ends else 0
+        first = encoding.char_to_token(_not_space(text, ends[-1])) if ends else 0
     own = np.append(marks[first:last], marks[last - 1] | marks[last])
     edges = np.flatnonzero(np.diff(own, prepend=False, append=False))
     runs = [(first + int(a), first + int(b) - 1) for a, b in edges.reshape(-1, 2)]
@@ -372,7 +371,8 @@ def _characters(
         content, at = message["content"].strip(), _not_space(text, start)
         at = _not_space(text, at + len(content)) if text.startswith(content, at) else 0
         ended = at == len(text) or codec.specials.match(text, at)
-        if content and at and ended and not codec.ends.match(text, at):
+        calls = message.get("tool_calls")
+        if content and at and ended and not calls and not codec.ends.match(text, at):
             return UNSTOPPED
         end = codec.ends.search(text, start)
         body = text[start : end.start()] if end else ""
@@ -391,10 +391,15 @@ def _stop(codec: Codec, record: Record, turn: int, text: str, start: int) -> tup
     begins, counted from `start`."""
     message, own = record.messages[turn], None
     shortest = len(_reasoning_and_answer(message)[1])
+    texts = [message]
+    if not codec.learn_reasoning:  # the template may drop it
+        plain = _reasoning_and_answer(message)[1]
+        texts.append(message | {"content": plain, "reasoning_content": None})
     for stop in codec.ends.finditer(text, start):
         if stop.start() - start < shortest:
             continue
-        if (answer := _answer_in(text[start : stop.start()], message)) is None:
+        found = [_answer_in(text[start : stop.start()], given) for given in texts]
+        if (answer := next((at for at in found if at is not None), None)) is None:
             continue
         if message.get("tool_calls"):  # what stands behind them may belong to the next turn
             try:
@@ -513,9 +518,9 @@ def _without_reasoning(body: str, message: dict) -> bool:
     return bool(reasoning) and answer in body and "</think>" not in body
 
 
-def _render(codec: Codec, messages: list[dict], record: Record, **options) -> str:
+def _render(codec: Codec, messages: list[dict], record: Record, tokenize=False, **options):
     return codec.tokenizer.apply_chat_template(
-        messages, tools=record.tools, tokenize=False, **options
+        messages, tools=record.tools, tokenize=tokenize, **options
     )
 
 

@@ -1,6 +1,7 @@
 """Turns rows of seven formats into records: conversations, text or token ids."""
 
 import json
+import re
 from typing import NamedTuple
 
 from llm_demo.data.batch import Record
@@ -9,6 +10,7 @@ from llm_demo.files import DECODER
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"
+SAYS_WHAT = re.compile("mask|weight|seq_?len|sequence_id|document_id|segment|pixel", re.I)
 LEARNT = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
 
 # Required keys, one choice or more, and optional ones, in the order they are tried on a file's
@@ -27,9 +29,10 @@ FORMATS = {
             ("instruction", "output"),
             ("instruction", "response"),
             ("question", "answer"),
+            ("question", "response"),
             ("query", "response"),
         ),
-        ("input", "context", "system", "history", "tools"),
+        ("input", "context", "system", "system_prompt", "history", "tools"),
     ),
     "input": ((("input", "target"),), ("system", "history", "tools")),
     "text": ((("text",),), ()),
@@ -72,6 +75,10 @@ MARKS = ("weight", "train", "loss_mask", "loss")  # keys of a turn; 0 or false: 
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a turn, all for the first
 
+ONLY_TEXT = "only text can be learnt: leave such rows out"
+
+CHOICES = {"choices", "options"}  # a question of several choices, which the answer may only number
+
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 ONE_TURN = "collect the turns of each conversation in one row, as a list under 'messages'"
@@ -108,6 +115,8 @@ def detect_format(row, where, data_format="auto", input_key=None, target_key=Non
     for present in (filled, row.keys()):  # a table may have a null in one of two formats' columns
         for name, (choices, _) in FORMATS.items():
             for keys in choices:
+                if keys == ("question", "answer") and CHOICES & present:
+                    continue
                 if present >= set(keys):
                     if name == "text" and isinstance(row.get("role"), str):
                         raise UserError(f"{where}: a row is one turn (role, text): {ONE_TURN}")
@@ -130,9 +139,7 @@ def to_record(row: dict, row_format: RowFormat, where: str) -> Record:
         _refuse_unknown_masks(row, row_format, where)
         return Record(None, tokens=_tokens(values[0], optional, where))
     if media := [key for key in MEDIA if key in unused_keys(row, row_format)]:
-        raise UserError(
-            f"{where}: this row has {media[0]!r}, but only text can be learnt: leave such rows out"
-        )
+        raise UserError(f"{where}: this row has {media[0]!r}, but {ONLY_TEXT}")
     if row_format.format == "text":
         return Record(None, text=_text(values[0], where, "text"))
     tools = _tools(optional.get("tools"), where)
@@ -179,9 +186,10 @@ def _record(messages, tools, context=frozenset()) -> Record:
 
 def _system(optional: dict, where: str, messages: list[dict]) -> list[dict]:
     """The system message, one or none, that the row's own key adds before these messages."""
-    if "system" not in optional:
+    key = next((key for key in ("system", "system_prompt") if key in optional), None)
+    if key is None:
         return []
-    content = _text(optional["system"], where, "system")
+    content = _text(optional[key], where, key)
     if not messages or messages[0]["role"] != "system":
         return [{"role": "system", "content": content}]
     if messages[0]["content"].strip() != content.strip():
@@ -263,8 +271,7 @@ def _tokens(ids, optional: dict, where: str) -> tuple[list[int], list[bool]]:
 def _refuse_unknown_masks(row: dict, row_format: RowFormat, where: str) -> None:
     """Raise UserError for a key that may say what is learnt or where documents end."""
     for key in unused_keys(row, row_format):
-        says = key.endswith(("_mask", "_masks", "_weights")) or key in ("seq_lengths", "cu_seqlens")
-        if says and key != "special_tokens_mask":
+        if SAYS_WHAT.search(key) and key != "special_tokens_mask":
             raise UserError(
                 f"{where}: {key!r} is not known beside 'input_ids': remove it, or name what is "
                 f"learnt 'labels' or one of {', '.join(LEARNT)}"
@@ -287,13 +294,15 @@ def _messages(turns, where: str, key: str) -> list[dict]:
             raise UserError(
                 f"{where}: {place} has unknown role {role!r}; known: {', '.join(ROLES)}"
             )
+        if media := [k for k in MEDIA if turn.get(k) not in EMPTY]:
+            raise UserError(f"{where}: {place} has {media[0]!r}, but {ONLY_TEXT}")
         for mark in MARKS:
             if (value := turn.get(mark)) is not None and value not in (0, 1):
                 raise UserError(
                     f"{where}: {place}: {mark} must be 0 or 1 (or false or true), not {value!r}: "
                     "fractional weights are not supported"
                 )
-        content, calls = turn.get("content", turn.get("value")), turn.get("tool_calls")
+        content, calls = turn.get("content", turn.get("value")), _from_json(turn.get("tool_calls"))
         if call := turn.get("function_call"):  # OpenAI's older key
             if calls:
                 raise UserError(f"{where}: {place} has tool_calls and function_call: keep one")

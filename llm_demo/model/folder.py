@@ -21,7 +21,7 @@ from llm_demo.errors import UserError, words_of
 from llm_demo.files import write_json
 from llm_demo.model.costs import head_widths, latent
 from llm_demo.model.rotary import LongRope, rope_type
-from llm_demo.model.source import describe_model, load_config, same_ids
+from llm_demo.model.source import COMPARE, describe_model, load_config, same_ids
 from llm_demo.model.weights import Weights, open_weights
 
 # What transformers neither checks nor can generate with otherwise; a boolean is a number too.
@@ -57,7 +57,7 @@ def open_model(
         scaling = getattr(rotary, "scaling", getattr(rotary, "attention_scaling", 1.0))
         positive = [*rotary.buffers(), torch.full((width // 2,), scaling)]
     except Exception as e:  # of transformers' modules
-        raise UserError(f"{folder}/config.json: {words_of(e)}") from e
+        raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if weights:
         shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
         weights.check(shapes, {head} if config.tie_word_embeddings else set())
@@ -173,6 +173,6 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
             notes.append(f"generation_config.json: without {shown}, which transformers refuses")
         config.to_json_string()
     except Exception as e:  # from transformers, which checks few types
-        raise UserError(f"{file}: {words_of(e)}") from e
+        raise UserError(f"{file}: {words_of(e)}; {COMPARE}") from e
     config.eos_token_id = list(dict.fromkeys([*own, *stop_tokens(tokenizer)])) or None
     return config, notes

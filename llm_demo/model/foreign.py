@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llm_demo.errors import UserError
+from llm_demo.errors import UserError, words_of
 
 
 def refuse_adapter(name: str, folder: Path) -> None:
@@ -36,7 +36,12 @@ def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTraine
     calls it; config: from load_config. Raises UserError for what is refused above."""
     refuse_adapter(name, folder)
     # sdpa: for flash attention that is not installed, transformers asks the hub for a kernel
-    return AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
-        trust_remote_code=False,
-    ).eval()  # fmt: skip
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            trust_remote_code=False,
+        ).eval()  # fmt: skip
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as e:  # of the files that only transformers reads
+        raise UserError(f"{folder}: transformers can't load this model: {words_of(e)}") from e

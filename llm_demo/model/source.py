@@ -28,6 +28,7 @@ from llm_demo.process import regular
 # silently train them wrongly.
 EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", *EXPERTS)
+COMPARE = "compare it with the published file"
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]  # of a model's folder
 
 
@@ -104,7 +105,7 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
     except UserError:
         raise
     except Exception as e:  # several libraries check it, each with exceptions of its own
-        raise UserError(f"{folder}/config.json: {words_of(e)}") from e
+        raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if config.model_type not in FAMILIES:
         raise UserError(
             f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
@@ -324,7 +325,15 @@ def load_tokenizer(name: str, chat_template: str | None = None):
                 f"-c 'from transformers import AutoTokenizer as A; A.from_pretrained("
                 f'"{folder}").save_pretrained("{folder}")\''
             ) from e
-        raise UserError(f"{folder}: the tokenizer can't be read: {words_of(problem)}") from e
+        raise UserError(
+            f"{folder}: the tokenizer can't be read: {words_of(problem)}; compare its files with "
+            "the published ones"
+        ) from e
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        raise UserError(
+            f"{folder}/tokenizer_config.json: model_max_length {tokenizer.model_max_length!r} is "
+            "not a number"
+        )
     if chat_template:
         tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
     elif tokenizer.chat_template:

@@ -49,7 +49,7 @@ SETTINGS = (
 
 # what the identity of an earlier version lacks, as it was then
 EARLIER = {"shuffle": True, "length_warmup": 0}
-UNRECORDED = ("tokens and labels",)  # unknown of an earlier version
+TOKENS = "tokens and labels"  # an earlier version has no checksum of them
 
 # entries that trainer.json must have to resume from it
 NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
@@ -118,7 +118,7 @@ class Checkpoints:
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
         before = {name: value for name, value in EARLIER.items() if name in self.identity}
-        before |= {name: value for name, value in self.identity.items() if name in UNRECORDED}
+        before |= {TOKENS: self.identity[TOKENS]} if TOKENS in self.identity else {}
         before |= self.facts.get("identity", {})
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
