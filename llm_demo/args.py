@@ -112,7 +112,7 @@ class DataArgs:
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
         "Training data (JSON Lines, JSON, Parquet, CSV, TSV): files separated by commas, a glob, "
-        "a folder, or a hub dataset.",
+        "a folder, or a hub dataset. a.jsonl*2 takes its documents twice, *0.3 some of them.",
         path=True,
     )
     dataset_config: str | None = flag(None, "Configuration of a hub dataset, such as main.")
@@ -126,6 +126,9 @@ class DataArgs:
     data_format: Literal[
         "auto", "tokens", "messages", "conversations", "prompt", "alpaca", "input", "text"
     ] = flag("auto", "Format of a row. auto: detected from the first one.")
+    eval_fraction: float | None = flag(
+        None, "Share of the training documents to hold out, such as 0.05.", at_most=1
+    )
     input_key: str | None = flag(None, "Name of the prompt column. Needs --target_key.")
     target_key: str | None = flag(None, "Name of the answer column. Needs --input_key.")
     seq_len: int = flag(
@@ -151,8 +154,11 @@ class TrainArgs:
     max_steps: int = flag(
         0, "Optimizer steps. 0: as many as --num_epochs takes.", at_most=MAX_STEPS
     )
-    num_epochs: float = flag(
-        1.0, "Passes over the training data, if --max_steps is 0.", at_most=1e9
+    num_epochs: float | None = flag(
+        None,
+        "Passes over the data, if --max_steps is 0. Default: about 100 steps, at most 10 passes; "
+        "random weights: at most 100.",
+        at_most=1e9,
     )
     lr: float | None = flag(
         None,
@@ -160,7 +166,9 @@ class TrainArgs:
         positive=True,
     )
     weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
-    warmup_steps: int = flag(10, "Optimizer steps of linear warm-up.")
+    warmup_steps: int | None = flag(
+        None, "Optimizer steps of linear warm-up. Default: 10, at most 10 % of the run."
+    )
     lr_scheduler: Literal["cosine", "linear", "constant"] = flag(
         "cosine", "Decay after the warm-up. cosine and linear end at a tenth of --lr."
     )
@@ -265,7 +273,7 @@ def check(args) -> None:
     """Raises UserError for shared flags that contradict each other."""
     check_rows(args.seq_len, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
     parse_steps(args.profile_steps)
-    if args.max_steps == 0 and not args.num_epochs > 0:
+    if args.max_steps == 0 and args.num_epochs == 0:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
     if args.activation_memory_budget < 1 and args.compile is False:
         raise UserError("--activation_memory_budget needs compiled blocks: add --compile")
@@ -278,6 +286,8 @@ def check(args) -> None:
             raise UserError(f"--{name} needs checkpoints: drop it, or --no_save")
     if args.resume and args.overwrite:
         raise UserError("--resume keeps the run's folder and --overwrite empties it: use one")
+    if args.eval_fraction is not None and args.eval_json not in ("auto", "none"):
+        raise UserError("--eval_fraction splits --train_json and --eval_json names a file: use one")
     if bool(args.input_key) != bool(args.target_key):
         raise UserError("--input_key and --target_key name a pair of columns: set both")
 

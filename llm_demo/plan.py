@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from llm_demo.args import MAX_INT, MAX_STEPS, Args, command_line
+from llm_demo.data.choose import mix, split_off
 from llm_demo.data.packs import (
     LONGEST_DEFAULT,
     describe_example,
@@ -25,7 +26,7 @@ from llm_demo.data.packs import (
     load_packs,
     refuse_unknown_tokens,
 )
-from llm_demo.data.sources import hub_parts
+from llm_demo.data.sources import hub_parts, weighted
 from llm_demo.data.steps import Packs, order_rows
 from llm_demo.device import (
     DTYPES,
@@ -79,6 +80,8 @@ PATHS = {
     "output_dir", "deepspeed_config", "local_rank",
 }  # fmt: skip
 
+ABOUT_STEPS = 100  # what a run takes if no flag sets its length
+FEW_STEPS = 30  # fewer learn little, so smaller steps are proposed
 LONG_ROW = 8192  # tokens of a row above which sample answers have to be asked for
 
 
@@ -164,6 +167,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
     )
     train, heldout, eval_json = load_data(args, world, source.tokenizer, say, limit, seq_len)
+    usual = usual_lr(bool(source.weights), lora)
+    horizon, train = pick_horizon(args, data_parallel, train, usual, earlier, say)
     packs = [p for p in (train, heldout) if p]
     held = {f"held-out {k}": v for k, v in heldout.stats["identity"].items()} if heldout else {}
     config = {"model configuration": fingerprint(source.config)}
@@ -182,8 +187,6 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
 
     compute = pick_compute(args, world, device, dtype, source.config, packs, say)
     compute = compute._replace(lora=lora)
-    usual = usual_lr(bool(source.weights), lora)
-    horizon = pick_horizon(args, data_parallel, train, usual, earlier, say)
     rows_of = pick_order(args, horizon, train, say)
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
@@ -191,6 +194,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         dtype=dtype_name, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
         attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
         max_steps=horizon.max_steps, lr=horizon.lr, data_parallel=data_parallel,
+        num_epochs=args.num_epochs, warmup_steps=args.warmup_steps,
         random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )  # fmt: skip
     identity = {
@@ -241,8 +245,10 @@ def short(n: int) -> str:
 
 def heldout_file(args: Args) -> str:
     """The held-out file, or "none"."""
+    if args.eval_fraction:
+        return "none"
     if args.eval_json == "auto":
-        return heldout_beside(args.train_json) or "none"
+        return heldout_beside(weighted(args.train_json)[0]) or "none"
     return args.eval_json
 
 
@@ -253,12 +259,14 @@ def load_data(
 
     seq_len 0: derived from the lengths of the training documents, at most `limit`."""
     eval_json = heldout_file(args)
-    either = f"{args.train_json},{eval_json}"
-    for name, named in (("dataset_config", either), ("dataset_split", args.train_json)):
+    split = args.dataset_split or "train"
+    train_json, weights = weighted(args.train_json, args.dataset_config, split)
+    either = f"{train_json},{eval_json}"
+    for name, named in (("dataset_config", either), ("dataset_split", train_json)):
         if getattr(args, name) and not any(hub_parts(part.strip()) for part in named.split(",")):
             raise UserError(
                 f"--{name} {getattr(args, name)} applies only to hub datasets, and "
-                f"--train_json {args.train_json} is not one"
+                f"--train_json {train_json} is not one"
             )
 
     def load(path: str, seq_len: int, split: str | None = None) -> Packs:
@@ -272,10 +280,16 @@ def load_data(
             )
         return packs
 
-    asked, split = seq_len or args.seq_len, args.dataset_split or "train"
-    train = once_per_node(world, functools.partial(load, args.train_json, asked, split))
+    asked = seq_len or args.seq_len
+    train = once_per_node(world, functools.partial(load, train_json, asked, split))
     if not asked:
         say(f"seq_len: {train.seq_len} ({train.stats['seq_len_why']})")
+    train.stats["identity"] |= {"weights": weights, "eval_fraction": args.eval_fraction}
+    if args.eval_fraction:
+        train, heldout = split_off(train, args.eval_fraction, args.pack_sequences)
+        n = counted(heldout.stats["documents"], "document")
+        say(f"held-out: {n} split off by --eval_fraction, the same in every run of this data")
+        return train, heldout, "none"
     if eval_json == "none":
         say("held-out: none given, so no held-out loss")
         return train, None, eval_json
@@ -386,20 +400,22 @@ def pick_lora(
     return lora
 
 
-def usual_lr(trained: bool, lora: Lora | None) -> tuple[float, str]:
-    """(the learning rate if the flags give none, what it is for). trained: the model has weights.
+def usual_lr(trained: bool, lora: Lora | None) -> tuple[float, str, int]:
+    """(the learning rate if the flags give none, what it is for, the most passes over small data).
+    trained: the model has weights.
 
     Adapters want ten times that of all weights: "LoRA Without Regret" (Schulman et al. 2025), and
     2e-4 in "QLoRA" (Dettmers et al. 2023)."""
     if lora:
-        return 2e-4, "adapters"
-    return (2e-5, "trained weights") if trained else (1e-3, "random weights")
+        return 2e-4, "adapters", 10
+    return (2e-5, "trained weights", 10) if trained else (1e-3, "random weights", 100)
 
 
 def pick_horizon(
     args: Args, data_parallel: int, train: Packs, usual: tuple, earlier: dict, say: Callable
-) -> Horizon:
-    """Rows of a step, number of steps and learning rate. usual: from `usual_lr`; earlier: from
+) -> tuple[Horizon, Packs]:
+    """Rows of a step, number of steps and learning rate; and the rows of all passes. Sets what
+    flags left open: --num_epochs, --warmup_steps. usual: from `usual_lr`; earlier: from
     `resumed_settings`."""
     global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
     say(
@@ -407,7 +423,23 @@ def pick_horizon(
         f"{data_parallel} data-parallel = {counted(global_batch, 'row')} = "
         f"{global_batch * train.seq_len:,} token slots a step"
     )
-    n_total = None if args.max_steps else max(1, round(len(train) * args.num_epochs))
+    weights = train.stats["identity"].get("weights")
+    source = train
+
+    def mixed(*length: int) -> Packs:
+        return mix(source, weights, args.seed, args.pack_sequences, *length)
+
+    n_rows = len(mixed(1) if weights else train)  # of a pass
+    chosen = not args.max_steps and args.num_epochs is None
+    if chosen:
+        args.num_epochs = pick_epochs(n_rows, global_batch, usual[2], earlier, say)
+    if weights:
+        train = mixed(math.ceil(args.num_epochs or 1), args.max_steps * global_batch)
+        first = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]]
+        for n, (file, weight) in enumerate(zip(train.stats["files"], weights, strict=True)):
+            documents = counted(int((first == n).sum()), "document")
+            say(f"data: {file['path']}, weight {weight:g}: {documents} in the first pass")
+    n_total = None if args.max_steps else max(1, train.rows_in(args.num_epochs))
     max_steps = args.max_steps or math.ceil(n_total / global_batch)
     if max_steps > MAX_STEPS:
         raise UserError(
@@ -417,11 +449,15 @@ def pick_horizon(
         if before != max_steps:
             max_steps, n_total = before, None
             say(f"max_steps: {before} (from the resumed run, which an earlier version began)")
+    if chosen and max_steps < FEW_STEPS:
+        propose_smaller_steps(args, data_parallel, n_total, max_steps, say)
+    if args.warmup_steps is None:
+        args.warmup_steps = earlier.get("warmup_steps", min(10, max_steps // 10))
     lr = args.lr or usual[0]
     why = "" if args.lr else f" (the default for {usual[1]})"
     rows = min(max_steps * global_batch, n_total or math.inf)
     say(
-        f"steps: {max_steps} = {rows / len(train):.2f} epochs of {counted(len(train), 'row')}; "
+        f"steps: {max_steps} = {rows / n_rows:.2f} epochs of {counted(n_rows, 'row')}; "
         f"lr {lr:g}{why}, {counted(args.warmup_steps, 'step')} of warm-up, "
         f"then {args.lr_scheduler}"
     )
@@ -432,7 +468,35 @@ def pick_horizon(
             f"{counted(max_steps, 'step')}: the learning rate only rises, to {peak:.2g} in the "
             "last step; give a shorter warm-up"
         )
-    return Horizon(data_parallel, global_batch, max_steps, n_total, lr)
+    return Horizon(data_parallel, global_batch, max_steps, n_total, lr), train
+
+
+def pick_epochs(n_rows: int, global_batch: int, most: int, earlier: dict, say: Callable) -> float:
+    """Passes over the data for about ABOUT_STEPS steps, at most `most`; a resumed run keeps its
+    own. n_rows: of a pass."""
+    if earlier.get("num_epochs"):
+        return float(earlier["num_epochs"])
+    epochs = min(most, max(1, round(ABOUT_STEPS * global_batch / n_rows)))
+    say(f"num_epochs: {epochs}, for about {ABOUT_STEPS} steps (from 1 to {most})")
+    return epochs
+
+
+def propose_smaller_steps(
+    args: Args, data_parallel: int, n_total: int, max_steps: int, say: Callable
+) -> None:
+    """Name a micro-batch size and accumulation that give about FEW_STEPS steps or more."""
+    rows, micro, accum = n_total // (FEW_STEPS * data_parallel), 1, 1
+    if getattr(args, "stages", 1) > 1:  # a pipeline needs many micro-batches
+        accum = args.grad_accum_steps
+    else:
+        micro = min(args.micro_batch_size, max(1, rows))
+        accum = max(1, rows // micro)
+    steps = math.ceil(n_total / (micro * accum * data_parallel))
+    if steps > max_steps:
+        say(
+            f"steps: only {max_steps}; MICRO_BATCH_SIZE={micro} GRAD_ACCUM_STEPS={accum} makes "
+            f"them {steps}"
+        )
 
 
 def pick_order(args: Args, horizon: Horizon, train: Packs, say: Callable) -> Callable:
@@ -519,7 +583,7 @@ def fixed_steps(args: Args, earlier: dict) -> int:
     """max_steps of a run that --resume auto continues and an earlier version began, whose launchers
     had a default of 60 steps; 0 if the flags or this version decide."""
     old = earlier and "max_skipped_steps" not in earlier
-    if not old or args.resume != "auto" or args.max_steps or args.num_epochs != 1:
+    if not old or args.resume != "auto" or args.max_steps or args.num_epochs not in (None, 1):
         return 0
     steps = earlier.get("max_steps")
     return steps if type(steps) is int and steps > 0 else 0

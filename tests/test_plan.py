@@ -153,7 +153,7 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
         ROOT / "models/qwen3-tiny",
     ]
     flags += ["--train_json", "x.jsonl", "--no_pack_sequences", "--seq_len", "32", "--overwrite"]
-    flags += ["--grad_accum_steps", "6"]
+    flags += ["--grad_accum_steps", "6", "--num_epochs", "1"]
 
     def rows_of(*more):
         alone(*flags, *more)

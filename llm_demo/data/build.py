@@ -70,6 +70,8 @@ def build(
         "row_start": np.append(0, np.cumsum(docs_in)),
         "token_counts": token_counts,
         "label_counts": np.bincount(row_of, weights=documents.label_counts).astype(np.int64),
+        "doc_file": documents.file,
+        "doc_row": documents.row,
     }
     for name, table in tables.items():
         np.save(f"{folder}/{name}.npy", table)

@@ -9,6 +9,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import zlib
@@ -35,6 +36,8 @@ NOT_FOR_TRAINING = re.compile(
 )
 
 NO_DATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+
+WEIGHT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?|[-+]?(nan|inf)", re.I)
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
@@ -82,6 +85,34 @@ def find_files(
                 f"{', '.join(FILES)}, also with .gz or .zst"
             )
     return files
+
+
+def weighted(
+    train_json: str, config: str | None = None, split: str | None = "train"
+) -> tuple[str, list[float] | None]:
+    """(train_json without weights, the weight of each file that find_files then returns, None if
+    none is given). "a.jsonl*2" has the weight 2 unless a file has this name. Raises UserError."""
+    if os.path.exists(train_json) or "*" not in train_json:
+        return train_json, None
+    parts, given = [], False
+    for part in map(str.strip, train_json.split(",")):
+        name, star, number = part.rpartition("*")
+        source = star and (os.path.exists(name) or hub_parts(name) or glob.glob(name))
+        weight = 1.0
+        if source and WEIGHT.fullmatch(number) and not glob.glob(part):
+            name, weight, given = name.strip(), float(number), True
+            if not 0 < weight < math.inf:
+                raise UserError(f"--train_json {part}: the weight {number} is not above 0")
+        elif os.path.isfile(name) and not glob.glob(part):
+            raise UserError(f"--train_json {part}: {number!r} is not a weight, such as 2 or 0.3")
+        else:
+            name = part
+        parts.append((name, weight))
+    if not given:
+        return train_json, None
+    quiet = functools.partial(find_files, config=config, split=split, say=lambda line: None)
+    weights = [weight for name, weight in parts for _ in quiet(name)]
+    return ",".join(name for name, _ in parts), weights
 
 
 def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:

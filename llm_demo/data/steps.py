@@ -28,6 +28,9 @@ class Packs:
     doc_start: np.ndarray  # int64 [documents + 1], into tokens
     row_docs: np.ndarray  # int64 [documents], document numbers, row after row, rising in each
     row_start: np.ndarray  # int64 [rows + 1], into row_docs
+    doc_file: np.ndarray  # int64 [documents], number of the file that each is from
+    doc_row: np.ndarray  # int64 [documents], line or row in that file
+    passes: np.ndarray | None = None  # int64 [passes + 1], where each begins, if they differ
 
     def __len__(self) -> int:
         return len(self.row_start) - 1
@@ -66,7 +69,7 @@ class Packs:
     @property
     def longest(self) -> int:
         """Tokens of the longest document, ignoring padding tails."""
-        return int(np.diff(self.doc_start).max(initial=0))
+        return int(np.diff(self.doc_start)[self.row_docs].max(initial=0))
 
     def attended(self, rows: np.ndarray) -> float:
         """The mean length of the document of each slot of these rows, 0 for padding: the slots that
@@ -85,8 +88,21 @@ class Packs:
         return np.maximum.reduceat(np.diff(self.doc_start)[self.row_docs], self.row_start[:-1])
 
     def file_order(self) -> np.ndarray:
-        """All rows in the order of the first document of each, int64 [rows]."""
-        return np.argsort(self.row_docs[self.row_start[:-1]])
+        """All rows in the order of the first document of each, pass after pass, int64 [rows]."""
+        passes = np.searchsorted(self.passes_at, np.arange(len(self)), side="right")
+        return np.lexsort((self.row_docs[self.row_start[:-1]], passes))
+
+    @property
+    def passes_at(self) -> np.ndarray:
+        """Where each pass begins, and the last one ends: int64 [passes + 1]."""
+        return np.array([0, len(self)]) if self.passes is None else self.passes
+
+    def rows_in(self, epochs: float) -> int:
+        """The number of rows in so many passes, which need not be whole."""
+        if self.passes is None:
+            return round(len(self) * epochs)
+        at = np.interp(epochs, np.arange(len(self.passes)), self.passes)
+        return round(float(at))
 
 
 def order_rows(
@@ -103,7 +119,9 @@ def order_rows(
     whose rows are sorted by their longest document, shortest first; equal ones keep their order.
     These steps must end before n_total, so that a run of another length has the same."""
     order = None if shuffle else packs.file_order()
-    of_steps = functools.partial(step_rows, len(packs), seed, n_total=n_total, order=order)
+    of_steps = functools.partial(
+        step_rows, len(packs), seed, n_total=n_total, order=order, passes=packs.passes
+    )
     if not length_warmup:
         return functools.partial(of_steps, global_batch=global_batch)
     rows = of_steps(0, length_warmup * global_batch)
@@ -119,19 +137,30 @@ def step_rows(
     global_batch: int,
     n_total: int | None = None,
     order: np.ndarray | None = None,
+    passes: np.ndarray | None = None,
 ) -> np.ndarray:
     """Rows of optimizer step `step` (from 0), int64 [global_batch], the same on every rank.
 
     The stream is one seeded permutation of all rows per epoch, or `order`, concatenated. Step k
     takes the global_batch positions from k * global_batch. Ranks and micro-batches slice the
     result, so the split never changes a step, and resuming needs only the step number. From stream
-    position n_total on, rows are -1: see Packs.row."""
+    position n_total on, rows are -1: see Packs.row. passes: Packs.passes; each epoch then has rows
+    of its own."""
     begin, end = step * global_batch, (step + 1) * global_batch
+    if passes is None:
+        first, last = begin // n_rows, (end - 1) // n_rows
+    else:
+        first, last = np.searchsorted(passes, (begin, end - 1), side="right") - 1
+        last = min(last, len(passes) - 2)
     parts = []
-    for epoch in range(begin // n_rows, (end - 1) // n_rows + 1):
-        rows = _permutation(n_rows, seed, epoch) if order is None else order
-        parts.append(rows[max(0, begin - epoch * n_rows) : end - epoch * n_rows])
+    for epoch in range(first, last + 1):
+        at, size, row = epoch * n_rows, n_rows, 0  # where it begins in the stream, its first row
+        if passes is not None:
+            at, size, row = passes[epoch], passes[epoch + 1] - passes[epoch], passes[epoch]
+        own = row + _permutation(int(size), seed, epoch) if order is None else order[row:][:size]
+        parts.append(own[max(0, begin - at) : end - at])
     rows = np.concatenate(parts)
+    rows = np.append(rows, np.full(global_batch - len(rows), -1))  # behind the last pass
     if n_total is not None:
         rows[max(0, n_total - begin) :] = -1
     return rows
