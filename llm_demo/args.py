@@ -213,6 +213,11 @@ class RunArgs:
     )
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
+    early_stopping: int = flag(
+        0,
+        "End after this many evaluations without a better one, with --eval_every; keeps the best "
+        "checkpoint. 0: never.",
+    )
     eval_batch_size: int = flag(0, "Rows per rank in evaluation. 0: --micro_batch_size.")
     sample_tokens: int | None = flag(
         None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."
@@ -281,6 +286,17 @@ def check(args) -> None:
         raise UserError("--resume auto needs --output_dir, the run to resume")
     if args.export != "none" and not args.save:
         raise UserError("--export converts the last checkpoint, so it needs --save true")
+    if args.early_stopping:
+        if not args.eval_every:
+            raise UserError("--early_stopping needs --eval_every, the steps between evaluations")
+        if not args.save_every:
+            args.save_every = args.eval_every  # the best checkpoint must exist
+        if args.eval_every % args.save_every:
+            raise UserError(
+                f"--early_stopping: --eval_every {args.eval_every} must be a multiple of "
+                f"--save_every {args.save_every}, so that the best checkpoint exists"
+            )
+        args.keep_best = True
     for name in ("save_every", "keep_best"):
         if getattr(args, name) and not args.save:
             raise UserError(f"--{name} needs checkpoints: drop it, or --no_save")

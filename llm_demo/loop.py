@@ -3,7 +3,9 @@
 import argparse
 import dataclasses
 import gc
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,7 +61,8 @@ def prepare(
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)
     summary = log.folder / "summary.json"
-    if checkpoints.first_step < steps:
+    over = ends_early(args, [tuple(pair) for pair in checkpoints.facts.get("evals", [])])
+    if checkpoints.first_step < steps and not over:
         return clock, checkpoints
     if (
         checkpoints.first_step == steps
@@ -75,9 +78,10 @@ def prepare(
             f"{counted(steps, 'step')}; to train on, set --max_steps above {first}"
         )
         return None
-    log.say(f"nothing left to train: {checkpoints.path} is of the last step")
+    why = "is of the last step" if first == steps else "has stopped early (--early_stopping)"
+    log.say(f"nothing left to train: {checkpoints.path} {why}")
     if checkpoints.own and not args.dry_run:
-        export_last(args, world, log, checkpoints.path)
+        export_last(args, world, log, best_of(args, checkpoints.facts, checkpoints.path))
         if not summary.exists():
             clock.history.resume(checkpoints.facts)
             clock.history.records += log.open(clock.history.first_step)
@@ -183,21 +187,42 @@ def train(
         clock.end_step(n + 1, n_tokens, n_labels, slots, flops, loss, norm, lr)
         if n == checkpoints.first_step and args.save and world.rank == 0:
             describe_model(source.folder, source.tokenizer, log.folder / "model", source.config)
-        last = n + 1 == horizon.max_steps
+        last = n + 1 == checkpoints.max_steps
         if data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
             evaluated = evaluation(n + 1)
         else:
             evaluated = True
+        if evaluated and not last and ends_early(args, clock.history.evals):
+            last, checkpoints.max_steps = True, n + 1
+            log.say(f"early stopping: {args.early_stopping} evaluations without a better one")
         try:
             checkpoints.after_step(n + 1, state, facts, unevaluated=not evaluated)
         except Stopped:
             log.close()
             raise
+        if last:
+            break
 
     checkpoints.finish()
-    export_last(args, world, log, checkpoints.folder / f"step_{horizon.max_steps:08d}")
+    newest = checkpoints.folder / f"step_{checkpoints.max_steps:08d}"
+    facts = {"evals": clock.history.evals}
+    export_last(args, world, log, best_of(args, facts, newest))
     show_answers(args, plan, log, ask)
     finish(world, log, clock)
+
+
+def ends_early(args: Args, evals: list[tuple[int, float]]) -> bool:
+    """Whether --early_stopping ends a run with these evaluations: (step, held-out loss)."""
+    losses = [loss if math.isfinite(loss) else math.inf for _, loss in evals]
+    best = losses.index(min(losses)) if losses else 0
+    return bool(args.early_stopping) and len(losses) - 1 - best >= args.early_stopping
+
+
+def best_of(args: Args, facts: dict, newest: Path) -> Path:
+    """The checkpoint to export: with --early_stopping the one with the lowest held-out loss."""
+    evals = [(loss, step) for step, loss in facts.get("evals", []) if math.isfinite(loss)]
+    best = newest.with_name(f"step_{min(evals)[1]:08d}") if evals else newest
+    return best if args.early_stopping and best.is_dir() else newest
 
 
 def try_forward(args: Args, plan: Plan, ask: Callable) -> None:

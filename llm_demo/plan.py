@@ -167,6 +167,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         filter(None, (position_limit(source.config), window_of(source.config), LONGEST_DEFAULT))
     )
     train, heldout, eval_json = load_data(args, world, source.tokenizer, say, limit, seq_len)
+    if args.early_stopping and not heldout:
+        raise UserError("--early_stopping needs held-out data: --eval_json or --eval_fraction")
     usual = usual_lr(bool(source.weights), lora)
     horizon, train = pick_horizon(args, data_parallel, train, usual, earlier, say)
     packs = [p for p in (train, heldout) if p]

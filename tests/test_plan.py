@@ -1,6 +1,7 @@
 """Packed rows on disk, and a run's plan: windows, order, what it takes from a resumed run."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
@@ -256,3 +257,94 @@ def test_a_run_of_an_earlier_version_keeps_its_number_of_steps():
     for more in ({"max_steps": 9}, {"num_epochs": 2.0}, {"resume": "elsewhere"}, {"resume": None}):
         assert fixed_steps(SimpleNamespace(**vars(args) | more), {"max_steps": 60}) == 0
     assert fixed_steps(args, {}) == 0
+
+
+# ------------------------------------------------------------------ small data, mixtures, an end
+
+
+def small(folder, rows=60):
+    """Flags of a run on a small table, with a model that has random weights."""
+    lines = ["question,answer", *(f"What is {i} + {i}?,It is {2 * i}." for i in range(rows))]
+    (folder / "x.csv").write_text("\n".join(lines) + "\n")
+    MistralConfig(**SIZES).save_pretrained(folder / "model")
+    return ["--model_name_or_path", "model", "--tokenizer_name_or_path", ROOT / "models/qwen3-tiny",
+            "--train_json", "x.csv", "--seq_len", "128", "--sample_tokens", "0"]  # fmt: skip
+
+
+def test_small_data_gets_about_100_steps(tmp_path, alone, capsys):
+    flags = [*small(tmp_path), "--grad_accum_steps", "8"]
+    alone(*flags, "--output_dir", "run")
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    steps = settings["max_steps"]
+    assert 90 <= steps <= 110 and settings["warmup_steps"] == min(10, steps // 10)
+    said = capsys.readouterr().out
+    assert f"num_epochs: {settings['num_epochs']:g}, for about 100 steps" in said
+    found = list(filter(None, losses(tmp_path / "run")))
+    assert found[-1] < 0.6 * found[0]
+    alone(*flags, "--resume", "run", "--output_dir", "again", "--dry_run")
+    said = capsys.readouterr().out
+    assert "num_epochs" not in said and f"steps: {steps} = " in said
+
+
+def test_passes_over_small_data_have_bounds(tmp_path, alone, capsys):
+    from transformers import MistralForCausalLM
+
+    flags = [*small(tmp_path), "--dry_run"]
+    alone(*flags, "--micro_batch_size", "4", "--grad_accum_steps", "64")
+    said = capsys.readouterr().out
+    assert "num_epochs: 100, for about 100 steps (from 1 to 100)" in said
+    MistralForCausalLM(MistralConfig(**SIZES)).save_pretrained(tmp_path / "model")
+    alone(*flags, "--micro_batch_size", "4", "--grad_accum_steps", "8")
+    said = capsys.readouterr().out
+    assert "num_epochs: 10, for about 100 steps (from 1 to 10)" in said
+    steps = int(re.search(r"steps: (\d+) = 10.00 epochs", said)[1])
+    few = re.search(rf"steps: only {steps}; MICRO_BATCH_SIZE=(\d) GRAD_ACCUM_STEPS=1 makes", said)
+    alone(*flags, "--micro_batch_size", few[1], "--grad_accum_steps", "1")
+    assert 30 <= int(re.search(r"steps: (\d+) = ", capsys.readouterr().out)[1]) <= 60
+    alone(*flags, "--num_epochs", "1", "--warmup_steps", "3")
+    said = capsys.readouterr().out
+    assert "num_epochs:" not in said and "3 steps of warm-up" in said
+
+
+def test_sources_by_weight_and_an_exact_resume(tmp_path, alone, capsys):
+    flags = [*small(tmp_path), "--no_pack_sequences", "--seq_len", "32", "--eval_fraction", "0.1"]
+    (tmp_path / "y.csv").write_text("question,answer\nWho?,Eve\nWhere?,Here\n")
+    flags += ["--train_json", "x.csv*0.5,y.csv*3", "--grad_accum_steps", "10", "--eval_every", "4"]
+    alone(*flags, "--num_epochs", "2", "--output_dir", "run", "--save_every", "3",
+          "--keep_last", "0")  # fmt: skip
+    said = capsys.readouterr().out
+    assert "held-out: 6 documents split off by --eval_fraction" in said
+    weights = re.findall(r"data: ([xy]).csv, weight ([\d.]+): (\d+) documents", said)
+    (x, y), n = zip(*((name, weight) for name, weight, _ in weights), strict=True), len(weights)
+    assert (x, y, n) == (("x", "y"), ("0.5", "3"), 2)
+    steps = len([loss for loss in losses(tmp_path / "run") if loss])
+    alone(*flags, "--num_epochs", "2", "--output_dir", "again",
+          "--resume", "run/checkpoints/step_00000003")  # fmt: skip
+    whole, rest = ([x for x in losses(tmp_path / name) if x] for name in ("run", "again"))
+    assert rest == whole[3:] and steps == 7
+    with pytest.raises(UserError, match="different rows: weights was .*0.5.* is None"):
+        alone(*flags, "--train_json", "x.csv,y.csv", "--num_epochs", "2", "--output_dir", "refused",
+              "--resume", "run/checkpoints/step_00000003")  # fmt: skip
+
+
+def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
+    flags = [*small(tmp_path), "--eval_fraction", "0.2", "--max_steps", "50", "--export", "fp32"]
+    flags += ["--eval_every", "2", "--early_stopping", "2", "--output_dir", "run", "--lr"]
+
+    def evals():
+        records = map(json.loads, (tmp_path / "run/metrics.jsonl").open())
+        return {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
+
+    alone(*flags, "1e-30", "--weight_decay", "0")
+    assert [*evals()] == [0, 2, 4]  # not better than before training
+    said = capsys.readouterr().out
+    assert "early stopping: 2 evaluations without a better one" in said
+    assert (tmp_path / "run/checkpoints/latest").read_text() == "step_00000004\n"
+    assert (tmp_path / "run/summary.json").exists() and (tmp_path / "run/hf").is_dir()
+    alone(*flags, "1e-30", "--weight_decay", "0", "--resume", "auto")
+    assert "has stopped early (--early_stopping)" in capsys.readouterr().out
+    alone(*flags, "1", "--overwrite", "--warmup_steps", "12")  # learns, then diverges
+    said, found = capsys.readouterr().out, evals()
+    best = min(found, key=found.get)
+    assert best and max(found) == best + 4
+    assert f"exported run/checkpoints/step_{best:08d}" in said
