@@ -7,7 +7,7 @@ import torch
 from bench.plots import shares
 from bench.table import line_of
 from llm_demo.device import World
-from llm_demo.run.clock import Clock
+from llm_demo.run.clock import Clock, fit_terminal
 from llm_demo.run.comm import _Clock
 from llm_demo.run.summary import TIMES, summarise, timed_while_profiled
 
@@ -94,3 +94,18 @@ def test_medians_are_of_the_steps_since_the_last_start():
         history.first_step = first
         summary = summarise(history, settings, 1.0, None, None, [0.0])
         assert (summary["steps"], summary["median_step_ms"]) == (8, median)
+
+
+def test_a_line_fits_the_terminal(monkeypatch):
+    fields = ["step 1234/5000", "loss 1.2345", "load 1.3x", "gnorm 12.34", "lr 2.0e-05"]
+    fields += ["1234 ms (comm 123)", "123.4k tok/s (12.3k labels)", "mfu 45.6%", "mem 76.5 GB"]
+    fields.append("eta 12:34:56")
+    assert fit_terminal(fields) == " | ".join(fields)  # written to a file
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    for columns in (200, 120, 80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        line = fit_terminal(fields)
+        assert len(line) <= columns
+        for kept in ("step 1234/5000", "loss 1.2345", "1234 ms", "123.4k tok/s", "eta 12:34:56"):
+            assert kept in line
+    assert "| 123.4k tok/s | mfu 45.6% | eta" in line

@@ -26,7 +26,7 @@ LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
 STEP = re.compile(
     r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms \(comm \d+\) "
-    r"\| [\d.]+k? tok/s \([\d.]+k? labels\) \| mfu (n/a|[\d.]+%) \| mem [\d.]+ GB \| eta \d+:\d\d"
+    r"\| [\d.]+k? tok/s \([\d.]+k? labels\)( \| mfu [\d.]+%)? \| mem [\d.]+ GB \| eta \d+:\d\d"
 )
 SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2"}
 TWO_ACCUM = {"fsdp": "2", "pp": "4"}  # the same global batch of 8

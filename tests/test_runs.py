@@ -122,10 +122,14 @@ def contents(folder):
 def test_a_run_that_ends_or_stops_closes_its_tracker(stopped, train, tmp_path, monkeypatch):
     """The process may end without Python's exit handlers, which would close it."""
     calls = []
+    begun, keys = {}, set()
     tracked = SimpleNamespace(
-        log=lambda numbers, step: calls.append(step), finish=lambda: calls.append("finished")
+        log=lambda numbers, step: (calls.append(step), keys.update(numbers)),
+        finish=lambda: calls.append("finished"),
     )
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: tracked))
+    start = SimpleNamespace(init=lambda **options: (begun.update(options), tracked)[1])
+    monkeypatch.setitem(sys.modules, "wandb", start)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     if stopped:
         begin = checkpoint.Checkpoints.begin
         asked = lambda self: (begin(self), setattr(self, "stop", True))  # noqa: E731
@@ -134,6 +138,9 @@ def test_a_run_that_ends_or_stops_closes_its_tracker(stopped, train, tmp_path, m
         train("fsdp", "--max_steps 2 --eval_json none --report_to wandb")
     assert calls[-1] == "finished" and calls.count("finished") == 1
     assert set(calls[:-1]) == ({1} if stopped else {1, 2})
+    assert begun["project"] == "mine" and begun["config"]["max_steps"] == 2
+    lines = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
+    assert keys == {k for r in lines for k, v in r.items() if v is not None} - {"step"}
 
 
 # ---------------------------------------------------------------- refused runs

@@ -1,6 +1,9 @@
 """Times the steps of a run and logs them."""
 
 import math
+import re
+import shutil
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -222,24 +225,29 @@ class Clock:
         self.log.record(record)
         if record["train/skipped"]:
             self.log.say(f"step {step}: the gradient norm is not finite, so all ranks skip it")
-        self.log.say(self._line(record))
+        fields = self._fields(record)
+        self.log.say(" | ".join(fields), shown=fit_terminal(fields))
         if self.args.log_every == 1:
             self._count(step, not math.isfinite(loss) or record["train/skipped"])
 
-    def _line(self, r: dict) -> str:
-        """The console line of a step."""
-        mfu = f"{r['perf/mfu']:.1%}" if self.peak else "n/a"
+    def _fields(self, r: dict) -> list[str]:
+        """The parts of the line of a step."""
         left = timedelta(seconds=int((self.max_steps - r["step"]) * r["perf/step_ms"] / 1e3))
         eta = f"eta {left}".replace("eta 0:", "eta ").replace("eta 0", "eta ")
         comm = f"{max(r['perf/comm_ms']):.0f}" if r["perf/comm_ms"] else "n/a"
-        load = f"load {max(r['moe/load']):.1f}x | " if "moe/load" in r else ""
-        return (
-            f"step {r['step']}/{self.max_steps} | loss {r['train/loss']:.4f} | {load}"
-            f"gnorm {r['train/grad_norm']:.2f} | lr {r['train/lr']:.1e} | "
-            f"{r['perf/step_ms']:.0f} ms (comm {comm}) | "
-            f"{_kilo(r['perf/toks_per_s'])} tok/s ({_kilo(r['perf/label_toks_per_s'])} labels) | "
-            f"mfu {mfu} | mem {max(r['perf/peak_mem_gb']):.1f} GB | {eta}"
-        )
+        labels = _kilo(r["perf/label_toks_per_s"])
+        return [
+            f"step {r['step']}/{self.max_steps}",
+            f"loss {r['train/loss']:.4f}",
+            *([f"load {max(r['moe/load']):.1f}x"] if "moe/load" in r else []),
+            f"gnorm {r['train/grad_norm']:.2f}",
+            f"lr {r['train/lr']:.1e}",
+            f"{r['perf/step_ms']:.0f} ms (comm {comm})",
+            f"{_kilo(r['perf/toks_per_s'])} tok/s ({labels} labels)",
+            *([f"mfu {r['perf/mfu']:.1%}"] if self.peak else []),
+            f"mem {max(r['perf/peak_mem_gb']):.1f} GB",
+            eta,
+        ]
 
     def _watch(self, step: int, value: torch.Tensor) -> None:
         """If not every step is logged, check all steps for non-finite values, in groups, some steps
@@ -271,6 +279,18 @@ class Clock:
                 f"{step} (--max_skipped_steps): check the data, try a lower --lr or --dtype fp32;"
                 f" {last_checkpoint(self.log.folder)}"
             )
+
+
+def fit_terminal(fields: list[str]) -> str:
+    """The fields in one line, without those that matter least if the terminal is narrower."""
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    fields = [*fields]
+    details = r" \(.* labels\)", r" \(comm .*\)", "lr .*", "mem .*", "gnorm .*", "load .*", "mfu .*"
+    for detail in details:
+        if len(" | ".join(fields)) > columns:
+            fields = [re.sub(f"^{detail}|{detail}$", "", field) for field in fields]
+            fields = [field for field in fields if field]
+    return " | ".join(fields)
 
 
 def _kilo(n: float) -> str:

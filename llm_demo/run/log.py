@@ -38,8 +38,8 @@ class Log:
         for the report and the model card."""
         self.settings |= settings
 
-    def say(self, text: str) -> None:
-        """Print a line on rank 0 and write it to train.log."""
+    def say(self, text: str, shown: str | None = None) -> None:
+        """Print a line on rank 0 and write it to train.log. shown: what to print instead of it."""
         if not self.is_main:
             return
         text = printable(text)
@@ -48,7 +48,7 @@ class Log:
         else:
             with self.writing():
                 print(text, file=self.file, flush=True)
-        print(text, flush=True)
+        print(shown or text, flush=True)
 
     def record(self, record: dict) -> None:
         """Append an object to metrics.jsonl, and to the tracker."""

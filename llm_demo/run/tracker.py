@@ -1,5 +1,7 @@
 """Send a run's numbers to TensorBoard or Weights & Biases, in addition to its files."""
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,13 +27,18 @@ def open_tracker(args: Args) -> tuple[Callable, Callable]:
     def to_tensorboard(folder: Path, record: dict) -> None:
         if not opened:
             opened["writer"] = SummaryWriter(folder / "tb")
+            config = json.loads((folder / "config.json").read_text())
+            rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+            opened["writer"].add_text("config", f"| setting | value |\n|---|---|\n{rows}")
         for key, value in numbers(record).items():
             opened["writer"].add_scalar(key, value, record["step"])
         opened["writer"].flush()
 
     def to_wandb(folder: Path, record: dict) -> None:
         if not opened:
-            opened["run"] = wandb.init(project="llm_demo", name=folder.name, dir=folder)
+            project = os.environ.get("WANDB_PROJECT", "llm_demo")
+            config = json.loads((folder / "config.json").read_text())
+            opened["run"] = wandb.init(project=project, name=folder.name, dir=folder, config=config)
         # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
         opened["step"] = max(opened.get("step", 0), record["step"])
         opened["run"].log(numbers(record), step=opened["step"])
@@ -47,4 +54,6 @@ def open_tracker(args: Args) -> tuple[Callable, Callable]:
 
 
 def numbers(record: dict) -> dict:
-    return {k: v for k, v in record.items() if isinstance(v, (int, float)) and k != "step"}
+    """The numbers of a record: of a list, such as one of each rank, the largest."""
+    found = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
+    return {k: v for k, v in found.items() if isinstance(v, (int, float)) and k != "step"}
