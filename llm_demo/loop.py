@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import gc
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,14 +20,17 @@ from llm_demo.dist import from_rank0
 from llm_demo.errors import Stopped, UserError, counted
 from llm_demo.export import export
 from llm_demo.files import finite, write_json
-from llm_demo.model.costs import flops_of_slot
+from llm_demo.model.costs import flops_of_slot, parameters_of
+from llm_demo.model.decoder import skeleton
 from llm_demo.model.generate import generate, prompts_of
+from llm_demo.model.lora import factors_of
 from llm_demo.model.source import describe_model
 from llm_demo.optim import lr_at
 from llm_demo.plan import Plan, configuration_of
 from llm_demo.progress import progress
 from llm_demo.run.checkpoint import TOKENS, Checkpoints
 from llm_demo.run.clock import Clock
+from llm_demo.run.folder import published
 from llm_demo.run.log import Log
 from llm_demo.run.next_steps import next_steps
 from llm_demo.run.summary import COLUMNS, summarise
@@ -60,6 +64,8 @@ def prepare(
     log.resolved(resumed_step=checkpoints.first_step)
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)
+    if args.save and checkpoints.first_step < steps:
+        from_rank0(world, lambda: check_disk(args, plan, log, checkpoints))
     summary = log.folder / "summary.json"
     over = ends_early(args, [tuple(pair) for pair in checkpoints.facts.get("evals", [])])
     if checkpoints.first_step < steps and not over:
@@ -102,6 +108,30 @@ def refuse_other_tokens(args: Args, plan: Plan, checkpoints: Checkpoints) -> Non
             f"{checkpoints.path} was trained on {facts['tokens']:,} tokens "
             f"({facts['label_tokens']:,} learnt) in its steps; this version reads {now[0]:,} "
             f"({now[1]:,}) in the same data (docs/data.md): to continue anyway, add --resume_anyway"
+        )
+
+
+def check_disk(args: Args, plan: Plan, log: Log, checkpoints: Checkpoints) -> None:
+    """Log what the run's checkpoints take. Raises UserError if the disk can't hold them. Rank 0."""
+    config, lora = plan.source.config, plan.compute.lora
+    trained = parameters_of(config)
+    if lora:
+        shapes = {n: tuple(p.shape) for n, p in skeleton(config, "sdpa").named_parameters()}
+        trained = sum(map(math.prod, factors_of(lora.facts(), shapes).values()))
+    size = 12 * trained  # fp32: masters and both moments
+    saves = 1 + (checkpoints.max_steps - 1) // args.save_every if args.save_every else 1
+    kept = args.keep_last + args.keep_best if args.keep_last else saves
+    most = min(saves, kept + 1)  # the next one is complete before the oldest is removed
+    there = len(published(checkpoints.folder))
+    above = next(p for p in (log.folder, *log.folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(above).free
+    plan_of = f"about {size / 1e9:.3g} GB each, at most {most} at once"
+    log.say(f"checkpoints: {plan_of}; {free / 1e9:,.0f} GB are free in {above}")
+    if (needed := size * max(1, most - there)) > free:
+        raise UserError(
+            f"--output_dir {log.folder}: checkpoints take {plan_of}, {needed / 1e9:.3g} GB more "
+            f"than now, but only {free / 1e9:.3g} GB are free: choose another disk, --keep_last 1, "
+            "or --no_save"
         )
 
 

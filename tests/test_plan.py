@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -348,3 +349,18 @@ def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
     best = min(found, key=found.get)
     assert best and max(found) == best + 4
     assert f"exported run/checkpoints/step_{best:08d}" in said
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkeypatch):
+    flags = [*small(tmp_path), "--max_steps", "6", "--output_dir", "run"]
+    alone(*flags, "--dry_run", "--save_every", "2", "--keep_best")
+    said = capsys.readouterr().out
+    assert re.search(r"checkpoints: about 0.00\d+ GB each, at most 3 at once", said)
+    usage = shutil.disk_usage(tmp_path)._replace(free=8 << 20)  # for two
+    monkeypatch.setattr("llm_demo.loop.shutil.disk_usage", lambda path: usage)
+    alone(*flags, "--dry_run", "--save_every", "3")
+    for more in (["--dry_run"], []):
+        with pytest.raises(UserError, match="run: checkpoints take about .* 3 at once, .* free"):
+            alone(*flags, "--save_every", "2", *more)
+    assert not (tmp_path / "run").exists()
+    alone(*flags, "--no_save", "--dry_run")
