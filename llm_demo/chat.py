@@ -1,0 +1,160 @@
+"""Talk to a model: python -m llm_demo.chat RUN_OR_FOLDER
+
+Reads a question a line. On a terminal it is a conversation; an empty line begins a new one, and
+Ctrl-D ends it. Elsewhere each line is a question of its own, and standard output holds the answers
+alone. A run without an export is read from its newest checkpoint. Answers are greedy, by
+transformers, on one CPU or GPU."""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import GenerationConfig, TextStreamer
+
+from llm_demo.args import PlainParser, path_of, whole
+from llm_demo.data.labels import REFUSALS, stop_tokens
+from llm_demo.device import DTYPES, World, pick_dtype, this_device
+from llm_demo.dist import run, stay_on_loopback
+from llm_demo.errors import UserError, words_of
+from llm_demo.export import export
+from llm_demo.model.folder import open_model
+from llm_demo.model.foreign import load_model
+from llm_demo.model.source import find_model, load_tokenizer, position_limit
+from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = PlainParser(prog="python -m llm_demo.chat", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("model", help="a run, an exported or other model, PEFT's adapter, or a hub id")
+    add("--base", help="folder or hub id of the model that an adapter belongs to, if it has moved")
+    add("--system", help="system prompt")
+    add("--chat_template", help="file with a Jinja chat template; default: the model's own")
+    add("--max_new_tokens", type=whole(1), default=512, help="maximum length of an answer")
+    add("--dtype", choices=("auto", *DTYPES), default="auto", help="dtype of the model")
+    return parser
+
+
+def main() -> None:
+    args = make_parser().parse_args()
+    with tempfile.TemporaryDirectory() as work:
+        model, tokenizer = load(args, Path(work))
+    talk = sys.stdin.isatty()
+    begin = [{"role": "system", "content": args.system}] if args.system else []
+    messages = begin
+    if talk:
+        print("ask; an empty line begins anew, Ctrl-D ends", file=sys.stderr)
+    while True:
+        if talk:
+            print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline()):
+            return
+        if not line.strip() or not talk:
+            messages = begin
+        if not line.strip():
+            continue
+        messages = [*messages, {"role": "user", "content": line.strip()}]
+        try:
+            said = answer(model, tokenizer, messages, args.max_new_tokens)
+            messages = [*messages, {"role": "assistant", "content": said}]
+        except UserError as e:
+            if not talk:
+                raise
+            print(f"error: {e}", file=sys.stderr)
+            messages = begin
+
+
+def load(args, work: Path):
+    """(the model, its tokenizer). work: a folder for files that are not needed later. Raises
+    UserError."""
+    given, adapter = path_of(args.model), None
+    if (given / "cmd.sh").is_file() and (given / "checkpoints").is_dir():  # a run
+        folder = given / "hf"
+        if not (folder / "config.json").is_file():  # none, or adapters
+            folder = work / "model"
+            export_run(given, folder, args.base)
+    elif (given / "adapter_config.json").is_file() and not (given / "config.json").is_file():
+        folder, adapter = find_model(args.base or base_of(given)), given
+    elif args.base:
+        raise UserError(f"--base: {args.model} is no adapter")
+    else:
+        folder = find_model(args.model)
+    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
+    config, weights = open_model(folder, 1, say=say)
+    if weights is None:
+        raise UserError(f"{folder} has no weights: name a trained model or a run")
+    own = adapter and (adapter / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(adapter if own else folder), args.chat_template)
+    if not tokenizer.chat_template:
+        raise UserError(f"{folder} has no chat template: set one with --chat_template FILE")
+    device = this_device()
+    dtype, _ = pick_dtype(args.dtype, device)
+    model = load_model(args.model, folder, config, dtype)
+    if adapter:
+        from peft import PeftModel  # takes a second
+
+        model = PeftModel.from_pretrained(model, adapter)
+    model.generation_config = GenerationConfig()  # greedy, without penalties
+    return model.to(torch.device(device.type)), tokenizer
+
+
+def base_of(adapter: Path) -> str:
+    """The model that PEFT's adapter names. Raises UserError if it is not a LoRA in safetensors."""
+    file = adapter / "adapter_config.json"
+    try:
+        found = json.loads(file.read_text())
+        kind, base = found["peft_type"], found["base_model_name_or_path"]
+        if kind != "LORA" or not isinstance(base, str):
+            raise ValueError(f"a LoRA of a base is supported, not {kind} of {base!r}")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
+        raise UserError(f"{file}: {words_of(e)}") from e
+    if not (adapter / "adapter_model.safetensors").is_file():
+        raise UserError(f"{adapter} has no adapter_model.safetensors")
+    return base
+
+
+def export_run(given: Path, out: Path, base: str | None) -> None:
+    """Export a run's newest checkpoint, merged if it holds adapters."""
+    stay_on_loopback()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    alone = World(0, 1, 0, torch.device("cpu"))
+    dtype = "fp32" if this_device().type == "cpu" else "bf16"
+    try:
+        checkpoint = find_checkpoint(str(given), given, alone, lambda line: None)
+        merge = bool(checked_facts(checkpoint).get("adapters"))
+        print(export(checkpoint, out, dtype, merge=merge, base=base), file=sys.stderr)
+    finally:
+        dist.destroy_process_group()
+
+
+@torch.no_grad()
+def answer(model, tokenizer, messages: list[dict], most: int) -> str:
+    """The answer to a conversation, of at most `most` tokens, printed as it is generated. Raises
+    UserError if the conversation leaves no room for it, or the template refuses it."""
+    try:
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        ).to(model.device)
+    except REFUSALS as e:
+        raise UserError(f"the chat template refuses the conversation: {words_of(e)}") from e
+    length, limit = prompt["input_ids"].shape[1], position_limit(model.config)
+    if length >= limit:
+        raise UserError(
+            f"the conversation has {length:,} tokens, but the model's positions end at {limit:,}: "
+            "ask a shorter question"
+        )
+    stop = stop_tokens(tokenizer)
+    ids = model.generate(
+        **prompt, do_sample=False, max_new_tokens=min(most, limit - length),
+        eos_token_id=stop, pad_token_id=stop[0],
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+    )  # fmt: skip
+    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+
+
+if __name__ == "__main__":
+    run(main)
