@@ -53,11 +53,18 @@ CARD = """---
 {head}
 tags: [sft]
 ---
-# {name}
+# {title}
 Fine-tuned with llm_demo, {parallelism}, {steps} optimizer steps, from {base} on {data}:
 {tokens:,} tokens, {learnt:,} of them learnt. Held-out loss {heldout}.
 
-| | |
+```python
+from transformers import pipeline
+
+model = pipeline("text-generation", "{name}")  # this folder, or its name on the hub
+print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256))
+```
+
+| setting | value |
 |---|---|
 {table}
 """
@@ -150,6 +157,9 @@ def export(
                 checkpoint, part, shapes, DTYPES[dtype], max_shard_size, buffers, read
             )
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
+        os.umask(umask := os.umask(0))  # safetensors lets only the owner read
+        for file in part.iterdir():
+            file.chmod(0o666 & ~umask)
         if out.exists():
             out.rmdir()
         part.rename(out)
@@ -372,16 +382,22 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     if settings.get("lora_rank"):
         shown += ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
     head = "library_name: peft" if lora else "library_name: transformers"
+    on_hub = settings.get("base_model")
     if lora and not lora["base"]["path"].startswith("/"):  # a hub id
-        head += f"\nbase_model: {lora['base']['path']}"
+        on_hub = lora["base"]["path"]
+    if on_hub:
+        head += f"\nbase_model: {on_hub}"
     heldout = facts["eval_loss"]
     if heldout is None:
         heldout = measured_later(checkpoint.parent.parent / "summary.json", facts["step"])
+    exact = dict(map(tuple, facts.get("exact", []))).get(facts["step"])
+    answered = "" if exact is None else f", {exact:.1%} of the rows answered exactly"
+    title = f"{Path(settings['model_name_or_path']).name} fine-tuned on {data.replace('`', '')}"
     return CARD.format(
-        head=head, name=name,
+        head=head, title=title, name=name,
         steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
         parallelism=parallelism, base=base, data=data,
-        heldout="not measured" if heldout is None else f"{heldout:.4f}",
+        heldout="not measured" if heldout is None else f"{heldout:.4f}{answered}",
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip
 

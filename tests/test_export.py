@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -78,6 +79,10 @@ def test_the_folder_gives_the_same_logits_to_the_bit(name, shards, tmp_path):
     assert tokenizer.chat_template and len(tokenizer) == 4096
     card = (out / "README.md").read_text()
     assert "7 optimizer steps" in card and "Held-out loss 1.5000" in card and "| lr | 0.1 |" in card
+    assert "\n# base fine-tuned on " in card and 'pipeline("text-generation", "hf")' in card
+    modes = {oct(f.stat().st_mode & 0o777) for f in out.iterdir()}
+    os.umask(umask := os.umask(0))
+    assert modes == {oct(0o666 & ~umask)}  # safetensors writes 0600
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 16}
@@ -139,6 +144,10 @@ def test_the_card_says_how_it_was_trained(more, said, tmp_path):
     (folder / "config.json").write_text(json.dumps(settings))
     card = export.card(folder / "checkpoints/step_00000007", "mine")
     assert f"Fine-tuned with llm_demo, {said}, 7 optimizer steps" in card
+    assert "base_model" not in card
+    (folder / "config.json").write_text(json.dumps(settings | {"base_model": "a/base"}))
+    card = export.card(folder / "checkpoints/step_00000007", "mine")
+    assert "library_name: transformers\nbase_model: a/base\n" in card
 
 
 @pytest.mark.parametrize(

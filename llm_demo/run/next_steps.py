@@ -24,6 +24,8 @@ def next_steps(folder: Path, args: Args, steps: int) -> list[str]:
             exported = export_of(folder / "merged", steps)
             if not exported.exists():
                 lines.append(("merge", module("export", shown(folder), shown(exported), "--merge")))
+        if (folder / "model/chat_template.jinja").is_file():
+            lines.append(("chat", module("chat", shown(folder))))
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
