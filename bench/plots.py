@@ -1,39 +1,47 @@
 """Pictures of results: python -m bench.plots NAME ... [--check]
 
-Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput against slots per step, with
-the crossover marked; peak memory; how a step's time is spent. Several files with commas between
-them become one picture, named after the first: throughput of the strategies that all have, one
-panel a file, as for links of different speed. --check fails if a picture was drawn from other
-results."""
+Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput, peak memory and how a step's
+time is spent, one bar a row. If the rows differ only in engine, flags, micro-batch size and
+gradient accumulation, throughput is drawn as curves over slots per step, with a ring where one
+passes FSDP's. Several files with commas between them become one picture, named after the first: the
+curves that all have, one panel a file, as for links of different speed. --check fails if a picture
+was drawn from other results."""
 
 import argparse
 import hashlib
 import json
 import re
+import textwrap
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 
 from bench import store
+from bench.presets import _NO_P2P, _SOCKETS, ONE_OF
 from bench.table import in_order
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
 from llm_demo.process import command
+from llm_demo.report import COLORS, PARTS
 
 PLOTS = ROOT / "bench/plots"
+COLOR_OF = dict(zip(("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl"), COLORS, strict=True))
+STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of an engine's lines, in turn
+LINKS = {_NO_P2P: "through host memory", _SOCKETS: "through sockets"}
 
 
-def series(name: str) -> dict[str, list[dict]]:
-    """Group successful rows by engine and flags, ordered by slots per step."""
-    groups = {}
-    for result in in_order(store.read(name)):
-        if result["status"] == "ok" and "median_comm_ms" in result["summary"]:
-            flags = result["row"]["flags"].replace("--schedule ", "").replace("--", "")
-            groups.setdefault(f"{result['row']['engine']} {flags}".strip(), []).append(result)
-    for rows in groups.values():
-        rows.sort(key=slots)
-    return groups
+def rows_of(name: str) -> list[dict]:
+    """Read the successful rows, those of a group one after another, by slots per step."""
+    results = store.read(name)
+    if any("row" not in r for r in results) or len({*map(store.key_of, results)}) < len(results):
+        raise UserError(f"{name} has a table of its own and no picture: python -m bench.table")
+    rows = in_order([r for r in results if r["status"] == "ok"])
+    if not rows:
+        raise UserError(f"{name}: no results to draw")
+    groups = list(dict.fromkeys(map(group_of, rows)))
+    return sorted(rows, key=lambda r: (groups.index(group_of(r)), slots(r), r["row"]["engine"]))
 
 
 def slots(result: dict) -> int:
@@ -41,12 +49,64 @@ def slots(result: dict) -> int:
     return result["config"]["global_batch"] * result["row"]["seq_len"]
 
 
+def group_of(result: dict) -> tuple[str, ...]:
+    """Say in words what must be equal for two rows to be points of one picture's curves."""
+    row, env = result["row"], result["env"]
+    ranks = 1 if ONE_OF in row["flags"] else env["world_size"]
+    link = row["env"] or re.sub(r"^NV(\d+)$", r"over NVLink (\1 links)", env["link"] or "")
+    return (
+        Path(row["model"]).name, row["dtype"], "no " * (not row["ckpt"]) + "checkpointing",
+        f"{Path(row['data']).stem} rows of {row['seq_len']:,}",
+        f"{ranks} x {env['device'].split(' (')[0]}", LINKS.get(link, link) if ranks > 1 else "",
+    )  # fmt: skip
+
+
+def in_common(rows: list[dict]) -> list[bool]:
+    """Return for each word of the groups whether all rows share it."""
+    return [len(set(words)) == 1 for words in zip(*map(group_of, rows), strict=True)]
+
+
+def words(result: dict, chosen: list[bool]) -> str:
+    """Join a row's chosen words."""
+    picked = [word for word, is_it in zip(group_of(result), chosen, strict=True) if is_it]
+    return ", ".join(filter(None, picked))
+
+
+def flags_of(result: dict) -> list[str]:
+    return re.findall(r"--\S+(?: (?!--)\S+)*", result["row"]["flags"])
+
+
+def way(result: dict, known: set[str] = frozenset()) -> str:
+    """Name the engine and its flags but those known already."""
+    flags = " ".join(flag for flag in flags_of(result) if flag not in known)
+    flags = flags.replace("--replicas all", "replicas").replace("--schedule ", "")
+    return f"{result['row']['engine']} {flags.replace('--', '')}".strip()
+
+
+def lines_of(rows: list[dict]) -> dict[str, list[dict]]:
+    """Return the curves: the rows of each engine, flags and micro-batch size, by slots per step.
+
+    They are {} if rows differ in more, and so lie on different curves, or if no curve has two
+    points."""
+    lines, sizes = {}, {r["row"]["micro"] for r in rows}
+    for row in sorted(rows, key=slots):
+        micro = f", micro {row['row']['micro']}" if len(sizes) > 1 else ""
+        lines.setdefault(f"{way(row)}{micro}", []).append(row)
+    alone = all(len({*map(slots, line)}) == 1 for line in lines.values())
+    return {} if alone or not all(in_common(rows)) else lines
+
+
+def points(line: list[dict]) -> list[tuple[float, float]]:
+    """Return (thousand slots of a step, thousand slots per second)."""
+    return [(slots(r) / 1e3, r["summary"]["median_slots_per_s"] / 1e3) for r in line]
+
+
 def crossover(a: list[tuple], b: list[tuple]) -> tuple | None:
-    """Return the first (x, y) where line b rises above line a, or None if it never does.
+    """Return the first (x, y) from which line b stays above line a, or None if it ends below.
 
     A lead of less than 1 % is a tie: the steps of a run differ by more. Lines are points (x, y) of
-    growing x, joined by straight segments. If b starts above a, that is the first point that both
-    lines cover."""
+    growing x, joined by straight segments, and compared where both are. If b is above a all along,
+    that is the first such point."""
 
     def at(line, x):
         return float(np.interp(x, *zip(*line, strict=True)))
@@ -54,127 +114,181 @@ def crossover(a: list[tuple], b: list[tuple]) -> tuple | None:
     low, high = max(a[0][0], b[0][0]), min(a[-1][0], b[-1][0])
     xs = [x for x in sorted({x for x, _ in [*a, *b]}) if low <= x <= high]
     lead = [at(b, x) - at(a, x) for x in xs]
-    for i, ahead in enumerate(lead):
-        if ahead > at(a, xs[i]) / 100:
-            x = float(np.interp(0, lead[i - 1 : i + 1], xs[i - 1 : i + 1])) if i else xs[0]
-            return x, at(b, x)
-    return None
+    behind = [i for i, ahead in enumerate(lead) if ahead <= at(a, xs[i]) / 100]
+    if not xs or len(xs) - 1 in behind:
+        return None
+    i = behind[-1] if behind else 0
+    x = float(np.interp(0, lead[i : i + 2], xs[i : i + 2])) if behind else xs[0]
+    return x, at(b, x)
 
 
-def draw(results: str, file: Path) -> None:
-    import matplotlib
+def overtakes(lines: dict[str, list[dict]]) -> dict[str, tuple]:
+    """Return {name: the point from which it stays ahead of FSDP with its micro-batch size}."""
+    found = {}
+    for name, line in lines.items():
+        base = lines.get(re.sub("^[^,]*", "fsdp", name), line)
+        if base is not line and (point := crossover(points(base), points(line))):
+            found[name] = point
+    return found
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
 
-    groups = series(results)
-    color_of = {name: f"C{i}" for i, name in enumerate(groups)}
-    figure, (speed, memory, split) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
-    lines, title = {}, "throughput"
-    for name, rows in groups.items():
-        lines[name] = [(slots(r) / 1e3, r["summary"]["median_slots_per_s"] / 1e3) for r in rows]
-        speed.plot(*zip(*lines[name], strict=True), "o-", color=color_of[name], label=name)
-    for name in lines.keys() - {"fsdp"} if "fsdp" in lines else ():
-        title = "throughput: no pipeline leads FSDP" if title == "throughput" else title
-        if point := crossover(lines["fsdp"], lines[name]):
-            title = "throughput, crossover dotted"
-            speed.axvline(point[0], color=color_of[name], linestyle=":")
-            speed.annotate(f"{name} ahead from {point[0]:.0f}k", point)
-    speed.set(xlabel="T_eff, thousand slots per step", ylabel="thousand slots/s", ylim=(0, None))
-    speed.set_title(title)
-    speed.legend()
+def curves(axes, lines: dict[str, list[dict]], top: float) -> None:
+    """Draw throughput against slots per step, each line with its name at its end. top: the highest
+    value of the y axis."""
+    axes.set(xlabel="thousand slots per step", ylim=(0, top))
+    steps = sorted({x for line in lines.values() for x, _ in points(line)})
+    axes.set_xticks(steps, [f"{x:.3g}" for x in steps])
+    ends, styles = [], dict.fromkeys(COLOR_OF, 0)
+    for name, line in lines.items():
+        engine, at = line[0]["row"]["engine"], points(line)
+        color, style = COLOR_OF[engine], STYLES[styles[engine] % len(STYLES)]
+        styles[engine] += 1
+        axes.plot(*zip(*at, strict=True), style, color=color, markersize=5)
+        if len(at) > 1:
+            ends.append((at[-1], name, color))
+        else:
+            axes.annotate(name, at[0], (8, -4), textcoords="offset points", color=color)
+    ends.sort(key=lambda end: end[0][1])
+    ys = up = down = np.array([y for (_, y), *_ in ends])
+    gap = np.arange(len(ys)) * top / 18  # of a line of text
+    up = np.maximum.accumulate(ys - gap) + gap  # names must not overlap: half way between
+    down = np.minimum.accumulate((ys - gap)[::-1])[::-1] + gap  # moving them up and down
+    for (end, name, color), y in zip(ends, (up + down) / 2, strict=True):
+        axes.annotate(
+            name, end, (1.06, y), textcoords=("axes fraction", "data"), color=color, va="center",
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "relpos": (0, 0.5)},
+        )  # fmt: skip
 
-    bars = [(name, r) for name, rows in groups.items() for r in rows]
-    labels = [f"{name} {r['row']['micro']}x{r['row']['ga']}" for name, r in bars]
-    colors = [color_of[name] for name, _ in bars]
-    memory.bar(labels, [max(r["summary"]["peak_mem_gb"]) for _, r in bars], color=colors)
-    memory.set(title="peak memory of the fullest rank", ylabel="2^30 bytes")
 
-    bottom = [0.0] * len(bars)
-    for part, color in (
-        ("compute and idle", "0.7"), ("exposed transfer", "tab:cyan"), ("waiting", "tab:purple"),
-    ):  # fmt: skip
-        heights = [shares(r["summary"])[part] for _, r in bars]
-        split.bar(labels, heights, bottom=bottom, color=color, label=part)
-        bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    split.set(title="a step of the rank that waits most", ylabel="share of the step")
-    split.legend()
-    for axes in (memory, split):
-        axes.tick_params(axis="x", rotation=90)
-        axes.set_xlabel("engine, micro x GA")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.suptitle(setup_of([r for rows in groups.values() for r in rows]))
-    figure.savefig(file, dpi=80, metadata={"Description": digest(results)})
-    plt.close(figure)
+def bars(axes, lines: list[tuple[str, dict | None]], title: str, value) -> None:
+    """Draw a bar for each row of (label, row), with its value; a label without a row is a heading.
+
+    value: its value, from a summary."""
+    at = [i for i, (_, row) in enumerate(lines) if row]
+    rows = [row for _, row in lines if row]
+    values = [value(row["summary"]) for row in rows]
+    drawn = axes.barh(at, values, 0.72, color=[COLOR_OF[r["row"]["engine"]] for r in rows])
+    axes.bar_label(drawn, fmt="%.3g", padding=3)
+    axes.set(title=title, xlim=(0, max(values) * 1.15), xticks=[])
+
+
+def split(axes, lines: list[tuple[str, dict | None]]) -> None:
+    """Draw how a step's time is spent, for the rows whose communication was timed."""
+    found = {i: shares(row["summary"]) for i, (_, row) in enumerate(lines) if row}
+    timed = {i: parts for i, parts in found.items() if parts}
+    left = np.zeros(len(timed))
+    for part, (_, color) in zip(SHARES, PARTS.values(), strict=True):
+        widths = [parts[part] for parts in timed.values()]
+        axes.barh([*timed], widths, 0.72, left, color=color, label=part)
+        left += widths
+    for i in found.keys() - timed.keys():
+        axes.text(0.01, i, "not timed", va="center", color="0.4")
+    axes.set(title="parts of a step of the rank that waits most", xlim=(0, 1))
+    axes.figure.legend(loc="outside lower right", ncols=3)
+
+
+def draw(name: str, file: Path) -> None:
+    rows = rows_of(name)
+    lines, common, heading = lines_of(rows), in_common(rows), ""
+    known = set.intersection(*(set(flags_of(r)) for r in rows))
+    labelled = []
+    for row in rows:
+        if heading != (heading := words(row, [not shared for shared in common])):
+            labelled.append((heading, None))
+        steps = f"{row['row']['micro']} x {row['row']['ga']}, {slots(row) / 1e3:.3g}k"
+        labelled.append((f"{way(row, known)}, {steps}", row))
+    heights = [5.2] * bool(lines) + [1.4 + 0.24 * len(labelled)]
+    figure = Figure(figsize=(16, sum(heights) + 0.8), layout="constrained")
+    parts = figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    if lines:
+        draw_curves(parts[0].subplots(), lines)
+    below = parts[-1].subplots(1, 3)
+    bars(below[0], labelled, "thousand slots/s", lambda s: s["median_slots_per_s"] / 1e3)
+    bars(below[1], labelled, "peak GiB of the fullest rank", lambda s: max(s["peak_mem_gb"]))
+    split(below[2], labelled)
+    for axes in below:
+        axes.set_yticks(range(len(labelled)), [])
+        axes.set_ylim(len(labelled) - 0.4, -0.6)
+    below[0].set_yticklabels([label for label, _ in labelled])
+    for tick, (_, row) in zip(below[0].get_yticklabels(), labelled, strict=True):
+        tick.set_fontweight("normal" if row else "bold")
+    failed = len(store.read(name)) - len(rows)
+    notes = [
+        words(rows[0], common), " ".join(sorted(known)), f"{failed} failed rows" * bool(failed),
+        "each bar: engine and flags, micro-batch size x accumulation steps, slots per step",
+    ]  # fmt: skip
+    figure.suptitle("\n".join(textwrap.fill(note, 150) for note in notes if note))
+    save(figure, file, name)
+
+
+def draw_curves(axes, lines: dict[str, list[dict]]) -> None:
+    """Draw a file's curves, and a ring where one begins to stay ahead of FSDP."""
+    curves(axes, lines, 1.1 * max(y for line in lines.values() for _, y in points(line)))
+    ahead = overtakes(lines)
+    for point in ahead.values():
+        axes.plot(*point, "o", markersize=13, markerfacecolor="none", markeredgecolor="black")
+    said = ", ".join(f"{name} from {x:.3g}k" for name, (x, _) in ahead.items())
+    axes.set_title(textwrap.fill(f"stays ahead of fsdp (ring): {said}" if said else "", 120))
+    axes.set_ylabel("thousand slots/s")
 
 
 def draw_panels(names: list[str], file: Path) -> None:
-    """Throughput against slots per step: a panel for each file, a line for each engine and its
-    flags that all files have, in the same colour everywhere."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = [series(name) for name in names]
+    """Draw the curves that all files have: a panel for each file."""
+    files = list(map(rows_of, names))
+    panels = list(map(lines_of, files))
+    for name, panel in zip(names, panels, strict=True):
+        if not panel:
+            raise UserError(f"{name} has no curves: python -m bench.plots {name} draws its bars")
     common = in_all(panels)
     if not common:
         raise UserError(f"{', '.join(names)}: no engine with the same flags is in all of them")
-    colors = {name: f"C{i}" for i, name in enumerate(common)}
-    size = 5 * len(panels) + 3.2, 4.6
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=size, sharex=True, sharey=True, layout="constrained"
-    )
-    drawn = {}
-    for axis, groups in zip(axes, panels, strict=True):
-        for name in common:
-            xs = [slots(r) / 1e3 for r in groups[name]]
-            ys = [r["summary"]["median_slots_per_s"] / 1e3 for r in groups[name]]
-            (drawn[name],) = axis.plot(xs, ys, "o-", color=colors[name])
-        axis.set(xlabel="thousand slots per step", ylim=(0, None))
-        setup = setup_of([r for rows in groups.values() for r in rows])
-        axis.set_title("\n".join(setup.rsplit(", ", 1)), fontsize=9)
-    axes[0].set_ylabel("thousand slots/s")
-    figure.legend([*drawn.values()], [*drawn], loc="outside right center")
+    shared = in_common([rows[0] for rows in files])
+    figure = Figure(figsize=(4.8 * len(panels), 5.4), layout="constrained")
+    top = 1.08 * max(y for panel in panels for name in common for _, y in points(panel[name]))
+    for axes, panel, rows in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, files, strict=True
+    ):
+        curves(axes, {name: panel[name] for name in common}, top)
+        axes.set_title(words(rows[0], [not same for same in shared]))
+    figure.axes[0].set_ylabel("thousand slots/s")
+    figure.suptitle(words(files[0][0], shared))
+    save(figure, file, *names)
+
+
+def save(figure: Figure, file: Path, *names: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=80, metadata={"Description": digest(*names)})
-    plt.close(figure)
+    figure.savefig(file, dpi=90, metadata={"Description": digest(*names)})
 
 
 def in_all(panels: list[dict]) -> list[str]:
     """Return the keys that all panels have, in the order of the first."""
-    return [name for name in panels[0] if all(name in groups for groups in panels)]
+    return [name for name in panels[0] if all(name in panel for panel in panels)]
 
 
-def setup_of(results: list[dict]) -> str:
-    """Return models, devices and link of the results, for the title of their picture."""
-    setups = set()
-    for result in results:
-        row, env = result["row"], result["env"]
-        link = row["env"] or re.sub(r"^NV(\d+)$", r"NVLink x\1", env["link"] or "")
-        devices = f"{env['world_size']} x {env['device'].split(' (')[0]}"
-        setups.add(", ".join(filter(None, (Path(row["model"]).name, devices, link))))
-    return "; ".join(sorted(setups))
+SHARES = "compute and idle", "exposed transfer", "waiting"
 
 
 def shares(summary: dict) -> dict[str, float]:
-    """Split the step of the rank that waits most; the shares add up to 1."""
-    keys = "median_comm_exposed_ms", "median_comm_wait_ms"
-    exposed, wait = (summary[key] or [0.0] for key in keys)  # None: not measured
+    """Split the step of the rank that waits most; the shares add up to 1. {} if communication was
+    not timed."""
+    comm = summary.get("median_comm_ms")
+    if not comm or (len(comm) > 1 and not any(comm)):
+        return {}
+    exposed, wait = summary["median_comm_exposed_ms"], summary["median_comm_wait_ms"]
     rank = max(range(len(wait)), key=lambda r: wait[r])
     # part of the waiting may be hidden behind compute
     exposed, wait = exposed[rank], min(wait[rank], exposed[rank])
     step = summary["median_step_ms"]
-    parts = {"compute and idle": step - exposed, "exposed transfer": exposed - wait}
-    return {name: ms / step for name, ms in {**parts, "waiting": wait}.items()}
+    parts = step - exposed, exposed - wait, wait
+    return {name: ms / step for name, ms in zip(SHARES, parts, strict=True)}
 
 
 def digest(*names: str) -> str:
     """Return a hash of the results drawn; each picture contains its own."""
     shown = [
-        (engine, slots(r), shares(r["summary"]), r["summary"]["median_slots_per_s"],
-         r["summary"]["peak_mem_gb"])
-        for name in names for engine, rows in series(name).items() for r in rows
+        (way(r), slots(r), shares(r["summary"]), r["summary"]["median_slots_per_s"],
+         r["summary"]["peak_mem_gb"], group_of(r))
+        for name in names for r in rows_of(name)
     ]  # fmt: skip
     return f"results {hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]}"
 
@@ -187,14 +301,11 @@ def main() -> int:
     args = parser.parse_args()
     for picture in args.pictures:
         names = picture.split(",")
-        for name in names:
-            if not series(name):
-                raise UserError(f"{name}: no results to draw")
-        file = PLOTS / f"{names[0]}.png"
+        file, mark = PLOTS / f"{names[0]}.png", digest(*names)
         if not args.check:
             draw(*names, file) if len(names) == 1 else draw_panels(names, file)
             print(file)
-        elif not file.exists() or digest(*names).encode() not in file.read_bytes():
+        elif not file.exists() or mark.encode() not in file.read_bytes():
             raise UserError(f"{file} is out of date: run python -m bench.plots {picture}")
     return 0
 

@@ -11,10 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import combinations
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import ROOT, python, run
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from bench import checkpoints, plots, store, table
 from bench import run as bench
@@ -439,9 +443,7 @@ def test_the_pictures_are_of_the_results():
         assert plots.digest(*panels.get(name, [name])).encode() in picture, "python -m bench.plots"
 
 
-def test_pictures_have_a_way_and_a_file_each(tmp_path, monkeypatch, capsys):
-    """A line for each engine and flags; a file without results is named."""
-    assert [*plots.series("h200-x2/no_p2p")] == ["pp", "pp dualpipev", "fsdp"]
+def test_pictures_have_a_file_each(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(plots, "PLOTS", tmp_path)
     monkeypatch.setattr(sys, "argv", ["plots", "h200-x2/no_p2p,h200-x2/slow_link", "h200-x2/teff"])
     assert plots.main() == 0
@@ -449,22 +451,89 @@ def test_pictures_have_a_way_and_a_file_each(tmp_path, monkeypatch, capsys):
     assert plots.digest("h200-x2/no_p2p", "h200-x2/slow_link") != plots.digest("h200-x2/no_p2p")
     sys.argv.append("--check")
     assert plots.main() == 0
-    sys.argv[1] = "h200-x2/no_p2p,h200-x2/timer"
+    sys.argv[1] = "h200-x2/no_p2p,h200-x2/ways"
     with pytest.raises(UserError, match="out of date: run python -m bench.plots h200-x2/no_p2p,"):
         plots.main()
-    sys.argv[1] = "h200-x2/no_p2p,h200-x2/none"
-    with pytest.raises(UserError, match="h200-x2/none: no results to draw"):
-        plots.main()
 
 
-def test_a_picture_of_several_files_shows_what_all_have(tmp_path, monkeypatch):
-    panels = [plots.series(f"h200-x2/{name}") for name in ("ways", "ways_sockets")]
-    assert "fsdp_pp v no_copy_engines" in panels[0]
-    assert [*panels[1]] == plots.in_all(panels) == plots.in_all(panels[::-1])
+@pytest.mark.parametrize("name, said", [
+    ("h200-x2/no_p2p,h200-x2/none", "h200-x2/none: no results to draw"),
+    ("h200-x2/ways_sockets,h200-x2/long", "h200-x2/long has no curves"),
+    ("h200-x2/zero,h200-x2/zero", "h200-x2/zero has no curves"),  # four models at one size of step
+    ("h200-x2/checkpoints/save", "has a table of its own and no picture"),
+    ("h200-x2/timer/redesign", "has a table of its own and no picture"),  # equal settings
+])  # fmt: skip
+def test_what_cannot_be_drawn_is_refused_in_one_line(name, said, tmp_path, monkeypatch):
     monkeypatch.setattr(plots, "PLOTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["plots", "h200-x2/ways_sockets,h200-x2/long"])
-    with pytest.raises(UserError, match="no engine with the same flags is in all of them"):
+    monkeypatch.setattr(sys, "argv", ["plots", name])
+    with pytest.raises(UserError, match=said):
         plots.main()
+    assert not [*tmp_path.rglob("*.png")]
+
+
+def test_a_picture_of_several_files_shows_what_all_have():
+    panels = [plots.lines_of(plots.rows_of(f"h200-x2/{n}")) for n in ("ways", "ways_sockets")]
+    assert "fsdp_pp v no_copy_engines" in panels[0]
+    assert {*panels[1]} == {*plots.in_all(panels)} == {*plots.in_all(panels[::-1])}
+
+
+@pytest.mark.parametrize("names, curves", [
+    (("seed",), 0), (("zero",), 0), (("speed",), 0), (("teff",), 4), (("ways_no_p2p",), 8),
+    (("ways", "ways_no_p2p", "ways_sockets"), 24),
+])  # fmt: skip
+def test_pictures_do_not_mislead(names, curves, tmp_path, monkeypatch):
+    """A line of growing x, or a bar a row; every row is there; no text is cut or covers another."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    names = [f"h200-x2/{name}" for name in names]
+    (plots.draw_panels(names, tmp_path / "a.png") if curves == 24
+     else plots.draw(*names, tmp_path / "a.png"))  # fmt: skip
+    lines = [line for axes in figures[0].axes for line in axes.lines]
+    assert len(lines) == curves and all((np.diff(line.get_xdata()) > 0).all() for line in lines)
+    bars = max(len(axes.containers[0]) if axes.containers else 0 for axes in figures[0].axes)
+    assert bars == (len(store.read(names[0])) if len(names) == 1 else 0)
+    figures[0].draw_without_rendering()
+    texts = [t for t in figures[0].findobj(Text) if t.get_visible() and t.get_text()]
+    assert not [t for t in texts if "ahead" in t.get_text() or "NCCL" in t.get_text()]
+    boxes = [Text.get_window_extent(text) for text in texts]  # an annotation's own has its arrow
+    width, height = figures[0].canvas.get_width_height()
+    for text, box in zip(texts, boxes, strict=True):
+        assert box.x0 >= 0 and box.x1 <= width and box.y0 >= 0 and box.y1 <= height, text
+    smaller = [box.padded(-2) for box in boxes]
+    touching = [(a, b) for (a, x), (b, y) in combinations(zip(texts, smaller, strict=True), 2)
+                if x.overlaps(y)]  # fmt: skip
+    assert not touching
+
+
+def test_a_curve_joins_only_rows_that_differ_in_its_way_and_accumulation():
+    rows = plots.rows_of("h200-x2/teff")
+    lines = plots.lines_of(rows)
+    assert {name: [r["row"]["ga"] for r in line] for name, line in lines.items()} == {
+        "fsdp, micro 4": [1], "pp, micro 8": [1, 2, 4, 8, 12], "fsdp, micro 8": [1, 2, 4, 6],
+        "pp dualpipev, micro 8": [4, 8, 12],
+    }  # fmt: skip
+    others = {"model": "m", "dtype": "fp32", "ckpt": True, "seq_len": 64, "data": "packed"}
+    for key, value in (others | {"env": "NCCL_P2P_DISABLE=1"}).items():
+        other = {**rows[0], "row": rows[0]["row"] | {key: value}}
+        assert plots.lines_of(rows) and plots.lines_of([*rows, other]) == {}, key
+
+
+def test_only_rows_of_one_micro_batch_size_overtake():
+    rows = plots.rows_of("h200-x2/slow_link")
+    assert {name: x for name, (x, _) in plots.overtakes(plots.lines_of(rows)).items()} == {
+        "pp": 16.384, "pp dualpipev": 32.768
+    }  # fmt: skip
+    for row in rows:  # FSDP's first point alone has the pipelines' size
+        if row["row"]["engine"] == "fsdp" and row["row"]["ga"] > 1:
+            row["row"]["micro"] = 4
+    assert [*plots.overtakes(plots.lines_of(rows))] == ["pp, micro 8"]
+
+
+def test_what_was_not_timed_is_not_called_compute():
+    rows = plots.rows_of("h200-x2/timer")
+    timed = {plots.way(row): bool(plots.shares(row["summary"])) for row in rows}
+    assert timed["pp no_comm_timer"] is False and timed["pp profile_steps 10:11"] is True
+    assert all(plots.shares(row["summary"]) for row in plots.rows_of("h200/memory"))  # one process
 
 
 def test_where_two_lines_cross():
@@ -474,11 +543,14 @@ def test_where_two_lines_cross():
     assert plots.crossover(fsdp, [(20, 120), (40, 140)]) == (20, 120)  # from its first point on
     assert plots.crossover(fsdp, [(10, 80), (20, 111)]) is None  # a tie
     assert plots.crossover(fsdp, [(50, 200), (60, 300)]) is None  # never at the same tokens
+    assert plots.crossover(fsdp, [(10, 150), (20, 150), (40, 100)]) is None  # behind at the end
+    assert plots.crossover(fsdp, [(10, 150), (20, 90), (40, 140)]) == (30, 115)
 
 
 def test_what_is_drawn_is_a_share_of_the_step():
     summary = {
         "median_step_ms": 100.0,
+        "median_comm_ms": [5.0, 30.0],
         "median_comm_exposed_ms": [5.0, 30.0],
         "median_comm_wait_ms": [1.0, 20.0],
     }

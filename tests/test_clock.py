@@ -75,7 +75,7 @@ def test_communication_that_is_not_measured_is_not_zero():
     row |= {"data": "full", "flags": "", "env": "", "seq_len": 10}
     result = {"row": row, "status": "ok", "summary": summary, "config": {"global_batch": 1}}
     assert line_of(result).count("n/a") == 4  # with MFU
-    assert shares(summary)["compute and idle"] == 1
+    assert shares(summary) == {}
 
 
 def test_medians_are_of_the_steps_since_the_last_start():
