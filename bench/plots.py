@@ -183,7 +183,7 @@ def split(axes, lines: list[tuple[str, dict | None]]) -> None:
         left += widths
     for i in found.keys() - timed.keys():
         axes.text(0.01, i, "not timed", va="center", color="0.4")
-    axes.set(title="parts of a step of the rank that waits most", xlim=(0, 1))
+    axes.set(title="step of the rank that waits most", xlim=(0, 1))
     axes.figure.legend(loc="outside lower right", ncols=3)
 
 
