@@ -9,7 +9,7 @@ import math
 import re
 import statistics
 import string
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +33,12 @@ from llm_demo.run.reader import (
 )
 from llm_demo.run.summary import WARMUP
 
+TIE = 0.01  # speeds and losses that differ by less are called equal
+JUDGED = (  # settings that decide which tokens a held-out loss is of
+    "eval_json", "seq_len", "overlong", "chat_template", "train_on_prompt",
+    "learn_turns", "learn_reasoning",
+)  # fmt: skip
+ANSWER = re.compile("^prompt   (.*)\nanswer   (.*)\nexpected (.*)$", re.M)  # as loop.py prints it
 GROUPS = 150  # of steps in a long line: their median and range are drawn
 STYLE = Path(__file__).with_suffix(".css").read_text()
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
@@ -243,15 +249,88 @@ def exact(n: float) -> str:
     return f"{n:.4f}" if math.isfinite(n) else "not finite"
 
 
+def took(run) -> str:
+    """The time of a finished run, since its last start."""
+    seconds = number(run.summary.get("seconds"))
+    if not seconds < 1e9:  # also NaN
+        return "–"
+    text = f"{seconds:.1f} s" if seconds < 60 else f"{timedelta(seconds=round(seconds))} h"
+    since = number(run.config.get("resumed_step"))
+    return text + (f" since step {since:,.0f}" if since > 0 else "")
+
+
+def heldout(run) -> float:
+    """The last held-out loss, or NaN."""
+    return (column(run.evals, "eval/loss") or [math.nan])[-1]
+
+
+def verdict(runs: list) -> str:
+    """The result in a sentence: what one run reached, or each of the others beside the first."""
+    first, *others = [run for run in runs if run.steps] or [None]
+    if first is None:
+        return "No step is logged yet."
+    if others:
+        said = f"{'; '.join(beside(first, run) for run in others)}. Less than {TIE:.0%} is a tie."
+    elif math.isfinite(heldout(first)):
+        start = column(first.evals, "eval/loss")[0]
+        said = f"Reached a held-out loss of {heldout(first):.4f}"
+        said += f", from {exact(start)} at step {first.evals[0]['step']:,}" * (len(first.evals) > 1)
+        said += f", after {first.steps[-1]['step']:,} steps."
+    else:
+        loss = exact(number(first.steps[-1].get("train/loss")))
+        said = f"Reached a training loss of {loss} after {first.steps[-1]['step']:,} steps."
+        said += (
+            " It has no held-out loss." if not first.evals else " Its held-out loss is not finite."
+        )
+    open_ = [run.letter for run in runs if status(run)[0] != "finished"]
+    which = f"{', '.join(open_)}: not finished, so far only." if others else "It is not finished."
+    return f"{said} {which}" if open_ else said
+
+
+def beside(a, b) -> str:
+    """How fast run b is and what it reached, compared with run a."""
+    speed = median(b, "perf/toks_per_s") / (median(a, "perf/toks_per_s") or math.nan)
+    times = "" if abs(speed - 1) < TIE else f"{speed:.2f} x "
+    said = f"{b.letter} is {times}as fast as {a.letter}"
+    if not math.isfinite(speed):
+        said = f"{b.letter}: no speed to compare with {a.letter}'s"
+    elif min(len(a.steps), len(b.steps)) < WARMUP + 3:
+        said += " (few steps are logged)"
+    new, old = heldout(b), heldout(a)
+    if not math.isfinite(new - old):
+        return f"{said}; a held-out loss of both is missing"
+    if judged(a) != judged(b):
+        return f"{said}; their held-out losses are of different data or tokens"
+    level = "the same" if abs(new - old) < TIE * old else "a lower" if new < old else "a higher"
+    seen = [number(run.steps[-1].get("data/label_tokens")) for run in (b, a)]
+    share = seen[0] / (seen[1] or math.nan)
+    return (
+        f"{said}, at {level} held-out loss ({new:.4f}, {a.letter}: {old:.4f})"
+        + f" after {share:.2f} x as many learnt tokens" * (abs(share - 1) >= TIE)
+    )
+
+
+def judged(run) -> list:
+    """What must be equal for two held-out losses to mean the same."""
+    tokenizer = run.config.get("tokenizer_name_or_path") or run.config.get("model_name_or_path")
+    return [tokenizer, *(run.config.get(key) for key in JUDGED)]
+
+
 def badge(run) -> str:
     return f'<b class="badge" style="background: {run.color}">{run.letter}</b>'
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A scrolling table. The cells are HTML."""
+    """A table; on a narrow screen each cell is a line with its column's head. Cells are HTML."""
+    names = [re.sub("<.*?>", "", cell) for cell in head]
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(
-        f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>'
+        f'<tr><th scope="row">{row[0]}</th>'
+        + "".join(
+            f'<td data-head="{name}">{cell}</td>'
+            for name, cell in zip(names[1:], row[1:], strict=True)
+        )
+        + "</tr>"
         for row in rows
     )
     return f'<div class="scroll" tabindex="0"><table><tr>{top}</tr>{body}</table></div>'
@@ -267,7 +346,7 @@ def facts(run) -> dict[str, object]:
         of_old_run = f"pipeline of {c['stages']} stages"
     tokens, labels = (short(number(last.get(f"data/{k}"))) for k in ("tokens", "label_tokens"))
     shown = {
-        "held-out loss": exact(column(run.evals, "eval/loss")[-1]) if run.evals else "–",
+        "held-out loss": exact(heldout(run)) if run.evals else "–",
         "training loss": exact(number(last.get("train/loss"))) if last else "–",
         "tokens per second": short(median(run, "perf/toks_per_s")),
         "peak memory": short(max(finite(peak_memory(run)), default=math.nan)) + " GB",
@@ -275,6 +354,8 @@ def facts(run) -> dict[str, object]:
         "skipped": f"{len(skipped(run)):,} of {len(run.steps):,} logged steps",
         "step": (f"{step:,.0f}" if step >= 100 else short(step)) + " ms",
         "MFU": short(100 * mfu) + " %" * math.isfinite(mfu),
+        "duration": took(run),
+        "learning rate": "–" if "lr" not in c else f"{c['lr']}, {c.get('lr_scheduler', '–')}",
         "parallelism": c.get("parallelism", of_old_run) if c else "–",
         "model": Path(str(c.get("model_name_or_path", "–"))).name,
         "data": Path(str(c.get("train_json", "–"))).name,
@@ -319,14 +400,19 @@ def figure(title: str, chart: str, caption: str) -> str:
 
 
 def settings(run) -> dict[str, object]:
-    """All settings and the environment of a run, flat, except its folder."""
-    flat = {k: v for k, v in run.config.items() if k not in ("output_dir", "local_rank")}
+    """The settings and the environment of a run, flat."""
+    flat = dict(run.config)
     for key, value in run.env.items():
         nested = isinstance(value, dict)
         flat |= {f"{key}: {k}": v for k, v in value.items()} if nested else {key: value}
-    return flat
+    return {key: value for key, value in flat.items() if key not in HIDDEN}
 
 
+HIDDEN = (  # what changes no result, noise, and what follows from other settings
+    "output_dir", "local_rank", "overwrite", "resume", "resume_anyway", "resumed_step", "export",
+    "report_to", "keep_last", "keep_best", "sample_tokens", "seed", "platform", "global_batch",
+    "data_parallel", "parallelism", "random_weights",
+)  # fmt: skip
 UNUSED = {"None", "False", "0", "0.0", ""}
 
 
@@ -339,8 +425,33 @@ def settings_that_differ(runs: list) -> str:
         missing = absent in cells and values <= UNUSED  # a flag of one script, not used
         if len(set(cells)) > 1 and not missing:
             rows.append([esc(key).replace("_", "_<wbr>"), *cells])
-    head = ["setting", *(f"{badge(run)} {esc(run.folder)}" for run in runs)]
-    return f"<h2>Settings that differ</h2>{table(head, rows) if rows else '<p>None.</p>'}"
+    shown = table(["setting", *map(badge, runs)], rows) if rows else "<p>None.</p>"
+    hidden = f'<p class="note">Not compared: {", ".join(HIDDEN)}.</p>'.replace("_", "_<wbr>")
+    return f"<h2>Settings that differ</h2>{legend(runs)}{shown}{hidden}"
+
+
+def answers(runs: list) -> str:
+    """The sample answers at the end of the runs' logs, a row for each prompt."""
+    asked = {}
+    for run in runs:
+        log = run.folder / "train.log"
+        with open(log, "rb") if log.is_file() else io.BytesIO() as file:
+            file.seek(max(0, file.seek(0, io.SEEK_END) - 100_000))
+            text = file.read().decode("utf-8", "replace")
+        for prompt, answer, expected in ANSWER.findall(text):
+            asked.setdefault((prompt, expected), {})[run.letter] = answer
+    rows = [
+        [*map(esc, key), *(esc(given.get(run.letter, "–")) for run in runs)]
+        for key, given in asked.items()
+    ]
+    shown = table(["prompt", "expected", *map(badge, runs)], rows)
+    return f"<h2>Sample answers, as last printed</h2>{shown}" if rows else ""
+
+
+def legend(runs: list) -> str:
+    """The runs' letters and folders, if there are several."""
+    keys = [f'<li>{badge(run)} <span class="name">{esc(run.folder)}</span></li>' for run in runs]
+    return f'<ul class="legend">{"".join(keys)}</ul>' if len(runs) > 1 else ""
 
 
 def charts(runs: list) -> str:
@@ -376,9 +487,7 @@ def charts(runs: list) -> str:
         ),
         figure("Where a step's time goes", split_chart(runs), split_caption(runs)),
     ]
-    keys = [f'<li>{badge(run)} <span class="name">{esc(run.folder)}</span></li>' for run in runs]
-    legend = f'<ul class="legend">{"".join(keys)}</ul>' if len(runs) > 1 else ""
-    return f'{legend}<div class="grid">{"".join(figures)}</div>{split_table(runs)}'
+    return f'{legend(runs)}<div class="grid">{"".join(figures)}</div>{split_table(runs)}'
 
 
 def split_caption(runs: list) -> str:
@@ -418,9 +527,11 @@ def page(runs: list) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>llm_demo report: {esc(names)}</title><style>{STYLE}</style>
 </head><body><header><p>llm_demo, training report of {datetime.now():%Y-%m-%d %H:%M:%S}</p>
-<h1>{f"{len(runs)} runs compared" if len(runs) > 1 else esc(names)}</h1></header><main>
+<h1>{f"{len(runs)} runs compared" if len(runs) > 1 else esc(names)}</h1>
+<p class="verdict">{verdict(runs)}</p></header><main>
 <div class="cards">{"".join(map(card, runs))}</div>
 {figures}
+{answers(runs)}
 {settings_that_differ(runs) if len(runs) > 1 else ""}</main>
 <footer>Definitions: docs/report.md and docs/metrics.md.</footer>
 </body></html>

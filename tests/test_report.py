@@ -47,7 +47,7 @@ def write(folder, records, config=None, env=None, ended=True):
     (folder / "env.json").write_text(json.dumps(env))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     if ended:
-        (folder / "summary.json").write_text(json.dumps({"steps": 12}))
+        (folder / "summary.json").write_text(json.dumps({"steps": 12, "seconds": 125.4}))
     return folder
 
 
@@ -78,17 +78,26 @@ def assert_drawn(found, expected):
     assert abs(slope) > 0
 
 
+NOISE = {"lr_scheduler": "cosine", "output_dir": "x", "seed": 1, "global_batch": 8, "export": "hf"}
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     evals = [{"step": s, "eval/loss": 9 - s / 4, "eval/exact": s / 16} for s in (0, 6, 12)]
     unused = {"psgd_rank": 0, "schedule_free": False}  # of one script, so no difference
-    fsdp = write(folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3, **unused})
+    fsdp = write(
+        folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3, **NOISE, **unused}
+    )
     slower = {"perf/step_ms": 150.0, "perf/comm_exposed_ms": [30.0, 40.0]}
     slower = [slower | {"data/label_tokens": 90 * s} for s in range(1, 13)]
     pipe = [record(s, **more, **{"train/loss": 7 / s**0.2}) for s, more in enumerate(slower, 1)]
     pipe[4] |= {"train/grad_norm": None, "train/skipped": True}
-    pp = write(folder / "pp", pipe, {"stages": 2, "lr": 2e-3, "schedule": "1f1b"})
+    pp = write(
+        folder / "pp",
+        pipe,
+        {"lr_scheduler": "cosine", "stages": 2, "lr": 2e-3, "schedule": "1f1b", "seed": 2},
+    )
     return fsdp, pp, make(folder / "two.html", fsdp, pp)
 
 
@@ -139,7 +148,7 @@ def test_bars_are_the_numbers_of_the_files(two):
         widths = [size("Where a step's time goes", f"{name}-{part}", 0) for part in report.PARTS]
         assert widths == pytest.approx(np.array(expected) * unit, abs=1e-3)
     table = two[2].split("Where a step's time goes")[-1]
-    assert re.search("150.0</td><td>110.0</td><td>35.0</td><td>5.0</td><td>30.0</td><td>5.0", table)
+    assert re.search("150.0</td>.*?>110.0<.*?>35.0<.*?>5.0<.*?>30.0<.*?>5.0<", table)
 
 
 def test_a_share_measured_once_is_not_called_the_end(tmp_path):
@@ -155,16 +164,82 @@ def test_cards_and_settings(two):
     for said in (
         "FSDP", "pipeline of 2 stages", "2 × CPU, 2 cores", "abc123", "finished, 12 steps",
         "6.0000", "6.0000 at step 12", "1.01k", "2.5 GB", "100 ms", "40 %",
-        "1.2k tokens, 720 learnt", "1 of 12 logged steps", "0.0% at the start, 75.0% at the end",
+        "0:02:05 h", "0.001, cosine", "1.2k tokens, 720 learnt",
+        "1 of 12 logged steps", "0.0% at the start, 75.0% at the end",
     ):  # fmt: skip
         assert f">{said}<" in page, said
+    said = "B is as fast as A; a held-out loss of both is missing. Less than 1% is a tie."
+    assert f'<p class="verdict">{said}</p></header>' in page
     assert page.count("held-out answers exact") == 1  # the other run did not record it
     differ = page.split("Settings that differ</h2>")[1]
-    rows = re.findall(r'<th scope="row">(.*?)</th><td>(.*?)</td><td>(.*?)</td>', differ)
+    rows = re.findall(r'<th scope="row">(.*?)</th><td .*?>(.*?)</td><td .*?>(.*?)</td>', differ)
     absent = '<span class="absent">absent</span>'
     assert rows == [
         ("lr", "0.001", "0.002"), ("stages", absent, "2"), ("schedule", absent, "1f1b")
     ]  # fmt: skip
+
+
+def test_heads_are_letters_and_a_legend_names_the_runs(two):
+    differ = two[2].split("Settings that differ</h2>")[1]
+    assert re.findall("<th>(.*?)</th>", differ.replace("</b>", "").replace("<b ", ""))[1:] == [
+        f'class="badge" style="background: {color}">{letter}'
+        for letter, color in zip("AB", report.COLORS, strict=False)
+    ]
+    assert [str(folder) in differ.split("<table>")[0] for folder in two[:2]] == [True, True]
+    assert "Not compared: output_<wbr>dir" in differ
+
+
+@pytest.mark.parametrize("change, settings, said", [
+    ({}, {}, "B is as fast as A, at the same held-out loss (4.0000, A: 4.0000). Less than 1% is a "
+     "tie."),
+    ({"perf/toks_per_s": 1250.0, "eval/loss": 4.03}, {}, "B is 1.25 x as fast as A, at the same "),
+    ({"perf/toks_per_s": 800.0, "eval/loss": 4.05}, {}, "B is 0.80 x as fast as A, at a higher "),
+    ({"perf/toks_per_s": 1009.0, "eval/loss": 3.95}, {}, "B is as fast as A, at a lower held-out "),
+    ({"data/label_tokens": 900}, {}, "(4.0000, A: 4.0000) after 1.50 x as many learnt tokens."),
+    ({"eval/loss": None}, {}, "as fast as A; a held-out loss of both is missing."),
+    ({"perf/toks_per_s": None}, {}, "B: no speed to compare with A's, at the same held-out loss"),
+    ({}, {"eval_json": "other"}, "; their held-out losses are of different data or tokens."),
+    ({}, {"model_name_or_path": "other"}, "their held-out losses are of different data or tokens"),
+    ({}, {"max_steps": 99}, "Less than 1% is a tie. B: not finished, so far only."),
+    ({"steps": 2}, {}, "B is as fast as A (few steps are logged), at the same held-out loss"),
+])  # fmt: skip
+def test_the_verdict_compares_speed_and_loss(change, settings, said, tmp_path):
+    def records(more):
+        more, steps = dict(more), more.get("steps", 12)
+        loss = more.pop("eval/loss", 4.0)
+        of = {"perf/toks_per_s": 1000.0, "data/label_tokens": 600}
+        return [*(record(s, **of | more) | {"step": s} for s in range(1, steps + 1)),
+                {"step": steps, "eval/loss": loss}]  # fmt: skip
+
+    runs = write(tmp_path / "a", records({})), write(tmp_path / "b", records(change), settings)
+    assert said in report.verdict(report.read_runs(runs))
+
+
+def test_the_verdict_on_one_run(tmp_path):
+    cases = {
+        "lost": ([record(12)], "training loss of 3.7961 after 12 steps. It has no held-out loss."),
+        "held": ([{"step": 0, "eval/loss": 9.0}, record(12), {"step": 12, "eval/loss": 2.0}],
+                 "held-out loss of 2.0000, from 9.0000 at step 0, after 12 steps."),
+        "nan": ([record(12), {"step": 12, "eval/loss": None}], "Its held-out loss is not finite."),
+        "part": ([record(3)], "It is not finished."), "none": ([], "No step is logged yet."),
+    }  # fmt: skip
+    for name, (records, said) in cases.items():
+        run = write(tmp_path / name, records, ended=name != "part")
+        assert said in report.verdict(report.read_runs([run])), name
+
+
+def test_sample_answers_are_those_of_the_log(tmp_path):
+    said = "prompt   {0}\nanswer   {1}\nexpected {0}!\n\n"
+    runs = [write(tmp_path / name, [record(1)]) for name in "abc"]
+    (runs[0] / "train.log").write_text(said.format("1 < 2", "old") + said.format("1 < 2", "<b>"))
+    (runs[1] / "train.log").write_text("x" * 200_000 + "\n" + said.format("other", "yes"))
+    page = make(tmp_path / "page.html", *runs)
+    rows = re.findall('scope="row">(.*?)</th>(.*?)</tr>', page.split("Sample answers")[1])
+    assert [(name, re.findall("<td .*?>(.*?)</td>", cells)) for name, cells in rows][:2] == [
+        ("1 &lt; 2", ["1 &lt; 2!", "&lt;b&gt;", "–", "–"]), ("other", ["other!", "–", "yes", "–"])
+    ]  # fmt: skip
+    os.mkfifo(runs[2] / "train.log")
+    assert "Sample answers" not in make(tmp_path / "page.html", runs[2])  # and does not wait
 
 
 def test_a_card_says_how_a_run_trained(tmp_path):
@@ -432,7 +507,7 @@ def test_the_keys_that_are_read_are_those_that_runs_write():
 
 
 MEASURE = """<!doctype html><meta charset="utf-8"><body><pre id="found"></pre><script>
-const pages = %s, widths = [1200, 760, 360], found = [];
+const pages = %s, widths = [1200, 760, 390, 360], found = [];
 for (const [which, text] of pages.entries()) for (const width of widths) {
   const frame = document.createElement("iframe");
   frame.style = `width: ${width}px; height: 900px; border: 0`;
@@ -448,6 +523,7 @@ for (const [which, text] of pages.entries()) for (const width of widths) {
     found.push({which, width, client: root.clientWidth, scroll: root.scrollWidth,
       svgs: svgs.map(b => [b.width, b.height]),
       columns: new Set(boxes(".grid > figure").map(b => b.left)).size,
+      cut: [...d.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).length,
       inked: d.querySelectorAll("svg path").length, outside, title: d.title,
       background: getComputedStyle(d.body).backgroundColor,
       filter: getComputedStyle(d.querySelector("svg")).filter});
@@ -475,19 +551,22 @@ def test_in_a_browser(two, tmp_path):
     """Laid out at the width of a desk, a tablet and a phone, and no script of a file's runs."""
     steps = [record(s, **{"train/loss": 1 + math.sin(s) ** 2}) for s in range(1, 400)]
     long = write(tmp_path / f"{'long' * 40}", steps, {"a": "x" * 500, "train_json": EVIL})
-    pages = [two[2], make(tmp_path / "long.html", long)]
+    (long / "train.log").write_text(f"prompt   {EVIL}\nanswer   {'x' * 500}\nexpected y\n")
+    many = [write(tmp_path / f"{'run' * 9}-{i}", steps[:9], {"lr": i / 7}) for i in range(7)]
+    pages = [make(tmp_path / "many.html", *two[:2], *many), make(tmp_path / "long.html", long)]
     measure = tmp_path / "measure.html"
     measure.write_text(MEASURE % json.dumps(pages).replace("</", "<\\/"))
     dumped = browse(measure, tmp_path / "profile", "--blink-settings=preferredColorScheme=0")
     text = re.search(r'<pre id="found">(.*?)</pre>', dumped, re.S)[1]
     found = json.loads(html.unescape(text))
-    assert len(found) == 6
+    assert len(found) == 8
     for one in found:
         assert one["client"] == pytest.approx(one["width"], abs=20)
         assert one["scroll"] <= one["client"], one  # nothing is wider than the page
         assert len(one["svgs"]) == 6 and one["inked"] > 80
         assert all(w > 240 and h > 80 for w, h in one["svgs"]), one
-        assert one["columns"] == (1 if one["width"] == 360 else 2)
+        assert one["columns"] == (1 if one["width"] < 400 else 2)
+        assert not one["cut"] or one["width"] > 400, one
         assert not one["outside"]
         assert one["title"].startswith("llm_demo report")
     assert {one["background"] for one in found} == {"rgb(20, 23, 28)"}  # a dark page
