@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from bench import store
-from bench.presets import _NO_P2P, _SOCKETS, ONE_OF
+from bench.presets import ONE_OF
 from bench.table import in_order
 from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
@@ -29,7 +29,10 @@ from llm_demo.report import COLORS, PARTS
 PLOTS = ROOT / "bench/plots"
 COLOR_OF = dict(zip(("fsdp", "pp", "fsdp_pp", "zero", "torchtitan", "trl"), COLORS, strict=True))
 STYLES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of an engine's lines, in turn
-LINKS = {_NO_P2P: "through host memory", _SOCKETS: "through sockets"}
+LINKS = {
+    "NCCL_P2P_DISABLE=1": "through host memory",
+    "NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1": "through sockets",
+}
 
 
 def rows_of(name: str) -> list[dict]:

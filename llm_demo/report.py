@@ -411,7 +411,7 @@ def settings(run) -> dict[str, object]:
 HIDDEN = (  # what changes no result, noise, and what follows from other settings
     "output_dir", "local_rank", "overwrite", "resume", "resume_anyway", "resumed_step", "export",
     "report_to", "keep_last", "keep_best", "sample_tokens", "seed", "platform", "global_batch",
-    "data_parallel", "parallelism", "random_weights",
+    "data_parallel", "parallelism",
 )  # fmt: skip
 UNUSED = {"None", "False", "0", "0.0", ""}
 
