@@ -217,7 +217,8 @@ def draw(name: str, file: Path) -> None:
         tick.set_fontweight("normal" if row else "bold")
     failed = len(store.read(name)) - len(rows)
     notes = [
-        words(rows[0], common), " ".join(sorted(known)), f"{failed} failed rows" * bool(failed),
+        words(rows[0], common), " ".join(sorted(known)),
+        f"not drawn: {failed} failed" * bool(failed),
         "each bar: engine and flags, micro-batch size x accumulation steps, slots per step",
     ]  # fmt: skip
     figure.suptitle("\n".join(textwrap.fill(note, 150) for note in notes if note))

@@ -194,7 +194,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
     hub = None if Path(args.model_name_or_path).is_dir() else args.model_name_or_path
     log.resolved(
-        dtype=dtype_name, base_model=hub if source.weights else None, eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
+        dtype=dtype_name, base_model=hub if source.weights else None,
+        eval_json=eval_json, seq_len=train.seq_len, sample_tokens=sample_tokens,
         attn_impl=compute.attn_impl, compile=compute.compile, global_batch=horizon.global_batch,
         max_steps=horizon.max_steps, lr=horizon.lr, data_parallel=data_parallel,
         num_epochs=args.num_epochs, warmup_steps=args.warmup_steps,

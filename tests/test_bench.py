@@ -529,6 +529,15 @@ def test_only_rows_of_one_micro_batch_size_overtake():
     assert [*plots.overtakes(plots.lines_of(rows))] == ["pp, micro 8"]
 
 
+def test_a_picture_says_how_many_rows_failed(tmp_path, monkeypatch):
+    results, figures = store.read("h200-x2/timer"), []
+    failed = {"row": results[0]["row"] | {"micro": 99}, "status": "out of memory"}
+    monkeypatch.setattr(store, "read", lambda name: [*results, failed])
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plots.draw("h200-x2/timer", tmp_path / "a.png")
+    assert "\nnot drawn: 1 failed\n" in figures[0].get_suptitle()
+
+
 def test_what_was_not_timed_is_not_called_compute():
     rows = plots.rows_of("h200-x2/timer")
     timed = {plots.way(row): bool(plots.shares(row["summary"])) for row in rows}
