@@ -36,7 +36,7 @@ from llm_demo.model.batched import batched, choose_batched
 from llm_demo.model.folder import open_model
 from llm_demo.model.foreign import load_model
 from llm_demo.model.generate import prompts_of
-from llm_demo.model.loss import cross_entropy_sum
+from llm_demo.model.loss import score
 from llm_demo.model.rotary import length_dependent_rope
 from llm_demo.model.source import (
     find_model,
@@ -174,10 +174,11 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     for path, packs in zip(paths, data, strict=True):
         count = min(args.rows or len(packs), len(packs))
         started = time.perf_counter()
-        loss, tokens = in_batches(args, device, mean_loss, model, packs, count)
+        loss, tokens, right = in_batches(args, device, mean_loss, model, packs, count)
         say(f"{name}: loss of {counted(count, 'document')} of {path}", started)
         figures = {"file": path, "rows": count, "loss": loss}
         figures |= {"perplexity": math.exp(min(loss, 700)), "tokens": tokens}
+        figures["answered_exactly"] = right / count
         pairs = prompts_of(packs, count if args.answer_regex else min(args.show, count), 10**9)
         prompts, expected = [p for p, _ in pairs], [e for _, e in pairs]
         started, answers = time.perf_counter(), []
@@ -224,10 +225,11 @@ def batches(lengths: list[int], max_documents: int, what: str):
 
 
 @torch.no_grad()
-def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
-    """(mean of -log p over the learnt tokens, their number) of the first `count` documents. Longest
-    first, padded at the end, which causal attention does not see."""
-    total, tokens = 0.0, 0
+def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int, int]:
+    """(mean of -log p over the learnt tokens, their number, documents in which every learnt token
+    is the most likely one) of the first `count` documents. Longest first, padded at the end, which
+    causal attention does not see."""
+    total, tokens, wrong = 0.0, 0, 0
     for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
         # copies: a row has the model's full length, which may be 100 times the document's
@@ -236,11 +238,13 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int]:
             torch.from_numpy(np.stack(arrays)) for arrays in zip(*documents, strict=True)
         )
         ids = ids.to(model.device)
-        index, targets = (t.to(model.device) for t in label_positions(labels))
+        index, targets = label_positions(labels)
+        answers = torch.unique_consecutive(index // longest, return_inverse=True)[1]
+        index, targets, answers = (t.to(model.device) for t in (index, targets, answers))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        total += cross_entropy_sum(hidden, model.lm_head.weight, index, targets).item()
-        tokens += len(index)
-    return total / max(1, tokens), tokens
+        loss, misses = score(hidden, model.lm_head.weight, index, targets, answers).tolist()
+        total, wrong, tokens = total + loss, wrong + round(misses), tokens + len(index)
+    return total / max(1, tokens), tokens, count - wrong
 
 
 def answer(model, tokenizer, prompts, args, device, batch: bool, why: str):
@@ -301,13 +305,15 @@ def result(text: str, args) -> str | None:
 def markdown(results: list[dict]) -> str:
     """A table with one row per file and model, and the first answers side by side."""
     exact = any("exact" in f for r in results for f in r["files"])
-    lines = [f"| file | model | loss | perplexity | tokens |{' exact |' * exact}"]
-    lines.append("|---|---|---|---|---|" + "---|" * exact)
+    lines = [
+        f"| file | model | loss | perplexity | tokens | answered exactly |{' exact |' * exact}"
+    ]
+    lines.append("|---|---|---|---|---|---|" + "---|" * exact)
     for n in range(len(results[0]["files"])):
         for r in results:
             f = r["files"][n]
             line = f"| {Path(f['file']).name} | {r['model']} | {f['loss']:.4f} |"
-            line += f" {f['perplexity']:.2f} | {f['tokens']:,} |"
+            line += f" {f['perplexity']:.2f} | {f['tokens']:,} | {f['answered_exactly']:.1%} |"
             if exact:
                 share = "n/a" if f["exact"] is None else f"{f['exact']:.1%} of {f['exact_of']}"
                 line += f" {share} |"

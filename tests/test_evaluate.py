@@ -141,10 +141,32 @@ def test_a_file_that_only_transformers_reads(content, folder, tmp_path):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("batch", ["1", "3"])
+def test_the_share_answered_exactly(batch, folder, tmp_path):
+    """Rows that end in the model's own greedy tokens, and two in which one of them is another."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    rows = []
+    for n in (5, 9, 17, 6, 8):
+        prompt = torch.arange(20, 20 + n)[None]
+        ids = model.generate(
+            prompt, do_sample=False, max_new_tokens=4, min_new_tokens=4, repetition_penalty=1.0
+        )[0].tolist()
+        ids[n + 1] = ids[n + 1] if n % 3 else 7  # of 9 and 6
+        rows.append({"input_ids": ids, "labels": [-100] * n + ids[n:]})
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--models", folder / "base", "--data", tmp_path / "x.jsonl", "--show", "0"]
+    flags += ["--dtype", "fp32", "--batch_size", batch, "--seq_len", "64"]
+    args = evaluate.make_parser().parse_args(list(map(str, flags)))
+    found = evaluate.evaluate(str(folder / "base"), args, torch.device("cpu"), torch.float32)
+    assert found["files"][0]["answered_exactly"] == 3 / 5
+    assert "| 60.0% |" in evaluate.markdown([found])
+
+
 def test_answers_to_other_rows_are_not_put_side_by_side():
     def of(model, *rows):
         answers = [{"prompt": f"{r}?", "answer": f"{r} by {model}", "expected": r} for r in rows]
         figures = {"file": "x.jsonl", "rows": len(rows), "loss": 1.0, "perplexity": 2.7}
+        figures["answered_exactly"] = 0.5
         return {"model": model, "files": [{**figures, "tokens": 3, "answers": answers}]}
 
     together = evaluate.markdown([of("a", "one", "two"), of("b", "one", "two")])

@@ -115,8 +115,11 @@ def test_a_first_run_begins_to_learn(tmp_path):
     assert after["eval/loss"] <= BEFORE / 5
     paste(done.stdout, "export", tmp_path)
     table = paste(done.stdout, "evaluate", tmp_path)
-    (loss,) = re.findall(r"first_run.heldout.jsonl \| \S+ \| (\S+) \|", table)
+    ((loss, share),) = re.findall(
+        r"first_run.heldout.jsonl \| \S+ \| (\S+) \| \S+ \| \S+ \| (\S+)% \|", table
+    )
     assert float(loss) == pytest.approx(after["eval/loss"], rel=0.1)  # of bf16 weights
+    assert float(share) / 100 == pytest.approx(after["eval/exact"], abs=0.05)
 
 
 def evaluations(done, folder):
