@@ -112,7 +112,7 @@ class DataArgs:
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
         "Training data (JSON Lines, JSON, Parquet, CSV, TSV): files separated by commas, a glob, "
-        "a folder, or a hub dataset. a.jsonl*2 takes its documents twice, *0.3 some of them.",
+        "a folder, or a hub dataset. my.jsonl*2: its documents twice; *0.3: 30 % of them.",
         path=True,
     )
     dataset_config: str | None = flag(None, "Configuration of a hub dataset, such as main.")

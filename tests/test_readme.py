@@ -11,7 +11,7 @@ from bench.presets import BALANCED, ONE_OF
 from bench.run import make_parser
 from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo import args, evaluate, export, fit
+from llm_demo import args, chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.data import records
 from llm_demo.model import attention
@@ -127,7 +127,7 @@ def test_every_flag_named_exists_and_every_commands_flag_is_named():
     named = set(re.findall(r"--\w[\w-]*", TEXT)) - {"--no_"} - FOREIGN_FLAGS
     assert len(named) > 30
     of_bench = set(re.findall(r"--\w+", make_parser().format_help())) | {BALANCED, ONE_OF}
-    parsers = (m.make_parser() for m in (export, evaluate, check, fit))
+    parsers = (m.make_parser() for m in (export, evaluate, check, fit, chat))
     commands = {f for p in parsers for f in re.findall(r"--\w+", p.format_help())} - {"--help"}
     commands.add("--check")  # of setup.sh
     known = flags() | of_bench | commands
