@@ -64,8 +64,6 @@ def prepare(
     log.resolved(resumed_step=checkpoints.first_step)
     if checkpoints.first_step == 0:
         log.resolved(random_weights=plan.source.weights is None)
-    if args.save and checkpoints.first_step < steps:
-        from_rank0(world, lambda: check_disk(args, plan, log, checkpoints))
     summary = log.folder / "summary.json"
     over = ends_early(args, [tuple(pair) for pair in checkpoints.facts.get("evals", [])])
     if checkpoints.first_step < steps and not over:
@@ -170,6 +168,8 @@ def train(
     ask(batch, index): the likeliest next tokens, see generate.generate
     state(): {name: tensor} for a checkpoint; facts(): {"adam_steps", "loss_scale"} for it"""
     source, data, horizon, lora = plan.source, plan.data, plan.horizon, plan.compute.lora
+    if args.save:
+        from_rank0(world, lambda: check_disk(args, plan, log, checkpoints))
     if args.dry_run:
         log.say(LOADED)
         try_forward(args, plan, ask)

@@ -43,7 +43,7 @@ def test_numbers_of_the_last_step_are_read_after_their_copies():
     args = SimpleNamespace(
         profile_steps=None, log_every=1, max_skipped_steps=0, peak_tflops=None, comm_timer=False
     )
-    log = SimpleNamespace(open=lambda step: [], record=records.append, say=lambda line: None)
+    log = SimpleNamespace(open=lambda step: [], record=records.append, say=lambda line, shown: None)
     clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, torch.float32)
     clock.comm._new = Event
     clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
@@ -59,7 +59,9 @@ def test_communication_that_is_not_measured_is_not_zero():
         profile_steps=None, log_every=1, max_skipped_steps=0, peak_tflops=None, comm_timer=False
     )
     said, records = [], []
-    log = SimpleNamespace(open=lambda step: [], record=records.append, say=said.append)
+    log = SimpleNamespace(
+        open=lambda step: [], record=records.append, say=lambda line, shown: said.append(line)
+    )
     clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, torch.float32)
     clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
     clock.begin()

@@ -28,7 +28,8 @@ STEP = re.compile(
     r"step 1/3 \| loss \d+\.\d{4} \| gnorm \d+\.\d\d \| lr \d\.\de-\d\d \| \d+ ms \(comm \d+\) "
     r"\| [\d.]+k? tok/s \([\d.]+k? labels\)( \| mfu [\d.]+%)? \| mem [\d.]+ GB \| eta \d+:\d\d"
 )
-SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2"}
+SMALL = {"SEQ_LEN": "128", "MICRO_BATCH_SIZE": "2", "MAX_STEPS": "3", "NPROC_PER_NODE": "2",
+         "WARMUP_STEPS": "10"}  # fmt: skip
 TWO_ACCUM = {"fsdp": "2", "pp": "4"}  # the same global batch of 8
 
 

@@ -98,7 +98,7 @@ def test_only_commands_that_can_work(folder, monkeypatch):
 def test_a_run_that_went_on_is_exported_again_beside_the_earlier_export(folder):
     for name in ("hf", "merged"):
         (folder / name).mkdir()
-        blank = dict.fromkeys(("head", "name", "base", "data", "heldout", "table"), "")
+        blank = dict.fromkeys(("head", "title", "name", "base", "data", "heldout", "table"), "")
         card = export.CARD.format(steps=3, tokens=9, learnt=9, parallelism="FSDP2", **blank)
         (folder / name / "README.md").write_text(card)
     assert "export" not in said(folder)
@@ -163,7 +163,8 @@ def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
     rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     (here / "my data.jsonl").write_text("\n".join(rows[:12]))
     (here / "my data.heldout.jsonl").write_text("\n".join(rows[12:15]))
-    flags = "--no_fsdp --max_steps 2 --seq_len 64 --sample_tokens 0 --output_dir run --train_json"
+    flags = "--no_fsdp --max_steps 2 --warmup_steps 10 --seq_len 64 --sample_tokens 0 "
+    flags += "--output_dir run --train_json"
     script = ROOT / "fsdp/train_fsdp.py"
     (tmp_path / "show_all.py").write_text(SHOW_ALL)
     command = [sys.executable, tmp_path / "show_all.py", script, *flags.split(), "my data.jsonl"]
@@ -177,6 +178,7 @@ def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
     )
     lines = re.findall(r"^  (export|evaluate|continue): +(.*)$", done.stdout, re.M)
     assert [name for name, _ in lines] == ["export", "evaluate", "continue"]
+    assert re.search(r"^  chat: +.*llm_demo.chat run$", done.stdout, re.M)
     said = {name: paste(done.stdout, name, here) for name, _ in lines}
     assert loss_of(said["evaluate"]) == pytest.approx(heldout_loss(here / "run", 2), rel=1e-3)
     assert "after step 2, checked" in said["continue"] and "step 4/4" in said["continue"]
