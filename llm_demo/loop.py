@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -99,13 +100,17 @@ def refuse_other_tokens(args: Args, plan: Plan, checkpoints: Checkpoints) -> Non
     facts = checkpoints.facts
     if not facts or TOKENS in facts.get("identity", {}) or args.resume_anyway:
         return
-    steps = (token_counts(plan.data.train, plan.rows_of(n)) for n in range(facts["step"]))
-    now = tuple(map(sum, zip(*steps, strict=True))) or (0, 0)
-    if now != (facts["tokens"], facts["label_tokens"]):
+    if not 0 < (done := facts["step"]) <= checkpoints.max_steps:
+        return
+    steps = [token_counts(plan.data.train, plan.rows_of(n)) for n in range(done)]
+    now = np.sum(steps, axis=0)
+    before = np.array([facts["tokens"], facts["label_tokens"]])
+    # the last step had fewer rows if the run was to end there
+    if (before > now).any() or (before <= now - steps[-1]).any():
         raise UserError(
-            f"{checkpoints.path} was trained on {facts['tokens']:,} tokens "
-            f"({facts['label_tokens']:,} learnt) in its steps; this version reads {now[0]:,} "
-            f"({now[1]:,}) in the same data (docs/data.md): to continue anyway, add --resume_anyway"
+            f"{checkpoints.path} was trained on {before[0]:,} tokens ({before[1]:,} learnt) in its "
+            f"steps; this version reads {now[0]:,} ({now[1]:,}) in the same data (docs/data.md); "
+            "to continue anyway, add --resume_anyway"
         )
 
 
