@@ -8,6 +8,7 @@ with its first."""
 import argparse
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 from bench import store
@@ -138,9 +139,29 @@ def markdown(lines) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def render(text: str) -> str:
-    """Return a page's text with every marked table made from the results."""
-    return MARKED.sub(lambda match: match[1] + table(match[2]) + match[4], text)
+def commits(name: str) -> str:
+    """Return a line that names the commits of a table's rows, "" if they are not recorded."""
+    found = Counter(
+        str(result.get("env", {}).get("revision") or "")[:7]
+        for result in store.read(name.partition("#")[0])
+    )
+    rows = [f"{commit} ({n})" if len(found) > 1 else commit for commit, n in found.items()]
+    return f"\nMeasured at {', '.join(rows)}.\n" if all(found) else ""
+
+
+def render(text: str, notes: bool) -> str:
+    """Return a page's text with every marked table made from the results. notes: below each, name
+    the commits and how many rows were measured at each."""
+
+    def made(match: re.Match) -> str:
+        return match[1] + table(match[2]) + commits(match[2]) * notes + match[4]
+
+    return MARKED.sub(made, text)
+
+
+def rendered(page: Path) -> str:
+    """Return the text that a page should have. The README's tables are in docs too, with notes."""
+    return render(page.read_text(), notes=page.parent.name == "docs")
 
 
 def pages() -> list[Path]:
@@ -157,13 +178,13 @@ def main() -> int:
         parser.error("--check takes no NAME")
     for name in args.names:
         print(table(name))
-    stale = [] if args.names else [p for p in pages() if p.read_text() != render(p.read_text())]
+    stale = [] if args.names else [p for p in pages() if p.read_text() != rendered(p)]
     for page in stale:
         if args.check:
             message = f"{page.relative_to(ROOT)} is out of date: run python -m bench.table"
             print(f"error: {message}", file=sys.stderr)
         else:
-            page.write_text(render(page.read_text()))
+            page.write_text(rendered(page))
     return int(args.check and bool(stale))
 
 

@@ -297,10 +297,12 @@ def test_the_tables_are_those_of_the_results():
     marked = {page: page.read_text() for page in table.pages()}
     marked = {page: text for page, text in marked.items() if table.MARKED.search(text)}
     assert marked
-    for text in marked.values():
-        assert table.render(text) == text, "python -m bench.table"
+    for page, text in marked.items():
+        assert table.rendered(page) == text, "python -m bench.table"
         broken = re.sub(r"(<!-- table: .*?\n\| ---.*?\n\| )", r"\1 1", text, count=1, flags=re.S)
-        assert broken != text and table.render(broken) == text
+        assert broken != text and table.render(broken, page.parent.name == "docs") == text
+        tables = len(table.MARKED.findall(text))
+        assert text.count("\nMeasured at ") == (page.name != "README.md" and tables)
 
 
 def test_tables_are_updated_in_the_page_that_has_them(tmp_path, monkeypatch, capsys):
@@ -316,7 +318,9 @@ def test_tables_are_updated_in_the_page_that_has_them(tmp_path, monkeypatch, cap
     monkeypatch.setattr(sys, "argv", ["bench.table"])
     assert table.main() == 0
     assert pages[0].read_text() == "no table"
-    expected = text.format(table.table("h200-x2/teff"))
+    measured = table.commits("h200-x2/teff")
+    assert re.fullmatch(r"\nMeasured at (\w{7} \(\d+\), )+\w{7} \(\d+\)\.\n", measured)
+    expected = text.format(table.table("h200-x2/teff") + measured)
     assert [page.read_text() for page in pages[1:]] == [expected] * 2
 
 
