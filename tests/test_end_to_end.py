@@ -286,6 +286,7 @@ def test_one_process_for_a_debugger(first_runs, folder, tmp_path, monkeypatch):
     script = ROOT / "fsdp/launch_script.py"
     flags = ["--train_json", "my data.jsonl", "--seq_len", "128", "--micro_batch_size", "2"]
     more = ["--max_steps", "3", "--output_dir", "one", "--sample_tokens", "0", "--no_fsdp"]
+    more += ["--warmup_steps", SMALL["WARMUP_STEPS"]]
     done = run([sys.executable, script, *flags, *more], cwd=folder)
     assert done.returncode == 0, done.stderr
     bound = 1e-5 if not torch.cuda.is_available() else 2e-2
