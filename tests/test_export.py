@@ -333,12 +333,12 @@ def export(checkpoint, out, dtype):
 
 def main():
     world = dist.start()
-    log = SimpleNamespace(folder=Path("nowhere"), say=lambda text: print(world.rank, text))
+    log = SimpleNamespace(folder=Path("nowhere"), say=lambda text: print(f"{world.rank} {text}"))
     loop.export = export
     loop.export_last(SimpleNamespace(export="bf16"), world, log, Path("step_00000001"))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
-    print("sum", total.item())
+    print(f"sum {total.item()}\\n", end="", flush=True)  # one write: both ranks print
 
 dist.run(main)
 """
