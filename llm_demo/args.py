@@ -111,8 +111,7 @@ class DataArgs:
 
     train_json: str = flag(
         str(ROOT / "data/sft_en.jsonl"),
-        "Training data (JSON Lines, JSON, Parquet, CSV, TSV): files separated by commas, a glob, "
-        "a folder, or a hub dataset. my.jsonl*2: its documents twice; *0.3: 30 % of them.",
+        "Files separated by commas, a glob, a folder or a hub dataset; my.jsonl*2: twice.",
         path=True,
     )
     dataset_config: str | None = flag(None, "Configuration of a hub dataset, such as main.")
@@ -156,13 +155,12 @@ class TrainArgs:
     )
     num_epochs: float | None = flag(
         None,
-        "Passes over the data, if --max_steps is 0. Default: about 100 steps, at most 10 passes; "
-        "random weights: at most 100.",
+        "Passes if --max_steps is 0. Default: about 100 steps, at most 10 or 100.",
         at_most=1e9,
     )
     lr: float | None = flag(
         None,
-        "Peak learning rate. Default: 2e-5; adapters: 2e-4; random weights: 1e-3.",
+        "Peak learning rate. Default: 2e-5; adapters: 2e-4; random: 1e-3.",
         positive=True,
     )
     weight_decay: float = flag(0.01, "Weight decay of AdamW. Not applied to norms and biases.")
@@ -213,11 +211,7 @@ class RunArgs:
     )
     log_every: int = flag(1, "Optimizer steps between log lines.", at_least=1)
     eval_every: int = flag(0, "Steps between evaluations. 0: only before and after training.")
-    early_stopping: int = flag(
-        0,
-        "End after this many evaluations without a better one, with --eval_every; keeps the best "
-        "checkpoint. 0: never.",
-    )
+    early_stopping: int = flag(0, "End after so many evaluations without a better one. 0: never.")
     eval_batch_size: int = flag(0, "Rows per rank in evaluation. 0: --micro_batch_size.")
     sample_tokens: int | None = flag(
         None, "Tokens per sample answer at the end. 0: no samples. Default: 32, long rows: 0."

@@ -6,6 +6,7 @@ alone. A run without an export is read from its newest checkpoint. Answers are g
 transformers, on one CPU or GPU."""
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -83,8 +84,7 @@ def load(args, work: Path):
         raise UserError(f"--base: {args.model} is no adapter")
     else:
         folder = find_model(args.model)
-    say = lambda line: print(line, file=sys.stderr)  # noqa: E731
-    config, weights = open_model(folder, 1, say=say)
+    config, weights = open_model(folder, 1, functools.partial(print, file=sys.stderr))
     if weights is None:
         raise UserError(f"{folder} has no weights: name a trained model or a run")
     own = adapter and (adapter / "tokenizer.json").is_file()

@@ -60,6 +60,8 @@ def test_each_pass_takes_another_share(tmp_path, pack):
         assert sum(lengths) == 64 and mixed.label_counts[row] == (labels != -100).sum()
         assert mixed.token_counts[row] == 64 - (lengths[-1] if (ids == 260).any() else 0)
         assert len(lengths) <= mixed.max_docs
+        real = np.array(lengths[: len(lengths) - bool((ids == 260).any())])
+        assert mixed.attended(np.array([row, -1])) == (real**2).sum() / 128
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

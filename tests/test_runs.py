@@ -225,6 +225,7 @@ def test_overwrite_deletes_no_input(train, tmp_path):
     for kind, flag, name in (
         ("fsdp", "train_json", "out/metrics.jsonl"),
         ("fsdp", "train_json", "out/*.jsonl"),
+        ("fsdp", "train_json", "out/metrics.jsonl*2"),
         ("fsdp", "model_name_or_path", "out"),
         ("fsdp", "chat_template", "out/cmd.sh"),
         ("pp", "deepspeed_config", "out/ds_pp_2gpus.json"),

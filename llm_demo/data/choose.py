@@ -29,7 +29,7 @@ def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
     held_out[np.random.default_rng(SPLIT_SEED).permutation(total)[:chosen]] = True
     held_out = held_out[document_of]
     parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
-    return tuple(_repacked(packs, [part], pack) for part in parts)
+    return tuple(_repacked(packs, [_rows_of(packs, part, pack)]) for part in parts)
 
 
 def mix(
@@ -41,19 +41,20 @@ def mix(
     The documents of a file are dealt in a random order, then in another one, and so on; pass e gets
     the next share. So a weight of 2 takes each document twice a pass, and 0.3 takes another 30 % in
     each of three passes. A pass depends on seed and number alone, so a longer run has the same."""
-    available, chosen, n_rows = np.sort(packs.row_docs), [], 0
+    available, passes, n_rows = np.sort(packs.row_docs), [], 0
     files = [available[packs.doc_file[available] == n] for n in range(len(weights))]
     for epoch in itertools.count():
         documents = [
             _dealt(documents, weight, [seed, n], epoch)
             for n, (documents, weight) in enumerate(zip(files, weights, strict=True))
         ]
-        chosen.append(np.sort(np.concatenate(documents)))
-        if not len(chosen[-1]):
+        chosen = np.sort(np.concatenate(documents))
+        if not len(chosen):
             raise UserError(f"the weights {weights} of --train_json leave no document to train on")
-        n_rows += len(_rows_of(packs, chosen[-1], pack)[1]) - 1
+        passes.append(_rows_of(packs, chosen, pack))
+        n_rows += len(passes[-1][1]) - 1
         if epoch + 1 >= epochs and n_rows >= rows:
-            return _repacked(packs, chosen, pack)
+            return _repacked(packs, passes)
 
 
 def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) -> np.ndarray:
@@ -75,11 +76,10 @@ def _rows_of(packs: Packs, documents: np.ndarray, pack: bool) -> tuple[np.ndarra
     return documents[np.argsort(row_of, kind="stable")], starts
 
 
-def _repacked(packs: Packs, passes: list[np.ndarray], pack: bool) -> Packs:
-    """Packs of these documents, pass after pass."""
+def _repacked(packs: Packs, passes: list[tuple[np.ndarray, np.ndarray]]) -> Packs:
+    """Packs of these passes, each from `_rows_of`."""
     row_docs, row_start, begins = [], [np.zeros(1, np.int64)], [0]
-    for documents in passes:
-        docs, starts = _rows_of(packs, documents, pack)
+    for docs, starts in passes:
         row_docs.append(docs)
         row_start.append(row_start[-1][-1] + starts[1:])
         begins.append(begins[-1] + len(starts) - 1)

@@ -67,6 +67,8 @@ REASONING = re.compile(r"<think>(.*?)</think>|(.*?)(?:(?<=\n)</think>|</think>(?
 
 TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
 
+SPACE = re.compile(r"\s*")
+
 MARKER = "\ue000"  # stands for a part of a turn, to see where a template puts it
 
 
@@ -390,13 +392,11 @@ def _stop(codec: Codec, record: Record, turn: int, text: str, start: int) -> tup
     """Where the first stop token begins behind all of a turn's parts, or None; and where its answer
     begins, counted from `start`."""
     message, own = record.messages[turn], None
-    shortest = len(_reasoning_and_answer(message)[1])
-    texts = [message]
+    plain, texts = _reasoning_and_answer(message)[1], [message]
     if not codec.learn_reasoning:  # the template may drop it
-        plain = _reasoning_and_answer(message)[1]
         texts.append(message | {"content": plain, "reasoning_content": None})
     for stop in codec.ends.finditer(text, start):
-        if stop.start() - start < shortest:
+        if stop.start() - start < len(plain):
             continue
         found = [_answer_in(text[start : stop.start()], given) for given in texts]
         if (answer := next((at for at in found if at is not None), None)) is None:
@@ -450,7 +450,7 @@ def _start(codec: Codec, record: Record, turn: int, text: str) -> int | str:
 
 def _not_space(text: str, at: int) -> int:
     """The first character from `at` on that is not whitespace."""
-    return re.compile(r"\s*").match(text, at).end()
+    return SPACE.match(text, at).end()
 
 
 def _answer_in(body: str, message: dict) -> int | None:

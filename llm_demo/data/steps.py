@@ -71,12 +71,16 @@ class Packs:
         """Tokens of the longest document, ignoring padding tails."""
         return int(np.diff(self.doc_start)[self.row_docs].max(initial=0))
 
+    @functools.cached_property
+    def _squares(self) -> np.ndarray:
+        """The sum of the squared lengths of each row's documents, fp64 [rows]."""
+        lengths = np.diff(self.doc_start)[self.row_docs].astype(float)
+        return np.add.reduceat(lengths**2, self.row_start[:-1])
+
     def attended(self, rows: np.ndarray) -> float:
         """The mean length of the document of each slot of these rows, 0 for padding: the slots that
         attention sees."""
-        docs = np.concatenate([self._docs(i) for i in rows.tolist()])
-        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).astype(float)
-        return float((lengths**2).sum()) / (len(rows) * self.seq_len)
+        return float(self._squares[rows[rows >= 0]].sum()) / (len(rows) * self.seq_len)
 
     @property
     def single(self) -> bool:

@@ -25,14 +25,7 @@ import torch.distributed.checkpoint as dcp
 from llm_demo.device import World
 from llm_demo.dist import from_rank0
 from llm_demo.errors import UserError
-from llm_demo.files import (
-    PART,
-    digest,
-    disk_full,
-    sync_folder,
-    write_json,
-    write_text,
-)
+from llm_demo.files import PART, digest, disk_full, sync_folder, write_json, write_text
 from llm_demo.optim import MOMENTS, PSGD
 from llm_demo.process import read_text
 from llm_demo.run.folder import published

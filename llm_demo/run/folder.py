@@ -132,7 +132,8 @@ def _refuse_inputs_in(folder: Path, args: Args) -> None:
     for flag in INPUTS:
         for name in filter(None, (getattr(args, flag, None) or "").split(",")):
             path = str(Path(name.strip()).expanduser())
-            for found in map(Path, glob.glob(path, recursive=True) or [path]):
+            paths = (path, path.rpartition("*")[0] or path)  # it may have a weight
+            for found in (Path(p) for p in paths for p in glob.glob(p, recursive=True) or [p]):
                 if found.exists() and folder in (found.resolve(), *found.resolve().parents):
                     raise UserError(
                         f"--overwrite would delete --{flag} {name}: choose another folder"
