@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp.sharding import WithExperts
-from fsdp.units import Unit
+from fsdp.sharding import WithExperts, empty_of
+from fsdp.units import Unit, params_of, shard_sizes
 from llm_demo.device import World
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.experts import Routers
 from llm_demo.model.sums import add, compile_once, sum_into
 from llm_demo.parallel import copy_engines
+from llm_demo.parallel.mesh import shards_of
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -55,27 +56,30 @@ def reduce_traffic(
             CommTimer.call.
         units: those that sum gradients themselves.
         replicas: over which FSDP2 then sums the group's sums."""
-    missing, sums, scratch = {}, {}, None
+    missing, scratch = {}, None
     # Without resharding, the gathers of a step end before its first exchange. FSDP2 makes the
     # first exchange wait for them, and the next step's first gather for the last exchange.
     pool = None if reshards else ONE_POOL
-    if units and group.size() > 1:  # a single rank's gradients don't pass a reduce-scatter
-        sums = {unit.module: unit for unit in units}
-        length = max(unit.length for unit in units) * group.size()
+    sums = {unit.module: unit for unit in units}
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    modules = [m for m in modules if not isinstance(m, Routers)]  # which stay in fp32
+    # Not embedding and head: shared memory stays allocated, and theirs is large for its use
+    by_engines = {m for m in modules if engines and isinstance(m, Blocks)}
+    by_nccl = [params_of(m) for m in modules if m not in by_engines]
+    if None in by_nccl:
+        missing["sharing memory between transfers"] = "FSDP2 has changed"
+    elif group.size() > 1 and any(by_nccl):  # a single rank's gradients don't pass a reduce-scatter
+        length = max(sum(shard_sizes(p)) * shards_of(p[0]) for p in by_nccl if p)
         scratch = Scratch(length, dtype, world.device)
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
-    for unit in model.modules():
-        if not isinstance(unit, FSDPModule) or isinstance(unit, Routers):  # which stay in fp32
-            continue
+    for unit in modules:
         ranks = unit.group if isinstance(unit, WithExperts) else group
         # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from
         # node to node: less with more than two GPUs per node.
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
-        # Not embedding and head: shared memory stays allocated, and theirs is large for its use
-        by_engines = engines and isinstance(unit, Blocks)
         if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
@@ -84,16 +88,16 @@ def reduce_traffic(
                 dtype,
                 ranks,
                 compiles=compiles,
-                engines=by_engines,
+                engines=unit in by_engines,
                 timed=timed,
                 unit=adds,
                 scratch=scratch,
                 pool=pool,
             )
             unit.set_custom_reduce_scatter(comm)
-        if by_engines:
+        if unit in by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
-        elif unit in sums and not isinstance(unit, Blocks | WithExperts):
+        elif scratch and not isinstance(unit, Blocks | WithExperts):
             if hasattr(unit, "set_custom_all_gather"):
                 unit.set_custom_all_gather(GatherIntoScratch(scratch))
             else:
@@ -184,6 +188,7 @@ class SumInFp32:
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.sent is None:  # FSDP2 allocates what it sends, then the sum
+            self.compute = torch.get_device_module(device).current_stream()
             if self.engines:
                 n = math.prod(size)
                 self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
@@ -193,7 +198,7 @@ class SumInFp32:
         self.sent = None
         if self.unit:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
             return self.scratch.memory[: math.prod(size)]
-        return torch.empty(*size, dtype=dtype, device=device)
+        return empty_of(self.compute, size, dtype, device)  # see sharding.SumBesideActivations
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         wanted = self.dtype if self.unit else torch.float32
@@ -205,17 +210,16 @@ class SumInFp32:
             exchange = copy_engines.all_to_all
             parts = self.timed("all_to_all", exchange, input_tensor, group=self.group)
         else:
-            if self.unit:
-                received = self.scratch.take(input_tensor.numel())
-            else:
-                received = torch.empty_like(input_tensor)
+            n = input_tensor.numel()
+            received = self.scratch.take(n) if self.scratch else torch.empty_like(input_tensor)
             dist.all_to_all_single(received, input_tensor, group=group)
             parts = received.chunk(group.size())
         if self.unit:
             self.unit.add(parts)
-            self.scratch.done()
         else:
             self.sum(output_tensor, parts)
+        if self.scratch and not self.engines:
+            self.scratch.done()
 
 
 def cast_in_copy() -> str | None:

@@ -1,6 +1,7 @@
-"""How FSDP2 is told to keep the numbers exact."""
+"""How FSDP2 is told to keep the numbers exact, and gradients in memory that activations leave."""
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,6 +52,36 @@ def shard_units(
             fully_shard(model.units[i], mesh=spread, **how)
 
 
+def empty_of(stream, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """An empty tensor in the pool of a stream for which the current one has just waited."""
+    with torch.get_device_module(device).stream(stream):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class SumBesideActivations:
+    """FSDP2's own reduce-scatter, whose sums come out of the memory of the stream that computes.
+
+    FSDP2 allocates them on another stream, and the allocator keeps a pool for each. In the backward
+    that pool grows by all gradients while activations leave theirs, and the device must hold both:
+    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has waited for the one that
+    computes, so nothing uses that memory any more, and sums last until the optimizer's step."""
+
+    def __init__(self):
+        self.compute = None
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.compute is None:  # FSDP2 allocates what it sends, then on its own stream the sum
+            self.compute = torch.get_device_module(device).current_stream()
+            return torch.empty(*size, dtype=dtype, device=device)
+        compute, self.compute = self.compute, None
+        return empty_of(compute, size, dtype, device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        # PyTorch 2.13 renamed it
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
+
+
 def sum_over_ranks(model: nn.Module) -> None:
     """Sum gradients over ranks, because the loss is already divided by the step's token count. By
     default FSDP2 averages or sums, depending on backend and version."""
@@ -60,6 +91,8 @@ def sum_over_ranks(model: nn.Module) -> None:
             if hasattr(unit, "set_force_sum_reduction_for_comms"):
                 # gloo lacks the operation used otherwise
                 unit.set_force_sum_reduction_for_comms(True)
+            if hasattr(unit, "set_custom_reduce_scatter"):
+                unit.set_custom_reduce_scatter(SumBesideActivations())
 
 
 def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every: bool) -> None:

@@ -95,23 +95,33 @@ def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:
     for module in sorted(model.modules(), key=lambda m: not isinstance(m, Routers)):
         if not isinstance(module, FSDPModule):
             continue
-        state = module._get_fsdp_state()
-        group = getattr(state, "_fsdp_param_group", state)
-        if group is None:  # it only holds other units
-            continue
-        if not hasattr(group, "fsdp_params"):
+        params = params_of(module)
+        if params is None:
             raise UserError(
                 "--optimizer_on_host does not work with this PyTorch: FSDP2 has changed"
             )
-        units.append(_sharded_unit(module, group.fsdp_params, compiles))
+        if params:
+            units.append(_sharded_unit(module, params, compiles))
     return units
 
 
-def _sharded_unit(module: FSDPModule, fsdp_params, compiles: bool) -> Unit:
-    # FSDP2's reduced gradients: flat, each padded to the largest rank's number of rows
-    params = [p.sharded_param for p in fsdp_params]
-    sizes = [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
-    unit = Unit(module, params, sizes, compiles)
+def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
+    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
+    changed."""
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", state)
+    if group is None:  # it only holds other units
+        return []
+    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
+
+
+def shard_sizes(params: list[nn.Parameter]) -> list[int]:
+    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
+    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
+
+
+def _sharded_unit(module: FSDPModule, params: list[nn.Parameter], compiles: bool) -> Unit:
+    unit = Unit(module, params, shard_sizes(params), compiles)  # as FSDP2's gradients are laid out
 
     def add(reduced):
         unit.add([reduced])

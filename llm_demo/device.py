@@ -185,11 +185,15 @@ def free_host_memory(root: Path = Path("/")) -> int:
     return free
 
 
-def peak_memory_gb(device: torch.device) -> float:
-    """Peak memory of this process in 2**30 bytes: allocated on a GPU, resident on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return peak_host_gb()
+def memory_peaks(device: torch.device) -> tuple[float, float, int]:
+    """(peak memory of this process: allocated on a GPU, resident on a CPU; peak that PyTorch's
+    allocator reserved on a GPU; its retries so far), memory in 2**30 bytes. In a retry the
+    allocator is out of memory, frees what it only keeps, and waits for the device."""
+    if device.type != "cuda":
+        return peak_host_gb(), 0.0, 0
+    stats = torch.cuda.memory_stats(device)
+    allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    return allocated / 2**30, reserved / 2**30, stats["num_alloc_retries"]
 
 
 def peak_host_gb() -> float:

@@ -216,6 +216,8 @@ def train(
             # now and then, while the other ranks wait.
             gc.collect()
             gc.freeze()
+            if world.device.type == "cuda":  # what loading and compiling have left
+                torch.cuda.empty_cache()
         # the numbers are read a step later, so the host never waits for the device
         slots, attended = rows.size * data.train.seq_len, data.train.attended(rows)
         flops = slots * flops_of_slot(source.config, attended, lora and lora.active)

@@ -1,5 +1,6 @@
 """FSDP2 with fewer bytes and copies against FSDP2 as it is: the same numbers."""
 
+import contextlib
 import copy
 import json
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bench.checkpoints import tensors
-from fsdp import fsdp2
+from fsdp import fsdp2, sharding
 from fsdp.sharding import accumulate, precision, sum_over_ranks
 from llm_demo.device import World
 from llm_demo.model.decoder import Blocks
@@ -163,11 +164,12 @@ def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, ranks, sends,
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
+    monkeypatch.setattr(fsdp2, "params_of", lambda unit: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(ranks))
     everyone = World(0, 16, 0, torch.device("cpu"))
     group = SimpleNamespace(size=lambda: len(ranks))
     fsdp2.reduce_traffic(unit := Unit(), everyone, group, torch.bfloat16, False, False, False)
-    assert hasattr(unit, "how") == sends
+    assert isinstance(getattr(unit, "how", None), fsdp2.SumInFp32) == sends
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -186,6 +188,7 @@ def test_gathers_and_exchanges_share_memory_if_they_never_overlap(reshards, monk
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
+    monkeypatch.setattr(fsdp2, "params_of", lambda unit: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     monkeypatch.setattr(copy_engines, "shared_empty", lambda *how: pools.append(how[-1]))
     group = SimpleNamespace(size=lambda: 2)
@@ -196,3 +199,40 @@ def test_gathers_and_exchanges_share_memory_if_they_never_overlap(reshards, monk
     for allocates in (unit.gather, unit.exchange):
         allocates.allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert pools == [None if reshards else fsdp2.ONE_POOL] * 2
+
+
+class Streams:
+    """Stands in for torch.cuda: which stream is current."""
+
+    now = "compute"
+
+    def current_stream(self):
+        return self.now
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+
+@pytest.mark.parametrize("kind", ["one micro-batch", "several"])
+def test_sums_take_memory_of_the_stream_that_computes(kind, monkeypatch):
+    """Else the device holds the pools of all activations and of all gradients at once."""
+    streams, allocated, empty = Streams(), [], torch.empty
+
+    def record(*size, **how):
+        allocated.append(streams.now)
+        return empty(*size, **how)
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: streams)
+    monkeypatch.setattr(torch, "empty", record)
+    how = {"compiles": False, "engines": False, "timed": None}
+    comm = fsdp2.SumInFp32(torch.bfloat16, None, **how)
+    if kind == "several":
+        comm = sharding.SumBesideActivations()
+    for _ in range(2):
+        comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu"))
+        with streams.stream("reduce"):  # as FSDP2 does
+            comm.allocate((4,), dtype=torch.float32, device=torch.device("cpu"))
+    assert allocated == ["compute"] * 4

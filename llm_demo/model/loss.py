@@ -32,15 +32,16 @@ def cross_entropy_sum(
     hidden: [B, S, d]. weight: the head's [V, d], tied or not, gathered if sharded, in hidden's
     dtype; if frozen, it gets no gradient. index, targets: int64 [n] from label_positions. Softmax
     and sums are in fp32. compiled: use one Triton kernel, or torch.compile where there is no
-    Triton, instead of six passes over a chunk's logits. slim: smaller chunks if there are several.
-    in_place: in several chunks, the head's gradient takes the memory of its fp32 sum, twice its
-    own: less at the loss, more until the gradient is freed."""
+    Triton, instead of six passes over a chunk's logits. slim: smaller chunks if there are several,
+    and always if the head is frozen. in_place: in several chunks, the head's gradient takes the
+    memory of its fp32 sum, twice its own: less at the loss, more until the gradient is freed."""
     rows = hidden.flatten(0, 1).index_select(0, index)
     functions = (_loss_of_logits, _scaled)
     if compiled:
         kernel = _kernel(rows.device.type) or _compiled(_loss_of_logits)
         functions = (kernel, _compiled(_fused_scaled))
-    slim = slim and len(rows) > CHUNK_ROWS
+    # a frozen head has no gradient to sum over chunks
+    slim = slim and len(rows) > CHUNK_ROWS or not weight.requires_grad
     chunks = _chunks(len(rows), CHUNK_ROWS // SLIM if slim else CHUNK_ROWS)
     needs = torch.is_grad_enabled(), torch.is_grad_enabled() and weight.requires_grad
     in_place = in_place and len(chunks) > 1

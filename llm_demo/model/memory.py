@@ -281,7 +281,7 @@ def _saved_by_kernel(config, compute, train) -> float:
 def loss_bytes(args, config, compute, train) -> float:
     """Bytes of a chunk's logits, which become their gradient, and of the head's gradient."""
     tokens = tokens_here(args, train)
-    slim = args.optimizer_on_host and tokens > CHUNK_ROWS
+    slim = args.optimizer_on_host and tokens > CHUNK_ROWS or compute.lora
     rows = min(CHUNK_ROWS // SLIM if slim else CHUNK_ROWS, tokens)
     weight = config.vocab_size * config.hidden_size
     size = compute.dtype.itemsize

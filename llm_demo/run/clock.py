@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo.args import Args, parse_steps
-from llm_demo.device import World, peak_host_gb, peak_memory_gb, peak_tflops, this_device
+from llm_demo.args import Args, less_memory, parse_steps
+from llm_demo.device import World, memory_peaks, peak_host_gb, peak_tflops, this_device
 from llm_demo.errors import UserError, counted
 from llm_demo.run.comm import CommTimer, Gather
 from llm_demo.run.folder import last_checkpoint
@@ -48,6 +48,7 @@ class Clock:
         self.router_load = None
         self.more = {}  # further numbers of a step: {name: 0-dim tensor}
         self.bad_steps, self.unchecked, self.copied = 0, [], None
+        self.retries, self.warned = 0, False  # of the allocator, before the pending step
         self.started = time.perf_counter()
         self.restart()
 
@@ -120,7 +121,9 @@ class Clock:
         loss = loss.detach().to("cpu", non_blocking=True)
         numbers = loss, grad_norm, more, self.comm.event()  # after which they are there
         totals = (history.tokens, history.label_tokens)
-        memory = peak_memory_gb(self.world.device)
+        *memory, retries = memory_peaks(self.world.device)
+        memory.append(retries - self.retries)
+        self.retries = retries
         measured = (memory, self.comm.take(), self.data_seconds, self.since, ended)
         previous, self.pending = self.pending, (step, interval, totals, numbers, lr, *measured)
         self.restart(None if first else ended)
@@ -185,9 +188,10 @@ class Clock:
         loss, grad_norm = float(loss), float(grad_norm)
         with self.comm.mute():
             times = (busy, exposed, doubt, data_s * 1e3)
-            mine = [loss, memory, *(x / steps for x in times)]
+            mine = [loss, *memory, *(x / steps for x in times)]
             ranks, wait = self.gather.step(mine, operations)
-        share, memory, busy, exposed, doubt, data_ms = map(list, zip(*ranks, strict=True))
+        columns = map(list, zip(*ranks, strict=True))
+        share, memory, reserved, retries, busy, exposed, doubt, data_ms = columns
         self.history.doubts[step] = doubt
         if self.args.comm_timer:
             comm = [[round(x, 3) for x in ms] for ms in (busy, exposed, [x / steps for x in wait])]
@@ -211,6 +215,8 @@ class Clock:
             "perf/slots_per_s": slots / seconds,
             "perf/mfu": flops / (self.peak * 1e12) if self.peak else None,
             "perf/peak_mem_gb": [round(x, 3) for x in memory],
+            "perf/reserved_gb": [round(x, 3) for x in reserved] if any(reserved) else None,
+            "perf/alloc_retries": list(map(int, retries)) if any(reserved) else None,
             "data/tokens": totals[0],
             "data/label_tokens": totals[1],
             "data/fill": tokens / slots,
@@ -225,6 +231,13 @@ class Clock:
         self.log.record(record)
         if record["train/skipped"]:
             self.log.say(f"step {step}: the gradient norm is not finite, so all ranks skip it")
+        if any(retries) and not self.warned:
+            self.warned = True
+            self.log.say(
+                f"warning: GPU memory ran out {counted(int(max(retries)), 'time')} up to step "
+                f"{step}. Each time PyTorch freed its cache and waited for the GPU, which slows "
+                f"the step. Use less memory: {less_memory(self.args)}"
+            )
         fields = self._fields(record)
         self.log.say(" | ".join(fields), shown=fit_terminal(fields))
         if self.args.log_every == 1:
@@ -245,7 +258,7 @@ class Clock:
             f"{r['perf/step_ms']:.0f} ms (comm {comm})",
             f"{_kilo(r['perf/toks_per_s'])} tok/s ({labels} labels)",
             *([f"mfu {r['perf/mfu']:.1%}"] if self.peak else []),
-            f"mem {max(r['perf/peak_mem_gb']):.1f} GB",
+            f"mem {max(r['perf/reserved_gb'] or r['perf/peak_mem_gb']):.1f} GB",
             eta,
         ]
 

@@ -6,6 +6,7 @@ import statistics
 from llm_demo.files import finite
 
 WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
+SETTLED = 3  # steps after which the allocator should have all that a step needs
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
 TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")  # None: not measured
 
@@ -38,6 +39,11 @@ class History:
         }
 
 
+def peaks_of(record: dict) -> list[float]:
+    """Peak memory of each rank that a card must have: reserved on a GPU, resident on a CPU."""
+    return record.get("perf/reserved_gb") or record["perf/peak_mem_gb"]
+
+
 def summarise(
     history: History, settings: dict, seconds: float, peak_tflops, profile, host: list[float]
 ) -> dict:
@@ -64,7 +70,7 @@ def summarise(
         "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"].upper(),
         f"{median('perf/step_ms'):.0f}", f"{max(comm):.0f}" if comm else "n/a",
         f"{median('perf/slots_per_s'):.0f}",
-        " / ".join(f"{m:.1f}" for m in records[-1]["perf/peak_mem_gb"]),
+        " / ".join(f"{m:.1f}" for m in peaks_of(records[-1])),
     )  # fmt: skip
     return {
         "steps": records[-1]["step"],
@@ -90,9 +96,19 @@ def summarise(
         "median_toks_per_s": median("perf/toks_per_s"),
         "median_slots_per_s": median("perf/slots_per_s"),
         "peak_mem_gb": records[-1]["perf/peak_mem_gb"],
+        "reserved_gb": records[-1].get("perf/reserved_gb"),
+        "alloc_retries": retries_after(own, history.first_step),
+        "late_alloc_retries": retries_after(own, history.first_step + SETTLED),
         "peak_host_gb": host,
         "row": dict(zip(COLUMNS, row, strict=True)),
     }
+
+
+def retries_after(records: list[dict], step: int) -> int | None:
+    """The allocator's retries after a step, of the rank with most; None if not recorded."""
+    later = [r.get("perf/alloc_retries") for r in records if r["step"] > step]
+    ranks = zip(*filter(None, later), strict=True)
+    return max(map(sum, ranks), default=None)
 
 
 def timed_while_profiled(history: History, first: int, last: int) -> dict | None:
