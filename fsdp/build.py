@@ -9,6 +9,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, host_need, prepare_host
 from fsdp.sharding import precision, shard_units, sum_over_ranks
@@ -138,7 +139,7 @@ def build(
                 world,
                 group,
                 dtype=compute.dtype,
-                accumulates=accumulates and not on_host,
+                accumulates=accumulates and not sums_each(args),
                 compiles=compute.compile,
                 engines=choose_engines(args.copy_engines, world, group, blocks, log),
                 reshards=args.reshard_after_forward,

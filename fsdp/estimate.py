@@ -6,6 +6,7 @@ import itertools
 
 import torch
 
+from fsdp.flags import sums_each
 from fsdp.units import SLICE, SLOTS
 from llm_demo.device import this_device
 from llm_demo.errors import UserError
@@ -172,8 +173,8 @@ def of_fsdp(
     elif sharded:
         early = total / ranks * 4 + gathered
         late = total / ranks * 4 + (embedding + unit) * size
-        # between micro-batches gradients stay unsharded and in fp32
-        kept = whole * 4 if accumulates else 0
+        # what stays between micro-batches, in fp32
+        kept = (total / ranks if sums_each(args) else whole) * 4 if accumulates else 0
         # gradient shards, and input and output of the embedding's reduction
         grads = (total / ranks + embedding * (1 + 1 / ranks)) * 4 + embedding * size
     else:

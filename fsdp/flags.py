@@ -33,7 +33,7 @@ class FsdpArgs:
     )
     reshard_after_forward: bool = flag(
         False,
-        "Gather blocks' weights in every forward and backward, not once per step.",
+        "Gather weights and sum gradients for each micro-batch, not once per step.",
         saves_memory="true",
     )
     replicas: str = flag(
@@ -130,6 +130,12 @@ class FsdpArgs:
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"
             )
+
+
+def sums_each(args) -> bool:
+    """Whether gradients are summed over ranks after each micro-batch, not once per step: a rank
+    then holds only its part of them. With replicas that would be too much traffic."""
+    return args.optimizer_on_host or args.reshard_after_forward and args.replicas == "1"
 
 
 GROUPS = (FsdpArgs, ExpertArgs)

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp.sharding import WithExperts, empty_of
-from fsdp.units import Unit, params_of, shard_sizes
+from fsdp.sharding import WithExperts, empty_sum
+from fsdp.units import Unit
 from llm_demo.device import World
 from llm_demo.model.decoder import Blocks
 from llm_demo.model.experts import Routers
 from llm_demo.model.sums import add, compile_once, sum_into
 from llm_demo.parallel import copy_engines
-from llm_demo.parallel.mesh import shards_of
+from llm_demo.parallel.mesh import params_of, shard_sizes, shards_of
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -85,6 +85,7 @@ def reduce_traffic(
         elif few and not accumulates:
             adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
             comm = SumInFp32(
+                unit,
                 dtype,
                 ranks,
                 compiles=compiles,
@@ -166,10 +167,11 @@ class SumInFp32:
 
     FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
     the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32. With a
-    Unit, gradients are added to its sum, and FSDP2 gets none."""
+    Unit, gradients are added to its sum, and FSDP2 gets none. module: the unit to FSDP2."""
 
     def __init__(
         self,
+        module: FSDPModule,
         dtype: torch.dtype,
         group: dist.ProcessGroup,
         compiles: bool,
@@ -179,7 +181,8 @@ class SumInFp32:
         scratch: Scratch | None = None,
         pool: str | None = None,
     ):
-        self.dtype, self.group, self.engines, self.timed = dtype, group, engines, timed
+        self.module, self.dtype, self.group = module, dtype, group
+        self.engines, self.timed = engines, timed
         self.scratch, self.pool = scratch, pool
         self.sent, self.sum = None, compile_once(sum_into) if compiles else sum_into
         self.unit = unit
@@ -198,7 +201,7 @@ class SumInFp32:
         self.sent = None
         if self.unit:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
             return self.scratch.memory[: math.prod(size)]
-        return empty_of(self.compute, size, dtype, device)  # see sharding.SumBesideActivations
+        return empty_sum(self.module, self.compute, size, dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
         wanted = self.dtype if self.unit else torch.float32

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from llm_demo.model.decoder import Blocks, DecoderLoss
 from llm_demo.model.experts import blocks_with_experts
+from llm_demo.parallel.mesh import params_of
 
 
 def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -52,29 +53,34 @@ def shard_units(
             fully_shard(model.units[i], mesh=spread, **how)
 
 
-def empty_of(stream, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An empty tensor in the pool of a stream for which the current one has just waited."""
-    with torch.get_device_module(device).stream(stream):
+def empty_sum(unit: FSDPModule, compute, size, dtype: torch.dtype, device) -> torch.Tensor:
+    """An empty tensor for the sum over ranks of a unit's gradients, in the memory of the stream
+    `compute`, which computes.
+
+    FSDP2 allocates it on another stream, and the allocator keeps a pool for each. In the backward
+    that pool grows by all gradients while activations leave theirs, and the device must hold both:
+    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has just waited for `compute`, so
+    nothing uses that memory any more, and the sum lasts until the optimizer's step. That of a later
+    micro-batch is freed as soon as it is added, while FSDP2's stream may still read it."""
+    streams = torch.get_device_module(device)
+    params = params_of(unit)
+    lasts = params is not None and all(p.grad is None for p in params)
+    with streams.stream(compute if lasts else streams.current_stream()):
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class SumBesideActivations:
-    """FSDP2's own reduce-scatter, whose sums come out of the memory of the stream that computes.
+    """FSDP2's own reduce-scatter of a unit, but with sums by `empty_sum`."""
 
-    FSDP2 allocates them on another stream, and the allocator keeps a pool for each. In the backward
-    that pool grows by all gradients while activations leave theirs, and the device must hold both:
-    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has waited for the one that
-    computes, so nothing uses that memory any more, and sums last until the optimizer's step."""
-
-    def __init__(self):
-        self.compute = None
+    def __init__(self, unit: FSDPModule):
+        self.unit, self.compute = unit, None
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self.compute is None:  # FSDP2 allocates what it sends, then on its own stream the sum
             self.compute = torch.get_device_module(device).current_stream()
             return torch.empty(*size, dtype=dtype, device=device)
         compute, self.compute = self.compute, None
-        return empty_of(compute, size, dtype, device)
+        return empty_sum(self.unit, compute, size, dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         # PyTorch 2.13 renamed it
@@ -92,7 +98,7 @@ def sum_over_ranks(model: nn.Module) -> None:
                 # gloo lacks the operation used otherwise
                 unit.set_force_sum_reduction_for_comms(True)
             if hasattr(unit, "set_custom_reduce_scatter"):
-                unit.set_custom_reduce_scatter(SumBesideActivations())
+                unit.set_custom_reduce_scatter(SumBesideActivations(unit))
 
 
 def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every: bool) -> None:

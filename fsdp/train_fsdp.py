@@ -14,7 +14,7 @@ import torch
 
 from fsdp import estimate
 from fsdp.build import build
-from fsdp.flags import GROUPS
+from fsdp.flags import GROUPS, sums_each
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
 from llm_demo.args import less_memory, parse_args
@@ -181,7 +181,7 @@ def main() -> None:
             if model.routers:
                 model.routers.see(*to_device(world.device, real_tokens(batch, part)))
             if sharded:
-                accumulate(model, args.reshard_after_forward, last, every=on_host)
+                accumulate(model, args.reshard_after_forward, last, sums_each(args))
             loss = forward(batch, *label_positions(batch.labels)) / n_labels
             (loss * loss_scale.scale).backward()
             optimized.take_grads(last)

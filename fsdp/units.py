@@ -12,7 +12,7 @@ from llm_demo.errors import UserError
 from llm_demo.model.decoder import DecoderLoss
 from llm_demo.model.experts import Routers
 from llm_demo.model.sums import add, add_into, compile_once, sum_into
-from llm_demo.parallel.mesh import local_part, shards_of
+from llm_demo.parallel.mesh import local_part, params_of, shard_sizes
 
 # For the optimizer on the host (host_adamw.py):
 SLICE = 1 << 21  # elements that are copied and updated at a time
@@ -103,21 +103,6 @@ def sharded_units(model: FSDPModule, compiles: bool) -> list[Unit]:
         if params:
             units.append(_sharded_unit(module, params, compiles))
     return units
-
-
-def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
-    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
-    changed."""
-    state = module._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", state)
-    if group is None:  # it only holds other units
-        return []
-    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
-
-
-def shard_sizes(params: list[nn.Parameter]) -> list[int]:
-    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
-    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
 
 
 def _sharded_unit(module: FSDPModule, params: list[nn.Parameter], compiles: bool) -> Unit:

@@ -4,14 +4,14 @@
     + exposed part of communication + exposed part of the host's update
 
 FLOPs are those of the MFU, of attention half, since it is causal. Checkpointing adds 0.7 of the
-blocks' forward without attention, and attention's unless that is kept; a memory budget b adds
-(1 - b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32
-gradients once (optimizer on the host: in bf16, every micro-batch). Of a transfer, at least a third
-is exposed, and what lasts longer than the compute beside it; nothing is computed while rows that
-are spread exchange slices for heads, or tokens come to experts that are spread and their sums go
-back. Such experts' weights are gathered as if they were not, since that overlaps. A pipeline idles
-for stages - 1 micro-batches of a stage, half as long with two pieces a stage, and waits for all it
-sends.
+blocks' forward without attention, and attention's unless that is kept; a memory budget b adds (1 -
+b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32 gradients
+once (resharded, or the optimizer on the host: in bf16, every micro-batch). Of a transfer, at least
+a third is exposed, and what lasts longer than the compute beside it; nothing is computed while rows
+that are spread exchange slices for heads, or tokens come to experts that are spread and their sums
+go back. Such experts' weights are gathered as if they were not, since that overlaps. A pipeline
+idles for stages - 1 micro-batches of a stage, half as long with two pieces a stage, and waits for
+all it sends.
 
 The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links;
 tests/test_fit.py)."""
@@ -91,7 +91,7 @@ def of_fsdp(
         micro += exposed(inputs / PCIE, micro)
     micro += exchanges(args, config, seq_len, bandwidth)
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
-    weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if on_host else 4
+    weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if on_host or reshard else 4
     trained = parameters_of(config) if adapters is None else adapters
     sent = parameters_of(config) * weights + trained * grads
     sent *= (1 - 1 / cards) / (bandwidth * 1e9)

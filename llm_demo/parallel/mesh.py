@@ -3,8 +3,10 @@
 import functools
 
 import torch
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llm_demo.device import World
@@ -53,6 +55,21 @@ def local_part(t: torch.Tensor) -> torch.Tensor:
 def shards_of(t: torch.Tensor) -> int:
     """Into how many parts a tensor is sharded, in each replica."""
     return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1
+
+
+def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
+    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
+    changed."""
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", state)
+    if group is None:  # it only holds other units
+        return []
+    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
+
+
+def shard_sizes(params: list[nn.Parameter]) -> list[int]:
+    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
+    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
 
 
 def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
