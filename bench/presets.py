@@ -99,6 +99,37 @@ _6_BLOCKS = {"model": "models/qwen3-30b-a3b-6l", "seq_len": 4096, "steps": 10, "
 _WHOLE_MIXTURE = {"model": "models/qwen3-30b-a3b", "micro": 1, "seq_len": 4096, "ckpt": True}
 
 
+def _cards():
+    """8B on two cards of 80 GB, beside torchtitan; then about 100k tokens a step in every way."""
+    beside = [
+        {"engine": engine, "micro": 4, "model": LARGE, "ckpt": ckpt, "steps": 12,
+         "flags": RESHARD if engine == "fsdp" else ""}
+        for ckpt in (False, True) for engine in ("fsdp", "torchtitan")
+    ]  # fmt: skip
+    small = [{**beside[0], "micro": micro} for micro in (1, 2)]
+    ways = [
+        {"engine": engine, "micro": micro, "ga": ga * times, "ckpt": ckpt, "model": LARGE,
+         "steps": 4, "flags": flags}
+        for micro, ga, ckpt in ((1, 50, False), (1, 50, True), (8, 6, True), (16, 3, True))
+        for engine, times, flags in (("fsdp", 1, RESHARD), ("fsdp_pp", 2, "--schedule interleaved"))
+    ]  # fmt: skip
+    held = {"micro": 2, "ga": 16, "ckpt": True, "model": LARGE, "steps": 5}
+    on_host = [{**held, "flags": flags} for flags in (RESHARD, f"{ON_HOST} 30")]
+    return [*beside, *small, *ways, *on_host]
+
+
+def _one_card():
+    """8B adapters and 0.6B on one card, beside TRL with Liger's kernels and Unsloth."""
+    adapters = {"micro": 4, "model": LARGE, "gpus": 1, "steps": 16, "flags": "--lora_rank 16"}
+    whole = {"micro": 8, "gpus": 1, "steps": 16}
+    return [
+        *({**adapters, "ckpt": True, "engine": engine} for engine in ("fsdp", "trl", "unsloth")),
+        {**adapters, "ckpt": True, "flags": "--lora_rank 16 --activations_on_host"},
+        adapters,
+        *({**whole, "engine": engine} for engine in ("fsdp", "trl")),
+    ]
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -232,6 +263,9 @@ PRESETS = {
         )
         for engine in ("fsdp", "trl")
     ],
+    # what cards of 80 GB do
+    "cards": _cards(),
+    "one_card": _one_card(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},

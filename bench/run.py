@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import store
-from bench.peers import torchtitan, trl
+from bench.peers import torchtitan, trl, unsloth
 from bench.presets import BALANCED, DEFAULTS, ONE_OF, PRESETS, name_of
 from llm_demo.args import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.errors import UserError
@@ -27,7 +27,7 @@ from llm_demo.files import PART, ROOT, cache_folder
 from llm_demo.process import command
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}
-PEERS = {"torchtitan": torchtitan, "trl": trl}
+PEERS = {"torchtitan": torchtitan, "trl": trl, "unsloth": unsloth}
 ENGINES = [*LAUNCHERS, *PEERS]
 MOST_TOKENS = 1 << 22  # of random data: writing 512 rows of 131,072 takes minutes
 
@@ -186,7 +186,7 @@ def environment_of(row: dict) -> dict:
     env |= dict(pair.split("=", 1) for pair in row["env"].split())
     if row["gpus"]:
         env["NPROC_PER_NODE"] = str(row["gpus"])
-    if row["engine"] == "trl":
+    if row["engine"] in ("trl", "unsloth"):
         env[trl.ROW] = json.dumps(row)
     return env
 
@@ -264,8 +264,9 @@ def describe(result: dict) -> str:
     if result["status"] != "ok":
         return f"{result['status']}: {result['error'][:160]}"
     s = result["summary"]
-    peaks = " / ".join(f"{peak:.1f}" for peak in s["peak_mem_gb"])
-    return f"{s['median_step_ms']:.1f} ms, {s['median_slots_per_s']:,.0f} slots/s, {peaks} GiB"
+    peaks = " / ".join(f"{peak:.1f}" for peak in s.get("reserved_gb") or s["peak_mem_gb"])
+    peaks += f" GiB ({s['alloc_retries']} retries)" if s.get("alloc_retries") else " GiB"
+    return f"{s['median_step_ms']:.1f} ms, {s['median_slots_per_s']:,.0f} slots/s, {peaks}"
 
 
 if __name__ == "__main__":

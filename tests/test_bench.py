@@ -369,7 +369,7 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     from bench.peers import torchtitan
 
     said = 'environment: {"versions": {"torchtitan": "0.2.2"}}\n' + "".join(
-        f"[default0]:allocated at the peak: {step / 10}GiB\n"
+        f"[default0]:allocated at the peak: {step / 10}GiB, retries: {step}\n"
         f"step: {step} memory: 20.4GiB(14%) tps: 1,000\n"
         for step in (1, 10, 20, 30)
     )
@@ -378,7 +378,9 @@ def test_a_peers_row_has_its_memory_by_our_measure_and_its_versions(monkeypatch)
     result = bench.measure({**bench.DEFAULTS, "engine": "torchtitan", "gpus": 2}, 9)
     assert result["status"] == "ok" and result["command"].startswith("python -m torch.distributed")
     assert result["summary"]["peak_mem_gb"] == [3.0]
-    assert result["summary"]["reserved_mem_gb"] == [20.4]
+    assert result["summary"]["reserved_gb"] == [20.4]
+    assert result["summary"]["alloc_retries"] == 30
+    assert result["summary"]["late_alloc_retries"] == 20
     assert result["summary"]["median_slots_per_s"] == 2000
     assert result["env"]["versions"] == {"torchtitan": "0.2.2"}
 
@@ -400,7 +402,7 @@ def test_a_row_spread_over_gpus_is_torchtitans_context_parallelism():
         ("parallelism.context_parallel_degree", "2"), ("training.global_batch_size", "6")
     ):  # fmt: skip
         assert command[command.index(f"--{name}") + 1] == value
-    said = 'environment: {"versions": {}}\nallocated at the peak: 2.0GiB\n'
+    said = 'environment: {"versions": {}}\nallocated at the peak: 2.0GiB, retries: 0\n'
     said += "".join(f"step: {n} memory: 20.4GiB(14%) tps: 1,000\n" for n in (1, 10, 20))
     found = torchtitan.read(row, said)  # 1,000 slots a second on each of 4 GPUs, 6 rows a step
     assert found["summary"]["median_slots_per_s"] == 4000
@@ -423,7 +425,9 @@ def test_long_rows_have_few_tokens(tmp_path, monkeypatch):
 def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
     from bench.peers import trl
 
-    figures = {"step_ms": [900, 90, 40, 50, 60], "peak_mem_gb": [3.0, 2.0], "env": {"cuda": None}}
+    memory = {"peak_mem_gb": [3.0, 2.0], "reserved_gb": [3.5, 2.5], "alloc_retries": 2}
+    memory["late_alloc_retries"] = 0
+    figures = {"step_ms": [900, 90, 40, 50, 60], "env": {"cuda": None}, **memory}
     said = f"trl figures: {json.dumps(figures)}\n"
     monkeypatch.setattr(trl.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench, "run_command", lambda *a: (0, said))
@@ -431,6 +435,7 @@ def test_trls_row_has_medians_without_the_first_steps(monkeypatch):
     result = bench.measure(row, 9)
     assert result["status"] == "ok" and "-m bench.peers.trl" in result["command"]
     assert result["summary"]["median_step_ms"] == 50
+    assert memory.items() <= result["summary"].items()
     assert result["summary"]["median_slots_per_s"] == 2 * 4 * 1024 / 0.05
     assert trl.flag(row, "lora_rank", 16) == 8 and trl.flag(row, "device_memory_gb", 0) == 0
 

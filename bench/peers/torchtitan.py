@@ -23,8 +23,8 @@ FLAVORS = {"qwen3-0.6b": "0.6B", "qwen3-8b": "8B"}
 FLAVORS |= {f"qwen3-{cut.lower()}": cut for cut in CUTS}
 # step: 20  loss: 12.1  grad_norm: 0.5  memory: 20.41GiB(14.60%)  tps: 56,970  tflops: ...
 LINE = re.compile(r"step:\s*(\d+).*?memory:\s*([\d.]+)GiB.*?tps:\s*([\d,]+)")
-# torchtitan logs reserved memory; our rows have allocated memory, so we print that as well
-ALLOCATED = re.compile(r"allocated at the peak: ([\d.]+)GiB")
+# torchtitan logs the reserved peak only
+ALLOCATED = re.compile(r"allocated at the peak: ([\d.]+)GiB, retries: (\d+)")
 ENVIRONMENT = re.compile(r"environment: (\{.*\})")
 VERSION = "0.2.2"  # 0.3 registers models in another way
 PACKAGES = f"torchtitan=={VERSION}"
@@ -89,7 +89,7 @@ def command_of(row: dict) -> list[str]:
 def read(row: dict, text: str) -> dict | None:
     """The figures in torchtitan's output, in the form of our summary; None if it has too few."""
     logged = [(float(m), int(t.replace(",", ""))) for _, m, t in LINE.findall(text)]
-    allocated = [float(m) for m in ALLOCATED.findall(text)]
+    allocated = [(float(m), int(n)) for m, n in ALLOCATED.findall(text)]
     env = ENVIRONMENT.search(text)
     if len(logged) < 3 or not allocated or not env:
         return None
@@ -100,8 +100,10 @@ def read(row: dict, text: str) -> dict | None:
         "median_step_ms": statistics.median(times),
         "spread_step_ms": [min(times), max(times)],
         "median_slots_per_s": statistics.median(per_gpu) * gpus_of(row),
-        "peak_mem_gb": [max(allocated)],
-        "reserved_mem_gb": [max(memory for memory, _ in logged)],
+        "peak_mem_gb": [max(memory for memory, _ in allocated)],
+        "reserved_gb": [max(memory for memory, _ in logged)],
+        "alloc_retries": allocated[-1][1],
+        "late_alloc_retries": allocated[-1][1] - allocated[:2][-1][1],  # line 2: step 10
     }
     config = {"global_batch": rows_of_step(row), "seq_len": row["seq_len"]}
     return {"summary": summary, "config": config, "env": json.loads(env[1])}
@@ -150,8 +152,10 @@ def _register() -> None:
             print("environment:", json.dumps(env), flush=True)
 
         def log(self, *args, **kwargs):
-            peak = f"{torch.cuda.max_memory_allocated() / 2**30:.3f}GiB"
-            print("allocated at the peak:", peak, flush=True)
+            stats = torch.cuda.memory_stats()
+            peak = f"{stats['allocated_bytes.all.peak'] / 2**30:.3f}GiB"
+            retries = stats["num_alloc_retries"]
+            print(f"allocated at the peak: {peak}, retries: {retries}", flush=True)
             super().log(*args, **kwargs)  # resets the peak
 
     def loader(dp_world_size, dp_rank, tokenizer, job_config, infinite=True):

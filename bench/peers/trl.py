@@ -1,6 +1,6 @@
-"""TRL's SFTTrainer with PEFT's LoRA on rows of random tokens, beside our adapters: as TRL ships it,
-with its chunked loss, and with FSDP2 on several GPUs. Run as python -m bench.peers.trl, the row in
-the environment."""
+"""TRL's SFTTrainer on rows of random tokens, beside our scripts: as TRL ships it, with Liger's
+kernels if they are installed, with PEFT's LoRA if the row has --lora_rank, else with fp32 weights,
+and with FSDP2 on several GPUs. Run as python -m bench.peers.trl, the row in the environment."""
 
 import importlib.util
 import json
@@ -16,6 +16,8 @@ PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON
 FIGURES = re.compile(r"trl figures: (\{.*\})")
 WARMUP = 2  # steps left out, as in our summaries
+MEMORY = ("peak_mem_gb", "reserved_gb", "alloc_retries", "late_alloc_retries")
+SETTLED = 3  # steps, as in our summaries
 
 
 def installed() -> bool:
@@ -44,7 +46,7 @@ def read(row: dict, text: str) -> dict | None:
         "median_step_ms": median,
         "spread_step_ms": [min(times), max(times)],
         "median_slots_per_s": batch * row["seq_len"] / median * 1e3,
-        "peak_mem_gb": figures["peak_mem_gb"],
+        **{name: figures[name] for name in MEMORY},
     }
     config = {"global_batch": batch, "seq_len": row["seq_len"]}
     return {"summary": summary, "config": config, "env": figures["env"]}
@@ -59,17 +61,17 @@ def flag(row: dict, name: str, default: float) -> float:
 # ---------------------------------------------------------------- inside the processes
 
 
-def random_model(config, device: torch.device):
-    """The model in bf16 with weights that repeat a million random numbers: quick to make."""
+def random_model(config, device: torch.device, dtype: torch.dtype = torch.bfloat16):
+    """The model with weights that repeat a million random numbers: quick to make."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     rotary = type(model.model.rotary_emb)(config)  # its buffers have values
     model = model.to_empty(device=device)
     model.model.rotary_emb = rotary.to(device)
     model.tie_weights()
-    numbers = (torch.randn(1 << 20, device=device) * 0.02).bfloat16()
+    numbers = (torch.randn(1 << 20, device=device) * 0.02).to(dtype)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim < 2:  # a norm
@@ -89,15 +91,28 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
-def main() -> None:
+def load(row: dict, config, device: torch.device):
+    """(model, tokenizer, PEFT's configuration or None)."""
+    from peft import LoraConfig
+
+    alone, rank = int(os.environ["WORLD_SIZE"]) == 1, int(flag(row, "lora_rank", 0))
+    config._attn_implementation = "sdpa"
+    dtype = torch.bfloat16 if rank and row["dtype"] == "bf16" else torch.float32
+    model = random_model(config, device if alone else torch.device("cpu"), dtype)
+    adapters = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return model, tokenizer(), adapters if rank else None
+
+
+def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> None:
+    """Train the row and print its figures. load: as above. packages: whose versions to record.
+    settings_of_peer: for SFTConfig."""
     from importlib.metadata import version
 
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import AutoConfig, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from llm_demo.device import World
+    from llm_demo.device import World, memory_peaks
     from llm_demo.run.environment import environment
 
     row = json.loads(os.environ[ROW])
@@ -111,19 +126,22 @@ def main() -> None:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
     config = AutoConfig.from_pretrained(row["model"])
     config.use_cache = False
-    config._attn_implementation = "sdpa"
     torch.manual_seed(0)
-    model = random_model(config, device if size == 1 else torch.device("cpu"))
+    model, words, adapters = load(row, config, device)
     n = row["micro"] * row["ga"] * size * row["steps"]
     rows = torch.randint(3, config.vocab_size, (n, row["seq_len"])).tolist()
-    data = Dataset.from_dict({"input_ids": rows})
-    times = []
+    data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    times, retries = [], []
 
     def wait():
         if on_gpu:
             torch.cuda.synchronize()
 
     class Timer(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+
         def on_step_begin(self, *args, **kwargs):
             wait()
             self.started = time.perf_counter()
@@ -131,6 +149,7 @@ def main() -> None:
         def on_step_end(self, *args, **kwargs):
             wait()
             times.append((time.perf_counter() - self.started) * 1e3)
+            retries.append(memory_peaks(device)[2])
 
     sharded = {}
     if size > 1:
@@ -145,29 +164,29 @@ def main() -> None:
     settings = SFTConfig(
         output_dir="/tmp/trl", max_steps=row["steps"], learning_rate=1e-4, warmup_steps=2,
         per_device_train_batch_size=row["micro"], gradient_accumulation_steps=row["ga"],
-        bf16=row["dtype"] == "bf16", use_cpu=not on_gpu, gradient_checkpointing=row["ckpt"],
-        max_length=row["seq_len"], packing=False, report_to=[], logging_steps=1000,
-        save_strategy="no", dataset_kwargs={"skip_prepare_dataset": True},
-        use_liger_kernel=bool(importlib.util.find_spec("liger_kernel")) and on_gpu, **sharded,
+        bf16=row["dtype"] == "bf16", use_cpu=not on_gpu, max_length=row["seq_len"], packing=False,
+        report_to=[], logging_steps=1000, save_strategy="no", optim="adamw_torch_fused",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        **{"gradient_checkpointing": row["ckpt"],
+           "use_liger_kernel": bool(importlib.util.find_spec("liger_kernel")) and on_gpu,
+           **sharded, **settings_of_peer},
     )  # fmt: skip
-    rank_of_adapters = int(flag(row, "lora_rank", 16))
-    adapters = LoraConfig(
-        r=rank_of_adapters, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"
-    )
     trainer = SFTTrainer(
-        model=model, args=settings, train_dataset=data, processing_class=tokenizer(),
+        model=model, args=settings, train_dataset=data, processing_class=words,
         peft_config=adapters, callbacks=[Timer()],
     )  # fmt: skip
     trainer.train()
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
-    peaks = [peak]
+    allocated, reserved, _ = memory_peaks(device)
+    peaks = [(allocated, reserved)]
     if size > 1:
         peaks = [None] * size
-        torch.distributed.all_gather_object(peaks, peak)
+        torch.distributed.all_gather_object(peaks, (allocated, reserved))
     if rank == 0:
         env = environment(World(rank, size, local, device))
-        env["versions"] |= {name: version(name) for name in ("trl", "peft")}
-        figures = {"step_ms": times, "peak_mem_gb": peaks, "env": env}
+        env["versions"] |= {name: version(name) for name in packages}
+        late = retries[-1] - retries[SETTLED - 1]
+        memory = [*map(list, zip(*peaks, strict=True)), retries[-1], late]
+        figures = {"step_ms": times, "env": env, **dict(zip(MEMORY, memory, strict=True))}
         print("trl figures:", json.dumps(figures), flush=True)
 
 
