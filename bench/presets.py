@@ -118,6 +118,27 @@ def _cards():
     return [*beside, *small, *ways, *on_host]
 
 
+def _fit():
+    """The fastest settings of each kind that llm_demo.fit names for 8B on two cards of 80 GB, with
+    8k, 65k and 100k tokens a step; its choice is the first."""
+    host, interleaved = "--optimizer_on_host", "--schedule interleaved"
+    budget = "--activation_memory_budget 0.6"
+    settings = [
+        # engine, micro, GA, checkpointing, flags
+        ("fsdp", 4, 1, False, RESHARD), ("fsdp", 4, 1, True, ""),
+        ("fsdp_pp", 1, 8, False, interleaved),
+        ("fsdp", 32, 1, True, RESHARD), ("fsdp", 11, 3, False, f"{budget} {RESHARD} {host}"),
+        ("fsdp_pp", 1, 64, False, interleaved),
+        ("fsdp", 10, 5, False, f"{budget} {host}"), ("fsdp", 49, 1, True, RESHARD),
+        ("fsdp_pp", 1, 98, False, interleaved),
+    ]  # fmt: skip
+    return [
+        {"engine": engine, "micro": micro, "ga": ga, "ckpt": ckpt, "model": LARGE, "flags": flags,
+         "steps": 12 if micro * ga < 16 else 4}
+        for engine, micro, ga, ckpt, flags in settings
+    ]  # fmt: skip
+
+
 def _one_card():
     """8B adapters and 0.6B on one card, beside TRL with Liger's kernels and Unsloth."""
     adapters = {"micro": 4, "model": LARGE, "gpus": 1, "steps": 16, "flags": "--lora_rank 16"}
@@ -265,6 +286,7 @@ PRESETS = {
     ],
     # what cards of 80 GB do
     "cards": _cards(),
+    "fit": _fit(),
     "one_card": _one_card(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [

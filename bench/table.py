@@ -21,20 +21,28 @@ from llm_demo.process import command
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)
 HEAD = (
     "engine", "model", "micro", "GA", "ckpt", "dtype", "T_eff", "step_ms", "comm_ms", "exposed",
-    "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "host_mem(G)",
+    "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "allocated(G)", "host_mem(G)",
 )  # fmt: skip
 QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
 OPTIONAL = {
     "model": 1,
     "real/s": 0,
     "learnt/s": 0,
+    "allocated(G)": 0,
     "host_mem(G)": 0,
 }  # columns left out if they have no more values than this
 
 COMPARED = {
     "toks/s": ("{:,.0f}", lambda summary: summary["median_slots_per_s"]),
-    "peak_mem(G)": ("{:.1f}", lambda summary: max(summary["peak_mem_gb"])),
+    "peak_mem(G)": ("{:.1f}", lambda summary: max(peaks_of(summary))),
 }
+RETRIED = "*"  # marks the memory of a row whose allocator ran dry after step 3
+
+
+def peaks_of(summary: dict) -> list[float]:
+    """Peak memory of each rank that its card must have; older rows only recorded what was
+    allocated."""
+    return summary.get("reserved_gb") or summary["peak_mem_gb"]
 
 
 def in_order(results: list[dict]) -> list[dict]:
@@ -63,9 +71,11 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     def rate(key):
         return f"{summary[key]:,.0f}" if row["data"] != "full" and key in summary else ""
 
-    peaks = summary["peak_mem_gb"]
-    if ONE_OF in notes:  # the other ranks are this one again
-        peaks = peaks[:1]
+    ranks = 1 if ONE_OF in notes else None  # the other ranks are this one again
+    peaks, allocated = (
+        " / ".join(f"{m:.1f}" for m in (memory or ())[:ranks])
+        for memory in (peaks_of(summary), summary.get("reserved_gb") and summary["peak_mem_gb"])
+    )
     low, high = summary["spread_step_ms"]
     mfu = f"{summary['mfu']:.1%}" if summary.get("mfu") else "n/a"
     return [
@@ -74,7 +84,7 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
         worst("median_comm_exposed_ms"), worst("median_comm_wait_ms"),
         f"{summary['median_slots_per_s']:,.0f}", rate("median_toks_per_s"),
         rate("median_label_toks_per_s"), mfu,
-        " / ".join(f"{m:.1f}" for m in peaks),
+        peaks + RETRIED * bool(summary.get("late_alloc_retries")), allocated,
         f"{sum(summary.get('peak_host_gb', ())):.1f}" if host else "",
     ]  # fmt: skip
 
@@ -139,14 +149,21 @@ def markdown(lines) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def commits(name: str) -> str:
-    """Return a line that names the commits of a table's rows, "" if they are not recorded."""
-    found = Counter(
-        str(result.get("env", {}).get("revision") or "")[:7]
-        for result in store.read(name.partition("#")[0])
-    )
+def notes_of(name: str) -> str:
+    """Return lines that name the commits of a table's rows, "" if they are not recorded, and what
+    its memory is."""
+    results = store.read(name.partition("#")[0])
+    found = Counter(str(r.get("env", {}).get("revision") or "")[:7] for r in results)
     rows = [f"{commit} ({n})" if len(found) > 1 else commit for commit, n in found.items()]
-    return f"\nMeasured at {', '.join(rows)}.\n" if all(found) else ""
+    text = f"\nMeasured at {', '.join(rows)}." if all(found) else ""
+    summaries = [r["summary"] for r in results if "summary" in r]
+    if all("--psgd_rank" in r["row"]["flags"] for r in results if "row" in r):
+        summaries = []  # that table has no memory
+    if text and summaries and not any(s.get("reserved_gb") for s in summaries):
+        text += " `peak_mem` is what was allocated; a card needs more."
+    if any(s.get("late_alloc_retries") for s in summaries):
+        text += f" {RETRIED}: memory ran out after step 3, and the allocator freed its cache."
+    return text and f"{text}\n"
 
 
 def render(text: str, notes: bool) -> str:
@@ -154,7 +171,7 @@ def render(text: str, notes: bool) -> str:
     the commits and how many rows were measured at each."""
 
     def made(match: re.Match) -> str:
-        return match[1] + table(match[2]) + commits(match[2]) * notes + match[4]
+        return match[1] + table(match[2]) + notes_of(match[2]) * notes + match[4]
 
     return MARKED.sub(made, text)
 

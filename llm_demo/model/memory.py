@@ -25,6 +25,9 @@ from llm_demo.model.names import FUSED
 GB = 2**30
 # per chosen expert with its probability: kept, so that the recomputation has the same ones
 CHOICES = 12
+UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
+SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
+CONTEXT_GB = 1.2  # measured on two H100
 PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 
 
@@ -323,9 +326,11 @@ def largest_unit(sizes: list[int], blocks: list[int]) -> int:
 
 
 def peak(*moments: dict[str, float]) -> dict[str, float]:
-    """GB (2**30 bytes) by part of the moment that takes most. moments: bytes by part."""
+    """GB (2**30 bytes) by part of the moment that takes most, with what a card needs besides.
+    moments: bytes by part."""
     largest = max(moments, key=lambda parts: sum(parts.values()))
-    return {name: size / GB for name, size in largest.items()}
+    parts = {name: size / GB for name, size in largest.items()}
+    return {**parts, UNUSED: SCATTERED * sum(parts.values()), CONTEXT: CONTEXT_GB}
 
 
 def describe(ranks: list[dict[str, float]], limit_gb: float = 0) -> str:
