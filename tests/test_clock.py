@@ -6,6 +6,7 @@ import torch
 
 from bench.plots import shares
 from bench.table import line_of
+from llm_demo.args import parse_args
 from llm_demo.device import World
 from llm_demo.run.clock import Clock, fit_terminal
 from llm_demo.run.comm import _Clock
@@ -111,3 +112,33 @@ def test_a_line_fits_the_terminal(monkeypatch):
         for kept in ("step 1234/5000", "loss 1.2345", "1234 ms", "123.4k tok/s", "eta 12:34:56"):
             assert kept in line
     assert "| 123.4k tok/s | mfu 45.6% | eta" in line
+
+
+def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
+    """With what to do about it. The line and the table have what the card must hold."""
+    totals = iter([0, 0, 3, 3, 5])  # retries so far, after each step
+    monkeypatch.setattr(
+        "llm_demo.run.clock.memory_peaks", lambda device: (70.0, 77.1, next(totals))
+    )
+    args = parse_args("", argv=["--no_comm_timer", "--log_every", "1"])
+    said, records = [], []
+    log = SimpleNamespace(
+        open=lambda step: [], record=records.append, say=lambda line, shown="": said.append(line)
+    )
+    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 5, torch.float32)
+    clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
+    monkeypatch.setattr("llm_demo.run.clock.less_memory", lambda args: "1. halve it")
+    clock.begin()
+    for step in range(1, 6):
+        clock.end_step(step, 10, 5, 10, 0, torch.tensor(2.5), 1.0, 1e-3)
+    assert [r["perf/alloc_retries"] for r in records] == [[0], [0], [3], [0], [2]]
+    assert [r["perf/reserved_gb"] for r in records] == [[77.1]] * 5
+    warnings = [line for line in said if "warning" in line]
+    assert len(warnings) == 1 and "ran out 3 times up to step 3" in warnings[0]
+    assert warnings[0].endswith("1. halve it")
+    assert all("mem 77.1 GB" in line for line in said if line.startswith("step"))
+    settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
+    settings["use_activation_checkpointing"] = False
+    summary = summarise(clock.history, settings, 1.0, None, None, [0.0])
+    assert (summary["alloc_retries"], summary["late_alloc_retries"]) == (5, 2)
+    assert summary["row"]["peak_mem(G)"] == "77.1" and summary["peak_mem_gb"] == [70.0]
