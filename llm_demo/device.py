@@ -32,6 +32,12 @@ PEAK_TFLOPS = {
     "RTX 3090": (35.6, 71.0, 71.0),
 }
 
+# Environment variables, by prefix, that decide which kernels run.
+KERNEL_VARIABLES = (
+    "TORCH_ROCM_", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCHINDUCTOR_", "FLASH_ATTENTION_", "CUDNN_",
+    "CUBLAS_", "CUBLASLT_", "ROCBLAS_", "HIPBLASLT_", "HSA_OVERRIDE_",
+)  # fmt: skip
+
 # Files of a control group, version 1 and 2: its memory limit, its usage, page cache within that.
 GROUP_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)"
 GROUP_V2 = "memory.max", "memory.current", r"^(?:in)?active_file (\d+)"
