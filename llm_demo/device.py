@@ -1,13 +1,15 @@
 """The device this machine computes with; all decisions by vendor and architecture are made here."""
 
+import contextlib
 import functools
+import itertools
 import os
 import re
 import resource
 import subprocess
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -17,12 +19,20 @@ from llm_demo.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Dense matrix peaks in TFLOP/s by (part of the name or arch): fp32, bf16, fp16. fp32 is PyTorch's
-# default, without TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper.
+# Dense matrix peaks in TFLOP/s by a part of "name arch units": fp32, bf16, fp16. fp32 is PyTorch's
+# default, without TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper; Radeon: FLOPs
+# per clock and compute unit (AMD's GPUOpen, "Matrix Cores of RDNA 4") x compute units x boost clock.
+# A Radeon is found by its name, because ROCm counts its compute units in pairs.
 PEAK_TFLOPS = {
     "gfx908": (46.1, 92.3, 184.6),  # MI100
-    "gfx90a": (47.9, 191.5, 191.5),  # MI250X, one of its two dies; MI210 is 5 % lower
-    "gfx942": (163.4, 1307.4, 1307.4),  # MI300X
+    "gfx90a 104": (45.3, 181.0, 181.0),  # MI210; MI250, one of its two dies
+    "gfx90a 110": (47.9, 191.5, 191.5),  # MI250X, one of its two dies
+    "gfx942 228": (122.6, 980.6, 980.6),  # MI300A
+    "gfx942 304": (163.4, 1307.4, 1307.4),  # MI300X, MI325X
+    "MI350X": (144.2, 2306.9, 2306.9),
+    "MI355X": (157.3, 2516.6, 2516.6),
+    "RX 7900 XTX": (61.4, 122.9, 122.9),
+    "RX 9070 XT": (48.7, 194.6, 194.6),
     "H200": (66.9, 989.4, 989.4),
     "H100 PCIe": (51.2, 756.4, 756.4),
     "H100": (66.9, 989.4, 989.4),
@@ -50,6 +60,7 @@ class Device:
     name: str
     arch: str  # "gfx908", "sm_90", or "" on a CPU
     memory_gb: float  # 0 on a CPU
+    units: int = field(default=0, compare=False)  # compute units or multiprocessors
 
     def __str__(self):
         gpu = f" ({self.vendor} {self.arch}, {self.memory_gb:.0f} GB)"
@@ -66,7 +77,8 @@ def this_device(index: int = 0) -> Device:
         vendor, arch = "amd", props.gcnArchName.split(":")[0]
     else:
         vendor, arch = "nvidia", "sm_{}{}".format(*torch.cuda.get_device_capability(index))
-    return Device("cuda", vendor, props.name, arch, props.total_memory / 2**30)
+    memory_gb = props.total_memory / 2**30
+    return Device("cuda", vendor, props.name, arch, memory_gb, props.multi_processor_count)
 
 
 def drawn_on() -> str:
@@ -98,25 +110,57 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
 def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     """Dense matrix peak in TFLOP/s of one device; None if unknown, never a guess."""
     column = list(DTYPES.values()).index(dtype)
-    keys = (device.arch, *(key for key in PEAK_TFLOPS if key in device.name))
-    return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
+    label = f"{device.name} {device.arch} {device.units}"
+    return next((peaks[column] for key, peaks in PEAK_TFLOPS.items() if key in label), None)
+
+
+def amd_gpus(root: Path = Path("/")) -> dict[int, dict[str, int]]:
+    """What the kernel says of each AMD GPU of this node, hidden ones included, by its number there.
+    root: where /sys is."""
+    gpus = {}
+    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        with contextlib.suppress(OSError, ValueError):  # unreadable if a container lacks this GPU
+            pairs = map(str.split, file.read_text().splitlines())
+            facts = {key: int(value) for key, value in pairs}
+            if facts.get("gfx_target_version"):  # 0 for a CPU
+                gpus[int(file.parent.name)] = facts
+    return dict(sorted(gpus.items()))
+
+
+def _amd_links(root: Path) -> dict[tuple[str, str], str]:
+    gpus, pairs = amd_gpus(root), {}
+    for a, b in itertools.permutations(gpus, 2):
+        files = (root / f"sys/class/kfd/kfd/topology/nodes/{a}/io_links").glob("*/properties")
+        wanted = {"type 11", f"node_to {b}"}  # between GPUs, the kernel lists XGMI links only
+        direct = any(wanted <= set(file.read_text().splitlines()) for file in files)
+        places = [(gpus[n].get("domain", 0), gpus[n]["location_id"]) for n in (a, b)]
+        a_bus, b_bus = (f"{d:04x}:{at >> 8:02x}:{at >> 3 & 31:02x}.{at & 7}" for d, at in places)
+        pairs[a_bus, b_bus] = "XGMI" if direct else "PCIe"
+    return pairs
+
+
+def link_table(root: Path = Path("/")) -> dict[tuple[str, str], str]:
+    """(a, b) -> the link between two GPUs of this node, hidden ones included: "NV18", "PIX",
+    "XGMI", "PCIe". a, b: nvidia-smi's numbers as in "0", or AMD's bus addresses as in
+    "0000:43:00.0". Empty if it is unknown. root: where /sys is."""
+    if pairs := _amd_links(root):
+        return pairs
+    tool = ["nvidia-smi", "topo", "-m"]
+    try:
+        table = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    # "GPU0 X NV18 ..."; the table's header is indented
+    rows = [line.split()[1:] for line in table.splitlines() if line.startswith("GPU")]
+    each = range(len(rows))
+    return {(str(i), str(j)): rows[i][j] for i in each for j in each if i != j}
 
 
 @functools.cache
 def links() -> list[str]:
-    """Links between this node's GPUs, including hidden ones, as the vendor's tool names them:
-    "NV18", "PIX", "XGMI". The first two GPUs' link comes first. Empty if the tool names none."""
-    for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
-        try:
-            table = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        # "GPU0 X NV18 ..."; the table's header is indented
-        rows = [line.split()[1:] for line in table.splitlines() if line.startswith("GPU")]
-        pairs = [row[j] for i, row in enumerate(rows) for j in range(i + 1, len(rows))]
-        if pairs:
-            return list(dict.fromkeys(pairs))
-    return []
+    """The kinds of links between this node's GPUs, hidden ones included, as in `link_table`. The
+    first two GPUs' link comes first. Empty if unknown."""
+    return list(dict.fromkeys(link_table().values()))
 
 
 def other_than_nvlink() -> str:

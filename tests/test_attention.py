@@ -380,8 +380,9 @@ def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
 def test_an_mi100_is_not_taken_for_a_hopper(monkeypatch):
     """ROCm reports capability (9, 0) for gfx908: Hopper's."""
     props = SimpleNamespace(
-        name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 * 2**30
-    )
+        name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 * 2**30,
+        multi_processor_count=120,
+    )  # fmt: skip
     monkeypatch.setattr(torch.version, "hip", "6.4.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: props)

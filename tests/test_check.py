@@ -562,7 +562,7 @@ def test_probes_report_what_failed():
 def test_what_torch_sees_on_a_faked_mi100(monkeypatch):
     props = SimpleNamespace(
         name="AMD Instinct MI100", gcnArchName="gfx908:sramecc+:xnack-", total_memory=32 << 30,
-        uuid="x", pci_domain_id=0, pci_bus_id=0x43, pci_device_id=0,
+        uuid="x", pci_domain_id=0, pci_bus_id=0x43, pci_device_id=0, multi_processor_count=120,
     )  # fmt: skip
     monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     for name, value in {
