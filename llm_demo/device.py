@@ -21,8 +21,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Dense matrix peaks in TFLOP/s by a part of "name arch units": fp32, bf16, fp16. fp32 is PyTorch's
 # default, without TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper; Radeon: FLOPs
-# per clock and compute unit (AMD's GPUOpen, "Matrix Cores of RDNA 4") x compute units x boost clock.
-# A Radeon is found by its name, because ROCm counts its compute units in pairs.
+# per clock and compute unit (AMD's GPUOpen, "Matrix Cores of RDNA 4") x compute units x clock. A
+# Radeon is found by its name, because ROCm counts its compute units in pairs.
 PEAK_TFLOPS = {
     "gfx908": (46.1, 92.3, 184.6),  # MI100
     "gfx90a 104": (45.3, 181.0, 181.0),  # MI210; MI250, one of its two dies

@@ -72,7 +72,7 @@ def hidden_gpu() -> tuple[str, str] | None:
     The vendor is "nvidia?" if there is an NVIDIA card but no NVIDIA driver. None without a GPU."""
     if "GPU 0" in processes.tool("nvidia-smi", "-L"):
         return "nvidia", "nvidia-smi lists one"
-    supported = re.findall(r"gfx\w+", read(ROOT / "setup.sh"))
+    supported = re.findall(r"gfx\w+", read(ROOT / "llm_demo/rocm_builds.txt"))
     for node in (root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         match = re.search(r"gfx_target_version (\d+)", read(node))
         code = int(match[1]) if match else 0
