@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -90,6 +91,77 @@ def drawn_on() -> str:
 def is_sm(device: Device, least: int) -> bool:
     """Whether this is an NVIDIA GPU of at least this generation: 80 is Ampere, 90 Hopper."""
     return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= least
+
+
+def has_code(device: Device) -> bool:
+    """Whether this PyTorch has code for a GPU: its own, of an older minor version, or PTX."""
+    archs = [arch.split(":")[0] for arch in torch.cuda.get_arch_list()]
+    if device.vendor == "amd":  # "gfx11-generic" and "amdgcnspirv" stand for many
+        generic = any(not re.fullmatch("gfx[0-9a-f]+", arch) for arch in archs)
+        return not archs or generic or device.arch in archs
+    mine = int(device.arch.removeprefix("sm_"))
+    older = [(arch[:3], int(re.sub(r"\D", "", arch))) for arch in archs]
+    older = [(kind, number) for kind, number in older if number <= mine]
+    return not archs or any(k == "com" or number // 10 == mine // 10 for k, number in older)
+
+
+def other_build(device: Device) -> str:
+    """What to do if this PyTorch has no code for a GPU."""
+    if device.vendor == "nvidia":
+        return "install a build that has it: an older torch for an older GPU, or a newer one"
+    rows = [line.split() for line in Path(__file__).with_name("rocm_builds.txt").open()]
+    if names := [name for name, *archs in rows if device.arch in archs and name != "#"]:
+        return (
+            f"{' and '.join(names)} have it: leave any environment that has this torch, "
+            f"rm -r .venv, TORCH_BUILD={names[-1]} bash setup.sh"
+        )
+    return "none of PyTorch's ROCm builds has it"
+
+
+def only(gpus: Iterable[int]) -> tuple[str, str]:
+    """(name, value) of an environment variable that hides all but these of the visible GPUs."""
+    amd = torch.version.hip is not None and os.environ.get("HIP_VISIBLE_DEVICES")
+    name = "HIP_VISIBLE_DEVICES" if amd else "CUDA_VISIBLE_DEVICES"  # ROCm prefers the former
+    each = os.environ.get(name)
+    each = each.split(",") if each else range(torch.cuda.device_count())
+    return name, ",".join(str(each[i]) for i in gpus)
+
+
+def cards() -> tuple[list[int], str]:
+    """(the visible GPUs that training uses, a line on the others or "").
+
+    On AMD, processors' integrated GPUs beside cards and GPUs without code are left out. NVIDIA's
+    are not looked at: that would start the driver in the launcher."""
+    visible = list(range(torch.cuda.device_count()))
+    if torch.version.hip is None or len(visible) < 2:
+        return visible, ""
+    gpus = [this_device(i) for i in visible]
+    able = [i for i in visible if has_code(gpus[i])]
+    apart = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
+    kept = apart or able or visible
+    others = [f"{gpus[i].name} ({gpus[i].arch})" for i in visible if i not in kept]
+    line = f"not used, integrated or without code in this PyTorch: {', '.join(others)}"
+    return kept, line if others else ""
+
+
+def refuse_gpus(count: int) -> None:
+    """Raises UserError unless this PyTorch has code for the first `count` GPUs, all of one kind."""
+    kinds = {}
+    for i in range(count):
+        device = this_device(i)
+        if not has_code(device):
+            raise UserError(
+                f"GPU {i}, {device}: torch {torch.__version__} has no code for {device.arch}: "
+                + other_build(device)
+            )
+        kinds.setdefault((device.arch, device.units), []).append(i)
+    if len(kinds) > 1:
+        each = ((this_device(gpus[0]), ", ".join(map(str, gpus))) for gpus in kinds.values())
+        each = ", ".join(f"GPU {gpus}: {device}" for device, gpus in each)
+        name, value = only(max(kinds.values(), key=len))
+        raise UserError(
+            f"the GPUs of a run must be of one kind, not {each}: pick some by {name}={value}"
+        )
 
 
 def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
