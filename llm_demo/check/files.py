@@ -1,7 +1,5 @@
-"""Disk and stale lock files. A worker measures them, because a file system may hang."""
+"""The disk. A worker measures it, because a file system may hang."""
 
-import contextlib
-import glob
 import os
 import shutil
 import statistics
@@ -39,25 +37,6 @@ def disk(folder: str) -> dict:
     return {"place": str(place), "free_gb": free / 1e9, "mb_per_s": speed, "fsync_ms": sync}
 
 
-def locks() -> dict:
-    """Lock files of builds that no process on this machine holds open: [path, age in hours]."""
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
-    triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
-    roots = [Path(root).expanduser() for root in (extensions, triton)]
-    paths = [p for root in roots for depth in ("*", "*/*") for p in root.glob(f"{depth}/lock")]
-    held = set()
-    for link in glob.glob("/proc/[0-9]*/fd/*") if paths else ():
-        with contextlib.suppress(OSError):
-            held.add(os.readlink(link))
-    stale = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            age = time.time() - path.stat().st_mtime
-            if age > 60 and str(path.resolve()) not in held:
-                stale.append([str(path), age / 3600])
-    return {"stale": stale}
-
-
 def disk_line(answer: dict, folder: str) -> list:
     if answer.get("problem"):
         fix = "free space there or choose another --output_dir"
@@ -74,14 +53,3 @@ def disk_line(answer: dict, folder: str) -> list:
         fix = "choose a faster --output_dir, or save less often"
         return [(WARNING, "disk", f"{text}: slow, since {size}", fix)]
     return [(OK, "disk", text, "")]
-
-
-def locks_line(answer: dict) -> list:
-    if answer.get("problem"):
-        return [(WARNING, "jit locks", f"the search failed: {answer['problem']}", "")]
-    if not answer["stale"]:
-        return [(OK, "jit locks", "none left behind", "")]
-    paths, ages = zip(*answer["stale"])  # noqa: B905
-    text = f"{len(paths)} left by killed builds, up to {max(ages):.0f} h old"
-    fix = f"rm {' '.join(paths)}, unless another machine is building there"
-    return [(WARNING, "jit locks", f"{text}: a process that needs one waits forever", fix)]
