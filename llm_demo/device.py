@@ -93,29 +93,32 @@ def is_sm(device: Device, least: int) -> bool:
     return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= least
 
 
-def has_code(device: Device) -> bool:
+def _has_code(device: Device) -> bool:
     """Whether this PyTorch has code for a GPU: its own, of an older minor version, or PTX."""
     archs = [arch.split(":")[0] for arch in torch.cuda.get_arch_list()]
     if device.vendor == "amd":  # "gfx11-generic" and "amdgcnspirv" stand for many
         generic = any(not re.fullmatch("gfx[0-9a-f]+", arch) for arch in archs)
         return not archs or generic or device.arch in archs
     mine = int(device.arch.removeprefix("sm_"))
-    older = [(arch[:3], int(re.sub(r"\D", "", arch))) for arch in archs]
+    older = [(arch[:2], int(re.sub(r"\D", "", arch))) for arch in archs]
     older = [(kind, number) for kind, number in older if number <= mine]
-    return not archs or any(k == "com" or number // 10 == mine // 10 for k, number in older)
+    return not archs or any(k == "co" or number // 10 == mine // 10 for k, number in older)
 
 
-def other_build(device: Device) -> str:
-    """What to do if this PyTorch has no code for a GPU."""
+def no_code(device: Device) -> str:
+    """ "" if this PyTorch has code for a GPU, else what to do."""
+    if _has_code(device):
+        return ""
     if device.vendor == "nvidia":
         return "install a build that has it: an older torch for an older GPU, or a newer one"
-    rows = [line.split() for line in Path(__file__).with_name("rocm_builds.txt").open()]
-    if names := [name for name, *archs in rows if device.arch in archs and name != "#"]:
-        return (
-            f"{' and '.join(names)} have it: leave any environment that has this torch, "
-            f"rm -r .venv, TORCH_BUILD={names[-1]} bash setup.sh"
-        )
-    return "none of PyTorch's ROCm builds has it"
+    rows = map(str.split, Path(__file__).with_name("rocm_builds.txt").read_text().splitlines())
+    names = [name for name, *archs in rows if name != "#" and device.arch in archs]
+    if not names:
+        return "none of PyTorch's ROCm builds has it"
+    return (
+        f"{' and '.join(names)} have it: leave any environment that has this torch, rm -r .venv, "
+        f"TORCH_BUILD={names[-1]} bash setup.sh"
+    )
 
 
 def only(gpus: Iterable[int]) -> tuple[str, str]:
@@ -127,21 +130,22 @@ def only(gpus: Iterable[int]) -> tuple[str, str]:
     return name, ",".join(str(each[i]) for i in gpus)
 
 
-def cards() -> tuple[list[int], str]:
-    """(the visible GPUs that training uses, a line on the others or "").
+def cards() -> tuple[list[int], str, tuple[str, str] | None]:
+    """(the visible GPUs that training uses, a line on the others or "", how to hide them).
 
     On AMD, processors' integrated GPUs beside cards and GPUs without code are left out. NVIDIA's
     are not looked at: that would start the driver in the launcher."""
     visible = list(range(torch.cuda.device_count()))
-    if torch.version.hip is None or len(visible) < 2:
-        return visible, ""
-    gpus = [this_device(i) for i in visible]
-    able = [i for i in visible if has_code(gpus[i])]
+    gpus = [] if torch.version.hip is None else [this_device(i) for i in visible]
+    able = [i for i, gpu in enumerate(gpus) if not no_code(gpu)]
     apart = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
     kept = apart or able or visible
     others = [f"{gpus[i].name} ({gpus[i].arch})" for i in visible if i not in kept]
+    if not others:
+        return visible, "", None
+    name, value = only(kept)
     line = f"not used, integrated or without code in this PyTorch: {', '.join(others)}"
-    return kept, line if others else ""
+    return kept, f"{line}; {name}={value}", (name, value)
 
 
 def refuse_gpus(count: int) -> None:
@@ -149,11 +153,9 @@ def refuse_gpus(count: int) -> None:
     kinds = {}
     for i in range(count):
         device = this_device(i)
-        if not has_code(device):
-            raise UserError(
-                f"GPU {i}, {device}: torch {torch.__version__} has no code for {device.arch}: "
-                + other_build(device)
-            )
+        if fix := no_code(device):
+            lack = f"torch {torch.__version__} has no code for {device.arch}"
+            raise UserError(f"GPU {i}, {device}: {lack}: {fix}")
         kinds.setdefault((device.arch, device.units), []).append(i)
     if len(kinds) > 1:
         each = ((this_device(gpus[0]), ", ".join(map(str, gpus))) for gpus in kinds.values())

@@ -48,7 +48,7 @@ class Machine:
             },
             "choose": {"packed": kind, "single": kind | {"impl": "sdpa"}},
             "deepspeed": {"version": check_machine.pinned("deepspeed"), "launcher": True},
-            "disk": {"place": "/runs", "free_gb": 900, "mb_per_s": 2000, "fsync_ms": 1.0},
+            "disk": {"place": "/runs", "free_gb": 900},
             "kernels": {
                 "python_s": 0.12, "launch_us": 4.0, "block": [3.0, 2.0, 0], "loss": [8.0, 1.0, 0],
             },
@@ -61,7 +61,8 @@ class Machine:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(check_process, "COMMAND", STAND_IN)
         monkeypatch.setattr(check_process, "tool", self.tool)
-        monkeypatch.setattr(check_machine, "space", lambda path: (64 << 30, 60 << 30))
+        roomy = SimpleNamespace(free=60 << 30)
+        monkeypatch.setattr(check_machine.shutil, "disk_usage", lambda path: roomy)
         monkeypatch.setattr(check_machine, "usable_cores", lambda: list(range(64)))
 
     def file(self, path, text):
@@ -75,7 +76,7 @@ class Machine:
     def torch(self, devices=(), **facts):
         n = len(devices)
         devices = [
-            {"no_code": None, **d, "uuid": f"u{i}", "bus": bus(i)} for i, d in enumerate(devices)
+            {"no_code": "", **d, "uuid": f"u{i}", "bus": bus(i)} for i, d in enumerate(devices)
         ]
         facts = {"torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "unavailable": None, **facts}
         facts.setdefault("links", [])
@@ -276,7 +277,8 @@ def test_peer_to_peer_that_is_off_already_is_not_tried(machine, monkeypatch):
 
 
 def test_small_shared_memory(eight, monkeypatch):
-    monkeypatch.setattr(check_machine, "space", lambda path: (64 << 20, 64 << 20))
+    small = SimpleNamespace(free=64 << 20)
+    monkeypatch.setattr(check_machine.shutil, "disk_usage", lambda path: small)
     (line,) = check_machine.shared_memory(8)
     assert line[0] == "warning" and "--ipc=host" in line[3]
     assert check_machine.shared_memory(0)[0][0] == "ok"
@@ -449,10 +451,10 @@ def test_an_integrated_gpu_beside_cards_is_left_out(machine, monkeypatch):
     monkeypatch.setattr(os, "environ", {**os.environ})
     mi100s(machine)
     shown = ["CUDA_VISIBLE_DEVICES", "0,1"]
-    facts = {"left_out": "not used: AMD Radeon Graphics (gfx1036)", "only": shown}
+    facts = {"left_out": "not used: AMD Radeon Graphics (gfx1036); 0,1", "only": shown}
     machine.scenario["answers"]["torch"] |= facts
     lines, _, _ = machine.check()
-    assert "gfx1036); CUDA_VISIBLE_DEVICES=0,1" in named(lines, "gpus")[2]
+    assert "(gfx1036); 0,1" in named(lines, "gpus")[2]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"  # so the processes started later see two
 
 
@@ -484,7 +486,7 @@ def test_kernels_that_differ_or_fail_are_warnings(machine):
     lines, _, _ = machine.check()
     block, loss = bad(lines)
     assert "a compiled block fails: RuntimeError: x" in block[2]
-    assert "difference 5.0e-01" in loss[2] and loss[3] == "--no_compile"
+    assert "differ by 5.0e-01" in loss[2] and loss[3] == "--no_compile"
 
 
 def test_settings_of_the_host(machine, monkeypatch):
@@ -498,16 +500,16 @@ def test_settings_of_the_host(machine, monkeypatch):
 def test_disk(tmp_path):
     place = tmp_path / "not yet/there"
     answer = check_files.disk(str(place))
-    assert answer["place"] == str(tmp_path) and answer["mb_per_s"] > 0 and answer["fsync_ms"] > 0
+    assert answer["place"] == str(tmp_path)
     before = sorted(tmp_path.rglob("*"))
     check_files.disk(str(place))
     assert sorted(tmp_path.rglob("*")) == before
-    slow = {"place": "/nfs", "free_gb": 900, "mb_per_s": 20, "fsync_ms": 2}
+    roomy = {"place": "/nfs", "free_gb": 900}
     for changes, level in (
-        ({}, "warning"), ({"mb_per_s": 900}, "ok"), ({"free_gb": 0.5}, "error"),
+        ({}, "ok"), ({"free_gb": 0.5}, "error"),
         ({"free_gb": 15}, "warning"), ({"problem": "OSError: Input/output error"}, "error"),
     ):  # fmt: skip
-        assert check_files.disk_line(slow | changes, "/nfs")[0][0] == level
+        assert check_files.disk_line(roomy | changes, "/nfs")[0][0] == level
 
 
 def test_a_tool_that_hangs_is_called_once(monkeypatch):

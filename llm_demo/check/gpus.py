@@ -69,30 +69,24 @@ def under_load(places: list[str]) -> dict[str, dict]:
 
 
 def amd_load(place: str) -> dict:
-    """The same for an AMD GPU, from its driver's files; {} without them. The junction is the
-    hottest place of the chip, and what the driver throttles by."""
+    """The same for an AMD GPU, from its driver's files; {} without them. The driver throttles by
+    the junction, the hottest place of the chip."""
     folder = root() / "sys/bus/pci/devices" / place  # also /sys/class/drm/card*/device
     sensors = next(folder.glob("hwmon/hwmon*"), None)
     if sensors is None:
         return {}
     labels = {read(file): file.name.removesuffix("_label") for file in sensors.glob("*_label")}
     spot = labels.get("junction", "temp1")
-
-    def sensor(unit: float, *names: str) -> float | None:
-        values = (number(read(sensors / name)) for name in names)
-        return next((value / unit for value in values if value is not None), None)
-
-    heat, limit = sensor(1e3, f"{spot}_input"), sensor(1e3, f"{spot}_crit")
-    power, cap = sensor(1e6, "power1_average", "power1_input"), sensor(1e6, "power1_cap")
-    levels = read(folder / "pp_dpm_sclk").splitlines()  # "1: 1502Mhz *": * marks the current one
-    clocks = [number(level.partition(":")[2]) for level in levels]
-    clock = next((c for c, level in zip(clocks, levels, strict=True) if "*" in level), None)
-    throttled = [POWER_CAP] if power and cap and power > 0.97 * cap else []
-    if heat and limit and heat > limit - 2:
+    heat, limit = ((number(read(sensors / f"{spot}_{x}")) or 0) / 1e3 for x in ("input", "crit"))
+    draws = (read(sensors / f"power1_{x}") for x in ("average", "input"))
+    power, cap = number(next(filter(None, draws), "")) or 0, number(read(sensors / "power1_cap"))
+    clocks = re.findall(r"(\d+)Mhz( \*)?", read(folder / "pp_dpm_sclk"))  # *: the current one
+    throttled = [POWER_CAP] if cap and power > 0.97 * cap else []
+    if limit and heat > limit - 2:
         throttled.append(f"junction at its limit of {limit:.0f} °C")
-    most = max(filter(None, clocks), default=None)
-    load = {"throttled": throttled, "clock": clock, "clock_max": most}
-    return load | {"heat": heat, "power": power, "power_cap": cap}
+    load = {"throttled": throttled, "heat": heat, "power": power / 1e6}
+    load["clock"] = next((int(clock) for clock, mark in clocks if mark), None)
+    return load | {"clock_max": max((int(clock) for clock, _ in clocks), default=None)}
 
 
 def amd_gb(place: str, name: str) -> float:

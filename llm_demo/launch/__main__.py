@@ -123,10 +123,10 @@ def this_node() -> Node:
         nodes.resolve(addr, port, nodes.time_left(wait))
     from llm_demo import device  # imports torch, which takes seconds: after all other refusals
 
-    kept, line = device.cards()
-    if line:
-        os.environ.update([shown := device.only(kept)])
-        print(f"{line}; {'='.join(shown)}", file=sys.stderr, flush=True)
+    kept, others, hide = device.cards()
+    if hide:
+        os.environ.update([hide])
+        print(others, file=sys.stderr, flush=True)
     gpus = len(kept)
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
