@@ -572,6 +572,29 @@ def test_every_value_received_is_compared(tmp_path, monkeypatch):
     assert elements == 4 * ((1 << 8) + (1 << 18))
 
 
+def test_what_is_measured_on_one_gpu(monkeypatch):
+    """By the real functions, on a CPU and with small shapes; nothing is compiled."""
+    monkeypatch.setattr(check_worker, "_device", torch.device("cpu"))
+    monkeypatch.setattr(check_worker, "SQUARE", 32)
+    monkeypatch.setattr(check_worker, "ROWS", 8)
+    monkeypatch.setattr(check_worker, "WEIGHTS", {"small": (16, 24)})
+    monkeypatch.setattr(torch, "compile", lambda module, **_: module)
+    answer = check_worker.gemm(0.01, False)
+    assert answer["rates"].keys() == {"fp32", "bf16", "fp16"} and answer["subnormals"]
+    assert [len(weights["small"]) for weights in answer["products"].values()] == [3, 3]
+    assert check_worker.compile_block("bf16") == {}
+    answer = check_worker.kernels("bf16")
+    assert answer["block"][2] == answer["loss"][2] == 0 and answer["python_s"] > 0
+    monkeypatch.setattr(check_worker, "_block", None)
+    assert "TypeError" in check_worker.kernels("bf16")["block"]
+
+    def flush(a, b):
+        return torch.mm(torch.where(b.abs() < 2**-14, 0, b), a)
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", flush)
+    assert not check_worker._keeps_subnormals()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they fail for want of a GPU")
 def test_probes_report_what_failed():
     assert check_worker.run_module("llm_demo.model.compiling", []) == {"problem": "no GPU"}

@@ -17,7 +17,7 @@ from llm_demo.dist import stay_on_loopback
 _device = None  # this process's device, see `start`
 _block = None  # see `compile_block`
 
-ROWS = 4096  # token slots of a product
+SQUARE, ROWS = 8192, 4096  # size of a square product; token slots of the model's
 WEIGHTS = {
     "3,072": (1024, 3072),
     "151,936": (1024, 151_936),
@@ -132,9 +132,9 @@ def gemm(seconds: float, amd: bool) -> dict:
     "products" of the model's shapes, see `_products`; whether small fp16 values survive a product.
 
     amd: also measure the model's shapes with hipBLASLt instead of the default library."""
-    n, answer = 8192, {"rates": {}}
+    answer = {"rates": {}}
     for name, dtype in DTYPES.items():
-        a, b = (torch.randn(n, n, device=_device).to(dtype) for _ in range(2))
+        a, b = (torch.randn(SQUARE, SQUARE, device=_device).to(dtype) for _ in range(2))
         answer["rates"][name] = _rate(a, b, seconds / len(DTYPES))
     del a, b
     answer["products"], answer["subnormals"] = _products(), _keeps_subnormals()
@@ -193,7 +193,7 @@ def compile_block(dtype: str) -> dict:
     folder = ROOT / "models/qwen3-0.6b"
     config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
     layer = Qwen3DecoderLayer(config, 0).to(_device, DTYPES[dtype])
-    x, up = (torch.randn(4, 1024, 1024, device=_device, dtype=DTYPES[dtype]) for _ in range(2))
+    x, up = (torch.randn(4, ROWS // 4, 1024, device=_device, dtype=DTYPES[dtype]) for _ in range(2))
     x.requires_grad_()
     rotary = [torch.full_like(x[:1, :, :128], value) for value in (0.8, 0.6)]
 
