@@ -582,6 +582,7 @@ def test_what_is_measured_on_one_gpu(monkeypatch):
     answer = check_worker.gemm(0.01, False)
     assert answer["rates"].keys() == {"fp32", "bf16", "fp16"} and answer["subnormals"]
     assert [len(weights["small"]) for weights in answer["products"].values()] == [3, 3]
+    assert all(min(weights["small"]) > 0 for weights in answer["products"].values())
     assert check_worker.compile_block("bf16") == {}
     answer = check_worker.kernels("bf16")
     assert answer["block"][2] == answer["loss"][2] == 0 and answer["python_s"] > 0
