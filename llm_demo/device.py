@@ -148,10 +148,10 @@ def cards() -> tuple[list[int], str, tuple[str, str] | None]:
     return kept, f"{line}; {name}={value}", (name, value)
 
 
-def refuse_gpus(count: int) -> None:
-    """Raises UserError unless this PyTorch has code for the first `count` GPUs, all of one kind."""
+def refuse_gpus(gpus: Iterable[int]) -> None:
+    """Raises UserError unless this PyTorch has code for these GPUs, and all are of one kind."""
     kinds = {}
-    for i in range(count):
+    for i in gpus:
         device = this_device(i)
         if fix := no_code(device):
             lack = f"torch {torch.__version__} has no code for {device.arch}"

@@ -65,7 +65,7 @@ def start() -> World:
                 f"rank {rank} needs GPU {local_rank}, but PyTorch sees only {gpus}: lower "
                 "NPROC_PER_NODE or check CUDA_VISIBLE_DEVICES"
             )
-        refuse_gpus(min(local_size, torch.cuda.device_count()))
+        refuse_gpus(range(min(local_size, torch.cuda.device_count())))
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo as well as NCCL: objects and barriers before step 1 need no GPU.

@@ -75,9 +75,7 @@ class Machine:
 
     def torch(self, devices=(), **facts):
         n = len(devices)
-        devices = [
-            {"no_code": "", **d, "uuid": f"u{i}", "bus": bus(i)} for i, d in enumerate(devices)
-        ]
+        devices = [{**d, "uuid": f"u{i}", "bus": bus(i)} for i, d in enumerate(devices)]
         facts = {"torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "unavailable": None, **facts}
         facts.setdefault("links", [])
         facts |= {"devices": devices, "peers": [[True] * n] * n}
@@ -348,12 +346,11 @@ def test_the_build_of_torch_against_the_machine(machine, name):
     assert words in line[2] and fix in line[3], line
 
 
-def test_a_build_without_kernels_for_the_gpu(machine):
-    machine.torch([MI100 | {"no_code": "rocm6.4 has it"}], cuda=None, hip="6.4")
+def test_gpus_that_training_refuses(machine):
+    machine.torch([MI100], cuda=None, hip="6.4", refused="torch has no code for gfx908")
     facts = machine.scenario["answers"]["torch"]
     (line,) = check_machine.torch_build(facts, {"driver": "", "cuda": None})
-    assert line[0] == "error" and "no kernels for AMD Instinct MI100 (gfx908)" in line[2]
-    assert line[3] == "rocm6.4 has it"
+    assert line[0] == "error" and "ends at once: torch has no code for gfx908" in line[2]
 
 
 def test_a_torch_that_cant_be_imported_ends_what_needs_it(machine):
@@ -615,6 +612,9 @@ def test_what_torch_sees_on_a_faked_mi100(monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     facts = check_worker.torch_facts()
+    assert "refused" not in facts
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx90a"])
+    assert "rocm6.4 and rocm7.0" in check_worker.torch_facts()["refused"]
     assert facts["peers"] == [[True, False], [False, True]]
     device = facts["devices"][1]
     assert (device["vendor"], device["arch"], device["bus"]) == ("amd", "gfx908", "0000:43:00.0")

@@ -133,7 +133,7 @@ def test_gpus_that_cant_be_used_are_refused(gpus, hip, words, monkeypatch, recor
     record_property("bad inputs", 1)
     fake(monkeypatch, *gpus, hip=hip, archs=WHEEL if hip else ["sm_80", "sm_90", "compute_90"])
     with pytest.raises(UserError) as error:
-        devices.refuse_gpus(len(gpus))
+        devices.refuse_gpus(range(len(gpus)))
     assert words in str(error.value) and "\n" not in str(error.value)
 
 

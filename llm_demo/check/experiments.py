@@ -11,8 +11,17 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.check.processes import ROOT, first_line
-from llm_demo.device import DTYPES, cards, link_table, no_code, peak_tflops, pick_dtype, this_device
+from llm_demo.device import (
+    DTYPES,
+    cards,
+    link_table,
+    peak_tflops,
+    pick_dtype,
+    refuse_gpus,
+    this_device,
+)
 from llm_demo.dist import stay_on_loopback
+from llm_demo.errors import UserError
 
 _device = None  # this process's device, see `start`
 _block = None  # see `compile_block`
@@ -37,6 +46,10 @@ def torch_facts() -> dict:
                 facts["unavailable"] = str(e).strip().splitlines()[0]
         return facts
     kept, facts["left_out"], facts["only"] = cards()
+    try:
+        refuse_gpus(kept)
+    except UserError as e:
+        facts["refused"] = str(e)
     facts["links"] = [[*pair, kind] for pair, kind in link_table().items()]
     with contextlib.suppress(Exception):  # a build without NCCL
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -44,7 +57,6 @@ def torch_facts() -> dict:
         device, props = this_device(i), torch.cuda.get_device_properties(i)
         one = {k: getattr(device, k) for k in ("vendor", "name", "arch", "memory_gb")}
         one["peak"] = {name: peak_tflops(device, dtype) for name, dtype in DTYPES.items()}
-        one["no_code"] = no_code(device)
         one["uuid"] = str(getattr(props, "uuid", ""))
         if hasattr(props, "pci_bus_id"):
             place = (props.pci_domain_id, props.pci_bus_id, props.pci_device_id)

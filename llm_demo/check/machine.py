@@ -105,10 +105,8 @@ def torch_build(facts: dict, smi: dict) -> list:
         if old:
             fix = f"if kernels fail to load, update the driver to one for CUDA {cuda}"
             return [(WARNING, "torch", f"{text}: the driver is older than this build", fix)]
-        for device in facts["devices"]:
-            if device["no_code"]:
-                text += f" has no kernels for {device['name']} ({device['arch']})"
-                return [(ERROR, "torch", text, device["no_code"])]
+        if refused := facts.get("refused"):
+            return [(ERROR, "torch", f"{text}, and training ends at once: {refused}", "")]
         return [(OK, "torch", text, "")]
     gpu = hidden_gpu()
     if not cuda and not hip:
