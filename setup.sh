@@ -137,10 +137,15 @@ fi
 # uv --torch-backend=auto is not enough for AMD: it needs rocm_agent_enumerator, which a machine with
 # only the kernel driver lacks, and picks ROCm by GPU, not by the installed ROCm and driver.
 #
-# Architectures with kernels in PyTorch's ROCm wheels. Many laptops have an integrated AMD GPU that
-# is not listed; a ROCm wheel would crash there.
-ROCM_ARCHS=' gfx900 gfx906 gfx908 gfx90a gfx942 gfx950 gfx1030 gfx1100 gfx1101 gfx1102 gfx1150 gfx1151 gfx1200 gfx1201 '
-
+# Many laptops have an integrated AMD GPU that no build has code for; a ROCm build would crash there.
+builds_with() { # PyTorch's ROCm builds that have this architecture, oldest first
+    sed -n "/ $1\b/s/ .*//p" "$ROOT/llm_demo/rocm_builds.txt"
+}
+rocm_version() { # ROCm 7.14 and later have it below core
+    local rocm=$PROBE_ROOT/opt/rocm
+    { cat "$rocm"/.info/version "$rocm"/core{,-*}/.info/version 2>/dev/null || true; } |
+        grep -m 1 . || echo unknown
+}
 amd_archs() { # from the kernel driver (90008 is gfx908, a CPU is 0), else from rocminfo
     cat "$PROBE_ROOT"/sys/class/kfd/kfd/topology/nodes/*/properties 2>/dev/null |
         awk '$1 == "gfx_target_version" && $2 {
@@ -148,7 +153,8 @@ amd_archs() { # from the kernel driver (90008 is gfx908, a CPU is 0), else from 
         rocminfo 2>/dev/null | grep -o 'gfx[0-9a-f]*' || true
 }
 choose_build() { # sets build, release and reason
-    local arch rocm other=
+    local arch rocm have archs other=
+    archs=$(amd_archs | sort -u)
     release=$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")
     if [[ -n ${TORCH_BUILD:-} ]]; then
         [[ $TORCH_BUILD =~ ^(cpu|cuda|rocm[0-9]+\.[0-9]+)$ ]] ||
@@ -159,9 +165,10 @@ choose_build() { # sets build, release and reason
         if nvidia-smi -L 2>/dev/null | grep -q GPU || [[ -e $PROBE_ROOT/proc/driver/nvidia/gpus ]]; then
             build=cuda reason="an NVIDIA GPU was found"
         fi
-        for arch in $(amd_archs | sort -u); do
-            if [[ $ROCM_ARCHS == *" $arch "* ]]; then
-                rocm=$(cat "$PROBE_ROOT/opt/rocm/.info/version" 2>/dev/null || echo unknown)
+        for arch in $archs; do
+            have=$(builds_with "$arch")
+            if [[ -n $have ]]; then
+                rocm=$(rocm_version)
                 reason="an AMD GPU was found ($arch, ROCm $rocm)"
                 rocm=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$rocm" || true)
                 case $rocm in # wheels include ROCm, which must match the installed driver
@@ -169,18 +176,20 @@ choose_build() { # sets build, release and reason
                 [7-9].* | [1-9][0-9].*) build=rocm7.2 ;;
                 *) build=rocm6.4 ;;
                 esac
+                build=$(grep -x "$build" <<<"$have" || tail -n 1 <<<"$have")
                 break
             fi
             other="; its AMD $arch is not one that PyTorch's ROCm wheels are built for"
         done
         [[ $build == rocm* ]] || reason+=$other
     fi
-    case $build in # each ROCm version has wheels of few PyTorch releases
-    rocm6.3) release=2.8.0 ;;
-    rocm6.4) release=2.9.1 ;;
-    rocm7.0) release=2.10.0 ;;
-    rocm7.1) release=2.11.0 ;;
-    esac
+    [[ $build == rocm* ]] || return 0
+    have=$(sed -n "s/^$build //p" "$ROOT/llm_demo/rocm_builds.txt")
+    for arch in $archs; do
+        [[ " $have " == *" $arch "* ]] || reason+="; this build has no code for $arch"
+    done
+    have=${have%% *} # each ROCm version has wheels of few PyTorch releases
+    [[ ${have:-pinned} == pinned ]] || release=$have
 }
 pip=("$VENV_PYTHON" -m pip --disable-pip-version-check --no-input install)
 via_uv() { # uv knows where PyTorch's builds are

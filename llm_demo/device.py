@@ -1,13 +1,16 @@
 """The device this machine computes with; all decisions by vendor and architecture are made here."""
 
+import contextlib
 import functools
+import itertools
 import os
 import re
 import resource
 import subprocess
 import sys
 import weakref
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -17,12 +20,20 @@ from llm_demo.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Dense matrix peaks in TFLOP/s by (part of the name or arch): fp32, bf16, fp16. fp32 is PyTorch's
-# default, without TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper.
+# Dense matrix peaks in TFLOP/s by a part of "name arch units": fp32, bf16, fp16. fp32 is PyTorch's
+# default, without TF32. From the vendors' data sheets; MI100: AMD's CDNA white paper; Radeon: FLOPs
+# per clock and compute unit (AMD's GPUOpen, "Matrix Cores of RDNA 4") x compute units x clock. A
+# Radeon is found by its name, because ROCm counts its compute units in pairs.
 PEAK_TFLOPS = {
     "gfx908": (46.1, 92.3, 184.6),  # MI100
-    "gfx90a": (47.9, 191.5, 191.5),  # MI250X, one of its two dies; MI210 is 5 % lower
-    "gfx942": (163.4, 1307.4, 1307.4),  # MI300X
+    "gfx90a 104": (45.3, 181.0, 181.0),  # MI210; MI250, one of its two dies
+    "gfx90a 110": (47.9, 191.5, 191.5),  # MI250X, one of its two dies
+    "gfx942 228": (122.6, 980.6, 980.6),  # MI300A
+    "gfx942 304": (163.4, 1307.4, 1307.4),  # MI300X, MI325X
+    "MI350X": (144.2, 2306.9, 2306.9),
+    "MI355X": (157.3, 2516.6, 2516.6),
+    "RX 7900 XTX": (61.4, 122.9, 122.9),
+    "RX 9070 XT": (48.7, 194.6, 194.6),
     "H200": (66.9, 989.4, 989.4),
     "H100 PCIe": (51.2, 756.4, 756.4),
     "H100": (66.9, 989.4, 989.4),
@@ -31,6 +42,12 @@ PEAK_TFLOPS = {
     "RTX 4090": (82.6, 165.2, 165.2),
     "RTX 3090": (35.6, 71.0, 71.0),
 }
+
+# Environment variables, by prefix, that decide which kernels run.
+KERNEL_VARIABLES = (
+    "TORCH_ROCM_", "TORCH_BLAS_", "TORCH_CUDNN_", "TORCHINDUCTOR_", "FLASH_ATTENTION_", "CUDNN_",
+    "CUBLAS_", "CUBLASLT_", "ROCBLAS_", "HIPBLASLT_", "HSA_OVERRIDE_",
+)  # fmt: skip
 
 # Files of a control group, version 1 and 2: its memory limit, its usage, page cache within that.
 GROUP_V1 = "memory.limit_in_bytes", "memory.usage_in_bytes", r"^total_(?:in)?active_file (\d+)"
@@ -44,6 +61,7 @@ class Device:
     name: str
     arch: str  # "gfx908", "sm_90", or "" on a CPU
     memory_gb: float  # 0 on a CPU
+    units: int = field(default=0, compare=False)  # compute units or multiprocessors
 
     def __str__(self):
         gpu = f" ({self.vendor} {self.arch}, {self.memory_gb:.0f} GB)"
@@ -60,7 +78,8 @@ def this_device(index: int = 0) -> Device:
         vendor, arch = "amd", props.gcnArchName.split(":")[0]
     else:
         vendor, arch = "nvidia", "sm_{}{}".format(*torch.cuda.get_device_capability(index))
-    return Device("cuda", vendor, props.name, arch, props.total_memory / 2**30)
+    memory_gb = props.total_memory / 2**30
+    return Device("cuda", vendor, props.name, arch, memory_gb, props.multi_processor_count)
 
 
 def drawn_on() -> str:
@@ -72,6 +91,79 @@ def drawn_on() -> str:
 def is_sm(device: Device, least: int) -> bool:
     """Whether this is an NVIDIA GPU of at least this generation: 80 is Ampere, 90 Hopper."""
     return device.vendor == "nvidia" and int(device.arch.removeprefix("sm_")) >= least
+
+
+def _has_code(device: Device) -> bool:
+    """Whether this PyTorch has code for a GPU: its own, of an older minor version, or PTX."""
+    archs = [arch.split(":")[0] for arch in torch.cuda.get_arch_list()]
+    if device.vendor == "amd":  # "gfx11-generic" and "amdgcnspirv" stand for many
+        generic = any(not re.fullmatch("gfx[0-9a-f]+", arch) for arch in archs)
+        return not archs or generic or device.arch in archs
+    mine = int(device.arch.removeprefix("sm_"))
+    older = [(arch[:2], int(re.sub(r"\D", "", arch))) for arch in archs]
+    older = [(kind, number) for kind, number in older if number <= mine]
+    return not archs or any(k == "co" or number // 10 == mine // 10 for k, number in older)
+
+
+def no_code(device: Device) -> str:
+    """ "" if this PyTorch has code for a GPU, else what to do."""
+    if _has_code(device):
+        return ""
+    if device.vendor == "nvidia":
+        return "install a build that has it: an older torch for an older GPU, or a newer one"
+    rows = map(str.split, Path(__file__).with_name("rocm_builds.txt").read_text().splitlines())
+    names = [name for name, *archs in rows if name != "#" and device.arch in archs]
+    if not names:
+        return "none of PyTorch's ROCm builds has it"
+    return (
+        f"{' and '.join(names)} have it: leave any environment that has this torch, rm -r .venv, "
+        f"TORCH_BUILD={names[-1]} bash setup.sh"
+    )
+
+
+def only(gpus: Iterable[int]) -> tuple[str, str]:
+    """(name, value) of an environment variable that hides all but these of the visible GPUs."""
+    amd = torch.version.hip is not None and os.environ.get("HIP_VISIBLE_DEVICES")
+    name = "HIP_VISIBLE_DEVICES" if amd else "CUDA_VISIBLE_DEVICES"  # ROCm prefers the former
+    each = os.environ.get(name)
+    each = each.split(",") if each else range(torch.cuda.device_count())
+    return name, ",".join(str(each[i]) for i in gpus)
+
+
+def cards() -> tuple[list[int], str, tuple[str, str] | None]:
+    """(the visible GPUs that training uses, a line on the others or "", how to hide them).
+
+    On AMD, processors' integrated GPUs beside cards and GPUs without code are left out. NVIDIA's
+    are not looked at: that would start the driver in the launcher."""
+    visible = list(range(torch.cuda.device_count()))
+    gpus = [] if torch.version.hip is None else [this_device(i) for i in visible]
+    able = [i for i, gpu in enumerate(gpus) if not no_code(gpu)]
+    apart = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
+    kept = apart or able or visible
+    others = [f"{gpus[i].name} ({gpus[i].arch})" for i in visible if i not in kept]
+    if not others:
+        return visible, "", None
+    name, value = only(kept)
+    line = f"not used, integrated or without code in this PyTorch: {', '.join(others)}"
+    return kept, f"{line}; {name}={value}", (name, value)
+
+
+def refuse_gpus(gpus: Iterable[int]) -> None:
+    """Raises UserError unless this PyTorch has code for these GPUs, and all are of one kind."""
+    kinds = {}
+    for i in gpus:
+        device = this_device(i)
+        if fix := no_code(device):
+            lack = f"torch {torch.__version__} has no code for {device.arch}"
+            raise UserError(f"GPU {i}, {device}: {lack}: {fix}")
+        kinds.setdefault((device.arch, device.units), []).append(i)
+    if len(kinds) > 1:
+        each = ((this_device(gpus[0]), ", ".join(map(str, gpus))) for gpus in kinds.values())
+        each = ", ".join(f"GPU {gpus}: {device}" for device, gpus in each)
+        name, value = only(max(kinds.values(), key=len))
+        raise UserError(
+            f"the GPUs of a run must be of one kind, not {each}: pick some by {name}={value}"
+        )
 
 
 def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
@@ -92,25 +184,57 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
 def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     """Dense matrix peak in TFLOP/s of one device; None if unknown, never a guess."""
     column = list(DTYPES.values()).index(dtype)
-    keys = (device.arch, *(key for key in PEAK_TFLOPS if key in device.name))
-    return next((PEAK_TFLOPS[key][column] for key in keys if key in PEAK_TFLOPS), None)
+    label = f"{device.name} {device.arch} {device.units}"
+    return next((peaks[column] for key, peaks in PEAK_TFLOPS.items() if key in label), None)
+
+
+def amd_gpus(root: Path = Path("/")) -> dict[int, dict[str, int]]:
+    """What the kernel says of each AMD GPU of this node, hidden ones included, by its number there.
+    root: where /sys is."""
+    gpus = {}
+    for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        with contextlib.suppress(OSError, ValueError):  # unreadable if a container lacks this GPU
+            pairs = map(str.split, file.read_text().splitlines())
+            facts = {key: int(value) for key, value in pairs}
+            if facts.get("gfx_target_version"):  # 0 for a CPU
+                gpus[int(file.parent.name)] = facts
+    return dict(sorted(gpus.items()))
+
+
+def _amd_links(root: Path) -> dict[tuple[str, str], str]:
+    gpus, pairs = amd_gpus(root), {}
+    for a, b in itertools.permutations(gpus, 2):
+        files = (root / f"sys/class/kfd/kfd/topology/nodes/{a}/io_links").glob("*/properties")
+        wanted = {"type 11", f"node_to {b}"}  # between GPUs, the kernel lists XGMI links only
+        direct = any(wanted <= set(file.read_text().splitlines()) for file in files)
+        places = [(gpus[n].get("domain", 0), gpus[n]["location_id"]) for n in (a, b)]
+        a_bus, b_bus = (f"{d:04x}:{at >> 8:02x}:{at >> 3 & 31:02x}.{at & 7}" for d, at in places)
+        pairs[a_bus, b_bus] = "XGMI" if direct else "PCIe"
+    return pairs
+
+
+def link_table(root: Path = Path("/")) -> dict[tuple[str, str], str]:
+    """(a, b) -> the link between two GPUs of this node, hidden ones included: "NV18", "PIX",
+    "XGMI", "PCIe". a, b: nvidia-smi's numbers as in "0", or AMD's bus addresses as in
+    "0000:43:00.0". Empty if it is unknown. root: where /sys is."""
+    if pairs := _amd_links(root):
+        return pairs
+    tool = ["nvidia-smi", "topo", "-m"]
+    try:
+        table = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    # "GPU0 X NV18 ..."; the table's header is indented
+    rows = [line.split()[1:] for line in table.splitlines() if line.startswith("GPU")]
+    each = range(len(rows))
+    return {(str(i), str(j)): rows[i][j] for i in each for j in each if i != j}
 
 
 @functools.cache
 def links() -> list[str]:
-    """Links between this node's GPUs, including hidden ones, as the vendor's tool names them:
-    "NV18", "PIX", "XGMI". The first two GPUs' link comes first. Empty if the tool names none."""
-    for tool in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopotype"]):
-        try:
-            table = subprocess.run(tool, capture_output=True, text=True, timeout=20).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            continue
-        # "GPU0 X NV18 ..."; the table's header is indented
-        rows = [line.split()[1:] for line in table.splitlines() if line.startswith("GPU")]
-        pairs = [row[j] for i, row in enumerate(rows) for j in range(i + 1, len(rows))]
-        if pairs:
-            return list(dict.fromkeys(pairs))
-    return []
+    """The kinds of links between this node's GPUs, hidden ones included, as in `link_table`. The
+    first two GPUs' link comes first. Empty if unknown."""
+    return list(dict.fromkeys(link_table().values()))
 
 
 def other_than_nvlink() -> str:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo.device import World
+from llm_demo.device import World, refuse_gpus
 from llm_demo.errors import STOPPED, Stopped, UserError, counted
 from llm_demo.files import disk_full
 from llm_demo.process import (
@@ -45,7 +45,7 @@ def start() -> World:
 
     NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
     listens on other interfaces than loopback. Raises UserError for an environment that describes no
-    group."""
+    group, and for GPUs that PyTorch has no code for or that are of two kinds."""
     env = os.environ
     size = number("WORLD_SIZE", 1, at_least=1)
     rank, local_rank = number("RANK", 0, at_most=size - 1), number("LOCAL_RANK", 0)
@@ -65,6 +65,7 @@ def start() -> World:
                 f"rank {rank} needs GPU {local_rank}, but PyTorch sees only {gpus}: lower "
                 "NPROC_PER_NODE or check CUDA_VISIBLE_DEVICES"
             )
+        refuse_gpus(range(min(local_size, torch.cuda.device_count())))
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         # gloo as well as NCCL: objects and barriers before step 1 need no GPU.

@@ -1,4 +1,4 @@
-"""Test in a fresh process whether something works here, and cache the result on disk.
+"""Test in a fresh process whether something works here, and remember on disk what does.
 
 A separate process, because a GPU kernel can fail late and elsewhere: all checks may pass and the
 launch still break every later call."""
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.device import this_device
+from llm_demo.device import KERNEL_VARIABLES, this_device
 from llm_demo.files import cache_folder
 from llm_demo.process import PARENT
 
@@ -21,13 +21,15 @@ from llm_demo.process import PARENT
 def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     """The last line of `python -m module args` if it failed; None if it succeeded.
 
-    Cached by module, arguments, device, PyTorch and `versions`, in $LLM_DEMO_CACHE or
-    ~/.cache/llm_demo."""
+    A success is remembered by module, arguments, device, PyTorch, `versions` and the variables
+    that choose kernels, in $LLM_DEMO_CACHE or ~/.cache/llm_demo. A failure is not: its cause, such
+    as a missing compiler, may be gone next time."""
     device = this_device()
-    key = json.dumps([module, args, device.name, device.arch, torch.__version__, versions])
-    file = Path(cache_folder()) / "probes" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
+    key = json.dumps([module, args, device.name, device.arch, torch.__version__, versions, chosen])
+    file = Path(cache_folder()) / "worked" / hashlib.sha256(key.encode()).hexdigest()[:24]
     if file.exists():
-        return file.read_text() or None
+        return None
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env[PARENT] = str(os.getpid())
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.parent), *sys.path])
@@ -35,13 +37,10 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
     except subprocess.TimeoutExpired:
-        return "no result within 180 s"  # not cached: the machine may be busy
-    problem = None
+        return "no result within 180 s"
     if done.returncode:
-        problem = ((done.stderr or done.stdout).strip().splitlines() or ["failed silently"])[-1]
+        return ((done.stderr or done.stdout).strip().splitlines() or ["failed silently"])[-1]
     with contextlib.suppress(OSError):  # a read-only cache: test again next time
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(f".{os.getpid()}")
-        part.write_text(problem or "")
-        part.replace(file)
-    return problem
+        file.touch()
+    return None

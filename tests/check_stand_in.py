@@ -35,7 +35,7 @@ def answer(do, command):
     if do == "start":
         device = command["device"]
     key = f"{do} {device or (command.get('args') or [''])[0]}".strip()
-    if do in ("group", "profile"):
+    if do == "group":
         key = meeting(command["file"], command["backend"])
     fault = faults.get(key)
     if fault == "hang":
@@ -49,7 +49,8 @@ def answer(do, command):
         return group(**command)
     if do == "gemm":
         bf16 = fault or 790
-        return {"rates": {"bf16": bf16, "fp16": bf16, "fp32": 52}, **scenario.get("gemm", {})}
+        rates = {"rates": {"bf16": bf16, "fp16": bf16, "fp32": 52}, "subnormals": True}
+        return rates | {"products": {"bf16": {"head": [50, 40, 30]}}, **scenario.get("gemm", {})}
     return scenario.get("answers", {}).get(do, {})
 
 

@@ -279,7 +279,6 @@ GPU3\tSYS\tSYS\tNV4\t X \t0-31
         ("nvidia-smi", "\t\x1b[4mGPU0\tGPU1\x1b[0m\nGPU0\t X \tNV18\nGPU1\tNV18\t X ", ["NV18"]),
         ("nvidia-smi", BRIDGED, ["NV4", "SYS"]),
         ("nvidia-smi", "\tGPU0\tCPU Affinity\nGPU0\t X \t0-31\t", []),
-        ("rocm-smi", "     GPU0    GPU1 \nGPU0   0    PCIE \nGPU1   PCIE   0 \n", ["PCIE"]),
         ("none", "", []),
     ],
 )

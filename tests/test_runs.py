@@ -475,6 +475,15 @@ def test_no_secret_of_the_environment_is_written_down(monkeypatch):
     assert "hunter2" not in str(found)
 
 
+@pytest.mark.parametrize("name", [
+    "HSA_OVERRIDE_GFX_VERSION", "ROCR_VISIBLE_DEVICES", "ROCBLAS_LAYER", "HIPBLASLT_LOG_LEVEL",
+    "GPU_MAX_HW_QUEUES", "FLASH_ATTENTION_TRITON_AMD_ENABLE", "CUBLAS_WORKSPACE_CONFIG",
+])  # fmt: skip
+def test_what_chooses_devices_and_kernels_is_written_down(name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    assert environment(WORLD)["environment"][name] == "1"
+
+
 def test_runs_of_the_same_second_have_names_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "ROOT", tmp_path)
     monkeypatch.setattr(

@@ -95,6 +95,7 @@ def machine(tmp_path, bare_python, pip_once):
         (Machine.repo / name / "__init__.py").touch()
     for name in ("setup.sh", "requirements.txt", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, Machine.repo)
+    shutil.copy(ROOT / "llm_demo/rocm_builds.txt", Machine.repo / "llm_demo")
     (Machine.repo / "README.md").touch()
     machine = Machine()
     for name in ("nvidia-smi", "rocminfo"):
@@ -175,11 +176,11 @@ def kfd(machine, *versions):
         machine.file(path, f"simd_count 480\ngfx_target_version {version}\n")
 
 
-def amd(gfx, rocm=None):
+def amd(*gfx, rocm=None, at=""):
     def build(machine):
-        kfd(machine, gfx)
+        kfd(machine, *gfx)
         if rocm:
-            machine.file("opt/rocm/.info/version", rocm)
+            machine.file(f"opt/rocm/{at}.info/version", rocm)
 
     return build
 
@@ -191,11 +192,25 @@ def laptop(machine):
 
 MACHINES = {
     "plain": (lambda m: None, "2.13.0, cpu", "no GPU was found"),
-    "MI100": (amd(90008, "6.4.1-83"), "2.9.1, rocm6.4", "gfx908, ROCm 6.4.1-83"),
-    "older ROCm": (amd(90010, "6.3.2"), "2.8.0, rocm6.3", "gfx90a"),
-    "newer ROCm": (amd(90402, "7.2.1"), "2.13.0, rocm7.2", "gfx942"),
-    "newest ROCm": (amd(90402, "7.14.0"), "2.13.0, rocm7.2", "gfx942"),
+    "MI100": (amd(90008, rocm="6.4.1-83"), "2.9.1, rocm6.4", "gfx908, ROCm 6.4.1-83)"),
+    "older ROCm": (amd(90010, rocm="6.3.2"), "2.8.0, rocm6.3", "gfx90a"),
+    "newer ROCm": (amd(90402, rocm="7.2.1"), "2.13.0, rocm7.2", "gfx942"),
+    "newest ROCm": (amd(90402, rocm="7.14.0"), "2.13.0, rocm7.2", "gfx942"),
+    "ROCm in core": (amd(90008, rocm="7.14.0", at="core/"), "rocm7.2", "gfx908, ROCm 7.14.0"),
+    "in core-10.0": (amd(90008, rocm="10.0.0", at="core-10.0/"), "rocm7.2", "ROCm 10.0.0"),
     "driver alone": (amd(110000), "2.9.1, rocm6.4", "gfx1100, ROCm unknown"),
+    "MI50": (amd(90006, rocm="6.4.1"), "2.8.0, rocm6.3", "gfx906"),
+    "MI50, newer ROCm": (amd(90006, rocm="7.2.0"), "2.8.0, rocm6.3", "gfx906"),
+    "MI355X, driver alone": (amd(90500), "2.13.0, rocm7.2", "gfx950, ROCm unknown"),
+    "MI355X, ROCm 7.0": (amd(90500, rocm="7.0.2"), "2.10.0, rocm7.0", "gfx950"),
+    "Strix Point": (amd(110500), "2.13.0, rocm7.2", "gfx1150"),
+    "Strix Halo": (amd(110501, rocm="6.4.4"), "2.13.0, rocm7.2", "gfx1151"),
+    "9070 XT": (amd(120001, rocm="6.4.1"), "2.9.1, rocm6.4", "gfx1201"),
+    "MI100 and Ryzen": (
+        amd(90008, 90008, 100306, rocm="6.4.1"),
+        "2.9.1, rocm6.4",
+        "no code for gfx1036",
+    ),
     "laptop's AMD": (amd(110003), "2.13.0, cpu", "gfx1103 is not one that PyTorch's ROCm wheels"),
     "rocminfo alone": (
         lambda m: m.command("rocminfo", "echo ' Name: gfx90a'"),
@@ -231,8 +246,10 @@ def test_the_build_fits_the_machine_and_says_why(machine, name):
     ],
 )
 def test_the_user_may_choose_the_build(machine, build, command):
+    kfd(machine, 110501)  # rocm6.4 lacks its code, and says so
     result = machine.setup(SETUP_DRY_RUN="1", TORCH_BUILD=build)
     assert command in result.stdout and "TORCH_BUILD says so" in result.stdout
+    assert ("no code for gfx1151" in result.stdout) == (build == "rocm6.4")
 
 
 @pytest.mark.parametrize(
@@ -348,7 +365,7 @@ def test_a_package_that_wants_a_newer_torch_does_not_get_it(machine, tmp_path):
 
 def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
     fill(machine.wheels)  # without a ROCm torch and without uv
-    amd(90008, "6.4.0")(machine)
+    amd(90008, rocm="6.4.0")(machine)
     result = machine.setup()
     assert result.returncode == 1
     assert "error: found no torch 2.9.1 for rocm6.4" in result.stderr

@@ -18,7 +18,6 @@ from llm_demo.process import command
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
 LIMIT = 90
 HEADS = [16, 8, 128, 128]  # as attention.Heads: Qwen3-0.6B's
-FUSED = ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")  # backends of PyTorch's SDPA
 
 
 def check(output_dir: str, tell) -> dict:
@@ -30,10 +29,13 @@ def check(output_dir: str, tell) -> dict:
     base, disk = Worker(), Worker("llm_demo.check.files")
     base.send("torch_facts")
     disk.send("disk", folder=output_dir)
-    disk.send("locks")
     smi = gpus.nvidia()
     torch = facts["torch"] = receive([[base]], LIMIT)[0][0]
     tell(machine.torch_build(torch, smi))
+    if torch.get("only"):  # as the launcher does
+        tell([(OK, "gpus", torch["left_out"], "")])
+        os.environ.update([torch["only"]])
+        base = Worker()
     devices = torch.get("devices", [])
     if torch_works := "torch" in torch:
         tell(machine.packages())
@@ -45,17 +47,17 @@ def check(output_dir: str, tell) -> dict:
                 check_cpu(folder, facts, tell)
     tell(machine.tools())
     tell(machine.shared_memory(len(devices)))
-    tell(machine.locked_memory())
     tell(machine.cores(len(devices)))
-    tell(machine.numa([device["bus"] for device in devices]))
-    facts["disk"], facts["locks"] = (receive([[disk]], LIMIT)[0][0] for _ in range(2))
+    facts["disk"] = receive([[disk]], LIMIT)[0][0]
     tell(files.disk_line(facts["disk"], output_dir))
-    tell(files.locks_line(facts["locks"]))
     if torch_works:
+        if devices:
+            receive([[probes["block"]]], LIMIT)  # the answer to "start"
         answers = receive([[worker] for worker in probes.values()], LIMIT)
         facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
         tell(attention(base, facts))
         tell(deepspeed(facts["probes"]["deepspeed"]))
+        tell(speeds(probes.get("block"), base, facts))
     if devices and devices[0]["vendor"] == "amd":
         tell(amd(devices, facts))
     return facts
@@ -73,30 +75,26 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
         device["bus"] = row.get("bus") or device.get("bus", "")
         device["index"] = row.get("index", i)
     places = [device["bus"] for device in devices]
-    # Timing is needed to see whether RCCL's flight recorder has durations.
-    timed = {"TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "100"} if amd else {}
-    fleet, control = pairs.Fleet(len(devices), "cuda", folder, **timed), None
+    fleet, control = pairs.Fleet(len(devices), "cuda", folder), None
     if len(devices) > 1 and os.environ.get(pairs.P2P_OFF, "0") == "0":
         control = pairs.Fleet(len(devices), "cuda", folder, **{pairs.P2P_OFF: "1"})
         control.start()
     fleet.start()
-    answers, loads = fleet.products(2.0, amd, gpus.under_load)
-    faults = gpus.memory_faults(places)
+    answers, loads = fleet.products(2.0, amd, lambda: gpus.under_load(places))
     for device, answer in zip(devices, answers, strict=True):
-        load, fault = loads.get(device["bus"], {}), faults[device["bus"]]
-        device |= answer | {"load": load, "faults": fault}
+        device |= answer | {"load": loads.get(device["bus"], {})}
     tell([gpus.gpu_line(each, devices, f"gpu {i}") for i, each in enumerate(devices)])
-    links, indices = gpus.nvlinks(), [device["index"] for device in devices]
-    tell(gpus.nvlink_lines(links, indices))
+    tell(gpus.product_lines(devices[0]))
     if len(devices) < 2:
         return
 
-    names = gpus.topology()
+    names = {(a, b): kind for a, b, kind in facts["torch"]["links"]}
+    keys = [device["bus"] if amd else str(device["index"]) for device in devices]
     kinds = {
-        (i, j): names.get((indices[i], indices[j]), "")
+        (i, j): names.get((keys[i], keys[j]), "")
         for i, j in itertools.combinations(range(len(devices)), 2)
     }
-    expected = gpus.expected_gb(devices, kinds, links)
+    expected = gpus.expected_gb(devices, kinds, gpus.nvlinks())
     results = fleet.try_pairs()
     fleet.measure_alone(results, expected)
     without = control.try_pairs() if control else {}
@@ -107,8 +105,6 @@ def check_gpus(devices, smi, folder, facts, tell) -> None:
         return fleet.try_all() if results and not failed else None
 
     together, together_without = try_all(fleet, results), try_all(control, without)
-    if amd and together and not together.get("problem"):
-        facts["profile"] = fleet.talk([tuple(range(len(devices)))], "all", "profile")[0]
     facts["pairs"] = [
         {"pair": pair, "link": kinds[pair], "expected": expected[pair]}
         | {"result": results.get(pair), "without_p2p": without.get(pair)}
@@ -144,9 +140,9 @@ def start_probes(base, facts) -> dict:
     if devices:
         probes["compile"] = Worker()
         probes["compile"].send("run_module", name="llm_demo.model.compiling", args=[])
-    for backend in FUSED if devices and devices[0]["vendor"] == "amd" else ():
-        probes[backend] = Worker()
-        probes[backend].send("sdpa", backend=backend, dtype=choices.get("dtype", "bf16"))
+        probes["block"] = Worker()  # compiled while other things are checked, timed at the end
+        probes["block"].send("start", device="cuda:0")
+        probes["block"].send("compile_block", dtype=choices.get("dtype", "bf16"))
     return probes
 
 
@@ -194,36 +190,30 @@ def deepspeed(answer: dict) -> list:
     return [(OK, "deepspeed", f"{text}, tested with {pin}", "")]
 
 
+def speeds(block: Worker | None, base: Worker, facts: dict) -> list:
+    """Times of fused kernels beside eager ones on the first GPU, and the host's speed. Measured
+    last, when nothing else runs."""
+    dtype = facts["choices"].get("dtype", "bf16")
+    if block is None:
+        return machine.host_line(ask(base, LIMIT, "host_speed"), 0)
+    speed = facts["kernels"] = ask(block, LIMIT, "kernels", dtype=dtype)
+    lines, cases = [], {"block": "a compiled block", "loss": "the loss kernel"}
+    for name, what in cases.items() if "problem" not in speed else ():
+        found, fix, level = speed[name], "--no_compile", WARNING
+        text = f"{what} fails: {found}"
+        if isinstance(found, list):
+            eager, fused, error = found
+            text = f"{what} takes {fused:.2f} ms, eager {eager:.2f} ms; they differ by {error:.1e}"
+            if error < 0.03:  # bf16 rounds by up to 0.004
+                level, fix = OK, ""
+        lines.append((level, "kernels", text, fix))
+    return [*lines, *machine.host_line(speed, len(facts["torch"]["devices"]))]
+
+
 def amd(devices, facts) -> list:
-    """Answers to open questions about AMD cards, and RCCL's requirements; see docs/check.md."""
-    lines = []
-    for backend in FUSED:
-        answer = facts["probes"][backend]
-        if answer.get("problem"):
-            text = f"{backend} does not run on {devices[0]['arch']}: {answer['problem']}"
-        else:
-            text = f"{backend} works, and differs from math by {answer['error']:.1e}"
-        lines.append((OK, "sdpa", text, ""))
-    first = devices[0]
-    text = f"default {first.get('blas', {}).get('default', 'unknown')}; "
-    if rates := first.get("hipblaslt"):
-        each = ", ".join(f"{name} {rate:.0f}" for name, rate in rates.items())
-        text += f"hipBLASLt: {each} TFLOP/s (if faster: TORCH_BLAS_PREFER_HIPBLASLT=1)"
-    else:
-        text += first.get("blas", {}).get("problem", "this torch refuses hipBLASLt")
-    lines.append((OK, "blas", text, ""))
-    if profile := facts.get("profile"):
-        text = f"kernels of an all-reduce: {', '.join(profile.get('kernels', [])) or 'none'}; "
-        text += f"arguments {'' if profile.get('named') else 'not '}recorded; flight recorder: "
-        text += f"{profile.get('with_duration', 0)} of {profile.get('recorded', 0)} entries have a "
-        text += "duration"
-        if problem := profile.get("problem"):
-            text = f"profiling a collective failed: {problem}"
-        lines.append((OK, "profile", text, ""))
+    """What else is asked on AMD cards; see docs/check.md."""
     links = {pair["link"] for pair in facts.get("pairs", ())}
-    if links - {"XGMI"} and os.environ.get("HSA_FORCE_FINE_GRAIN_PCIE") != "1":
-        text = "HSA_FORCE_FINE_GRAIN_PCIE is not 1; RCCL needs it for peer-to-peer over PCIe"
-        lines.append((WARNING, "rccl", text, "export HSA_FORCE_FINE_GRAIN_PCIE=1"))
+    lines = machine.kernel_lines([device["bus"] for device in devices], links == {"XGMI"})
     for i, device in enumerate(devices):
         visible, total = (
             gpus.amd_gb(device["bus"], name) for name in ("vis_vram_total", "vram_total")
@@ -232,8 +222,8 @@ def amd(devices, facts) -> list:
             text = f"GPU {i} exposes {visible:.1f} of {total:.0f} GB on the bus: no peer-to-peer"
             fix = "enable Above 4G Decoding and Resizable BAR in the BIOS"
             lines.append((WARNING, "large BAR", text, fix))
-    rocm = machine.read("opt/rocm/.info/version") or "not in /opt/rocm"
-    return [*lines, (OK, "rocm", f"ROCm {rocm}", "")]
+    text = f"ROCm {machine.rocm()}, RCCL {facts['torch'].get('nccl', 'unknown')}"
+    return [*lines, (OK, "rocm", f"{text}, links: {', '.join(links) or 'none'}", "")]
 
 
 # ---------------------------------------------------------------- the command

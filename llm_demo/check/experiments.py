@@ -1,23 +1,37 @@
 """The experiments that need PyTorch. A worker runs them, because they may hang or crash."""
 
 import contextlib
-import pickle
+import functools
 import runpy
 import sys
-import tempfile
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llm_demo.check.processes import first_line
-from llm_demo.device import DTYPES, peak_tflops, pick_dtype, this_device
+from llm_demo.check.processes import ROOT, first_line
+from llm_demo.device import (
+    DTYPES,
+    cards,
+    link_table,
+    peak_tflops,
+    pick_dtype,
+    refuse_gpus,
+    this_device,
+)
 from llm_demo.dist import stay_on_loopback
+from llm_demo.errors import UserError
 
 _device = None  # this process's device, see `start`
+_block = None  # see `compile_block`
+
+SQUARE, ROWS = 8192, 4096  # size of a square product; token slots of the model's
+WEIGHTS = {
+    "3,072": (1024, 3072),
+    "151,936": (1024, 151_936),
+}  # two of Qwen3-0.6B's: inputs, outputs
+ADDITIONS = 3_000_000
 
 
 def torch_facts() -> dict:
@@ -31,9 +45,15 @@ def torch_facts() -> dict:
             except Exception as e:
                 facts["unavailable"] = str(e).strip().splitlines()[0]
         return facts
-    facts["archs"] = torch.cuda.get_arch_list()
-    count = torch.cuda.device_count()
-    for i in range(count):
+    kept, facts["left_out"], facts["only"] = cards()
+    try:
+        refuse_gpus(kept)
+    except UserError as e:
+        facts["refused"] = str(e)
+    facts["links"] = [[*pair, kind] for pair, kind in link_table().items()]
+    with contextlib.suppress(Exception):  # a build without NCCL
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    for i in kept:
         device, props = this_device(i), torch.cuda.get_device_properties(i)
         one = {k: getattr(device, k) for k in ("vendor", "name", "arch", "memory_gb")}
         one["peak"] = {name: peak_tflops(device, dtype) for name, dtype in DTYPES.items()}
@@ -44,7 +64,7 @@ def torch_facts() -> dict:
         facts["devices"].append(one)
     with contextlib.suppress(RuntimeError):
         peer_access = torch.cuda.can_device_access_peer
-        facts["peers"] = [[i == j or peer_access(i, j) for j in range(count)] for i in range(count)]
+        facts["peers"] = [[i == j or peer_access(i, j) for j in kept] for i in kept]
     return facts
 
 
@@ -103,22 +123,6 @@ def deepspeed_facts() -> dict:
     return {"version": deepspeed.__version__, "launcher": has}
 
 
-def sdpa(backend: str, dtype: str) -> dict:
-    """Largest relative error of an SDPA backend against math in fp32, gradients included."""
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    leaves = [torch.randn(2, 8, 256, 128, device=device) for _ in range(4)]
-    results = []
-    for which, cast in ((backend, DTYPES[dtype]), ("MATH", torch.float32)):
-        *qkv, up = (x.to(cast) for x in leaves)
-        qkv = [x.requires_grad_() for x in qkv]
-        with sdpa_kernel(getattr(SDPBackend, which)):
-            out = torch.nn.functional.scaled_dot_product_attention(*qkv, is_causal=True)
-        results.append([out, *torch.autograd.grad(out, qkv, up)])
-    pairs = zip(*results, strict=True)
-    return {"error": max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in pairs)}
-
-
 # ---------------------------------------------------------------- one GPU
 
 
@@ -135,27 +139,31 @@ def start(device: str) -> dict:
     return {}
 
 
-def gemm(seconds: float, hipblaslt: bool) -> dict:
-    """TFLOP/s of square matrix products on a GPU, by dtype, measured for `seconds` in total.
+def gemm(seconds: float, amd: bool) -> dict:
+    """TFLOP/s on a GPU: "rates" of square products by dtype, measured for `seconds` in total, and
+    "products" of the model's shapes, see `_products`; whether small fp16 values survive a product.
 
-    hipblaslt: also measure with that library instead of the default one."""
-    answer = {"rates": {dtype: _rate(dtype, seconds / len(DTYPES)) for dtype in DTYPES}}
-    if hipblaslt:
+    amd: also measure the model's shapes with hipBLASLt instead of the default library."""
+    answer = {"rates": {}}
+    for name, dtype in DTYPES.items():
+        a, b = (torch.randn(SQUARE, SQUARE, device=_device).to(dtype) for _ in range(2))
+        answer["rates"][name] = _rate(a, b, seconds / len(DTYPES))
+    del a, b
+    answer["products"], answer["subnormals"] = _products(), _keeps_subnormals()
+    if amd:
         try:
             before = torch.backends.cuda.preferred_blas_library()
             after = torch.backends.cuda.preferred_blas_library("hipblaslt")
-            answer["blas"] = {"default": str(before)}
+            answer["blas"] = str(before)
             if str(after) != str(before):
-                answer["hipblaslt"] = {dtype: _rate(dtype, 0.3) for dtype in DTYPES}
+                answer["hipblaslt"] = _products()
         except Exception as e:
-            answer["blas"] = {"problem": first_line(e)}
+            answer["blas"] = first_line(e)
+    torch.cuda.empty_cache()  # for the process that times kernels
     return answer
 
 
-def _rate(dtype, seconds):
-    n = 8192
-    # Not zeros: they draw less power, so they run faster than training does.
-    a, b = (torch.randn(n, n, device=_device).to(DTYPES[dtype]) for _ in range(2))
+def _rate(a, b, seconds):
     out = torch.mm(a, b)
     _wait()
     begun, done, spent = time.perf_counter(), 0, 0.0
@@ -165,7 +173,112 @@ def _rate(dtype, seconds):
         _wait()
         done += 4
         spent = time.perf_counter() - begun
-    return 2 * n**3 * done / spent / 1e12
+    return 2 * a.numel() * b.shape[1] * done / spent / 1e12
+
+
+def _products():
+    """dtype -> weight -> TFLOP/s of its three products: the output, and the gradients of the input
+    and of the weight. The inputs are random, because zeros draw less power and run faster."""
+    found = {}
+    for name in ("bf16", "fp16"):
+        found[name] = {}
+        for weight, (k, n) in WEIGHTS.items():
+            shapes = ((ROWS, k), (n, k), (ROWS, n))
+            x, w, g = (torch.randn(*s, device=_device, dtype=DTYPES[name]) for s in shapes)
+            found[name][weight] = [_rate(*ab, 0.03) for ab in ((x, w.T), (g, w), (g.T, x))]
+    return found
+
+
+def _keeps_subnormals():
+    """Whether a product reads fp16 values below 2**-14 as they are: some matrix units take zero."""
+    small = torch.full((256, 256), 2.0**-20, device=_device, dtype=torch.float16)
+    one = torch.ones_like(small)
+    return bool((small @ one == 2.0**-12).all() and (one @ small == 2.0**-12).all())
+
+
+def compile_block(dtype: str) -> dict:
+    """Compile a block of Qwen3-0.6B, for `kernels`."""
+    global _block
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+    torch.manual_seed(0)
+    folder = ROOT / "models/qwen3-0.6b"
+    config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
+    layer = Qwen3DecoderLayer(config, 0).to(_device, DTYPES[dtype])
+    x, up = (torch.randn(4, ROWS // 4, 1024, device=_device, dtype=DTYPES[dtype]) for _ in range(2))
+    x.requires_grad_()
+    rotary = [torch.full_like(x[:1, :, :128], value) for value in (0.8, 0.6)]
+
+    def run(forward):
+        out = forward(x, position_embeddings=rotary)
+        return torch.autograd.grad(out, [x, *layer.parameters()], up)[0]
+
+    _block = [functools.partial(run, f) for f in (layer, torch.compile(layer, dynamic=False))]
+    _block[1]()
+    return {}
+
+
+def kernels(dtype: str) -> dict:
+    """What eager kernels and fused ones take for a block's forward and backward, and for the loss:
+    [ms eager, ms fused, relative difference], or the problem. Also the speed of the host."""
+    from llm_demo.model import loss
+
+    logits = torch.randn(ROWS, 151_936, device=_device, dtype=DTYPES[dtype])
+    targets = torch.arange(ROWS, device=_device)
+
+    def gradient(f):
+        copy = logits.clone()
+        f(copy, targets)
+        return copy
+
+    losses = loss._loss_of_logits, loss._kernel("cuda") or loss._loss_of_logits
+    gradients = [functools.partial(gradient, f) for f in losses]
+    in_place = [functools.partial(f, logits, targets) for f in losses]
+    answer = host_speed()
+    for name, results, runs in (("block", _block, _block), ("loss", gradients, in_place)):
+        try:
+            plain, fused = (f() for f in results)
+            norms = [x.norm(dtype=torch.float32) for x in (fused - plain, plain)]
+            error = (norms[0] / norms[1]).item()
+            del plain, fused
+            answer[name] = [*map(_ms, runs), error]
+        except Exception as e:
+            answer[name] = first_line(e)
+    return answer
+
+
+def _ms(run):
+    """Milliseconds of run(): the best of five."""
+    spent = []
+    for _ in range(6):
+        _wait()
+        begun = time.perf_counter()
+        run()
+        _wait()
+        spent.append(time.perf_counter() - begun)
+    return 1e3 * min(spent[1:])
+
+
+def host_speed() -> dict:
+    """Seconds of 3 million additions in Python; microseconds to launch a kernel, with a GPU."""
+
+    def add():
+        total = 0
+        for i in range(ADDITIONS):
+            total += i
+
+    def launch():
+        for _ in range(1000):
+            x.add_(1)
+
+    begun = time.perf_counter()
+    add()
+    answer = {"python_s": time.perf_counter() - begun}
+    if _device is not None and _device.type == "cuda":
+        x = torch.zeros(1, device=_device)
+        answer["launch_us"] = _ms(launch)  # of 1,000
+    return answer
 
 
 def _wait():
@@ -275,24 +388,3 @@ def _bandwidth(rank, size):
         rates["send"] = [gb / seconds(lambda s=source: send(s), 3) for source in range(2)]
         rates["latency_us"] = seconds(there_and_back, 20) / 2 * 1e6
     return rates
-
-
-def profile(rank: int, size: int, file: str, backend: str, limit: float) -> dict:
-    """How an all-reduce appears in a profile and in the flight recorder."""
-    with _process_group(rank, size, file, backend, limit):
-        data = torch.zeros(1 << 20, device=_device)
-        dist.all_reduce(data)
-        _wait()
-        with torch.profiler.profile() as profiler:
-            dist.all_reduce(data)
-            _wait()
-        on_device = [e.name for e in profiler.events() if "CPU" not in str(e.device_type)]
-        answer = {"kernels": sorted({n for n in on_device if "ccl" in n.lower()})}
-        with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-            profiler.export_chrome_trace(trace.name)
-            answer["named"] = '"Collective name"' in Path(trace.name).read_text()
-        with contextlib.suppress(AttributeError):
-            entries = pickle.loads(torch._C._distributed_c10d._dump_nccl_trace())["entries"]
-            answer["recorded"] = len(entries)
-            answer["with_duration"] = sum(bool(e.get("duration_ms")) for e in entries)
-    return answer

@@ -1,87 +1,33 @@
-"""Disk and stale lock files. A worker measures them, because a file system may hang."""
+"""The disk. A worker looks at it, because a file system may hang."""
 
-import contextlib
-import glob
 import os
 import shutil
-import statistics
 import tempfile
-import time
 from pathlib import Path
 
 from llm_demo.check.machine import ERROR, OK, WARNING
 
-MIB = 1 << 20
 CHECKPOINT_GB = 7.2  # Qwen3-0.6B: weights and both AdamW moments in fp32
 
 
 def disk(folder: str) -> dict:
-    """Free space, write speed and fsync time in `folder` or its nearest existing parent."""
+    """Write to `folder` or its nearest existing parent; the free space there."""
     place = Path(folder).absolute()
     while not place.is_dir():
         place = place.parent
-    free = shutil.disk_usage(place).free
-    chunk = os.urandom(8 * MIB)  # not zeros: some file systems compress
-    largest = min(256 * MIB, free // 2)
     with tempfile.TemporaryFile(dir=place, buffering=0) as file:
-        syncs = []
-        for _ in range(5):
-            file.write(chunk[:4096])
-            begun = time.perf_counter()
-            os.fsync(file.fileno())
-            syncs.append(time.perf_counter() - begun)
-        begun, written = time.perf_counter(), 0
-        while written < largest and time.perf_counter() - begun < 2:
-            written += file.write(chunk)
+        file.write(bytes(4096))
         os.fsync(file.fileno())
-        speed = written / 1e6 / (time.perf_counter() - begun)
-    sync = statistics.median(syncs) * 1e3
-    return {"place": str(place), "free_gb": free / 1e9, "mb_per_s": speed, "fsync_ms": sync}
-
-
-def locks() -> dict:
-    """Lock files of builds that no process on this machine holds open: [path, age in hours]."""
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
-    triton = os.environ.get("TRITON_CACHE_DIR") or "~/.triton/cache"
-    roots = [Path(root).expanduser() for root in (extensions, triton)]
-    paths = [p for root in roots for depth in ("*", "*/*") for p in root.glob(f"{depth}/lock")]
-    held = set()
-    for link in glob.glob("/proc/[0-9]*/fd/*") if paths else ():
-        with contextlib.suppress(OSError):
-            held.add(os.readlink(link))
-    stale = []
-    for path in paths:
-        with contextlib.suppress(OSError):
-            age = time.time() - path.stat().st_mtime
-            if age > 60 and str(path.resolve()) not in held:
-                stale.append([str(path), age / 3600])
-    return {"stale": stale}
+    return {"place": str(place), "free_gb": shutil.disk_usage(place).free / 1e9}
 
 
 def disk_line(answer: dict, folder: str) -> list:
+    fix = "free space there or choose another --output_dir"
     if answer.get("problem"):
-        fix = "free space there or choose another --output_dir"
         return [(ERROR, "disk", f"writing below {folder} failed: {answer['problem']}", fix)]
-    free, speed, sync = answer["free_gb"], answer["mb_per_s"], answer["fsync_ms"]
-    text = f"{answer['place']}: {free:.0f} GB free, writes {speed:.0f} MB/s, fsync {sync:.1f} ms"
-    if free < 1:
-        return [(ERROR, "disk", text, "free space or choose another --output_dir")]
-    size = f"a checkpoint of a 0.6B model takes {CHECKPOINT_GB} GB"
-    if free < 3 * CHECKPOINT_GB:
-        fix = "free space, choose another --output_dir, or save less: --keep_last 1"
-        return [(WARNING, "disk", f"{text}; {size}", fix)]
-    if speed < 100 or sync > 500:
-        fix = "choose a faster --output_dir, or save less often"
-        return [(WARNING, "disk", f"{text}: slow, since {size}", fix)]
+    text = f"{answer['place']}: {answer['free_gb']:.0f} GB free"
+    if answer["free_gb"] < 3 * CHECKPOINT_GB:
+        level = ERROR if answer["free_gb"] < 1 else WARNING
+        text += f"; a checkpoint of a 0.6B model takes {CHECKPOINT_GB} GB"
+        return [(level, "disk", text, f"{fix}, or save less: --keep_last 1")]
     return [(OK, "disk", text, "")]
-
-
-def locks_line(answer: dict) -> list:
-    if answer.get("problem"):
-        return [(WARNING, "jit locks", f"the search failed: {answer['problem']}", "")]
-    if not answer["stale"]:
-        return [(OK, "jit locks", "none left behind", "")]
-    paths, ages = zip(*answer["stale"])  # noqa: B905
-    text = f"{len(paths)} left by killed builds, up to {max(ages):.0f} h old"
-    fix = f"rm {' '.join(paths)}, unless another machine is building there"
-    return [(WARNING, "jit locks", f"{text}: a process that needs one waits forever", fix)]

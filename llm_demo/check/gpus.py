@@ -1,8 +1,7 @@
-"""What nvidia-smi, rocm-smi and /sys report about the GPUs.
+"""What nvidia-smi and /sys report about the GPUs.
 
 A GPU is identified by its bus address, as in "0000:0a:00.0"."""
 
-import collections
 import os
 import re
 import statistics
@@ -51,44 +50,43 @@ def nvidia() -> dict:
     return {"driver": rows[0][-1] if rows else "", "cuda": cuda, "gpus": gpus}
 
 
-def under_load() -> dict[str, dict]:
-    """bus -> throttle reasons, clock, temperature and PCIe link, from nvidia-smi.
+def under_load(places: list[str]) -> dict[str, dict]:
+    """bus -> throttle reasons, clock, temperature, power and PCIe link.
 
     Call it while the GPUs are busy: idle GPUs lower their clock and their link."""
-    fields = ("pcie.link.gen.current", "pcie.link.width.current", "pcie.link.gen.max")
-    fields += ("pcie.link.width.max", "clocks.sm", "temperature.gpu")
+    fields = ("pcie.link.gen.current", "pcie.link.width.current")
+    fields += ("clocks.sm", "temperature.gpu", "power.draw")
     rows = query("pci.bus_id", "clocks_event_reasons.active", *fields)
     rows = rows or query("pci.bus_id", "clocks_throttle_reasons.active", *fields)  # older drivers
-    loads = {}
+    loads = {place: amd_load(place) for place in places}
     for place, reasons, *values in rows:
-        gen, width, _, width_max, clock, heat = map(number, values)
         bits = int(reasons, 16) if reasons.startswith("0x") else 0
-        loads[bus(place)] = {
-            "throttled": [word for bit, word in THROTTLED.items() if bits & bit],
-            "gen": gen, "width": width, "width_max": width_max, "clock": clock, "heat": heat,
-        }  # fmt: skip
+        throttled = [word for bit, word in THROTTLED.items() if bits & bit]
+        values = map(number, values)
+        keys = ("gen", "width", "clock", "heat", "power")
+        loads[bus(place)] = {"throttled": throttled, **dict(zip(keys, values, strict=True))}
     return loads
 
 
-def memory_faults(places: list[str]) -> dict[str, list[str]]:
-    """bus -> memory faults: ECC errors, rows waiting to be remapped."""
-    faults = collections.defaultdict(list)
-    for place, count in query("pci.bus_id", "ecc.errors.uncorrected.volatile.total"):
-        if number(count):
-            faults[bus(place)].append(f"{count} uncorrected ECC errors since the last reset")
-    fields = ("gpu_bus_id", "remapped_rows.pending", "remapped_rows.failure")
-    for place, pending, failure in query(*fields, of="remapped-rows"):
-        if pending in ("Yes", "1"):
-            faults[bus(place)].append("memory rows are waiting for a reset to be remapped")
-        if failure in ("Yes", "1"):
-            faults[bus(place)].append("remapping memory rows failed")
-    for place in places:  # AMD
-        for file in sorted((root() / f"sys/bus/pci/devices/{place}/ras").glob("*_err_count")):
-            count = re.search(r"ue:\s*(\d+)", read(file))
-            if count and int(count[1]):
-                block = file.name.split("_")[0]
-                faults[place].append(f"{count[1]} uncorrectable errors in {block}")
-    return faults
+def amd_load(place: str) -> dict:
+    """The same for an AMD GPU, from its driver's files; {} without them. The driver throttles by
+    the junction, the hottest place of the chip."""
+    folder = root() / "sys/bus/pci/devices" / place  # also /sys/class/drm/card*/device
+    sensors = next(folder.glob("hwmon/hwmon*"), None)
+    if sensors is None:
+        return {}
+    labels = {read(file): file.name.removesuffix("_label") for file in sensors.glob("*_label")}
+    spot = labels.get("junction", "temp1")
+    heat, limit = ((number(read(sensors / f"{spot}_{x}")) or 0) / 1e3 for x in ("input", "crit"))
+    draws = (read(sensors / f"power1_{x}") for x in ("average", "input"))
+    power, cap = number(next(filter(None, draws), "")) or 0, number(read(sensors / "power1_cap"))
+    clocks = re.findall(r"(\d+)Mhz( \*)?", read(folder / "pp_dpm_sclk"))  # *: the current one
+    throttled = [POWER_CAP] if cap and power > 0.97 * cap else []
+    if limit and heat > limit - 2:
+        throttled.append(f"junction at its limit of {limit:.0f} °C")
+    load = {"throttled": throttled, "heat": heat, "power": power / 1e6}
+    load["clock"] = next((int(clock) for clock, mark in clocks if mark), None)
+    return load | {"clock_max": max((int(clock) for clock, _ in clocks), default=None)}
 
 
 def amd_gb(place: str, name: str) -> float:
@@ -97,7 +95,7 @@ def amd_gb(place: str, name: str) -> float:
 
 
 def gpu_line(gpu: dict, gpus: list[dict], name: str) -> tuple:
-    """The line of a GPU. gpus: each one's facts, rates, load and memory faults."""
+    """The line of a GPU. gpus: each one's facts, rates and load."""
     text = f"{gpu['name']}, {gpu['arch']}, {gpu['memory_gb']:.0f} GB"
     if gpu.get("problem"):
         fix = "look for GPU errors: sudo dmesg | grep -iE 'xid|amdgpu'; is its memory full?"
@@ -109,8 +107,10 @@ def gpu_line(gpu: dict, gpus: list[dict], name: str) -> tuple:
         for dtype, rate in rates.items()
     ]
     text += f": {', '.join(each)} TFLOP/s ({'% of peak' if shares else 'peak unknown'})"
-    text += f", {load['clock']:.0f} MHz" if load.get("clock") else ""
+    most = f" of {load['clock_max']:.0f}" if load.get("clock_max") else ""
+    text += f", {load['clock']:.0f}{most} MHz" if load.get("clock") else ""
     text += f", {load['heat']:.0f} °C" if load.get("heat") else ""
+    text += f", {load['power']:.0f} W" if load.get("power") else ""
     link = pcie_gb(gpu["bus"], load)
     text += f", {link[1]}" if link else ""
 
@@ -120,35 +120,37 @@ def gpu_line(gpu: dict, gpus: list[dict], name: str) -> tuple:
     throttled = load.get("throttled", [])
     if slow and throttled or set(throttled) - {POWER_CAP}:
         why.append(f"throttled: {', '.join(throttled)}")
-        fixes.append("check cooling and power supply; nvidia-smi -q -d PERFORMANCE")
+        fixes.append("check cooling (a card without a fan needs a strong one) and power supply")
     if slow:
         why.append(f"{100 * rates['bf16'] / best:.0f}% of the fastest GPU")
         fixes.append("end other programs on it; compare power limits and cooling")
     elif min(shares.values(), default=1) < 0.5:
         why.append("less than half of its peak")
         fixes.append("end other programs on it; update driver and torch")
-    if load.get("width") and load["width"] < (load["width_max"] or 0):
-        why.append(f"PCIe x{load['width']:.0f} of x{load['width_max']:.0f} lanes")
-        fixes.append("reseat the card or use a full-width slot")
-    if gpu["faults"]:
-        why += gpu["faults"]
-        fixes.append("reset the GPU or reboot; if the errors return, replace it")
     return WARNING if why else OK, name, "; ".join([text, *why]), "; ".join(fixes)
 
 
+def product_lines(gpu: dict) -> list:
+    """Rates of a GPU's products in the model's shapes, and what becomes of small fp16 values."""
+    if gpu.get("problem"):
+        return []
+    libraries = {f"default ({gpu['blas']})" if "blas" in gpu else "": gpu["products"]}
+    if "hipblaslt" in gpu:
+        libraries["TORCH_BLAS_PREFER_HIPBLASLT=1"] = gpu["hipblaslt"]
+    lines = []
+    for library, products in libraries.items():
+        text = "output/input/weight gradient, TFLOP/s" + f", {library}" * bool(library)
+        for dtype, weights in products.items():
+            for weight, rates in weights.items():
+                text += f"; {dtype} 1,024 x {weight} {'/'.join(f'{rate:.0f}' for rate in rates)}"
+        lines.append((OK, "products", text, ""))
+    if not gpu["subnormals"]:
+        text = "products take fp16 values below 6e-5 for zero, so small gradients are lost"
+        lines.append((WARNING, "products", text, "--dtype bf16"))
+    return lines
+
+
 # ---------------------------------------------------------------- links
-
-
-def topology() -> dict[tuple[int, int], str]:
-    """(i, j) -> the link between GPUs i and j as the vendor's tool names it: NV18, PIX, XGMI ..."""
-    for command in (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopotype")):
-        rows = [line.split() for line in processes.tool(*command).splitlines()]
-        rows = [row[1:] for row in rows if len(row) > 1 and re.fullmatch(r"GPU\d+", row[0])]
-        rows = [row for row in rows if not row[0].startswith("GPU")]  # the table's header
-        if rows:
-            each = range(len(rows))
-            return {(i, j): rows[i][j] for i in each for j in each if i != j}
-    return {}
 
 
 def nvlinks() -> dict[int, list[float]]:
@@ -160,17 +162,6 @@ def nvlinks() -> dict[int, list[float]]:
         elif link := re.match(r"\s+Link \d+: ([\d.]+) GB/s", line):
             links.append(float(link[1]))
     return gpus
-
-
-def nvlink_lines(links: dict, indices: list[int]) -> list:
-    """A warning if some GPUs have fewer active NVLinks than others. indices: nvidia-smi's."""
-    active = {i: len(links[index]) for i, index in enumerate(indices) if index in links}
-    most = max(active.values(), default=0)
-    few = [f"GPU {i} has {count}" for i, count in active.items() if count < most]
-    if not few:
-        return []
-    fix = "reset the GPU; nvidia-smi nvlink -s and nvlink -e show the links"
-    return [(WARNING, "nvlink", f"{', '.join(few)} of {most} links active", fix)]
 
 
 def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
@@ -195,13 +186,13 @@ def pcie_gb(place: str, load: dict) -> tuple[float, str] | None:
 def expected_gb(gpus: list[dict], kinds: dict, links: dict) -> dict:
     """pair -> (GB/s in one direction, name) of its link; None if unknown.
 
-    kinds: pair -> name in `topology`; links: see `nvlinks`."""
+    kinds: pair -> kind, as in device.link_table; links: see `nvlinks`."""
     nvlink = statistics.median([speed for speeds in links.values() for speed in speeds] or [0])
     expected = {}
     for (i, j), kind in kinds.items():
         pcie = [pcie_gb(gpus[k]["bus"], gpus[k]["load"]) for k in (i, j)]
         gb, name = min(pcie) if all(pcie) else (None, "")
-        name += f" ({kind})" * bool(kind)
+        name += f" ({kind})" * (kind not in ("", "PCIe"))
         if kind.startswith("NV"):
             gb, name = int(kind[2:]) * nvlink, f"NVLink x{kind[2:]}"
         elif kind == "XGMI":

@@ -1,11 +1,12 @@
-"""The host: Python, PyTorch's build, memory limits, cores, NUMA.
+"""The host: Python, PyTorch's build, memory, cores, speed; the kernel's settings for AMD GPUs.
 
 Each check returns lines (level, name, text, fix); the fix is "" if there is nothing to do.
-PROBE_ROOT replaces / for /proc, /sys and /dev, so that tests can fake other machines."""
+PROBE_ROOT replaces /, so that tests can fake the files of other machines."""
 
+import contextlib
+import gzip
 import os
 import re
-import resource
 import shutil
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,11 @@ OK, WARNING, ERROR = "ok", "warning", "error"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 REBUILD = "leave any environment that has this torch, rm -r .venv, bash setup.sh"
 REINSTALL = "bash setup.sh, and use its .venv/bin/python"
+P2P_OPTIONS = ("CONFIG_HSA_AMD_P2P", "CONFIG_PCI_P2PDMA")
+
+# Two hosts with 7 to 8 µs and 0.24 to 0.30 s took 92 to 153 ms for a step of 0.6B at micro-batch 8,
+# instead of the 80 ms that the GPU needs.
+LAUNCH_US, PYTHON_S = 7.0, 0.2
 
 
 def root() -> Path:
@@ -72,7 +78,7 @@ def hidden_gpu() -> tuple[str, str] | None:
     The vendor is "nvidia?" if there is an NVIDIA card but no NVIDIA driver. None without a GPU."""
     if "GPU 0" in processes.tool("nvidia-smi", "-L"):
         return "nvidia", "nvidia-smi lists one"
-    supported = re.findall(r"gfx\w+", read(ROOT / "setup.sh"))
+    supported = re.findall(r"gfx\w+", read(ROOT / "llm_demo/rocm_builds.txt"))
     for node in (root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         match = re.search(r"gfx_target_version (\d+)", read(node))
         code = int(match[1]) if match else 0
@@ -99,7 +105,9 @@ def torch_build(facts: dict, smi: dict) -> list:
         if old:
             fix = f"if kernels fail to load, update the driver to one for CUDA {cuda}"
             return [(WARNING, "torch", f"{text}: the driver is older than this build", fix)]
-        return [_kernels_line(facts, text)]
+        if refused := facts.get("refused"):
+            return [(ERROR, "torch", f"{text}, and training ends at once: {refused}", "")]
+        return [(OK, "torch", text, "")]
     gpu = hidden_gpu()
     if not cuda and not hip:
         if gpu is None:
@@ -131,24 +139,6 @@ def torch_build(facts: dict, smi: dict) -> list:
     return [(ERROR, "torch", f"{text} sees no GPU, but {gpu[1]}: {why}", fix)]
 
 
-def _kernels_line(facts: dict, text: str) -> tuple:
-    """Report whether this build has kernels for the GPUs."""
-    archs = [arch.split(":")[0] for arch in facts.get("archs", ())]
-    for device in facts["devices"]:
-        gpu_arch = device["arch"]
-        fits = not archs or gpu_arch in archs
-        if device["vendor"] == "nvidia":  # or an older minor version, or PTX
-            for arch in archs:
-                kind, _, capability = arch.partition("_")
-                major, minor = int(re.sub(r"\D", "", capability)), int(gpu_arch[3:])
-                fits |= major <= minor and (kind == "compute" or major // 10 == minor // 10)
-        if not fits:
-            fix = "install a build that has them: an older torch for an older GPU, or a newer one"
-            text += f" has no kernels for {device['name']} ({gpu_arch}), only for {' '.join(archs)}"
-            return ERROR, "torch", text, fix
-    return OK, "torch", text, ""
-
-
 # ---------------------------------------------------------------- memory, cores
 
 
@@ -159,31 +149,14 @@ def tools() -> list:
     return [(ERROR, "driver", f"{name} {text}", fix) for name in sorted(processes.hung_tools)]
 
 
-def space(path: Path) -> tuple[int, int]:
-    """(size, free) of the file system at a path, in bytes."""
-    usage = shutil.disk_usage(path)
-    return usage.total, usage.free
-
-
 def shared_memory(gpus: int) -> list:
     shm = root() / "dev/shm"
-    size, free = space(shm) if shm.is_dir() else (0, 0)
-    text = f"{size / 1e9:.2f} GB, {free / 1e9:.2f} free"
+    free = shutil.disk_usage(shm).free if shm.is_dir() else 0
+    text = f"{free / 1e9:.2f} GB free"
     if gpus > 1 and free < 0.95e9:
         fix = "docker run --shm-size=1g or --ipc=host; or delete files from it"
         return [(WARNING, "/dev/shm", f"{text}: NCCL may die with a bus error", fix)]
     return [(OK, "/dev/shm", text, "")]
-
-
-def locked_memory() -> list:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.0f} MiB"
-    cards = sorted(p.name for p in (root() / "sys/class/infiniband").glob("*"))
-    if cards and limit != resource.RLIM_INFINITY:
-        fix = "ulimit -l unlimited (docker: --ulimit memlock=-1; systemd: LimitMEMLOCK=infinity)"
-        text += f", too little for InfiniBand ({', '.join(cards)}): ibv_reg_mr fails"
-        return [(WARNING, "locked memory", text, fix)]
-    return [(OK, "locked memory", text, "")]
 
 
 def cores(gpus: int) -> list:
@@ -206,16 +179,48 @@ def cores(gpus: int) -> list:
     return [(OK, "cores", text, "")]
 
 
-def numa(places: list[str]) -> list:
-    """Whether this process may use cores on the NUMA node of each GPU at these bus addresses."""
-    nodes = len(list((root() / "sys/devices/system/node").glob("node[0-9]*")))
-    text = f"{nodes} nodes" if nodes > 1 else "one node"
-    for i, place in enumerate(places if nodes > 1 else ()):
-        node = read(f"sys/bus/pci/devices/{place}/numa_node")
-        parts = read(f"sys/devices/system/node/node{node}/cpulist").split(",")
-        spans = [tuple(map(int, part.split("-"))) for part in parts if part]
-        if spans and not any(s[0] <= core <= s[-1] for core in usable_cores() for s in spans):
-            fix = f"allow cores of node {node}: numactl --cpunodebind=all; containers: cpuset"
-            text += f"; this process may use no core of node {node}, near GPU {i}"
-            return [(WARNING, "numa", text, fix)]
-    return [(OK, "numa", text, "")]
+def host_line(speed: dict, gpus: int) -> list:
+    """Whether this host can keep GPUs busy with small models: it starts every kernel."""
+    if problem := speed.get("problem"):
+        return [(WARNING, "host", f"its speed could not be measured: {problem}", "")]
+    text = f"3 million additions in Python take {speed['python_s']:.2f} s"
+    if launch := speed.get("launch_us", 0):
+        text += f", a kernel launch {launch:.1f} µs"
+    if gpus and (launch > LAUNCH_US or speed["python_s"] > PYTHON_S):
+        text += ": GPUs will wait for this host in small models, such as 0.6B at micro-batch 8"
+        fix = "end other programs, set the CPU governor 'performance', raise --micro_batch_size"
+        return [(WARNING, "host", text, fix)]
+    return [(OK, "host", text, "")]
+
+
+# ---------------------------------------------------------------- AMD
+
+
+def rocm() -> str:
+    """The version of the installed ROCm; from 7.14 on it is below core."""
+    folder = root() / "opt/rocm"
+    places = [folder, folder / "core", *sorted(folder.glob("core-*"))]
+    found = filter(None, (read(place / ".info/version") for place in places))
+    return next(found, "not in /opt/rocm")
+
+
+def kernel_lines(places: list[str], all_xgmi: bool) -> list:
+    """Versions, and the settings of the kernel that matter to AMD GPUs at these bus addresses."""
+    release, config = read("proc/sys/kernel/osrelease"), ""
+    with contextlib.suppress(OSError):
+        config = gzip.decompress((root() / "proc/config.gz").read_bytes()).decode()
+    config = config or read(f"boot/config-{release}")
+    off = [name for name in P2P_OPTIONS if config and f"{name}=y" not in config]
+    balancing = read("proc/sys/kernel/numa_balancing")
+    text = f"Linux {release}, amdgpu {read('sys/module/amdgpu/version') or 'of the kernel'}, "
+    text += f"numa_balancing {balancing or 'unknown'}, {' and '.join(P2P_OPTIONS)} "
+    text += "partly off" if off else "on" if config else "unknown"
+    lines = [(OK, "kernel", text, "")]
+    if off and len(places) > 1 and not all_xgmi:
+        text = f"{' and '.join(off)} is off: no peer-to-peer over PCIe"
+        lines.append((WARNING, "kernel", text, "boot a kernel with it, or use amdgpu-dkms"))
+    if balancing == "1":
+        text = "numa_balancing moves memory that GPUs use, which slows them down"
+        fix = "sudo sysctl kernel.numa_balancing=0"
+        lines.append((WARNING, "kernel", text, fix))
+    return lines

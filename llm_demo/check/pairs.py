@@ -12,7 +12,7 @@ import time
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import Worker, receive
 
-LIMITS = {"start": 60, "gemm": 20, "pair": 20, "all": 30, "pairs": 40}  # seconds
+LIMITS = {"start": 60, "gemm": 30, "pair": 20, "all": 30, "pairs": 40}  # seconds
 SLOW = 0.6  # share of a link's bandwidth
 P2P_OFF = "NCCL_P2P_DISABLE"
 FIX_P2P = (
@@ -42,16 +42,16 @@ class Fleet:
             if not worker.ready:
                 worker.kill(answer["problem"])
 
-    def products(self, seconds: float, hipblaslt: bool, look) -> tuple[list[dict], dict]:
+    def products(self, seconds: float, amd: bool, look) -> tuple[list[dict], dict]:
         """(each worker's answer to `gemm`, what look() returned while they were busy)"""
         for worker in self.workers:
-            worker.send("gemm", seconds=seconds, hipblaslt=hipblaslt)
+            worker.send("gemm", seconds=seconds, amd=amd)
         time.sleep(seconds / 4)
         seen = look()
         answers = receive([[worker] for worker in self.workers], LIMITS["gemm"])
         return [answer for (answer,) in answers], seen
 
-    def talk(self, groups: list, kind: str, do="group") -> list[dict]:
+    def talk(self, groups: list, kind: str) -> list[dict]:
         """The result of each group of GPUs. All groups run at the same time.
 
         The workers of a group that failed are replaced."""
@@ -69,7 +69,7 @@ class Fleet:
             for rank, i in enumerate(g):
                 # Longer than our limit, because PyTorch's timeout aborts the process.
                 place = {"file": file, "backend": backend, "limit": 4 * LIMITS[kind]}
-                self.workers[i].send(do, rank=rank, size=len(g), **place)
+                self.workers[i].send("group", rank=rank, size=len(g), **place)
         answers = receive([[self.workers[i] for i in g] for g in able], LIMITS[kind])
         for g, answer in zip(able, answers, strict=True):
             results[g] = combine(answer)

@@ -121,9 +121,13 @@ def this_node() -> Node:
         listen("", port).close()
     if count > 1:
         nodes.resolve(addr, port, nodes.time_left(wait))
-    import torch  # takes seconds: after all other refusals
+    from llm_demo import device  # imports torch, which takes seconds: after all other refusals
 
-    gpus = torch.cuda.device_count()  # AMD GPUs too; starts no CUDA context
+    kept, others, hide = device.cards()
+    if hide:
+        os.environ.update([hide])
+        print(others, file=sys.stderr, flush=True)
+    gpus = len(kept)
     processes = number("NPROC_PER_NODE", gpus or 2, at_least=1)
     if gpus and processes > gpus:
         raise UserError(f"NPROC_PER_NODE={processes}, but PyTorch sees {gpus} GPU(s) here")
@@ -334,6 +338,8 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
     except ImportError as e:
         raise UserError(f"the pipeline needs deepspeed ({e}): pip install deepspeed==0.19.8") from e
 
+    from llm_demo import device
+
     # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
     visible = None if node.gpus else os.environ.get("CUDA_VISIBLE_DEVICES")
     ranks = Ranks(visible, listener=node.listener)
@@ -344,9 +350,9 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
         # DeepSpeed's own stops one process after another, and waits 30 s for each.
         terminate_process_tree=lambda _pid: ranks.stop(),
     )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("HIP_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible and node.gpus else range(node.processes)
-    devices = list(devices)[: node.processes]
+    devices = list(range(node.processes))
+    if node.gpus:
+        devices = device.only(devices)[1].split(",")
     os.environ["LOCAL_WORLD_SIZE"] = str(len(devices))  # torchrun sets it, DeepSpeed does not
     world = {f"node{i}": devices for i in range(node.nodes)}  # the names are only labels
     sys.argv = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.device import World, links, this_device
+from llm_demo.device import KERNEL_VARIABLES, World, links, this_device
 from llm_demo.files import ROOT, write_json
 
 # Not through the launcher script: its defaults would fill flags that this run left open. With exec,
@@ -29,7 +29,11 @@ exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {launcher} {scrip
 """
 
 
-# in the name of an environment variable: its value is not written down
+# Environment variables to record, by prefix. SECRET: in a name, it keeps the value out.
+RECORDED = (
+    "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
+    "GPU_MAX_HW_QUEUES", *KERNEL_VARIABLES,
+)  # fmt: skip
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CRED|AUTH")
 
 
@@ -60,7 +64,7 @@ def environment(world: World) -> dict:
         "environment": {
             k: "left out" if SECRET.search(k) else v
             for k, v in sorted(os.environ.items())
-            if k.startswith(("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_"))
+            if k.startswith(RECORDED)
         },
     }
 
