@@ -48,9 +48,9 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
     compare = functools.partial(compiling.compare_with_eager, impl, device=torch.device("cpu"))
     assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
 
-    def wrong(out, targets):  # forgets to subtract one at the target
-        plain = loss._loss_of_logits(out, targets)
-        out[range(len(out)), targets] += loss.scale_of(out.dtype)
+    def wrong(out, targets, scale):  # forgets to subtract one at the target
+        plain = loss._loss_of_logits(out, targets, scale)
+        out[range(len(out)), targets] += scale
         return plain
 
     with monkeypatch.context() as patch:

@@ -205,11 +205,13 @@ def test_the_kernel_equals_double_precision(columns, dtype):
     found = loss._kernel("cuda")(logits, targets)
     torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
     bound = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
-    found_gradient = logits.double() / loss.scale_of(dtype)
-    torch.testing.assert_close(found_gradient, gradient, rtol=bound, atol=1e-6)
+    torch.testing.assert_close(logits.double(), gradient, rtol=bound, atol=1e-6)
     again = wide.detach().to(dtype)
     assert torch.equal(loss._kernel("cuda")(again, targets), found)
     assert torch.equal(again, logits)  # the same bits each time
+    scaled = wide.detach().to(dtype)
+    assert torch.equal(loss._kernel("cuda")(scaled, targets, 1024.0), found)
+    torch.testing.assert_close(scaled.double() / 1024, gradient, rtol=bound, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -92,14 +92,14 @@ def _chunks(count: int, most: int = 0) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
 
-def scale_of(dtype: torch.dtype) -> float:
+def _scale(dtype: torch.dtype) -> float:
     """What a gradient of logits is multiplied by where it is stored. Most of its numbers would be
     subnormal in fp16: of few bits, and taken for zero in products on an MI200."""
     return 1024.0 if dtype == torch.float16 else 1.0
 
 
-def _loss_of_logits(out, targets):
-    """The loss sum of one chunk's logits, which become their own gradient, times `scale_of`.
+def _loss_of_logits(out, targets, scale=1.0):
+    """The loss sum of one chunk's logits, which become their own gradient, times `scale`.
 
     Works in place: logsumexp would allocate another fp32 tensor of the logits' size."""
     logits = out.float()
@@ -108,7 +108,6 @@ def _loss_of_logits(out, targets):
     p = logits.exp_()
     total = p.sum(-1, keepdim=True)
     loss = (total.log() - hit).sum()
-    scale = scale_of(out.dtype)
     p /= total / scale  # d/dlogits = softmax - one-hot
     p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -scale, dtype=p.dtype))
     if p is not out:
@@ -174,7 +173,7 @@ def _add_product(total, p, h):
     """Add p.T @ h without p's scale to total [V, d] in fp32, in place; total is None at first."""
     if h.dtype == torch.float32:
         return p.T @ h if total is None else total.addmm_(p.T, h)
-    alpha = 1 / scale_of(h.dtype)  # applied before the product is rounded, so it can't overflow
+    alpha = 1 / _scale(h.dtype)  # applied before the product is rounded, so it can't overflow
     if not _fp32_products(h.device.type):
         product = torch.addmm(h[0], p.T, h, beta=0, alpha=alpha)
         return product.float() if total is None else total.add_(product)
@@ -212,12 +211,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = p = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
+        scale = _scale(hidden.dtype)
         for chunk in chunks:
             p = hidden[chunk] @ weight.T
-            total += loss_of_logits(p, targets[chunk])
+            total += loss_of_logits(p, targets[chunk], scale)
             if needs_grad:
-                part, alpha = grad_h[chunk], 1 / scale_of(p.dtype)
-                torch.addmm(part, p, weight, beta=0, alpha=alpha, out=part)
+                part = grad_h[chunk]
+                torch.addmm(part, p, weight, beta=0, alpha=1 / scale, out=part)
             if not keeps:
                 if of_head:
                     grad_w = _add_product(grad_w, p, hidden[chunk])

@@ -7,24 +7,22 @@ import torch
 import triton
 import triton.language as tl
 
-from llm_demo.model.loss import scale_of
-
 # A program reads LANES x EACH columns at a time; a lane is a thread's run of columns: 16 bytes in
 # 16 bits. On one H200, 4,096 rows of 151,936 in bf16 take 0.89 ms: bench/LOG.md.
 LANES, EACH = 512, 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """The sum of -log p(target) over rows, an fp32 scalar; logits become its gradient, times
-    `scale_of` their dtype.
+    `scale`.
 
     logits: [n, V] of any floating dtype, rows contiguous. targets: int64 [n], each in [0, V).
     Softmax and sums are in fp32."""
     n, columns = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n:
-        constants = scale_of(logits.dtype), LANES, EACH
+        constants = scale, LANES, EACH
         warps = LANES // torch.cuda.get_device_properties(logits.device).warp_size  # 64 on CDNA
         _row[(n,)](logits, targets, losses, logits.stride(0), columns, *constants, num_warps=warps)
     return losses.sum()
