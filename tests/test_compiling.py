@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 from conftest import ROOT
-from test_attention import CPU, H100, MI100, V100
+from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick
 
 from llm_demo.data.batch import position_ids
-from llm_demo.device import DTYPES
+from llm_demo.device import DTYPES, Device, pick_dtype
 from llm_demo.model import compiling, loss, sums
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import choose_compile
@@ -75,6 +75,33 @@ def test_the_probe_tests_what_the_run_would_compile(asked, dtype, monkeypatch):
     found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype])
     assert probes == [("llm_demo.model.compiling", "varlen", dtype)]
     assert found == (False, "torch.compile does not work here: wrong")
+
+
+CARDS = {
+    "H100 80 GB": H100,
+    "H200": Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 141.0),
+    "A100 80 GB": A100,
+    "RTX 4090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 4090", "sm_89", 24.0),
+    "RTX 3090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 3090", "sm_86", 24.0),
+    "MI100": MI100,
+    "MI210": MI210,
+    "MI300X": MI300,
+    "RX 7900 XTX": RX7900,
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_table_of_cards(card):
+    device = CARDS[card]
+    dtype, _ = pick_dtype("auto", device)
+    several, long, one = (
+        pick(device, dtype, **how)[0] for how in ({}, {"longest": 4096}, {"single": True})
+    )
+    packed = f"`{several}`" + f", long documents `{long}`" * (long != several)
+    name = next(name for name, each in DTYPES.items() if each == dtype)
+    (works,) = {choose_compile(None, device, impl, lambda: None)[0] for impl in (several, one)}
+    row = f"| {card} | {name} | {packed} | `{one}` | {'yes' if works else 'no'} |"
+    assert row in (ROOT / "docs/attention.md").read_text()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
