@@ -354,7 +354,9 @@ def pick_compute(
         product, why = from_rank0(world, lambda: choose_product(config, device, dtype))
         say(f"experts: {product} products ({why})")
         problem = why_not_compiled(product)
-    pick = functools.partial(choose_compile, args.compile, device, attn_impl, problem=problem)
+    pick = functools.partial(
+        choose_compile, args.compile, device, attn_impl, problem=problem, dtype=dtype
+    )
     compiled, why = from_rank0(world, pick)
     say(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:

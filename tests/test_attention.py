@@ -301,7 +301,9 @@ def test_comparison_used_by_the_probe(impl, monkeypatch):
 # ---------------------------------------------------------------- the choice, on faked machines
 
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
+MI210 = Device("cuda", "amd", "AMD Instinct MI210", "gfx90a", 64.0)
 MI300 = Device("cuda", "amd", "AMD Instinct MI300X", "gfx942", 192.0)
+RX7900 = Device("cuda", "amd", "AMD Radeon RX 7900 XTX", "gfx1100", 24.0)
 H100 = Device("cuda", "nvidia", "NVIDIA H100 80GB HBM3", "sm_90", 80.0)
 A100 = Device("cuda", "nvidia", "NVIDIA A100-SXM4-80GB", "sm_80", 80.0)
 V100 = Device("cuda", "nvidia", "Tesla V100", "sm_70", 32.0)
@@ -405,6 +407,41 @@ def test_dtype_of_old_gpus():
     assert pick_dtype("auto", V100)[0] == torch.float16
     with pytest.raises(UserError, match="has no bf16"):
         pick_dtype("bf16", V100)
+
+
+NAME = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+REFUSED = "PyTorch refuses its fused kernels here; bucketed_math runs the math kernel"
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "bucketed"])
+@pytest.mark.parametrize(
+    "device, allowed, values, problem",
+    [
+        (RX7900, "", 24, f"{REFUSED}; if those for gfx1100 are experimental, {NAME}=1 allows them"),
+        (RX7900, "1", 24, REFUSED),
+        (MI300, "", 24, REFUSED),
+        (MI100, "", 24, None),  # which has none: nothing is refused
+        (RX7900, "", 16, None),
+    ],
+)
+def test_the_probe_notices_that_sdpa_refuses_its_fused_kernels(
+    impl, device, allowed, values, problem, monkeypatch
+):
+    """PyTorch's fused kernel for CPUs refuses values of another width, and math runs silently."""
+    monkeypatch.setattr(attention_choice, "this_device", lambda: device)
+    monkeypatch.setattr(sys, "argv", ["probe", impl, "fp32", "4", "4", "16", str(values)])
+    monkeypatch.setenv(NAME, allowed)
+    compare = attention_choice.compare_with_math
+    monkeypatch.setattr(
+        attention_choice, "compare_with_math",
+        lambda impl, dtype, heads, device, *more: compare(impl, dtype, heads, "cpu", *more),
+    )  # fmt: skip
+    found = None
+    try:
+        attention_choice._probe_main()
+    except SystemExit as e:
+        found = e.code
+    assert found == problem
 
 
 def test_the_probe_does_not_import_transformers():

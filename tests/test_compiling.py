@@ -5,10 +5,11 @@ import functools
 import pytest
 import torch
 from conftest import ROOT
-from test_attention import CPU, H100, MI100, V100
+from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick
 
 from llm_demo.data.batch import position_ids
-from llm_demo.model import compiling
+from llm_demo.device import DTYPES, Device, pick_dtype
+from llm_demo.model import compiling, loss, sums
 from llm_demo.model.attention import make_documents
 from llm_demo.model.compiling import choose_compile
 from llm_demo.model.decoder import Blocks, skeleton
@@ -27,6 +28,7 @@ from llm_demo.model.weights import materialise
         (None, MI100, "bucketed", None, False, "not measured on gfx908"),
         (None, V100, "bucketed", None, False, "not measured on sm_70"),
         (True, MI100, "bucketed", None, True, "as requested"),
+        (True, MI100, "bucketed", "differs", False, "does not work here: differs"),
         (None, CPU, "bucketed", None, False, "on a CPU"),
         (True, CPU, "bucketed", None, True, "as requested"),
         (False, H100, "varlen", None, False, "as requested"),
@@ -35,6 +37,71 @@ from llm_demo.model.weights import materialise
 def test_the_choice_and_its_reason(asked, device, attention, problem, chosen, reason):
     compiled, why = choose_compile(asked, device, attention, lambda: problem)
     assert compiled == chosen and reason in why
+
+
+@pytest.mark.parametrize("impl", ["sdpa", "bucketed", "math"])
+def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
+    """And finds a loss kernel that is wrong, or one of the block's kernels."""
+    torch._dynamo.reset()
+    sums.compile_once.cache_clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compare = functools.partial(compiling.compare_with_eager, impl, device=torch.device("cpu"))
+    assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
+
+    def wrong(out, targets, scale):  # forgets to subtract one at the target
+        plain = loss._loss_of_logits(out, targets, scale)
+        out[range(len(out)), targets] += scale
+        return plain
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loss, "_kernel", lambda device_type: wrong)
+        assert compare(torch.float32) > 0.1
+    compile_forward = compiling.compile_forward
+
+    def miscompiled(unit):
+        compile_forward(unit)
+        forward = unit.forward
+        unit.forward = lambda *args: forward(*args) + 0.1 * args[0]
+
+    monkeypatch.setattr(compiling, "compile_forward", miscompiled)
+    assert compare(torch.float32) > 1e-3
+    sums.compile_once.cache_clear()
+
+
+@pytest.mark.parametrize("asked, dtype", [(None, "bf16"), (True, "fp16")])
+def test_the_probe_tests_what_the_run_would_compile(asked, dtype, monkeypatch):
+    probes = []
+    monkeypatch.setattr(compiling, "probe_once", lambda *args: probes.append(args) or "wrong")
+    found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype])
+    assert probes == [("llm_demo.model.compiling", "varlen", dtype)]
+    assert found == (False, "torch.compile does not work here: wrong")
+
+
+CARDS = {
+    "H100 80 GB": H100,
+    "H200": Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 141.0),
+    "A100 80 GB": A100,
+    "RTX 4090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 4090", "sm_89", 24.0),
+    "RTX 3090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 3090", "sm_86", 24.0),
+    "MI100": MI100,
+    "MI210": MI210,
+    "MI300X": MI300,
+    "RX 7900 XTX": RX7900,
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_the_table_of_cards(card):
+    device = CARDS[card]
+    dtype, _ = pick_dtype("auto", device)
+    several, long, one = (
+        pick(device, dtype, **how)[0] for how in ({}, {"longest": 4096}, {"single": True})
+    )
+    packed = f"`{several}`" + f", long documents `{long}`" * (long != several)
+    name = next(name for name, each in DTYPES.items() if each == dtype)
+    (works,) = {choose_compile(None, device, impl, lambda: None)[0] for impl in (several, one)}
+    row = f"| {card} | {name} | {packed} | `{one}` | {'yes' if works else 'no'} |"
+    assert row in (ROOT / "docs/attention.md").read_text()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, ZERO, args_with, run
-from test_attention import latent
+from test_attention import MI100, MI210, MI300, latent
 from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from bench.presets import name_of
@@ -20,7 +20,7 @@ from fsdp_pp import estimate as fsdp_pp
 from llm_demo.data.batch import position_ids
 from llm_demo.device import DTYPES, World
 from llm_demo.errors import UserError
-from llm_demo.model import attention, memory
+from llm_demo.model import attention, attention_choice, memory
 from llm_demo.model.attention import make_documents
 from llm_demo.model.costs import Cost, param_count, parameters_of
 from llm_demo.model.decoder import Blocks, skeleton
@@ -617,3 +617,13 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
 def test_the_largest_unit():
     assert memory.largest_unit([2, 1, 1], [3, 4, 9, 5]) == 9
     assert memory.largest_unit([2, 2], [3, 4, 2, 1]) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_attention_does_not_depend_on_varlen_attn(dtype, monkeypatch):
+    """PyTorch 2.9 has none, and it takes no fp32, but its SDPA is fused on these cards."""
+    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: None)
+    train = SimpleNamespace(seq_len=1024, doc_start=np.arange(0, 8193, 1024), single=True)
+    for device, keys in ((MI210, 0), (MI300, 0), (MI100, 1024)):
+        monkeypatch.setattr(memory, "this_device", lambda device=device: device)
+        assert memory.keys_kept(Compute(dtype, "bucketed", False), train) == keys

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import args_with, torchrun
-from test_attention import CPU, H100
+from test_attention import A100, CPU, H100, MI300
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
@@ -432,3 +432,7 @@ def test_choice_of_the_product():
         product, why = choose_product(CONFIGS["qwen"], device, dtype, probe=lambda p=problem: p)
         assert product == expected
         assert (problem or "") in why
+    for device in (H100, A100, MI300):  # PyTorch's kernel is for Hopper and data center Blackwell
+        said = choose_product(CONFIGS["qwen"], device, torch.bfloat16, probe=lambda: None)
+        loop = f"PyTorch's, which may be a loop over experts on {device.arch}"
+        assert said == ("grouped", "one kernel for all experts" if device is H100 else loop)

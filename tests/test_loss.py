@@ -64,6 +64,41 @@ def test_where_memory_is_short_the_heads_gradient_is_narrowed_in_place(dtype, ti
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("rows", [4096, 5])  # one chunk, several
+@pytest.mark.parametrize("sharp", [0.02, 0.3])  # of the head's weights
+def test_fp16_where_products_take_subnormal_numbers_for_zero(sharp, rows, monkeypatch):
+    """As an MI200's matrix units do. Most probabilities in a large vocabulary are subnormal in fp16
+    (below 6.1e-5), and their sum is not small."""
+    products = []
+
+    def flushed(x):
+        half = isinstance(x, torch.Tensor) and x.dtype == torch.float16
+        return x.where(x.abs() >= torch.finfo(torch.float16).tiny, 0) if half else x
+
+    class Flush(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if str(func.overloadpacket) in ("aten.mm", "aten.addmm"):
+                products.append(func)
+                args = [flushed(x) for x in args]
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    n, d, columns = 12, 32, 151_936
+    monkeypatch.setattr(loss, "CHUNK_ROWS", rows)
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    hidden = torch.randn(1, n, d, device=on).half().requires_grad_()
+    weight = (torch.randn(columns, d, device=on) * sharp).half().requires_grad_()
+    targets = torch.randint(0, columns, (n,), device=on)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    plain = F.cross_entropy(wide[0][0] @ wide[1].T, targets, reduction="sum")
+    with Flush():
+        mine = cross_entropy_sum(hidden, weight, torch.arange(n, device=on), targets)
+        found = torch.autograd.grad(mine * 64, (hidden, weight))
+    assert len(products) >= 3  # logits, and a gradient of each factor
+    for a, e in zip(found, torch.autograd.grad(plain * 64, wide), strict=True):
+        assert (a - e).norm() < 1e-3 * e.norm()
+
+
 @pytest.mark.parametrize("scale", [100.0, 1e5])
 def test_logits_that_exp_overflows_at(scale):
     """exp(89) is infinite in fp32. Losses and gradients are those of PyTorch's own, and finite."""
@@ -176,6 +211,9 @@ def test_the_kernel_equals_double_precision(columns, dtype):
     again = wide.detach().to(dtype)
     assert torch.equal(loss._kernel("cuda")(again, targets), found)
     assert torch.equal(again, logits)  # the same bits each time
+    scaled = wide.detach().to(dtype)
+    assert torch.equal(loss._kernel("cuda")(scaled, targets, 1024.0), found)
+    torch.testing.assert_close(scaled.double() / 1024, gradient, rtol=bound, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -140,6 +140,7 @@ def test_every_variable_named_is_read_somewhere():
     named = {name for name in named if name.split("_")[0] not in NOT_OURS}
     sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/dist.py"]
     sources += ["llm_demo/data/packs.py", "llm_demo/device.py", "tests/conftest.py"]
+    sources.append("llm_demo/model/attention_choice.py")
     sources = [*map(ROOT.joinpath, sources)]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
     sources.append(ROOT / "cluster/skypilot.yaml")

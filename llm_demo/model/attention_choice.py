@@ -4,13 +4,16 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
+import os
+import re
 import sys
 
 import torch
+from torch.nn.attention import sdpa_kernel
 
-from llm_demo.device import DTYPES, Device, is_sm
+from llm_demo.device import DTYPES, Device, is_sm, this_device
 from llm_demo.errors import UserError
-from llm_demo.model.attention import BACKENDS, IMPLS, LONG, make_documents
+from llm_demo.model.attention import BACKENDS, FASTEST_FIRST, IMPLS, LONG, make_documents
 from llm_demo.probe import probe_once
 
 
@@ -78,8 +81,13 @@ def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
     return probe_once("llm_demo.model.attention_choice", impl, name, *heads, versions=versions)
 
 
-def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> float:
-    """Largest error of output and gradients against fp32 math, relative to the largest value."""
+def compare_with_math(
+    impl: str, dtype: torch.dtype, heads, device: str, fused: bool = False
+) -> float:
+    """Largest error of output and gradients against fp32 math, relative to the largest value.
+
+    fused: without SDPA's math kernel, which it takes silently if it refuses the fused ones. Raises
+    RuntimeError if it refuses them."""
     H, KV, D, E = heads
     B, S, lengths = 2, 256, [256, 256] if impl == "sdpa" else [250, 6, 100, 156]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist(), B * S], dtype=torch.int32)
@@ -91,10 +99,23 @@ def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str) -> floa
     for which, cast in ((impl, dtype), ("math", torch.float32)):
         qkv = [x.detach().to(cast).requires_grad_() for x in leaves]
         docs = make_documents(cu, (B, S), which, torch.device(device), long=120)
-        out = BACKENDS[which](*qkv, docs, D**-0.5)
+        if fused and which == impl:
+            # with full rows, bucketed is sdpa without its own list of kernels
+            with sdpa_kernel(FASTEST_FIRST[:-1], set_priority=impl == "sdpa"):
+                out = BACKENDS["bucketed"](*qkv, docs, D**-0.5)
+        else:
+            out = BACKENDS[which](*qkv, docs, D**-0.5)
         results.append([out, *torch.autograd.grad(out, qkv, up.to(cast))])
     pairs = zip(*results, strict=True)
     return max(((a.float() - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
+def _refused(device: Device) -> str:
+    """What to say if SDPA refuses its fused kernels on a device that PyTorch has some for."""
+    allow, name = "", "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+    if device.arch.startswith(("gfx11", "gfx12")) and os.environ.get(name) != "1":
+        allow = f"; if those for {device.arch} are experimental, {name}=1 allows them"
+    return f"PyTorch refuses its fused kernels here; bucketed_math runs the math kernel{allow}"
 
 
 def _probe_main():
@@ -103,7 +124,14 @@ def _probe_main():
     parser.add_argument("dtype")
     parser.add_argument("heads", type=int, nargs=4)
     a = parser.parse_args()
-    error = compare_with_math(a.impl, DTYPES[a.dtype], a.heads, "cuda")
+    device = this_device()
+    fused = a.impl in ("sdpa", "bucketed") and has_fused_kernels(device)
+    try:
+        error = compare_with_math(a.impl, DTYPES[a.dtype], a.heads, "cuda", fused)
+    except RuntimeError as e:
+        if fused and re.search("No (available kernel|viable backend)", str(e)):
+            sys.exit(_refused(device))
+        raise
     bound = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}[a.dtype]
     if not error < bound:
         sys.exit(f"the result differs from math by {error:.1e}, the limit is {bound:.0e}")

@@ -5,7 +5,7 @@ from importlib.metadata import version
 
 import torch
 
-from llm_demo.device import Device
+from llm_demo.device import Device, is_sm
 from llm_demo.errors import UserError
 from llm_demo.model.experts import PRODUCTS
 from llm_demo.probe import probe_once
@@ -29,7 +29,9 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tu
     )
     if problem := probe():
         return "looped", f"the grouped product does not work here: {problem}"
-    return "grouped", "one kernel for all experts"
+    if is_sm(device, 90) and not is_sm(device, 110):
+        return "grouped", "one kernel for all experts"
+    return "grouped", f"PyTorch's, which may be a loop over experts on {device.arch}"
 
 
 def why_not_compiled(product: str) -> str | None:

@@ -93,8 +93,14 @@ def _chunks(count: int, most: int = 0) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, max(1, size))]
 
 
-def _loss_of_logits(out, targets):
-    """The loss sum of one chunk's logits, which become their own gradient.
+def _scale(dtype: torch.dtype) -> float:
+    """What a gradient of logits is multiplied by where it is stored. Most of its numbers would be
+    subnormal in fp16: of few bits, and taken for zero in products on an MI200."""
+    return 1024.0 if dtype == torch.float16 else 1.0
+
+
+def _loss_of_logits(out, targets, scale=1.0):
+    """The loss sum of one chunk's logits, which become their own gradient, times `scale`.
 
     Works in place: logsumexp would allocate another fp32 tensor of the logits' size."""
     logits = out.float()
@@ -103,8 +109,8 @@ def _loss_of_logits(out, targets):
     p = logits.exp_()
     total = p.sum(-1, keepdim=True)
     loss = (total.log() - hit).sum()
-    p /= total  # d/dlogits = softmax - one-hot
-    p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -1.0, dtype=p.dtype))
+    p /= total / scale  # d/dlogits = softmax - one-hot
+    p.scatter_add_(1, targets[:, None], torch.full_like(targets[:, None], -scale, dtype=p.dtype))
     if p is not out:
         out.copy_(p)
     return loss
@@ -165,15 +171,17 @@ def _fp32_products(device_type: str) -> bool:
 
 
 def _add_product(total, p, h):
-    """Add p.T @ h to total [V, d] in fp32, in place; total is None at first."""
+    """Add p.T @ h without p's scale to total [V, d] in fp32, in place; total is None at first."""
     if h.dtype == torch.float32:
         return p.T @ h if total is None else total.addmm_(p.T, h)
+    alpha = 1 / _scale(h.dtype)  # applied before the product is rounded, so it can't overflow
     if not _fp32_products(h.device.type):
-        product = p.T @ h
+        product = torch.addmm(h[0], p.T, h, beta=0, alpha=alpha)
         return product.float() if total is None else total.add_(product)
+    how = {"out_dtype": torch.float32, "beta": int(total is not None), "alpha": alpha}
     if total is None:
-        return torch.mm(p.T, h, out_dtype=torch.float32)
-    return torch.addmm(total, p.T, h, out_dtype=torch.float32, out=total)
+        total = torch.empty(p.shape[1], h.shape[1], dtype=torch.float32, device=h.device)
+    return torch.addmm(total, p.T, h, out=total, **how)
 
 
 def _narrowed(total, scaled, factor, dtype):
@@ -204,11 +212,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_w = p = None  # a bf16 sum would round once per chunk
         grad_h = torch.empty_like(hidden) if needs_grad else None
+        scale = _scale(hidden.dtype)
         for chunk in chunks:
             p = hidden[chunk] @ weight.T
-            total += loss_of_logits(p, targets[chunk])
+            total += loss_of_logits(p, targets[chunk], scale)
             if needs_grad:
-                torch.mm(p, weight, out=grad_h[chunk])
+                part = grad_h[chunk]
+                torch.addmm(part, p, weight, beta=0, alpha=1 / scale, out=part)
             if not keeps:
                 if of_head:
                     grad_w = _add_product(grad_w, p, hidden[chunk])

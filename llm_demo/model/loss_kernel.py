@@ -7,27 +7,32 @@ import torch
 import triton
 import triton.language as tl
 
-# A program reads LANES x EACH columns at a time; a lane is a thread's run of columns. On one H200,
-# 4,096 rows of 151,936 in bf16 take 0.89 ms: bench/LOG.md.
-LANES, EACH, WARPS = 512, 8, 16
+# A program reads LANES x EACH columns at a time; a lane is a thread's run of columns: 16 bytes in
+# 16 bits. On one H200, 4,096 rows of 151,936 in bf16 take 0.89 ms: bench/LOG.md.
+LANES, EACH = 512, 8
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The sum of -log p(target) over rows, an fp32 scalar; logits become its gradient.
+def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """The sum of -log p(target) over rows, an fp32 scalar; logits become its gradient, times
+    `scale`.
 
     logits: [n, V] of any floating dtype, rows contiguous. targets: int64 [n], each in [0, V).
     Softmax and sums are in fp32."""
     n, columns = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n:
-        sizes = logits.stride(0), columns, LANES, EACH
-        _row[(n,)](logits, targets, losses, *sizes, num_warps=WARPS)
+        constants = scale, LANES, EACH
+        warps = LANES // torch.cuda.get_device_properties(logits.device).warp_size  # 64 on CDNA
+        _row[(n,)](logits, targets, losses, logits.stride(0), columns, *constants, num_warps=warps)
     return losses.sum()
 
 
 @triton.jit
-def _row(logits, targets, losses, stride, columns, LANES: tl.constexpr, EACH: tl.constexpr):
+def _row(
+    logits, targets, losses, stride, columns,
+    SCALE: tl.constexpr, LANES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets + row)
     logits += row * stride
@@ -47,12 +52,12 @@ def _row(logits, targets, losses, stride, columns, LANES: tl.constexpr, EACH: tl
     most = tl.max(top, 0)
     norm = tl.sum(total * tl.exp(top - most), 0)
     tl.store(losses + row, tl.log(norm) - (hit - most))
-    share = 1.0 / norm
+    share = SCALE / norm
     last = (columns - 1) // block * block
     for start in range(0, columns, block):
         at = last - start + lanes
         mask = at < columns
         x = tl.load(logits + at, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
         p = tl.exp(x - most) * share
-        p = tl.where(at == target, p - 1.0, p).to(logits.dtype.element_ty)
+        p = tl.where(at == target, p - SCALE, p).to(logits.dtype.element_ty)
         tl.store(logits + at, p, mask, eviction_policy="evict_first")

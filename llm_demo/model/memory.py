@@ -14,7 +14,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from llm_demo.device import this_device
 from llm_demo.model.activations_on_host import STAY
 from llm_demo.model.attention import BUCKET, heads_of, one_width
-from llm_demo.model.attention_choice import why_not
+from llm_demo.model.attention_choice import has_fused_kernels
 from llm_demo.model.costs import experts_of, head_size, latent, mixed_blocks, shared_width
 from llm_demo.model.decoder import Blocks, skeleton
 from llm_demo.model.experts import Routers, blocks_with_experts, sorted_experts
@@ -259,7 +259,7 @@ def _count(block, config, compute, moved: str, tokens: int) -> int:
 def keys_kept(compute, train) -> float:
     """Mean number of keys per token whose probabilities are kept: none by a fused kernel."""
     device = this_device() if compute.attn_impl == "bucketed" else None
-    plain = device and device.vendor == "amd" and why_not("varlen", device, compute.dtype, False)
+    plain = device and device.vendor == "amd" and not has_fused_kernels(device)
     if compute.attn_impl == "math":
         return train.seq_len
     if compute.attn_impl == "bucketed_math" or compute.attn_impl == "bucketed" and plain:
