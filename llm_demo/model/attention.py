@@ -145,7 +145,10 @@ class _Rearrange(torch.autograd.Function):
         if not into_buckets:
             return x.index_select(0, buckets.scatter)
         # Padding must be zeros, not another document's tokens: 0 * NaN is NaN even when masked.
-        return x.index_select(0, buckets.gather).masked_fill_(buckets.padding, 0)
+        rows = x.index_select(0, buckets.gather)
+        if torch.compiler.is_compiling():  # in place, PyTorch 2.11's compiler drops the gradient
+            return rows.masked_fill(buckets.padding, 0)
+        return rows.masked_fill_(buckets.padding, 0)
 
 
 FASTEST_FIRST = [
