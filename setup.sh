@@ -237,10 +237,12 @@ if [[ -z $DRY_RUN ]]; then
     if compgen -G "$VENV/lib/python*/site-packages/inherited.pth" >/dev/null; then pinned='^(torch|numpy)=='; fi
     { grep -vE "$pinned" "$ROOT/constraints.txt" && echo "torch==$torch"; } >"$VENV/constraints.txt"
 fi
+with=$extras
+if [[ $extras == dev && $torch == *+cpu ]]; then with+=,triton; fi # other builds bring their own
 run "${pip[@]}" 'setuptools>=77'
 # DeepSpeed comes as source. pip's isolated build would lack torch, or install another one.
 run env DS_BUILD_OPS=0 "${pip[@]}" --no-build-isolation -c "$VENV/constraints.txt" \
-    -e "$ROOT${extras:+[$extras]}"
+    -e "$ROOT${with:+[$with]}"
 if [[ -z $DRY_RUN ]]; then
     { fingerprint && echo "$extras"; } >"$STAMP"
     say "$VENV is ready: torch $torch"

@@ -314,7 +314,7 @@ def test_a_fresh_machine_then_nothing_to_do(machine):
     pins = machine.repo / "constraints.txt"
     pins.write_text(pins.read_text().replace("torch==2.13.0", "torch==2.14.0"))
     result = machine.setup(SETUP_DRY_RUN="1")
-    assert "keeping torch 2.13.0+cpu" in result.stdout and "[dev]" in result.stdout
+    assert "keeping torch 2.13.0+cpu" in result.stdout and "[dev,triton]" in result.stdout
 
 
 def test_an_activated_venv_that_is_unfinished_is_made_anew(machine, bare_python):
@@ -379,6 +379,8 @@ def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
     assert [path.name for path in purelib.glob("torch-*.dist-info")] == [
         "torch-2.9.1+rocm6.4.dist-info"
     ]
+    # ROCm's torch brings its own Triton, which another would overwrite
+    assert "[dev]" in machine.setup("--dev", SETUP_DRY_RUN="1").stdout
 
 
 def test_a_torch_too_old_is_left_where_it_is(machine, tmp_path):
