@@ -18,9 +18,28 @@ from llm_demo import fit  # noqa: E402
 from llm_demo.model.source import load_config  # noqa: E402
 
 MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
-CARDS = ((1, 24), (2, 24), (2, 32), (1, 80), (2, 141))
+CARDS = {  # (number, kind): head of a column
+    (1, "rtx4090"): "1 x RTX 4090, 24 GB",
+    (2, "rtx4090"): "2 x RTX 4090",
+    (2, "mi100"): "2 x MI100, 32 GB",
+    (1, "h100"): "1 x H100, 80 GB",
+    (2, "h100"): "2 x H100",
+    (2, "h200"): "2 x H200, 141 GB",
+}
+MORE = {  # further columns in docs
+    (2, "rx7900xtx"): "2 x RX 7900 XTX, 24 GB",
+    (2, "mi210"): "2 x MI210, 64 GB",
+    (2, "mi300x"): "2 x MI300X, 192 GB",
+}
 TOKENS = 65_536
-PRESETS = ("teff", "speed", "memory", "zero", "lora")  # in bench/results/h200-x2, over NVLink
+PRESETS = (
+    "teff",
+    "speed",
+    "memory",
+    "zero",
+    "lora",
+    "cards",
+)  # in bench/results/h200-x2, over NVLink
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
 RANK = 16  # rank of the adapters
 NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`"}
@@ -34,10 +53,10 @@ def cells() -> dict[tuple, fit.Choice | None]:
     found = {}
     for model in MODELS:
         config = load_config(folder(model), 1024)
-        for cards, memory in CARDS:
-            words = f"{folder(model)} --cards {cards} --memory {memory} --tokens_a_step {TOKENS}"
-            ask = fit.make_parser().parse_args(words.split())
-            lora = fit.make_parser().parse_args([*words.split(), "--lora_rank", str(RANK)])
+        for cards, kind in (*CARDS, *MORE):
+            words = f"{folder(model)} --cards {cards} --card {kind} --tokens_a_step {TOKENS}"
+            ask = fit.parse(words.split())
+            lora = fit.parse([*words.split(), "--lora_rank", str(RANK)])
             every = list(fit.choices(config, ask))
             for way, several in (
                 (DEVICE, [c for c in every if c.way not in (fit.HOST, fit.GRID)]),
@@ -45,7 +64,7 @@ def cells() -> dict[tuple, fit.Choice | None]:
                 (ADAPTERS, list(fit.choices(config, lora))),
             ):
                 choice, fits = fit.best(several, ask)
-                found[model, (cards, memory), way] = choice if fits else None
+                found[model, (cards, kind), way] = choice if fits else None
     return found
 
 
@@ -87,19 +106,21 @@ def measured(model: str, way: str) -> str:
 
 
 def table(found: dict) -> str:
-    heads = [f"{n} x {gb} GB" for n, gb in CARDS]
-    text = f"| model | setting | {' | '.join(heads)} | measured on 2 x 141 GB, tokens/s |\n"
-    text += "|---" * (len(CARDS) + 3) + "|\n"
+    columns = CARDS | MORE
+    text = (
+        f"| model | setting | {' | '.join(columns.values())} | measured on 2 x H200, tokens/s |\n"
+    )
+    text += "|---" * (len(columns) + 3) + "|\n"
     for model in MODELS:
         for way in (DEVICE, HOST, ADAPTERS):
-            row = [cell(found[model, cards, way]) for cards in CARDS]
+            row = [cell(found[model, cards, way]) for cards in columns]
             text += f"| {model} | {way} | {' | '.join(row)} | {measured(model, way)} |\n"
     return text
 
 
 def short(found: dict) -> str:
     """The largest model that fits on each set of cards."""
-    text = f"| | {' | '.join(f'{n} x {gb} GB' for n, gb in CARDS)} |\n" + "|---" * 6 + "|\n"
+    text = f"| | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
     for way, name in NAMES.items():
         row = []
         for cards in CARDS:
@@ -111,13 +132,13 @@ def short(found: dict) -> str:
     return text
 
 
-def longest(model: str, cards: tuple[int, int]) -> str:
+def longest(model: str, cards: tuple[int, str]) -> str:
     """The longest row that fits (a power of two), and the settings."""
 
     def fastest(power: int) -> tuple[fit.Choice, bool]:
-        words = f"{folder(model)} --cards {cards[0]} --memory {cards[1]} --seq_len {2**power}"
+        words = f"{folder(model)} --cards {cards[0]} --card {cards[1]} --seq_len {2**power}"
         words += f" --tokens_a_step {2**power} --host_memory {cards[0] * HOST_GB}"
-        ask = fit.make_parser().parse_args(words.split())
+        ask = fit.parse(words.split())
         return fit.best(list(fit.choices(load_config(folder(model), 2**power), ask, False)), ask)
 
     powers = range(13, 21)
@@ -131,8 +152,7 @@ def longest(model: str, cards: tuple[int, int]) -> str:
 
 
 def long_rows() -> str:
-    heads = [f"{n} x {gb} GB" for n, gb in CARDS]
-    text = f"| model | {' | '.join(heads)} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
+    text = f"| model | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
     for model in ("0.6B", "4B", "8B", "14B"):
         text += f"| {model} | {' | '.join(longest(model, cards) for cards in CARDS)} |\n"
     return text
@@ -146,6 +166,7 @@ def pages() -> dict[Path, str]:
         (ROOT / "README.md", MARKED, short(found)),
         (ROOT / "docs/long.md", LONGEST, long_rows()),
     )
+    fit.plan_for("")  # this machine again
     return {
         page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
         for page, marks, new in made

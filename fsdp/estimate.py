@@ -41,12 +41,12 @@ def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
         need[n] = max(sum(rank.values()) for rank in parts)
         if need[n] < 0.95 * capacity:
             why = "they fit" if n == 1 else "the fewest that fit"
-            why += f": about {need[n]:.0f} of {capacity:.0f} GB"
+            why += f": about {need[n]:.0f} of {capacity:.0f} GiB"
             if n > 1 and not args.reshard_after_forward:
                 why += "; all on each rank with --reshard_after_forward may be faster"
             return n, why
     n = min(need, key=need.get)
-    return n, f"takes least memory: about {need[n]:.0f} of {capacity:.0f} GB"
+    return n, f"takes least memory: about {need[n]:.0f} of {capacity:.0f} GiB"
 
 
 def choose_attention_kept(
@@ -71,7 +71,7 @@ def choose_attention_kept(
     fit = bisect.bisect_left(counts, True, key=lambda n: need(n) >= 0.85 * capacity)
     most = counts[max(0, fit - 1)]
     tried = most or counts[1]
-    return most, f"about {need(tried):.0f} of {capacity:.0f} GB with {tried}"
+    return most, f"about {need(tried):.0f} of {capacity:.0f} GiB with {tried}"
 
 
 def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int, spread=1) -> str:
@@ -84,10 +84,10 @@ def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int
         host = replicas * of_host(args, config, compute, train, ranks)
         held = ["masters and moments"] * args.optimizer_on_host
         held += ["inputs of blocks"] * args.activations_on_host
-        text += f"\nhost memory: {host:.1f} GB for all ranks, with {' and '.join(held)}"
-        text += f"; {copies:.1f} GB more {later}" * (copies > 0)
+        text += f"\nhost memory: {host:.1f} GiB for all ranks, with {' and '.join(held)}"
+        text += f"; {copies:.1f} GiB more {later}" * (copies > 0)
     elif copies:
-        text += f"\nhost memory: {copies:.1f} GB more for all ranks {later}"
+        text += f"\nhost memory: {copies:.1f} GiB more for all ranks {later}"
     return text
 
 
@@ -106,7 +106,7 @@ def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> 
     if capacity and need > 1.1 * capacity:  # an estimate
         raise UserError(
             f"--replicas {args.replicas}: a copy on {ranks} GPU(s) needs about "
-            f"{need:.0f} of {capacity:.0f} GB on each: ask for fewer replicas than {replicas}"
+            f"{need:.0f} of {capacity:.0f} GiB on each: ask for fewer replicas than {replicas}"
         )
 
 

@@ -33,7 +33,7 @@ class FsdpArgs:
     )
     reshard_after_forward: bool = flag(
         False,
-        "Gather weights and sum gradients for each micro-batch, not once per step.",
+        "Gather weights and sum gradients in every micro-batch.",
         saves_memory="true",
     )
     replicas: str = flag(

@@ -232,6 +232,7 @@ class RunArgs:
         "Limit of PyTorch's memory on each GPU, in GB (2**30). 0: none.",
     )
     estimate: bool = flag(False, "Print an estimate of peak memory per rank and exit.")
+    card: str = flag("", "GPU that --estimate is for: h100, mi100, ... Default: this machine's.")
     dry_run: bool = flag(False, "Run one forward pass, print the plan and exit.")
 
 
@@ -272,6 +273,8 @@ def check(args) -> None:
     """Raises UserError for shared flags that contradict each other."""
     check_rows(args.seq_len, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
     parse_steps(args.profile_steps)
+    if args.card and not args.estimate:
+        raise UserError(f"--card {args.card[:80]} is what to estimate for: add --estimate")
     if args.max_steps == 0 and args.num_epochs == 0:
         raise UserError("--max_steps 0 needs --num_epochs above 0")
     if args.activation_memory_budget < 1 and args.compile is False:

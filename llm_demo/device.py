@@ -68,8 +68,41 @@ class Device:
         return self.name + (gpu if self.type == "cuda" else "")
 
 
+# Cards to plan for without having one (--card), as PyTorch reports them. Memory: measured on H100
+# and H200, else from messages that people have published.
+CARDS = {
+    "h100": Device("cuda", "nvidia", "NVIDIA H100 80GB HBM3", "sm_90", 79.2, 132),
+    "h200": Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 139.8, 132),
+    "a100": Device("cuda", "nvidia", "NVIDIA A100-SXM4-80GB", "sm_80", 79.2, 108),
+    "rtx4090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 4090", "sm_89", 23.6, 128),
+    "rtx3090": Device("cuda", "nvidia", "NVIDIA GeForce RTX 3090", "sm_86", 23.6, 82),
+    "mi100": Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0, 120),
+    "mi210": Device("cuda", "amd", "AMD Instinct MI210", "gfx90a", 64.0, 104),
+    "mi300x": Device("cuda", "amd", "AMD Instinct MI300X", "gfx942", 192.0, 304),
+    "rx7900xtx": Device("cuda", "amd", "AMD Radeon RX 7900 XTX", "gfx1100", 24.0, 48),
+}
+_planned = {}  # "card": what plan_for named
+
+
+def plan_for(card: str) -> None:
+    """Let `this_device` be a card of CARDS from now on, for estimates; "": the real one again.
+    Raises UserError for an unknown one."""
+    _planned.clear()
+    if card and card not in CARDS:
+        raise UserError(f"--card {card[:80]}: choose from {', '.join(CARDS)}")
+    if card:
+        _planned["card"] = CARDS[card]
+
+
+def planned() -> bool:
+    """Whether `this_device` is a card that may not be here, so that nothing can be tried on it."""
+    return bool(_planned)
+
+
 def this_device(index: int = 0) -> Device:
     """The accelerator with this index, or the CPU."""
+    if planned():
+        return _planned["card"]
     if not torch.cuda.is_available():
         return Device("cpu", "cpu", f"CPU, {os.cpu_count()} cores", "", 0.0)
     props = torch.cuda.get_device_properties(index)

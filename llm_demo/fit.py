@@ -1,10 +1,12 @@
 """Find the flags that fit on your cards and should be fastest. Needs no GPU.
 
-    python -m llm_demo.fit models/qwen3-8b --cards 2 --memory 32 --tokens_a_step 100000
+    python -m llm_demo.fit models/qwen3-8b --cards 2 --card h100 --tokens_a_step 100000
 
-Memory is what --estimate prints for bf16, compiled blocks, fused attention and full rows, in GB
-(2**30 bytes); 5 % of each card stay free. What fits is ranked by a rough time of a step
-(llm_demo/model/step_time.py): a ranking, not a promise."""
+Memory is what --estimate prints for full rows, in GiB (2**30 bytes), with what the allocator
+reserves and what CUDA and NCCL take; 5 % of each card stay free, as much as measured rows are off.
+--card also says what runs there: dtype, attention, compiled blocks. Without it: bf16, fused
+attention, compiled. What fits is ranked by a rough time of a step (llm_demo/model/step_time.py): a
+ranking, not a promise."""
 
 import argparse
 import contextlib
@@ -30,10 +32,13 @@ from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.args import PlainParser, parse_args, whole
+from llm_demo.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
 from llm_demo.errors import UserError, counted
 from llm_demo.files import ROOT
 from llm_demo.model import step_time
 from llm_demo.model.attention import heads_of
+from llm_demo.model.attention_choice import has_fused_kernels
+from llm_demo.model.compiling import choose_compile
 from llm_demo.model.costs import experts_of
 from llm_demo.model.cut import split
 from llm_demo.model.folder import open_model
@@ -47,7 +52,11 @@ from pp.flags import PipeArgs
 
 FREE = 0.05  # share of a card's memory, for what the estimate leaves out
 LARGEST = 64  # micro-batch size
+ADAPTERS = 16  # rank of those offered if nothing else fits
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
+TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
+NVLINK, PCIE = 200, 20  # GB/s between cards
+LINKED = ("h100", "h200", "a100")  # by NVLink
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
     "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread", "pipeline",
     "FSDP pipeline",
@@ -90,9 +99,10 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
         lora = choose_lora(dataclasses.replace(flags_of(FsdpArgs), **rank), config, {})
     # a copy with the same values: transformers takes 2 us to look one up
     names = (*config.to_dict(), *config.attribute_map)
-    config = SimpleNamespace(**{n: getattr(config, n) for n in names if hasattr(config, n)})
+    copy = {n: getattr(config, n) for n in names if hasattr(config, n)}
+    config = SimpleNamespace(**copy, whole=config)
     ckpt = {"use_activation_checkpointing": True}
-    savings = [{}, {"activation_memory_budget": 0.6}, ckpt]
+    savings = [{}, *[{"activation_memory_budget": 0.6}] * ask.compute.compile, ckpt]
     if ask.seq_len >= LONG:
         savings.append({**ckpt, "activations_on_host": True})
     for saved in savings:
@@ -150,7 +160,7 @@ def expert_spreads(config, ask) -> list[int]:
 
 def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
-    compute, stages = COMPUTE._replace(lora=lora), flags.get("stages", 1)
+    compute, stages = ask.compute._replace(lora=lora), flags.get("stages", 1)
     defaults = flags_of(FLAGS.get(way, FsdpArgs))
     cards = ask.cards // stages  # that each hold a part of the same stage
     experts_over = flags.get("expert_parallel", 1)
@@ -169,7 +179,7 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
                 continue
             if args.schedule == "interleaved" and accum % stages:
                 continue
-            parts = of_stages(way, args, config, train, replicas)
+            parts = of_stages(way, args, config, compute, train, replicas)
             seconds = step_time.of_pipeline(args, config, *speed)
         else:
             if args.use_activation_checkpointing and train.longest >= estimate.LONG:
@@ -177,7 +187,7 @@ def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Ite
                 blocks, _ = estimate.choose_attention_kept(
                     within, config, compute, train, cards, cards > 1, experts_over
                 )
-                compute = COMPUTE._replace(lora=lora, attention_kept=blocks)
+                compute = compute._replace(attention_kept=blocks)
             parts = estimate.of_fsdp(args, config, compute, train, cards, cards > 1, experts_over)
             way = CKPT if args.use_activation_checkpointing else DEVICE
             adapters = lora and lora.active
@@ -201,19 +211,19 @@ def flags_of(group: type):
     return parse_args("", group, argv=[])
 
 
-def of_stages(way: str, args, config, train, replicas: int) -> list[dict[str, float]]:
+def of_stages(way: str, args, config, compute, train, replicas: int) -> list[dict[str, float]]:
     pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
     counts = split(
         config, pieces, args.partition,
         args.micro_batch_size, train.seq_len, args.use_activation_checkpointing,
     )  # fmt: skip
     if way == GRID:
-        return fsdp_pp_estimate.of_stages(args, config, COMPUTE, train, replicas, counts)
+        return fsdp_pp_estimate.of_stages(args, config, compute, train, replicas, counts)
     from pp import estimate as pp_estimate  # after the flags: importing DeepSpeed takes seconds
 
     steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
     held = pp_estimate.pieces_held(args.schedule, args.stages, counts, steady)
-    return pp_estimate.of_pipeline(args, config, COMPUTE, train, replicas, held)
+    return pp_estimate.of_pipeline(args, config, compute, train, replicas, held)
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -251,18 +261,24 @@ def line(choice: Choice, ask) -> str:
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
+    dtype = next(name for name, kind in DTYPES.items() if kind == ask.compute.dtype)
+    runs = f"{ask.name}: {dtype}, {ask.compute.attn_impl} attention"
+    runs += ", compiled" if ask.compute.compile else ", not compiled"
     on_host = ["masters and moments"] * ("optimizer_on_host" in first.flags)
     on_host += ["inputs of blocks"] * ("activations_on_host" in first.flags)
-    host = f"{first.host:.1f} GB for {' and '.join(on_host)}"
+    host = f"{first.host:.1f} GiB for {' and '.join(on_host)}"
     if not on_host:
-        host = f"about {ask.cards * PROCESS:.0f} GB; the optimizer is on the cards"
+        host = f"about {ask.cards * PROCESS:.0f} GiB; the optimizer is on the cards"
     unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
     rows = counted(first.tokens // ask.seq_len, "row")
     lines = [
         line(first, ask),
         "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
         f"tokens per step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
-        f"memory: {first.memory:.1f} of {ask.memory:g} GB a card: {parts}",
+        f"card: {runs}",
+        f"estimated time of a step: {first.seconds:.2g} s, at {ask.tflops:.0f} TFLOP/s a card and "
+        f"{ask.bandwidth:g} GB/s between cards",
+        f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
         f"host memory: {host}{unknown}",
         "considered (the fastest of each kind by the estimated time of a step):",
     ]
@@ -271,34 +287,37 @@ def report(found: list[Choice], ask) -> str:
             choice, fits = best(candidates, ask)
             slower = f"{choice.seconds / first.seconds:.2f} x the time"
             why = "chosen" if choice is first else slower if fits else shortage(choice, ask)
-            lines.append(f"  {way:15} {choice.memory:6.1f} GB  {why:28} {choice}")
+            lines.append(f"  {way:15} {choice.memory:6.1f} GiB  {why:28} {choice}")
     return "\n".join(lines)
 
 
 def shortage(choice: Choice, ask) -> str:
     over = choice.memory - usable(ask)
-    return f"{over:.1f} GB too much" if over > 0 else f"needs {choice.host:.1f} GB of the host's"
+    return f"{over:.1f} GiB too much" if over > 0 else f"needs {choice.host:.1f} GiB of the host's"
 
 
 def nothing(found: list[Choice], config, ask) -> str:
     """What comes nearest, and what would help."""
     choice, _ = best(found, ask)
-    memory = f"{choice.memory:.1f} GB a card, of which {usable(ask):.1f} may be used"
-    memory += f", and {choice.host:.1f} GB of host memory" * (choice.host > 0)
+    memory = f"{choice.memory:.1f} GiB a card, where {usable(ask):.1f} may be used"
+    memory += f", and {choice.host:.1f} GiB of host memory" * (choice.host > 0)
     needs = []
     if choice.memory > usable(ask):
-        needs.append(f"cards of {math.ceil(choice.memory / (1 - FREE))} GB")
+        needs.append(f"cards of {math.ceil(choice.memory / (1 - FREE))} GiB")
     if ask.host_memory and choice.host > ask.host_memory:
         memory += f", of {ask.host_memory:g}"
-        needs.append(f"{math.ceil(choice.host)} GB of host memory")
+        needs.append(f"{math.ceil(choice.host)} GiB of host memory")
     helps = [" with ".join(needs)]
+    adapters = argparse.Namespace(**{**vars(ask), "lora_rank": ADAPTERS})
+    if not ask.lora_rank and best(list(choices(config, adapters, pipeline=False)), adapters)[1]:
+        helps.insert(0, f"adapters only (--lora_rank {ADAPTERS})")
     for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
         larger = argparse.Namespace(**{**vars(ask), "cards": cards})
         if best(list(choices(config, larger, pipeline=False)), larger)[1]:
             helps.append(f"{cards} such cards")
             break
     if enough := [c.host for c in found if c.memory <= usable(ask)]:
-        helps.append(f"{math.ceil(min(enough))} GB of host memory")
+        helps.append(f"{math.ceil(min(enough))} GiB of host memory")
     helps = " or ".join(dict.fromkeys(helps))
     note = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
     return f"nothing fits; nearest: {choice}: {memory}; what would help: {helps}{note}"
@@ -321,19 +340,39 @@ def make_parser() -> argparse.ArgumentParser:
     add, number = parser.add_argument, functools.partial(parser.add_argument, type=above_0)
     add("model", metavar="MODEL", help="a folder, or a hub id, of which only config.json is read")
     add("--cards", type=whole(1), required=True, help="GPUs, of one node")
-    number("--memory", required=True, help="GB (2**30 bytes) of each card")
+    add("--card", choices=CARDS, help="the kind of GPU")
+    number("--memory", help="GiB (2**30 bytes) of each card; default: those of --card")
     add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
     add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
     add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
-    number("--host_memory", help="GB of the host's memory for the run; default: as much as needed")
-    number("--tflops", default=550, help="bf16 TFLOP/s that a card sustains; default: 550, an H200")
-    number("--bandwidth", default=200, help="GB/s between cards; default: 200, NVLink")
+    number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
+    number("--tflops", help=f"TFLOP/s that a card sustains; default: {SUSTAINED} x its peak")
+    number("--bandwidth", help=f"GB/s between cards; default: {NVLINK}, or {PCIE} without NVLink")
     add("--limit", action="store_true", help="add --device_memory_gb to the line")
     return parser
 
 
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """What is asked for, with what --card stands for."""
+    ask = (parser := make_parser()).parse_args(argv)
+    plan_for(ask.card)
+    ask.name, ask.compute, tflops = "NVIDIA H200's speed", COMPUTE, TFLOPS
+    if ask.card:
+        card = this_device()
+        dtype, _ = pick_dtype("auto", card)
+        attention = "varlen" if has_fused_kernels(card) else "bucketed"
+        ask.name, ask.memory = card.name, ask.memory or card.memory_gb
+        ask.compute = Compute(dtype, attention, choose_compile(None, card, attention)[0])
+        tflops = SUSTAINED * peak_tflops(card, dtype)
+    elif not ask.memory:
+        parser.error("set --card, or --memory")
+    ask.tflops = ask.tflops or tflops
+    ask.bandwidth = ask.bandwidth or (NVLINK if ask.card in (None, *LINKED) else PCIE)
+    return ask
+
+
 def main(argv: list[str] | None = None) -> None:
-    ask = make_parser().parse_args(argv)
+    ask = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         on_hub = not Path(ask.model).expanduser().is_dir()
         path = find_model(ask.model, config_in=folder)

@@ -216,7 +216,7 @@ def train(
             # now and then, while the other ranks wait.
             gc.collect()
             gc.freeze()
-            if world.device.type == "cuda":  # what loading and compiling have left
+            if world.device.type == "cuda":  # what compiling has left
                 torch.cuda.empty_cache()
         # the numbers are read a step later, so the host never waits for the device
         slots, attended = rows.size * data.train.seq_len, data.train.attended(rows)

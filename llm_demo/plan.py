@@ -35,6 +35,7 @@ from llm_demo.device import (
     drawn_on,
     limit_memory,
     pick_dtype,
+    plan_for,
     this_device,
 )
 from llm_demo.dist import from_rank0, once_per_node, same_on_all_nodes
@@ -135,6 +136,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     done for a --resume that names no checkpoint of this model."""
     say = log.say
     say(f"command: {command_line()}")
+    plan_for(args.card)
     device = this_device(world.device.index or 0)
     if args.device_memory_gb:
         if not args.estimate:  # which is also for other machines

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.device import KERNEL_VARIABLES, this_device
+from llm_demo.device import KERNEL_VARIABLES, planned, this_device
 from llm_demo.files import cache_folder
 from llm_demo.process import PARENT
 
@@ -23,7 +23,9 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
 
     A success is remembered by module, arguments, device, PyTorch, `versions` and the variables
     that choose kernels, in $LLM_DEMO_CACHE or ~/.cache/llm_demo. A failure is not: its cause, such
-    as a missing compiler, may be gone next time."""
+    as a missing compiler, may be gone next time. For a card that is only planned for: None."""
+    if planned():
+        return None
     device = this_device()
     chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
     key = json.dumps([module, args, device.name, device.arch, torch.__version__, versions, chosen])

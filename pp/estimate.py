@@ -21,7 +21,7 @@ def table(args, config, compute, train, replicas: int, counts: list[int], zero: 
     ranks = range(args.stages * replicas)
     copies = of_copies(args, parameters_of_stages(config, held), replicas, ranks)
     if copies:
-        text += f"\nhost memory: {copies:.1f} GB more for all ranks while a checkpoint is saved"
+        text += f"\nhost memory: {copies:.1f} GiB more for all ranks while a checkpoint is saved"
         text += " or read" * bool(args.resume)
     return text
 
@@ -42,7 +42,7 @@ def check_host(args, config, replicas: int, counts: list[int], world: World) -> 
         if need > free:
             unsaved = "add --no_save, or " * (not args.resume)
             raise UserError(
-                f"host memory: a checkpoint needs {need:.1f} GB on this node, and {free:.1f} GB "
+                f"host memory: a checkpoint needs {need:.1f} GiB on this node, and {free:.1f} GiB "
                 f"are free: {unsaved}use fewer replicas, more nodes or a smaller model"
             )
 

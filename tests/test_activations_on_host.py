@@ -246,7 +246,7 @@ def test_estimates(monkeypatch):
     for count in (1, n):
         kept = compute._replace(attention_kept=count)
         assert of(kept) - of(compute) == pytest.approx(count * more)
-    assert "host memory: 74.2 GB for all ranks, with inputs of blocks" in estimate.table(
+    assert "host memory: 74.2 GiB for all ranks, with inputs of blocks" in estimate.table(
         settings(activations_on_host=True), config, compute, train, 2, True, 1
     )
 

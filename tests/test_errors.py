@@ -292,7 +292,7 @@ CASES += [
     (
         "zero",
         ["--model_name_or_path", "huge", *TINY, "--no_save", "--deepspeed_config", OFFLOAD],
-        r"ZeRO needs \d+\.\d GB for what is offloaded on this node, and",
+        r"ZeRO needs \d+\.\d GiB for what is offloaded on this node, and",
     ),
     ("zero", ["--optimizer_on_host"], "--optimizer_on_host: only for fsdp/"),
     ("pp", ["--schedule", "dualpipev"], "--schedule dualpipev needs --stages of at least 2"),

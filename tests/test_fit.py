@@ -25,7 +25,7 @@ MIXTURE, TINY_MIXTURE = "models/qwen3-30b-a3b", "models/qwen3-moe-tiny"
 
 def asked(model, cards, gb, tokens=65_536, more=""):
     words = f"{ROOT / model} --cards {cards} --memory {gb} --tokens_a_step {tokens} {more}"
-    return fit.make_parser().parse_args(shlex.split(words))
+    return fit.parse(shlex.split(words))
 
 
 def search(ask):
@@ -77,7 +77,7 @@ def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypat
     assert max(map(float, totals)) == round(choice.memory, 1)
     assert f"= {choice.tokens:,} token slots a step" in done.stdout
     if way == fit.HOST:
-        assert f"host memory: {choice.host:.1f} GB" in done.stdout
+        assert f"host memory: {choice.host:.1f} GiB" in done.stdout
     elif way == fit.SPREAD:
         assert "--sequence_parallel 2" in " ".join(map(str, command))
     elif way == fit.EXPERTS:
@@ -149,16 +149,21 @@ def test_more_memory_is_never_slower(model, host):
 
 def test_what_is_printed(capsys):
     fit.main([str(ROOT / LARGE), *"--cards 2 --memory 32 --tokens_a_step 100000 --limit".split()])
-    line, _, tokens, parts, host, _, *ways = capsys.readouterr().out.splitlines()
+    line, _, tokens, card, seconds, parts, host, _, *ways = capsys.readouterr().out.splitlines()
     assert line.startswith("NPROC_PER_NODE=2 bash ") and line.endswith(" --device_memory_gb 32")
     assert " --optimizer_on_host " in line and int(tokens.split()[-1].replace(",", "")) >= 100_000
     total, *each = map(float, re.findall(r"\d+\.\d", parts))
     assert sum(each) == pytest.approx(total, abs=0.2) and "weights" in parts
-    assert host.startswith("host memory: 95.7 GB")
+    assert host.startswith("host memory: 95.7 GiB")
+    assert card == "card: NVIDIA H200's speed: bf16, varlen attention, compiled"
+    assert re.fullmatch(
+        r"estimated time of a step: [\d.]+ s, at 550 TFLOP/s a card and 200 GB/s between cards",
+        seconds,
+    )
     assert [way.split("  ")[1] for way in ways] == [
         w for w in fit.WAYS if w not in (fit.SPREAD, fit.EXPERTS)
     ]
-    assert [("chosen" in way, "GB too much" in way) for way in ways] == [
+    assert [("chosen" in way, "GiB too much" in way) for way in ways] == [
         (False, True), (False, True), (True, False), (False, True), (False, True),
     ]  # fmt: skip
 
@@ -214,9 +219,9 @@ def test_nothing_fits(capsys):
     assert end.value.code == 1 and out == ""
     number = r"(\d+\.\d)"
     said = re.fullmatch(
-        rf"error: nothing fits; nearest: micro 1, .*, ckpt, reshard, host: {number} GB a card, of "
-        rf"which 11.4 may be used, and 95.7 GB of host memory; what would help: cards of (\d+) GB "
-        rf"or (\d+) such cards; {fit.NOT_SEARCHED}: see docs/zero.md\n", err,
+        rf"error: nothing fits; nearest: micro 1, .*, ckpt, reshard, host: {number} GiB a card, "
+        rf"where 11.4 may be used, and 95.7 GiB of host memory; what would help: cards of (\d+) "
+        rf"GiB or (\d+) such cards; {fit.NOT_SEARCHED}: see docs/zero.md\n", err,
     )  # fmt: skip
     needed, cards, more = map(float, said.groups())
     assert 12 < needed < 0.95 * cards < needed + 2
@@ -229,8 +234,8 @@ def test_a_host_that_is_too_small(capsys):
     with pytest.raises(SystemExit):
         fit.main([str(ROOT / LARGE), *flags.split()])
     err = capsys.readouterr().err
-    assert "and 95.7 GB of host memory, of 64; what would help: 96 GB of host memory or" in err
-    assert err.count("96 GB") == 1
+    assert "and 95.7 GiB of host memory, of 64; what would help: " in err
+    assert err.count("96 GiB of host memory") == 1
 
 
 def test_more_host_memory_helps_where_cards_are_nearer(capsys):
@@ -238,8 +243,8 @@ def test_more_host_memory_helps_where_cards_are_nearer(capsys):
     with pytest.raises(SystemExit):
         fit.main([str(ROOT / LARGE), *flags.split(), "40"])
     err = capsys.readouterr().err
-    assert "stages 2" in err
-    assert "help: cards of 73 GB or 8 such cards or 96 GB of host memory;" in err
+    assert "ckpt, reshard: " in err  # not one with the optimizer on the host
+    assert re.search("help: adapters only .* or 8 such cards or 96 GiB of host memory;", err)
     fit.main([str(ROOT / LARGE), *flags.split(), "96"])
     assert " --optimizer_on_host" in capsys.readouterr().out
 
@@ -247,7 +252,7 @@ def test_more_host_memory_helps_where_cards_are_nearer(capsys):
 def test_what_is_printed_without_a_host_optimizer(capsys):
     fit.main([str(ROOT / SMALL), *"--cards 2 --memory 24 --tokens_a_step 2048".split()])
     out = capsys.readouterr().out
-    assert "\nhost memory: about 4 GB; the optimizer is on the cards\n" in out
+    assert "\nhost memory: about 4 GiB; the optimizer is on the cards\n" in out
     fit.main([str(ROOT / SMALL), *"--cards 1 --memory 24 --tokens_a_step 1024".split()])
     assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in capsys.readouterr().out
 

@@ -20,10 +20,10 @@ def table(args, config, compute, train, ranks: int, settings: dict) -> str:
     text = describe(parts, args.device_memory_gb)
     host, copies = of_host(config, compute, zero, ranks), of_copies(args, config)
     if host:
-        text += f"\nhost memory: {host:.1f} GB for all ranks"
-        text += f", and {copies:.1f} GB more {SAVING}" * (copies > 0)
+        text += f"\nhost memory: {host:.1f} GiB for all ranks"
+        text += f", and {copies:.1f} GiB more {SAVING}" * (copies > 0)
     elif copies:
-        text += f"\nhost memory: {copies:.1f} GB more for all ranks {SAVING}"
+        text += f"\nhost memory: {copies:.1f} GiB more for all ranks {SAVING}"
     return text
 
 
@@ -34,8 +34,8 @@ def check_host(args, config, compute, settings: dict, world: World, say: Callabl
     host = of_host(config, compute, settings["zero_optimization"], world.size)
     kept = share * max(0, host - world.size * PROCESS)  # the processes have started already
     copies = share * of_copies(args, config)
-    parts = [f"{kept:.1f} GB for what is offloaded"] * bool(kept)
-    parts += [f"{copies:.1f} GB {SAVING}"] * bool(copies)
+    parts = [f"{kept:.1f} GiB for what is offloaded"] * bool(kept)
+    parts += [f"{copies:.1f} GiB {SAVING}"] * bool(copies)
     need = " and ".join(parts)
 
     def check() -> str:
@@ -43,10 +43,10 @@ def check_host(args, config, compute, settings: dict, world: World, say: Callabl
         if kept + copies > free:
             unsaved = "add --no_save, or " * (kept < free and not args.resume)
             raise UserError(
-                f"host memory: ZeRO needs {need} on this node, and {free:.1f} GB are free: "
+                f"host memory: ZeRO needs {need} on this node, and {free:.1f} GiB are free: "
                 f"{unsaved}use more nodes, a smaller model, or fsdp/, which needs less"
             )
-        return f"host memory: {need}, of {free:.1f} GB free"
+        return f"host memory: {need}, of {free:.1f} GiB free"
 
     said = once_per_node(world, check)
     if kept:

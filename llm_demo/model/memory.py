@@ -211,18 +211,32 @@ AttentionInterface.register("packed_counted", _count_attention)
 ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_experts, _Product.apply))
 
 
+_counts = {}  # by what they depend on: the configuration, which it keeps, and bytes by block
+
+
 def _saved_uncompiled(config, compute, train) -> list[float]:
     """The same for plain PyTorch, counted in a forward on the meta device without allocating."""
+    moved = "varlen" if _pads(compute) else "sdpa"
+    if compute.attn_impl.startswith("bucketed") and not train.single:
+        moved = "buckets"
+    config = getattr(config, "whole", config)
+    lora = compute.lora and (compute.lora.rank, tuple(compute.lora.targets))
+    key = id(config), compute.dtype, moved, lora
+    if key not in _counts:
+        _counts[key] = config, _count_blocks(config, compute, moved)
+    kernel = _saved_by_kernel(config, compute, train)
+    return [counted + kernel for counted in _counts[key][1]]
+
+
+def _count_blocks(config, compute, moved: str) -> list[float]:
+    """Bytes per token that each block keeps, without what its attention's kernel does."""
     lm = skeleton(config, "counted", product="counted")
     if lora := compute.lora:
         apply_lora(lm, lora, compute.dtype)
     model = lm.model
     if with_experts := blocks_with_experts(model):
         Routers(with_experts)
-    moved = "varlen" if _pads(compute) else "sdpa"
-    if compute.attn_impl.startswith("bucketed") and not train.single:
-        moved = "buckets"
-    kernel, counted, saved = _saved_by_kernel(config, compute, train), {}, []
+    counted, saved = {}, []
     for block in model.layers:  # few differ
         shapes = tuple(p.shape for p in block.parameters())
         if shapes not in counted:
@@ -231,7 +245,7 @@ def _saved_uncompiled(config, compute, train) -> list[float]:
                 block.mlp.gate.float()
             # the difference of two: some tensors have the size of weights, not of tokens
             twice, once = (_count(block, config, compute, moved, n) for n in (512, 256))
-            counted[shapes] = (twice - once) / 256 + kernel
+            counted[shapes] = (twice - once) / 256
         saved.append(counted[shapes])
     return saved
 
@@ -338,11 +352,14 @@ def describe(ranks: list[dict[str, float]], limit_gb: float = 0) -> str:
     limit_gb if that is set."""
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
-    lines = ["estimated peak memory of each rank in GB (2**30 bytes):"]
+    device = this_device()
+    lines = [f"estimated peak memory of each rank on {device}, in GiB (2**30 bytes):"]
     for name in ranks[0]:
         lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
     lines.append(f"  {'total':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
-    capacity_gb = limit_gb or this_device().memory_gb
+    capacity_gb = limit_gb or device.memory_gb
+    if not capacity_gb:
+        lines.append("this is the run on this machine's CPU; --card estimates it on a GPU")
     if capacity_gb and max(totals) > 0.95 * capacity_gb:
-        lines.append(f"warning: this may not fit into {capacity_gb:.0f} GB")
+        lines.append(f"warning: this may not fit into {capacity_gb:.1f} GiB")
     return "\n".join(lines)

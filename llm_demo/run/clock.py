@@ -56,6 +56,7 @@ class Clock:
         """Start the clock before step 1."""
         self.started = time.perf_counter()
         if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading has left
             torch.cuda.reset_peak_memory_stats()
         if self.args.comm_timer:
             self.comm.install()
