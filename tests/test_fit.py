@@ -11,9 +11,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, args_with, run
 
-from llm_demo import fit
+from llm_demo import device, fit
 from llm_demo.launch.settings import check_flags, read_launcher
 from llm_demo.model import memory, step_time
 from llm_demo.model.source import find_model, load_config
@@ -255,6 +256,56 @@ def test_what_is_printed_without_a_host_optimizer(capsys):
     assert "\nhost memory: about 4 GiB; the optimizer is on the cards\n" in out
     fit.main([str(ROOT / SMALL), *"--cards 1 --memory 24 --tokens_a_step 1024".split()])
     assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in capsys.readouterr().out
+
+
+def test_a_card_runs_what_it_can(capsys):
+    """An MI100 has no fused attention and is not compiled, so it keeps the probabilities."""
+    said = {}
+    for card in ("mi100", "h100"):
+        fit.main([str(ROOT / SMALL), *f"--cards 1 --card {card} --tokens_a_step 8192".split()])
+        said[card] = capsys.readouterr().out
+    assert "card: AMD Instinct MI100: bf16, bucketed attention, not compiled\n" in said["mi100"]
+    assert "at 51 TFLOP/s a card and 20 GB/s between cards\n" in said["mi100"]
+    assert "card: NVIDIA H100 80GB HBM3: bf16, varlen attention, compiled\n" in said["h100"]
+    assert "of 79.2 GiB a card" in said["h100"] and "budget" not in said["mi100"]
+    kept = []
+    for words in ("--card mi100", "--card rtx4090 --memory 32"):
+        ask = fit.parse(shlex.split(f"{ROOT / LARGE} --cards 2 {words} --tokens_a_step 8192"))
+        found = fit.choices(load_config(ROOT / LARGE, 1024), ask, pipeline=False)
+        flags = {"micro_batch_size": 4, "grad_accum_steps": 1}
+        kept.append(next(c for c in found if c.flags == flags).parts["activations"])
+    assert kept[0] > 2 * kept[1]
+    asked(SMALL, 1, 24)
+    assert not device.planned()
+
+
+def test_adapters_are_offered_where_nothing_else_fits(capsys):
+    with pytest.raises(SystemExit):
+        fit.main([str(ROOT / LARGE), *"--cards 1 --card rtx4090 --tokens_a_step 8192".split()])
+    assert "what would help: adapters only (--lora_rank 16) or" in capsys.readouterr().err
+
+
+def test_an_estimate_for_a_card_that_is_not_here(tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"input_ids": [7] * 512}))
+    command = ["bash", ROOT / "fsdp/launch_fsdp.sh", "--estimate", "--model_name_or_path", SMALL]
+    command += ["--tokenizer_name_or_path", "models/qwen3-tiny", "--seq_len", 512]
+    command += ["--train_json", tmp_path / "one.jsonl", "--output_dir", tmp_path / "run"]
+    totals = {}
+    for card in ("", "h100", "mi100"):
+        how = ["--card", card] if card else []
+        done = run([*command, *how], PYTHON=sys.executable, NPROC_PER_NODE="1")
+        assert done.returncode == 0, done.stderr
+        totals[card] = float(re.search(r"^ +total +([\d.]+)", done.stdout, re.M)[1])
+        alone = "this is the run on this machine's CPU; --card estimates it on a GPU"
+        assert (alone in done.stdout) == (not card and not torch.cuda.is_available())
+    assert "of each rank on AMD Instinct MI100 (amd gfx908, 32 GB)" in done.stdout
+    assert "attention: bucketed\n" in done.stdout and "compile: no (not measured" in done.stdout
+    assert totals["mi100"] > 1.05 * totals["h100"]
+    for words, said in ((["--card", "h1"], "--card h1: choose from h100, h200"),):
+        done = run([*command, *words], PYTHON=sys.executable, NPROC_PER_NODE="1")
+        assert done.returncode and said in done.stderr
+    done = run([*command[:2], "--card", "h100"], PYTHON=sys.executable, NPROC_PER_NODE="1")
+    assert done.returncode and "--card h100 is what to estimate for: add --estimate" in done.stderr
 
 
 def test_no_device_is_looked_at(monkeypatch):
