@@ -83,6 +83,7 @@ def way(result: dict, known: set[str] = frozenset()) -> str:
     """Name the engine and its flags but those known already."""
     flags = " ".join(flag for flag in flags_of(result) if flag not in known)
     flags = flags.replace("--replicas all", "replicas").replace("--schedule ", "")
+    flags = flags.replace("--fsdp", "sharded")  # one process through FSDP
     return f"{result['row']['engine']} {flags.replace('--', '')}".strip()
 
 
@@ -156,7 +157,8 @@ def curves(axes, lines: dict[str, list[dict]], top: float) -> None:
     gap = np.arange(len(ys)) * top / 18  # of a line of text
     up = np.maximum.accumulate(ys - gap) + gap  # names must not overlap: half way between
     down = np.minimum.accumulate((ys - gap)[::-1])[::-1] + gap  # moving them up and down
-    for (end, name, color), y in zip(ends, (up + down) / 2, strict=True):
+    ys = (up + down) / 2
+    for (end, name, color), y in zip(ends, ys - max([0, *(ys - top)]), strict=True):
         axes.annotate(
             name, end, (1.06, y), textcoords=("axes fraction", "data"), color=color, va="center",
             arrowprops={"arrowstyle": "-", "color": color, "lw": 0.6, "relpos": (0, 0.5)},

@@ -86,11 +86,12 @@ def prepare(
     why = "is of the last step" if first == steps else "has stopped early (--early_stopping)"
     log.say(f"nothing left to train: {checkpoints.path} {why}")
     if checkpoints.own and not args.dry_run:
-        export_last(args, world, log, best_of(args, checkpoints.facts, checkpoints.path))
+        best = best_of(args, checkpoints.facts, checkpoints.path)
+        export_last(args, world, log, best)
         if not summary.exists():
             clock.history.resume(checkpoints.facts)
             clock.history.records += log.open(clock.history.first_step)
-            finish(world, log, clock)
+            finish(world, log, clock, best)
     return None
 
 
@@ -243,9 +244,10 @@ def train(
     checkpoints.finish()
     newest = checkpoints.folder / f"step_{checkpoints.max_steps:08d}"
     facts = {"evals": clock.history.evals}
-    export_last(args, world, log, best_of(args, facts, newest))
+    best = best_of(args, facts, newest)
+    export_last(args, world, log, best)
     show_answers(args, plan, log, ask)
-    finish(world, log, clock)
+    finish(world, log, clock, best)
 
 
 def ends_early(args: Args, evals: list[tuple[int, float]]) -> bool:
@@ -321,8 +323,9 @@ def show_answers(args: Args, plan: Plan, log: Log, ask: Callable) -> None:
         )
 
 
-def finish(world: World, log: Log, clock: Clock) -> None:
-    """Write summary.json, print the table row and the next commands, and close the log."""
+def finish(world: World, log: Log, clock: Clock, best: Path) -> None:
+    """Write summary.json, print the table row and the next commands, and close the log. best: the
+    checkpoint to export."""
     seconds, profile, host = clock.stop()
     if world.rank != 0:
         return
@@ -341,6 +344,7 @@ def finish(world: World, log: Log, clock: Clock) -> None:
         before, after = history.exact[0][1], history.exact[-1][1]
         log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
     log.say(f"run: {log.folder}")
-    if lines := next_steps(log.folder, argparse.Namespace(**log.settings), summary["steps"]):
+    settings = argparse.Namespace(**log.settings)
+    if lines := next_steps(log.folder, settings, summary["steps"], best):
         log.say("\n".join(["next steps:", *lines]))
     log.close()

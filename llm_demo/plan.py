@@ -297,7 +297,7 @@ def load_data(
         say(f"held-out: {n} split off by --eval_fraction, the same in every run of this data")
         return train, heldout, "none"
     if eval_json == "none":
-        say("held-out: none given, so no held-out loss")
+        say("held-out: none given, so no held-out loss; --eval_fraction 0.1 holds out a tenth")
         return train, None, eval_json
     heldout = once_per_node(world, functools.partial(load, eval_json, train.seq_len))
     learnt, asked = map(contents, (train, heldout))

@@ -30,7 +30,7 @@ def talk(monkeypatch, capsys, *flags, questions=QUESTIONS, terminal=False):
     return capsys.readouterr()
 
 
-def expected(folder, *conversations):
+def expected(folder, *conversations, tokens=12):
     """transformers' greedy answers."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -40,7 +40,7 @@ def expected(folder, *conversations):
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         out = model.generate(
-            **ids, do_sample=False, max_new_tokens=12, eos_token_id=stop_tokens(tokenizer)
+            **ids, do_sample=False, max_new_tokens=tokens, eos_token_id=stop_tokens(tokenizer)
         )
         answers.append(
             tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -27,15 +27,16 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "my run"
 
 
-def said(folder, steps=3, **settings):
-    """name -> command"""
+def said(folder, steps=3, best=None, **settings):
+    """name -> command. best: the step of the checkpoint to export, if not the last."""
     of_a_run = {
         "model_name_or_path": str(ROOT / "models/qwen3-tiny"), "tokenizer_name_or_path": None,
         "eval_json": "my data.heldout.jsonl", "seq_len": 128, "data_format": "auto",
         "input_key": None, "target_key": None, "train_on_prompt": False, "learn_turns": "all",
         "dataset_config": None, "learn_reasoning": True,
     }  # fmt: skip
-    lines = next_steps.next_steps(folder, argparse.Namespace(**of_a_run | settings), steps)
+    best = folder / f"checkpoints/step_{best or steps:08d}"
+    lines = next_steps.next_steps(folder, argparse.Namespace(**of_a_run | settings), steps, best)
     return dict(re.match(r"  ([\w ]+): +(.*)", line).groups() for line in lines)
 
 
@@ -53,6 +54,19 @@ def test_a_hub_dataset_and_turns_are_named_as_the_run_had_them(folder):
     args = evaluate.make_parser().parse_args(words(found["evaluate"]))
     assert (args.data, args.learn_turns) == ("openai/gsm8k:main:test", "last")
     assert args.learn_reasoning == "false"
+
+
+def test_the_best_checkpoint_is_exported_after_early_stopping(folder):
+    (folder / "model").mkdir()
+    (folder / "model/chat_template.jinja").write_text("")
+    found = said(folder, steps=9, best=3)
+    assert words(found["export"]) == ["my run/checkpoints/step_00000003", "my run/hf"]
+    assert words(found["chat"]) == ["my run/hf"]
+    merge = said(folder, steps=9, best=3, lora_rank=4)["merge"]
+    assert words(merge)[:2] == ["my run/checkpoints/step_00000003", "my run/merged"]
+    (folder / "hf").mkdir()
+    (folder / "hf/README.md").write_text("FSDP2, 3 optimizer steps, from")
+    assert "export" not in said(folder, steps=9, best=3)
 
 
 def test_adapters_are_merged_to_be_evaluated(folder):

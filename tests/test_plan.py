@@ -348,7 +348,7 @@ def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
     said, found = capsys.readouterr().out, evals()
     best = min(found, key=found.get)
     assert best and max(found) == best + 4
-    assert f"exported run/checkpoints/step_{best:08d}" in said
+    assert f"exported run/checkpoints/step_{best:08d}" in said and "  export:" not in said
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkeypatch):

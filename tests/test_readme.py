@@ -39,9 +39,9 @@ FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",
 }  # fmt: skip
 FILES_OF_A_CHECKPOINT = {"trainer.json", "manifest.json"}
-OTHER_FILES = {  # of profiles, caches, exports, models
+OTHER_FILES = {  # of profiles, caches, exports, models, llama.cpp
     "profile.txt", "meta.json", "adapter_config.json", "generation_config.json", "tokenizer.json",
-    "tokenizer_config.json",
+    "tokenizer_config.json", "convert_hf_to_gguf.py",
 }  # fmt: skip
 A_USERS_OWN = {
     "my.jsonl", "x.jsonl", "x.heldout.jsonl", "test.jsonl", "alpaca.json", "my.json",
@@ -51,7 +51,8 @@ NOT_OURS = {"NCCL", "GLOO", "HSA", "OMP", "PYTORCH", "TORCHINDUCTOR", "PR"}  # f
 FOREIGN_FLAGS = {
     "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
     "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
-    "--enable-mixed-moe-lora-format",  # vLLM's
+    "--enable-mixed-moe-lora-format", "--host", "--port", "--served-model-name",  # vLLM's
+    "--no-deps", "--outfile", "--outtype",  # pip's, llama.cpp's
 }  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def test_every_variable_named_is_read_somewhere():
     named = {name for name in named if name.split("_")[0] not in NOT_OURS}
     sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/dist.py"]
     sources += ["llm_demo/data/packs.py", "llm_demo/device.py", "tests/conftest.py"]
-    sources.append("llm_demo/model/attention_choice.py")
+    sources += ["llm_demo/model/attention_choice.py", "tests/test_real.py"]
     sources = [*map(ROOT.joinpath, sources)]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
     sources.append(ROOT / "cluster/skypilot.yaml")

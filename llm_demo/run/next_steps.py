@@ -12,20 +12,22 @@ from llm_demo.files import ROOT
 DATA_FLAGS = ("data_format", "input_key", "target_key")
 
 
-def next_steps(folder: Path, args: Args, steps: int) -> list[str]:
+def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
     """Lines for the end of a run of `steps` optimizer steps, with only the commands that can work
-    now. The commands work in the folder where the run was started."""
-    lines = []
+    now, or after those above them. They work in the folder where the run was started. best: the
+    checkpoint to export, which --early_stopping chooses."""
+    lines, of = [], int(best.name.removeprefix("step_"))
+    source = folder if of == steps else best
     if (folder / "checkpoints/latest").is_file():
-        exported = export_of(folder / "hf", steps)
+        exported = export_of(folder / "hf", of)
         if not exported.exists():
-            lines.append(("export", module("export", shown(folder), shown(exported))))
+            lines.append(("export", module("export", shown(source), shown(exported))))
         if getattr(args, "lora_rank", 0):  # hf/ holds adapters
-            exported = export_of(folder / "merged", steps)
+            exported = export_of(folder / "merged", of)
             if not exported.exists():
-                lines.append(("merge", module("export", shown(folder), shown(exported), "--merge")))
-        if (folder / "model/chat_template.jinja").is_file():
-            lines.append(("chat", module("chat", shown(folder))))
+                lines.append(("merge", module("export", shown(source), shown(exported), "--merge")))
+        if (folder / "model/chat_template.jinja").is_file():  # a run's chat is of its newest
+            lines.append(("chat", module("chat", shown(folder if of == steps else exported))))
         if args.eval_json not in ("auto", "none"):
             lines.append(("evaluate", evaluate(exported, args)))
         if "NNODES" not in os.environ:  # else every node has its own command
