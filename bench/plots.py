@@ -209,7 +209,7 @@ def draw(name: str, file: Path) -> None:
         draw_curves(parts[0].subplots(), lines)
     below = parts[-1].subplots(1, 3)
     bars(below[0], labelled, "thousand slots/s", lambda s: s["median_slots_per_s"] / 1e3)
-    bars(below[1], labelled, "peak GiB of the fullest rank", lambda s: max(s["peak_mem_gb"]))
+    bars(below[1], labelled, "peak GiB of the fullest rank", lambda s: max(store.peaks_of(s)))
     split(below[2], labelled)
     for axes in below:
         axes.set_yticks(range(len(labelled)), [])
@@ -293,7 +293,7 @@ def digest(*names: str) -> str:
     """Return a hash of the results drawn; each picture contains its own."""
     shown = [
         (way(r), slots(r), shares(r["summary"]), r["summary"]["median_slots_per_s"],
-         r["summary"]["peak_mem_gb"], group_of(r))
+         store.peaks_of(r["summary"]), group_of(r))
         for name in names for r in rows_of(name)
     ]  # fmt: skip
     return f"results {hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]}"

@@ -264,7 +264,7 @@ def describe(result: dict) -> str:
     if result["status"] != "ok":
         return f"{result['status']}: {result['error'][:160]}"
     s = result["summary"]
-    peaks = " / ".join(f"{peak:.1f}" for peak in s.get("reserved_gb") or s["peak_mem_gb"])
+    peaks = " / ".join(f"{peak:.1f}" for peak in store.peaks_of(s))
     peaks += f" GiB ({s['alloc_retries']} retries)" if s.get("alloc_retries") else " GiB"
     return f"{s['median_step_ms']:.1f} ms, {s['median_slots_per_s']:,.0f} slots/s, {peaks}"
 

@@ -12,6 +12,12 @@ from llm_demo.files import ROOT, write_text
 RESULTS = ROOT / "bench/results"
 
 
+def peaks_of(summary: dict) -> list[float]:
+    """Peak memory of each rank that its card must have; older rows only recorded what was
+    allocated."""
+    return summary.get("reserved_gb") or summary["peak_mem_gb"]
+
+
 def file_of(name: str) -> Path:
     return RESULTS / f"{name}.jsonl"
 

@@ -34,15 +34,9 @@ OPTIONAL = {
 
 COMPARED = {
     "toks/s": ("{:,.0f}", lambda summary: summary["median_slots_per_s"]),
-    "peak_mem(G)": ("{:.1f}", lambda summary: max(peaks_of(summary))),
+    "peak_mem(G)": ("{:.1f}", lambda summary: max(store.peaks_of(summary))),
 }
 RETRIED = "*"  # marks the memory of a row whose allocator ran dry after step 3
-
-
-def peaks_of(summary: dict) -> list[float]:
-    """Peak memory of each rank that its card must have; older rows only recorded what was
-    allocated."""
-    return summary.get("reserved_gb") or summary["peak_mem_gb"]
 
 
 def in_order(results: list[dict]) -> list[dict]:
@@ -74,7 +68,10 @@ def line_of(result: dict, env: bool = True, host: bool = False) -> list[str]:
     ranks = 1 if ONE_OF in notes else None  # the other ranks are this one again
     peaks, allocated = (
         " / ".join(f"{m:.1f}" for m in (memory or ())[:ranks])
-        for memory in (peaks_of(summary), summary.get("reserved_gb") and summary["peak_mem_gb"])
+        for memory in (
+            store.peaks_of(summary),
+            summary.get("reserved_gb") and summary["peak_mem_gb"],
+        )
     )
     low, high = summary["spread_step_ms"]
     mfu = f"{summary['mfu']:.1%}" if summary.get("mfu") else "n/a"
@@ -159,8 +156,10 @@ def notes_of(name: str) -> str:
     summaries = [r["summary"] for r in results if "summary" in r]
     if all("--psgd_rank" in r["row"]["flags"] for r in results if "row" in r):
         summaries = []  # that table has no memory
-    if text and summaries and not any(s.get("reserved_gb") for s in summaries):
-        text += " `peak_mem` is what was allocated; a card needs more."
+    older = [s for s in summaries if not s.get("reserved_gb")]
+    if text and older:
+        rows = "" if len(older) == len(summaries) else " of rows without `allocated`"
+        text += f" `peak_mem`{rows} is what was allocated; a card needs more."
     if any(s.get("late_alloc_retries") for s in summaries):
         text += f" {RETRIED}: memory ran out after step 3, and the allocator freed its cache."
     return text and f"{text}\n"

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 from bench.run import PEERS  # noqa: E402
 from llm_demo import fit  # noqa: E402
+from llm_demo.device import plan_for  # noqa: E402
 from llm_demo.model.source import load_config  # noqa: E402
 
 MODELS = ("0.6B", "1.7B", "4B", "8B", "14B", "32B")
@@ -166,7 +167,7 @@ def pages() -> dict[Path, str]:
         (ROOT / "README.md", MARKED, short(found)),
         (ROOT / "docs/long.md", LONGEST, long_rows()),
     )
-    fit.plan_for("")  # this machine again
+    plan_for("")  # this machine again
     return {
         page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
         for page, marks, new in made

@@ -8,7 +8,6 @@ import torch
 
 from fsdp.flags import sums_each
 from fsdp.units import SLICE, SLOTS
-from llm_demo.device import this_device
 from llm_demo.errors import UserError
 from llm_demo.model.activations_on_host import host_bytes
 from llm_demo.model.costs import block_costs, experts_of, head_cost, parameters_of
@@ -17,6 +16,7 @@ from llm_demo.model.memory import (
     GB,
     PROCESS,
     at_the_loss,
+    capacity_of,
     describe,
     keys_kept,
     largest_unit,
@@ -31,7 +31,7 @@ LONG = 8192  # tokens of a document from which on attention takes a good part of
 
 def choose_spread(args, config, compute, train, world) -> tuple[int, str]:
     """(over how many ranks experts are spread, the reason): the fewest of a node's that fit."""
-    capacity = args.device_memory_gb or this_device().memory_gb
+    capacity = capacity_of(args)
     if not capacity:
         return 1, "the memory of this device is not known"
     ranks = range(1, min(world.local_size, world.size) + 1)
@@ -57,7 +57,7 @@ def choose_attention_kept(
         return 0, "documents are short"
     if keys_kept(compute, train):
         return 0, f"{compute.attn_impl} is no fused kernel here"
-    if not (capacity := args.device_memory_gb or this_device().memory_gb):
+    if not (capacity := capacity_of(args)):
         return 0, "the memory of this device is not known"
 
     @functools.cache
@@ -68,7 +68,7 @@ def choose_attention_kept(
 
     sizes = unit_sizes(config, config.num_hidden_layers, per_unit_of(args))
     counts = [0, *itertools.accumulate(reversed(sizes))]  # of the last unit, the last two, ...
-    fit = bisect.bisect_left(counts, True, key=lambda n: need(n) >= 0.85 * capacity)
+    fit = bisect.bisect_left(counts, True, key=lambda n: need(n) >= 0.95 * capacity)
     most = counts[max(0, fit - 1)]
     tried = most or counts[1]
     return most, f"about {need(tried):.0f} of {capacity:.0f} GiB with {tried}"
@@ -77,7 +77,7 @@ def choose_attention_kept(
 def table(args, config, compute, train, ranks: int, sharded: bool, replicas: int, spread=1) -> str:
     """What --estimate prints. ranks: of one replica."""
     parts = of_fsdp(args, config, compute, train, ranks, sharded, spread)
-    text = describe(parts * replicas, args.device_memory_gb)
+    text = describe(parts * replicas, args)
     copies = replicas * of_copies(args, config, compute)
     later = "while checkpoints are written in the background"
     if args.activations_on_host or args.optimizer_on_host:
@@ -101,7 +101,7 @@ def of_copies(args, config, compute) -> float:
 
 def refuse_replicas(args, config, compute, train, ranks: int, replicas: int) -> None:
     """Raise UserError if a copy of the model needs more memory than its GPUs have."""
-    capacity = args.device_memory_gb or this_device().memory_gb
+    capacity = capacity_of(args)
     need = max(sum(parts.values()) for parts in of_fsdp(args, config, compute, train, ranks, True))
     if capacity and need > 1.1 * capacity:  # an estimate
         raise UserError(
@@ -145,6 +145,8 @@ def of_fsdp(
         copies = 4 if compute.compile else 4 + 2 * config.num_experts_per_tok
         activations += copies * spread * tokens * config.hidden_size * size
     gathered = (ends + 2 * unit if args.reshard_after_forward else whole) * size
+    if ranks > 1 and size < 4 and not args.optimizer_on_host:  # a buffer for embedding and head
+        gathered += embedding * size
     head_in_fp32 = not args.use_activation_checkpointing  # the memory of its gradient: see loss.py
     trained = total
     if lora := compute.lora:  # what is frozen has no fp32 copy and no gradients

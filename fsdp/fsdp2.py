@@ -63,13 +63,18 @@ def reduce_traffic(
     sums = {unit.module: unit for unit in units}
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     modules = [m for m in modules if not isinstance(m, Routers)]  # which stay in fp32
-    # Not embedding and head: shared memory stays allocated, and theirs is large for its use
+    # Not embedding and head: shared memory stays allocated, too much for two transfers a step
     by_engines = {m for m in modules if engines and isinstance(m, Blocks)}
-    by_nccl = [params_of(m) for m in modules if m not in by_engines]
+    # FSDP2 orders the transfers of one root only. Accumulated gradients are exchanged otherwise.
+    users = set(modules) - by_engines if isinstance(model, FSDPModule) else set()
+    users = {m for m in users if not (accumulates and isinstance(m, Blocks | WithExperts))}
+    by_nccl = [params_of(m) for m in users]
     if None in by_nccl:
         missing["sharing memory between transfers"] = "FSDP2 has changed"
     elif group.size() > 1 and any(by_nccl):  # a single rank's gradients don't pass a reduce-scatter
-        length = max(sum(shard_sizes(p)) * shards_of(p[0]) for p in by_nccl if p)
+        lengths = [sum(shard_sizes(p)) * shards_of(p[0]) for p in by_nccl if p]
+        # a stand-in for a unit's sum has its length
+        length = max([*lengths, *(unit.length for unit in units)])
         scratch = Scratch(length, dtype, world.device)
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
@@ -133,8 +138,9 @@ class Scratch:
 
 
 class GatherIntoScratch:
-    """FSDP2's all-gathers of embedding and head, whose results FSDP2 copies at once. Only of units
-    that nothing gathers again in the backward, where a reduction could come before the copy."""
+    """FSDP2's all-gathers of embedding and head, whose results FSDP2 copies before the next
+    transfer into this memory. What it gathers ahead in a backward that is not the step's last is
+    the root, which also comes first in the next forward."""
 
     def __init__(self, scratch: Scratch):
         self.scratch = scratch
@@ -184,6 +190,7 @@ class SumInFp32:
         self.module, self.dtype, self.group = module, dtype, group
         self.engines, self.timed = engines, timed
         self.scratch, self.pool = scratch, pool
+        self.compute = None  # the stream that computes
         self.sent, self.sum = None, compile_once(sum_into) if compiles else sum_into
         self.unit = unit
         if unit:

@@ -1,4 +1,4 @@
-"""How FSDP2 is told to keep the numbers exact, and gradients in memory that activations leave."""
+"""FSDP2's settings for exact numbers, and the memory that its gradients take."""
 
 import torch
 import torch.distributed as dist
@@ -60,8 +60,9 @@ def empty_sum(unit: FSDPModule, compute, size, dtype: torch.dtype, device) -> to
     FSDP2 allocates it on another stream, and the allocator keeps a pool for each. In the backward
     that pool grows by all gradients while activations leave theirs, and the device must hold both:
     15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has just waited for `compute`, so
-    nothing uses that memory any more, and the sum lasts until the optimizer's step. That of a later
-    micro-batch is freed as soon as it is added, while FSDP2's stream may still read it."""
+    nothing uses that memory any more, and the sum lasts until the optimizer's step; a Unit, which
+    adds it at once, holds it back by record_stream. The sum of a later micro-batch is freed once it
+    is added, while FSDP2's stream may still read it, so it comes from that stream's pool."""
     streams = torch.get_device_module(device)
     params = params_of(unit)
     lasts = params is not None and all(p.grad is None for p in params)

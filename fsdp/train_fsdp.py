@@ -134,7 +134,6 @@ def main() -> None:
         clock.router_load = model.routers.take_load
     fixed = () if lora else not_optimized(model)  # a frozen base is not in checkpoints
     state = functools.partial(training_state, optimized.views, optimizer, grid, low_rank, fixed)
-    # now, because in step 1 moments would lie scattered between activations, which fragments memory
     fill_adam_state(optimizer, checkpoints.facts["adam_steps"] if checkpoints.path else 0)
     if checkpoints.path:
         tensors = state()

@@ -15,7 +15,7 @@ from llm_demo.parallel.copy_engines import Mailbox
 def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
     """What --estimate prints. ranks: of a stage. counts: blocks of each piece of the model."""
     stages = of_stages(args, config, compute, train, ranks, counts)
-    return describe([parts for parts in stages for _ in range(ranks)], args.device_memory_gb)
+    return describe([parts for parts in stages for _ in range(ranks)], args)
 
 
 def held_by(schedule: str, stages: int, stage: int, accum: int, run_ahead: int) -> dict[int, int]:

@@ -135,7 +135,6 @@ def main() -> None:
     checkpoints.meshes[grid[SHARD]] = on_device(grid, "cpu")[SHARD]
     fixed = not_optimized(pieces)
     state = functools.partial(training_state, copies.saved, optimizer, grid[SHARD], None, fixed)
-    # now, because in step 1 moments would lie scattered between activations, which fragments memory
     fill_adam_state(optimizer, checkpoints.facts["adam_steps"] if checkpoints.path else 0)
     if checkpoints.path:
         tensors = training_state(copies.loaded, optimizer, grid[SHARD], None, fixed)

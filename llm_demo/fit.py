@@ -43,7 +43,7 @@ from llm_demo.model.costs import experts_of
 from llm_demo.model.cut import split
 from llm_demo.model.folder import open_model
 from llm_demo.model.lora import Lora, choose_lora
-from llm_demo.model.memory import PROCESS
+from llm_demo.model.memory import CONTEXT_GB, PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture
 from llm_demo.plan import Compute
@@ -253,7 +253,8 @@ def line(choice: Choice, ask) -> str:
     if launcher.is_relative_to(Path.cwd()):
         launcher = launcher.relative_to(Path.cwd())
     flags = {"model_name_or_path": ask.model, "seq_len": ask.seq_len, **choice.flags}
-    flags |= {"device_memory_gb": f"{ask.memory:g}"} if ask.limit else {}
+    if ask.limit:  # of PyTorch alone
+        flags["device_memory_gb"] = math.floor(10 * (ask.memory - CONTEXT_GB)) / 10
     words = [f"--{k}" if v is True else f"--{k} {shlex.quote(str(v))}" for k, v in flags.items()]
     return f"NPROC_PER_NODE={ask.cards} bash {shlex.quote(str(launcher))} {' '.join(words)}"
 
@@ -356,7 +357,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """What is asked for, with what --card stands for."""
     ask = (parser := make_parser()).parse_args(argv)
     plan_for(ask.card)
-    ask.name, ask.compute, tflops = "NVIDIA H200's speed", COMPUTE, TFLOPS
+    ask.name, ask.compute, tflops = "any, as fast as an H200", COMPUTE, TFLOPS
     if ask.card:
         card = this_device()
         dtype, _ = pick_dtype("auto", card)

@@ -158,7 +158,8 @@ def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 
 def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
     """Give each parameter the state AdamW creates in its first step, with zeros to load into, as if
-    after `steps` steps. Moments that exist stay."""
+    after `steps` steps. Moments that exist stay. In step 1 they would lie scattered between
+    activations, which fragments memory."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]

@@ -17,7 +17,7 @@ def table(args, config, compute, train, replicas: int, counts: list[int], zero: 
     held = pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
     bucket = zero.get("reduce_bucket_size", BUCKET)
     parts = of_pipeline(args, config, compute, train, replicas, held, bucket)
-    text = describe(parts, args.device_memory_gb)
+    text = describe(parts, args)
     ranks = range(args.stages * replicas)
     copies = of_copies(args, parameters_of_stages(config, held), replicas, ranks)
     if copies:

@@ -116,7 +116,7 @@ def test_a_line_fits_the_terminal(monkeypatch):
 
 def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     """With what to do about it. The line and the table have what the card must hold."""
-    totals = iter([0, 0, 3, 3, 5])  # retries so far, after each step
+    totals = iter([7, 7, 7, 10, 10, 12])  # retries so far: 7 in loading, then after each step
     monkeypatch.setattr(
         "llm_demo.run.clock.memory_peaks", lambda device: (70.0, 77.1, next(totals))
     )

@@ -75,7 +75,9 @@ def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypat
     done = run(command, PYTHON=sys.executable, NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     totals = re.search(r"^ +total +(.*)", done.stdout, re.M)[1].split()
-    assert max(map(float, totals)) == round(choice.memory, 1)
+    parts = choice.parts.items()  # a CPU has no allocator and no CUDA
+    expected = sum(gb for name, gb in parts if name not in (memory.UNUSED, memory.CONTEXT))
+    assert max(map(float, totals)) == round(expected, 1)
     assert f"= {choice.tokens:,} token slots a step" in done.stdout
     if way == fit.HOST:
         assert f"host memory: {choice.host:.1f} GiB" in done.stdout
@@ -151,12 +153,12 @@ def test_more_memory_is_never_slower(model, host):
 def test_what_is_printed(capsys):
     fit.main([str(ROOT / LARGE), *"--cards 2 --memory 32 --tokens_a_step 100000 --limit".split()])
     line, _, tokens, card, seconds, parts, host, _, *ways = capsys.readouterr().out.splitlines()
-    assert line.startswith("NPROC_PER_NODE=2 bash ") and line.endswith(" --device_memory_gb 32")
+    assert line.startswith("NPROC_PER_NODE=2 bash ") and line.endswith(" --device_memory_gb 30.8")
     assert " --optimizer_on_host " in line and int(tokens.split()[-1].replace(",", "")) >= 100_000
     total, *each = map(float, re.findall(r"\d+\.\d", parts))
     assert sum(each) == pytest.approx(total, abs=0.2) and "weights" in parts
     assert host.startswith("host memory: 95.7 GiB")
-    assert card == "card: NVIDIA H200's speed: bf16, varlen attention, compiled"
+    assert card == "card: any, as fast as an H200: bf16, varlen attention, compiled"
     assert re.fullmatch(
         r"estimated time of a step: [\d.]+ s, at 550 TFLOP/s a card and 200 GB/s between cards",
         seconds,
@@ -172,7 +174,7 @@ def test_what_is_printed(capsys):
 def test_long_rows():
     """Spread over cards, and only with what memory demands; short ones never are."""
     ask = functools.partial(asked, LARGE, 2, 141)
-    for tokens, more in ((131_072, set()), (262_144, {"activations_on_host"})):
+    for tokens, more in ((131_072, set()), (262_144, {"optimizer_on_host"})):
         choice, fits = fit.best(search(long := ask(tokens, f"--seq_len {tokens}")), long)
         assert fits and choice.way == fit.SPREAD and choice.tokens == tokens
         assert choice.flags["sequence_parallel"] == 2 and more <= choice.flags.keys()

@@ -19,7 +19,7 @@ from llm_demo.device import World
 from llm_demo.model.decoder import Blocks
 from llm_demo.parallel import copy_engines
 
-STEPS = 4
+STEPS, RESHARD = 4, ["--reshard_after_forward"]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ STEPS = 4
         (1, False),
         (2, False),
         pytest.param(3, False, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
         pytest.param(2, True, marks=pytest.mark.multi_gpu),
     ],
 )
@@ -37,32 +38,38 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
         pytest.skip(f"needs {processes} GPUs")
     if engines and (reason := copy_engines._lacks(World(0, 2, 0, torch.device("cuda", 0)))):
         pytest.skip(reason)
-    settings = [("fp16", 1), ("bf16", 2)] if processes == 2 else [("bf16", 1)]
+    copied = ["--copy_engines", *RESHARD] if engines else []  # blocks gathered in the backward, too
+    settings = [("bf16", 1, copied)]
+    if processes == 2:
+        settings = [("fp16", 1, copied), ("bf16", 2, copied), ("bf16", 3, RESHARD)]
+    if processes == 4:  # between micro-batches the head is gathered ahead
+        settings = [("bf16", 3, ["--replicas", "2", *RESHARD])]
     rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     for name, some in (("data.jsonl", rows[:60]), ("data.heldout.jsonl", rows[60:68])):
         (tmp_path / name).write_text("\n".join(some))
     model, cases = smaller_model(tmp_path / "model"), []
     config = json.loads((model / "config.json").read_text())
     uneven = {"intermediate_size": 97, "vocab_size": config["vocab_size"] + 1}  # rows of a shard
+    uneven["tie_word_embeddings"] = processes != 4
     (model / "config.json").write_text(json.dumps(config | uneven))
     for whose in ("theirs", "ours"):
-        for dtype, accum in settings:
+        for dtype, accum, flags in settings:
             argv = [
                 "--model_name_or_path", model, "--seq_len", 32,
                 "--train_json", tmp_path / "data.jsonl", "--micro_batch_size", 1,
                 "--attn_impl", "math",  # the same numbers each time on a GPU, too
                 "--max_steps", STEPS, "--warmup_steps", 2, "--sample_tokens", 0,
                 "--dtype", dtype, "--grad_accum_steps", accum, "--profile_steps", "3:3",
-                "--output_dir", tmp_path / f"{whose}-{dtype}",
-                # blocks gathered in the backward, too
-                *(["--copy_engines", "--reshard_after_forward"] if engines else []),
+                "--output_dir", tmp_path / f"{whose}-{dtype}-{accum}", *flags,
             ]  # fmt: skip
             case = {"argv": [str(a) for a in argv], "out": str(tmp_path / "unused"), "quiet": True}
             cases.append({**case, "as_it_is": whose == "theirs"})
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     torchrun(processes, ROOT / "tests/parity_worker.py", "fsdp", tmp_path / "cases.json")
-    for dtype, accum in settings:
-        theirs, ours = (results(tmp_path / f"{whose}-{dtype}") for whose in ("theirs", "ours"))
+    for dtype, accum, flags in settings:
+        theirs, ours = (
+            results(tmp_path / f"{whose}-{dtype}-{accum}") for whose in ("theirs", "ours")
+        )
         assert len(ours["losses"]) == STEPS + 2 and None not in ours["norms"]
         if processes <= 2:
             assert ours["losses"] == theirs["losses"] and ours["norms"] == theirs["norms"]
@@ -74,7 +81,8 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
         if hasattr(FSDPModule, "set_custom_reduce_scatter"):
             # accumulated gradients are in fp32: bf16 would round them
             # unless resharding, which sums each micro-batch's
-            assert ("alltoall" in ours["kinds"]) == (processes > 1 and (accum == 1 or engines))
+            one = accum == 1 or flags[-1:] == RESHARD and "--replicas" not in flags
+            assert ("alltoall" in ours["kinds"]) == (processes > 1 and one)
         assert ("ptop" in ours["kinds"]) == engines
 
 
@@ -241,3 +249,37 @@ def test_sums_take_memory_of_the_stream_that_computes(kind, monkeypatch):
         p.grad = torch.ones(4)
     # the second is freed in the backward, while the other stream may still read it
     assert allocated == ["compute"] * 3 + ["reduce"]
+
+
+def test_shared_memory_holds_the_longest_transfer(monkeypatch):
+    """And the sum that a unit stands in for, even if copy engines transfer its gradients."""
+    made = []
+
+    class Unit(torch.nn.Module):
+        def __getattr__(self, name):
+            if name.startswith("set_custom"):
+                return lambda how: None
+            return super().__getattr__(name)
+
+    class Block(Blocks, Unit):
+        def __init__(self):
+            torch.nn.Module.__init__(self)
+
+    for name, value in (
+        ("FSDPModule", (Unit, Block)), ("cast_in_copy", lambda: None),
+        ("shard_sizes", lambda params: [100 if params == ["head"] else 300]),
+        ("params_of", lambda m: ["block"] if isinstance(m, Block) else ["head"]),
+        ("shards_of", lambda p: 2), ("Scratch", lambda length, *_: made.append(length)),
+    ):  # fmt: skip
+        monkeypatch.setattr(fsdp2, name, value)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    model = Unit()
+    model.block = Block()
+    world, group = World(0, 2, 0, torch.device("cpu")), SimpleNamespace(size=lambda: 2)
+    how = {"dtype": torch.bfloat16, "compiles": False}
+    fsdp2.reduce_traffic(model, world, group, accumulates=True, engines=False, **how)
+    fsdp2.reduce_traffic(model, world, group, accumulates=False, engines=True, **how)
+    fsdp2.reduce_traffic(model, world, group, accumulates=False, engines=False, **how)
+    units = [SimpleNamespace(module=None, length=700)]
+    fsdp2.reduce_traffic(model, world, group, accumulates=False, engines=True, units=units, **how)
+    assert made == [200, 200, 600, 700]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run, torchrun
+from conftest import ROOT, run, smaller_model, torchrun
 
 from fsdp_pp import torch_schedules, transfers
 from fsdp_pp.estimate import held_by, mailboxes
@@ -494,3 +494,31 @@ def test_an_estimate_has_a_column_per_rank(tmp_path):
     total = [float(x) for x in re.findall(r"\d+\.\d+", next(x for x in table if "total" in x))]
     assert len(total) == 4 and total[0] == total[1] and total[2] == total[3]
     assert not (tmp_path / "run").exists()
+
+
+def test_resharding_changes_no_number_in_16_bits(tmp_path):
+    """Both ends of the model on a stage, whose gathers are of different roots: FSDP2 does not order
+    them, so they must not share memory."""
+    model = smaller_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    numbers = []
+    for name, more in (("kept", []), ("resharded", ["--reshard_after_forward"])):
+        command = [
+            "bash",
+            LAUNCHER,
+            "--model_name_or_path",
+            model,
+            "--schedule",
+            "v",
+            "--stages",
+            2,
+        ]
+        command += ["--dtype", "bf16", "--no_compile", "--micro_batch_size", 1, "--max_steps", 2]
+        command += ["--grad_accum_steps", 4, "--output_dir", tmp_path / name, "--no_save", *more]
+        done = run(command, PYTHON=sys.executable, NPROC_PER_NODE="4")
+        assert done.returncode == 0, done.stderr[-2000:]
+        logged = [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
+        keys = "train/loss", "train/grad_norm", "eval/loss"
+        numbers.append([r[key] for r in logged for key in keys if key in r])
+    assert len(numbers[0]) == 6 and numbers[0] == numbers[1]

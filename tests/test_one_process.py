@@ -156,6 +156,7 @@ def masters_of(model, dtype, accumulates, compiled, lr=1e-3, weight_decay=0.1):
     masters = Masters(model, list(model)[:2], dtype, accumulates, compiled)
     optimizer = make_adamw(masters.params, lr, weight_decay, compiled)
     masters.follow(optimizer)
+    optim.fill_adam_state(optimizer, 0)
     return masters, optimizer
 
 

@@ -17,7 +17,7 @@ def table(args, config, compute, train, ranks: int, settings: dict) -> str:
     """What --estimate prints. settings: the engine's."""
     zero = settings["zero_optimization"]
     parts = of_zero(args, config, compute, train, ranks, zero)
-    text = describe(parts, args.device_memory_gb)
+    text = describe(parts, args)
     host, copies = of_host(config, compute, zero, ranks), of_copies(args, config)
     if host:
         text += f"\nhost memory: {host:.1f} GiB for all ranks"

@@ -140,6 +140,7 @@ def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> No
     class Timer(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             if on_gpu:
+                torch.cuda.empty_cache()  # as our scripts do
                 torch.cuda.reset_peak_memory_stats()
 
         def on_step_begin(self, *args, **kwargs):
@@ -184,7 +185,7 @@ def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> No
     if rank == 0:
         env = environment(World(rank, size, local, device))
         env["versions"] |= {name: version(name) for name in packages}
-        late = retries[-1] - retries[SETTLED - 1]
+        late = retries[-1] - retries[:SETTLED][-1]
         memory = [*map(list, zip(*peaks, strict=True)), retries[-1], late]
         figures = {"step_ms": times, "env": env, **dict(zip(MEMORY, memory, strict=True))}
         print("trl figures:", json.dumps(figures), flush=True)

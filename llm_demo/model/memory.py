@@ -211,7 +211,7 @@ AttentionInterface.register("packed_counted", _count_attention)
 ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_experts, _Product.apply))
 
 
-_counts = {}  # by what they depend on: the configuration, which it keeps, and bytes by block
+_counts = {}  # {what bytes per token depend on: (the configuration, bytes of each block)}
 
 
 def _saved_uncompiled(config, compute, train) -> list[float]:
@@ -347,18 +347,25 @@ def peak(*moments: dict[str, float]) -> dict[str, float]:
     return {**parts, UNUSED: SCATTERED * sum(parts.values()), CONTEXT: CONTEXT_GB}
 
 
-def describe(ranks: list[dict[str, float]], limit_gb: float = 0) -> str:
-    """A table of the parts, with a warning if they come near the memory of this device, or near
-    limit_gb if that is set."""
+def capacity_of(args) -> float:
+    """GB (2**30 bytes) of a card for all that `peak` counts, 0 if unknown. --device_memory_gb does
+    not limit CUDA and NCCL."""
+    limit = args.device_memory_gb
+    return limit + CONTEXT_GB if limit else this_device().memory_gb
+
+
+def describe(ranks: list[dict[str, float]], args) -> str:
+    """A table of the parts, with a warning if they come near what a card has."""
+    device, capacity_gb = this_device(), capacity_of(args)
+    if device.type == "cpu":  # has neither
+        ranks = [{k: v for k, v in parts.items() if k not in (UNUSED, CONTEXT)} for parts in ranks]
     totals = [sum(parts.values()) for parts in ranks]
     width = max(len(name) for name in ranks[0])
-    device = this_device()
     lines = [f"estimated peak memory of each rank on {device}, in GiB (2**30 bytes):"]
     for name in ranks[0]:
         lines.append(f"  {name:{width}} " + " ".join(f"{parts[name]:7.1f}" for parts in ranks))
     lines.append(f"  {'total':{width}} " + " ".join(f"{total:7.1f}" for total in totals))
-    capacity_gb = limit_gb or device.memory_gb
-    if not capacity_gb:
+    if device.type == "cpu":
         lines.append("this is the run on this machine's CPU; --card estimates it on a GPU")
     if capacity_gb and max(totals) > 0.95 * capacity_gb:
         lines.append(f"warning: this may not fit into {capacity_gb:.1f} GiB")

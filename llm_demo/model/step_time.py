@@ -91,7 +91,8 @@ def of_fsdp(
         micro += exposed(inputs / PCIE, micro)
     micro += exchanges(args, config, seq_len, bandwidth)
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
-    weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if on_host or reshard else 4
+    each = on_host or reshard and accum > 1  # micro-batch, in bf16
+    weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if each else 4
     trained = parameters_of(config) if adapters is None else adapters
     sent = parameters_of(config) * weights + trained * grads
     sent *= (1 - 1 / cards) / (bandwidth * 1e9)

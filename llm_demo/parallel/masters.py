@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from llm_demo.model.sums import add, compile_once
-from llm_demo.optim import LOW, MOMENTS, can_halve, fill_adam_state, join, split
+from llm_demo.optim import LOW, MOMENTS, can_halve, join, split
 
 
 class Group:
@@ -125,7 +125,6 @@ class Masters:
             if group.low is None:
                 continue
             optimizer.state[group.master][LOW] = group.low
-        fill_adam_state(optimizer, 0)
 
     @torch.no_grad()
     def _copy(self, *_) -> None:

@@ -58,6 +58,7 @@ class Clock:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()  # what loading has left
             torch.cuda.reset_peak_memory_stats()
+        self.retries = memory_peaks(self.world.device)[2]
         if self.args.comm_timer:
             self.comm.install()
         first, last = self.history.first_step + 1, self.max_steps

@@ -1,7 +1,9 @@
 """A run's history, its summary.json and the table row it prints."""
 
+import itertools
 import math
 import statistics
+from collections.abc import Iterable
 
 from llm_demo.files import finite
 
@@ -97,17 +99,20 @@ def summarise(
         "median_slots_per_s": median("perf/slots_per_s"),
         "peak_mem_gb": records[-1]["perf/peak_mem_gb"],
         "reserved_gb": records[-1].get("perf/reserved_gb"),
-        "alloc_retries": retries_after(own, history.first_step),
-        "late_alloc_retries": retries_after(own, history.first_step + SETTLED),
+        "alloc_retries": retries_of(own),
+        "late_alloc_retries": retries_of(
+            after
+            for before, after in itertools.pairwise(own)
+            if before["step"] >= history.first_step + SETTLED
+        ),
         "peak_host_gb": host,
         "row": dict(zip(COLUMNS, row, strict=True)),
     }
 
 
-def retries_after(records: list[dict], step: int) -> int | None:
-    """The allocator's retries after a step, of the rank with most; None if not recorded."""
-    later = [r.get("perf/alloc_retries") for r in records if r["step"] > step]
-    ranks = zip(*filter(None, later), strict=True)
+def retries_of(records: Iterable[dict]) -> int | None:
+    """The allocator's retries in these records, of the rank with most; None if not recorded."""
+    ranks = zip(*filter(None, (r.get("perf/alloc_retries") for r in records)), strict=True)
     return max(map(sum, ranks), default=None)
 
 
