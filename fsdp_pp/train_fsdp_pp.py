@@ -101,10 +101,7 @@ def main() -> None:
         links.by_copy_engines(largest, compute.dtype, clock.comm.call)
     else:
         links.by_nccl(receive_early(world, log.say))
-    built = build(
-        args, world, plan, log,
-        sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,
-    )  # fmt: skip
+    built = build(args, world, plan, log, grid=grid, counts=counts, where=where, stage=stage)
     pieces, optimized = built.pieces, built.optimized
     flat = isinstance(optimized, Masters)  # which takes the gradients of each backward
     n_here = sum(p.numel() for p in optimized.params)
