@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, run, torchrun
+from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from fsdp_pp import transfers
 from fsdp_pp.estimate import mailboxes
@@ -257,6 +258,22 @@ def test_an_evaluation_ends_with_any_number_of_batches(schedule):
             (FORWARD, piece, k) for piece in range(len(where)) for k in range(count)
         )
         simulate(works, where)
+
+
+def test_interleaved_is_pytorchs_order():
+    kinds = {"FORWARD": FORWARD, "FULL_BACKWARD": BACKWARD}
+    for _, stages, M in (case for case in GRID if case[0] == "interleaved"):
+        theirs = SimpleNamespace(
+            n_local_stages=2, pp_group_size=stages, microbatches_per_round=stages, _n_microbatches=M
+        )
+        for stage, work in enumerate(works_of("interleaved", stages, M)):
+            actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(theirs, stage)
+            found = [
+                (kinds[a.computation_type.name], a.stage_index, a.microbatch_index)
+                for a in actions
+                if a  # None: the stage waits
+            ]
+            assert work == found, (stages, M, stage)
 
 
 def test_what_is_held():
