@@ -70,8 +70,7 @@ def _ways(env="", steps=12):
     ways = [("fsdp", 1, flags) for flags in ("", COPIES, f"{COPIES} --psgd_rank 32")]
     ways += [("pp", 2, ""), ("pp", 2, DUALPIPEV)]
     ways += [("fsdp_pp", 2, f) for f in ("", "--schedule interleaved", "--schedule v")]
-    if not env:  # PyTorch's runner, and NCCL's kernels, for comparison
-        ways.append(("fsdp_pp", 2, "--schedule torch_1f1b"))
+    if not env:  # NCCL's kernels, for comparison
         schedules = "", "--schedule interleaved ", "--schedule v "
         ways += [("fsdp_pp", 2, f"{schedule}{NO_ENGINES}") for schedule in schedules]
     return [

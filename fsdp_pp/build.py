@@ -32,7 +32,6 @@ def build(
     plan: Plan,
     log: Log,
     *,
-    sharded: bool,
     grid: DeviceMesh,
     counts: list[int],
     where: list[int],
@@ -41,12 +40,12 @@ def build(
     """Build the pieces of a stage, and nothing else, on every rank.
 
     Args:
-        sharded: with FSDP2.
         grid: all ranks: stages, and the shards of each.
         counts: blocks of each piece of the model.
         where: the stage of each piece."""
     (_, config, weights, _), _, compute, _ = plan[:4]
     low, accumulates = compute.dtype != torch.float32, args.grad_accum_steps > 1
+    sharded = grid[SHARD].size() > 1
     flat = low and not sharded
 
     lm = skeleton(config, compute.attn_impl, weights, compute.product)

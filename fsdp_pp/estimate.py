@@ -5,7 +5,6 @@ import itertools
 import torch
 
 from fsdp_pp import orders
-from fsdp_pp.flags import BY_TORCH, SPLIT
 from llm_demo.model.costs import block_costs, head_cost
 from llm_demo.model.decoder import unit_sizes
 from llm_demo.model.memory import at_the_loss, describe, largest_unit, peak
@@ -16,16 +15,6 @@ def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:
     """What --estimate prints. ranks: of a stage. counts: blocks of each piece of the model."""
     stages = of_stages(args, config, compute, train, ranks, counts)
     return describe([parts for parts in stages for _ in range(ranks)], args)
-
-
-def held_by(schedule: str, stages: int, stage: int, accum: int, run_ahead: int) -> dict[int, int]:
-    """As orders.held. PyTorch's schedules: as ours of the same shape, V's as if interleaved, but
-    with both ends on the first stage."""
-    if schedule in SPLIT:
-        most = min(2 * stages - 1, accum)
-        return {stage: most, 2 * stages - 1 - stage: most}
-    own = schedule.removeprefix("torch_")
-    return orders.held(orders.order(own, stages, stage, accum, run_ahead))
 
 
 def mailboxes(schedule: str, stages: int) -> list[int]:
@@ -46,7 +35,7 @@ def of_stages(
     accum, found = args.grad_accum_steps, []
     tokens = args.micro_batch_size * train.seq_len
     for stage in range(args.stages):
-        held = held_by(args.schedule, args.stages, stage, accum, args.run_ahead)
+        held = orders.held(orders.order(args.schedule, args.stages, stage, accum, args.run_ahead))
         head = len(counts) - 1 in held
         ends = (0 in held) + head  # a tied head is a copy
         total = sum(parameters[piece] for piece in held) + ends * embedding
@@ -57,11 +46,11 @@ def of_stages(
         activations, loss = at_the_loss(args, config, compute, train, flight, head)
         # outputs for the next stage, until their backward
         activations += tokens * config.hidden_size * size * sum(held.values())
-        if args.copy_engines is not False and args.schedule not in BY_TORCH:  # or may be chosen
+        if args.copy_engines is not False:  # or may be chosen
             rows = max(args.micro_batch_size, args.eval_batch_size)
             slots = Mailbox.SLOTS * rows * train.seq_len * config.hidden_size * size
             activations += slots * max(mailboxes(args.schedule, args.stages))
-        if ranks > 1 or args.schedule in BY_TORCH:
+        if ranks > 1:
             unit = 0
             for piece in map(pieces.__getitem__, held):
                 sizes = unit_sizes(config, len(piece), args.blocks_per_unit, piece.start)

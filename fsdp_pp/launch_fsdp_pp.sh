@@ -35,7 +35,7 @@ SAVE_EVERY=${SAVE_EVERY-} # steps between checkpoints, besides the one at the en
 RESUME=${RESUME-}         # auto: resume in OUTPUT_DIR if there is a checkpoint
 STAGES=${STAGES-}       # pipeline stages; default 2
 PARTITION=${PARTITION-} # balanced, uniform, parameters, or the blocks of each piece: 18,10
-SCHEDULE=${SCHEDULE-}   # 1f1b, gpipe, interleaved, and others: see --help
+SCHEDULE=${SCHEDULE-}   # 1f1b, gpipe, interleaved, v
 # With the bundled model and data, llm_demo/launch/settings.py fills SEQ_LEN, MAX_STEPS, LR and
 # LOG_EVERY if they are empty.
 # --------------------------------------------------------------------------------------------------

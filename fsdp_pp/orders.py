@@ -12,17 +12,13 @@ import functools
 from bisect import bisect
 from collections import Counter
 
-from fsdp_pp.flags import OUT_AND_BACK, TWICE
-
 FORWARD, BACKWARD = "forward", "backward"
 
 
 def stages_of(schedule: str, stages: int) -> list[int]:
     """The stage of each piece of the model. Twice around, or out and back."""
     once = list(range(stages))
-    if schedule in OUT_AND_BACK:
-        return once + once[::-1]
-    return once * (2 if schedule in TWICE else 1)
+    return once + {"interleaved": once, "v": once[::-1]}.get(schedule, [])
 
 
 def order(

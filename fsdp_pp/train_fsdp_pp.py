@@ -16,20 +16,19 @@ import torch.distributed as dist
 
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
-from fsdp_pp import estimate, orders, runner, torch_schedules
+from fsdp_pp import estimate, orders, runner
 from fsdp_pp.build import build
-from fsdp_pp.flags import BY_TORCH, GROUPS, SPLIT
+from fsdp_pp.flags import GROUPS
 from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo.args import less_memory, parse_args
 from llm_demo.data.batch import label_positions, to_device
 from llm_demo.data.steps import heldout_rows, micro_batches
 from llm_demo.dist import run, start
-from llm_demo.errors import UserError
 from llm_demo.loop import heldout_batches, prepare, train
 from llm_demo.model.attention import make_documents
 from llm_demo.model.cut import describe_split, given_counts, split
-from llm_demo.model.source import check_experts, is_mixture
+from llm_demo.model.source import check_experts
 from llm_demo.optim import (
     LossScale,
     adam_steps,
@@ -49,10 +48,6 @@ parse = functools.partial(parse_args, __doc__, *GROUPS)
 
 def main() -> None:
     args = parse()
-    by_torch = args.schedule in BY_TORCH
-    if by_torch:
-        args.comm_timer = False  # its transfers are not told apart from what goes on beside them
-        torch_schedules.find(args.schedule)
     # One queue for each stream: a receive that waits must not hold up another stream's work.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     # Each transfer has a group of its own, as the warning advises.
@@ -60,34 +55,25 @@ def main() -> None:
     world = start()
     args.check_processes(world.size)
     n_shards = world.size // args.stages
-    sharded = n_shards > 1 or by_torch  # whose runner sums gradients in fp32 only with FSDP2
+    sharded = n_shards > 1
     stage, shard = divmod(world.rank, n_shards)
     where = orders.stages_of(args.schedule, args.stages)
     last = len(where) - 1
 
     # decisions and data
     log = Log(args, world, "fsdp_pp")
-    if args.schedule in SPLIT and args.compile is None:
-        args.compile = False
-        log.say(f"compile: no, because --schedule {args.schedule} splits backwards")
-    log.resolved(comm_timer=args.comm_timer)
     checkpointing = args.use_activation_checkpointing
 
     def refuse(config):
         check_experts(args, config)
         given_counts(config, len(where), args.partition)
-        if checkpointing and args.schedule in SPLIT and is_mixture(config):
-            raise UserError(
-                f"--schedule {args.schedule} would recompute the choice of experts twice: drop "
-                "--use_activation_checkpointing, or use another schedule"
-            )
 
     plan = make_plan(args, world, log, n_shards, refuse)
     (_, config, _, _), data, compute, horizon = plan[:4]
     B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
     counts = split(config, last + 1, args.partition, B, S, checkpointing)
     parallelism = f"{args.schedule} pipeline of {args.stages} stages"
-    parallelism += f", each sharded over {n_shards} processes" if n_shards > 1 else ""
+    parallelism += f", each sharded over {n_shards} processes" if sharded else ""
     log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     log.say(f"pipeline: {describe_split(counts, where, config, B, S, checkpointing)}")
     if args.copy_engines and args.stages == 1:
@@ -106,18 +92,16 @@ def main() -> None:
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     links = Links(where, ranks, world.rank, world.device)
-    engines = args.stages > 1 and not by_torch
-    engines = engines and choose_copy_engines(args.copy_engines, world, dist.group.WORLD, log.say)
+    engines = args.stages > 1 and choose_copy_engines(
+        args.copy_engines, world, dist.group.WORLD, log.say
+    )
     log.resolved(copy_engines=engines)
     if engines:
         largest = max(B, args.eval_batch_size) * S * config.hidden_size
         links.by_copy_engines(largest, compute.dtype, clock.comm.call)
     else:
         links.by_nccl(receive_early(world, log.say))
-    built = build(
-        args, world, plan, log,
-        sharded=sharded, grid=grid, counts=counts, where=where, stage=stage,
-    )  # fmt: skip
+    built = build(args, world, plan, log, grid=grid, counts=counts, where=where, stage=stage)
     pieces, optimized = built.pieces, built.optimized
     flat = isinstance(optimized, Masters)  # which takes the gradients of each backward
     n_here = sum(p.numel() for p in optimized.params)
@@ -151,22 +135,7 @@ def main() -> None:
         works = [order(args.schedule, args.stages, s, *rest) for s in range(args.stages)]
         return orders.with_receives(works, where, stage)
 
-    if by_torch:
-        hidden = torch.empty(
-            B, S, config.hidden_size, dtype=compute.dtype, device="meta", requires_grad=True
-        )
-        schedule = torch_schedules.TorchSchedule(
-            args.schedule,
-            pieces,
-            count=last + 1,
-            micro_batches=accum,
-            device=world.device,
-            group=grid[STAGE].get_group(),
-            hidden=hidden,
-            ids=torch.empty(B, S, dtype=torch.int64, device="meta"),
-        )
-    else:
-        work = order_here(orders.order, accum, args.run_ahead)
+    work = order_here(orders.order, accum, args.run_ahead)
 
     def inputs_of(batch, *labels):
         """(token ids, the other arguments of DecoderLoss.forward), of which labels are the last."""
@@ -208,10 +177,7 @@ def main() -> None:
             if flat:
                 optimized.take_grads(last=k == accum - 1)
 
-        if by_torch:
-            schedule.run([inputs[k] for k in range(accum)], take)
-        else:
-            run_pipeline(work, inputs, B, take, backward)
+        run_pipeline(work, inputs, B, take, backward)
         if not flat:
             optimized.take_grads(last=True)
         copies.sum_gradients()

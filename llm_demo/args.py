@@ -48,7 +48,7 @@ def check_stages(stages: int, processes: int) -> None:
 
 def flag(
     default, help: str, *, positive=False, at_least=0, at_most=None, env=None, saves_memory="",
-    path=False,
+    path=False, gone=None,
 ):  # fmt: skip
     """A dataclass field that is a flag.
 
@@ -57,10 +57,11 @@ def flag(
         env: the environment variable that sets it, "" for none; default: its name in capitals.
         path: it names files or folders, separated by commas, in which ~ is the home folder.
         saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
+        gone: {a choice that earlier versions had: what to use instead}.
     """
     metadata = {
         "help": help, "positive": positive, "at_least": at_least, "at_most": at_most, "env": env,
-        "saves_memory": saves_memory, "path": path,
+        "saves_memory": saves_memory, "path": path, "gone": gone or {},
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -407,6 +408,8 @@ def value_of(field: dataclasses.Field, text: str):
         raise UserError(f"{given}: must be {what}") from None
     if field.metadata["path"]:
         value = ",".join(map(os.path.expanduser, text.split(",")))
+    if value in field.metadata["gone"]:
+        raise UserError(f"{given} has been removed: use {field.metadata['gone'][value]}")
     if choices_of(field):
         check_choice(field.name, value, choices_of(field))
     if kind in (int, float):

@@ -37,7 +37,7 @@ PACKAGES = (
     "transformers.tokenization_utils_tokenizers", "transformers.convert_slow_tokenizer",
     "tokenizers", "accelerate", "deepspeed", "deepspeed.pipe", "deepspeed.launcher.launch",
     "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject.auto_ep_layer",
-    "torch._inductor.compile_fx", "torch.distributed.pipelining", "torch.utils.serialization",
+    "torch._inductor.compile_fx", "torch.utils.serialization",
     "networkx", "psutil", "safetensors.torch",
 )  # fmt: skip
 OWN = ("fsdp.train_fsdp", "fsdp_pp.train_fsdp_pp", "pp.pp_train", "zero.train_zero")

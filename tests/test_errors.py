@@ -20,7 +20,6 @@ from conftest import ROOT, environment, processes_with, python, run
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo import fit
 from llm_demo.dist import run as run_main
 from llm_demo.dist import start
@@ -185,7 +184,7 @@ LAUNCHED = [
         ["--partition", "3,4", *NO_DATA],
         ["--partition 3,4: give 2 counts", "a sum of 6"],
     ),
-    ("fsdp_pp", ["--schedule", "zbv", "--partition", "3,3"], ["give 4 counts", "a sum of 6"]),
+    ("fsdp_pp", ["--schedule", "v", "--partition", "3,3"], ["give 4 counts", "a sum of 6"]),
     ("fsdp_pp", [*ONE_BLOCK, *NO_DATA], ["the model has 1 block, too few for 2 pieces"]),
     ("fsdp_pp", ["--schedule", "interleaved", *ONE_BLOCK], ["too few for 4 pieces"]),
     ("fsdp_pp", ["--optimizer_on_host"], ["--optimizer_on_host: only for fsdp/"]),
@@ -196,18 +195,11 @@ LAUNCHED = [
         ["--expert_parallel 2 does not divide 3, the experts"],
     ),
     (
-        "fsdp_pp",
-        ["--schedule", "zbv", "--use_activation_checkpointing", *WITH_EXPERTS],
-        ["--schedule zbv would recompute the choice of experts twice"],
-    ),
-    (
         "fsdp",
         ["--sequence_parallel", "2", "--seq_len", "33"],
         ["--sequence_parallel 2 does not divide --seq_len 33"],
     ),
 ]
-if not splits_backwards():  # else all of these are refused
-    LAUNCHED = [row for row in LAUNCHED if "zbv" not in row[1]]
 
 
 @pytest.mark.parametrize("kind, flags, parts", LAUNCHED, ids=lambda x: str(x[0]) + str(x[-1]))
@@ -440,39 +432,19 @@ CASES += [
     ("fsdp", ["--model_name_or_path", "pipe"], "no model at pipe"),
     ("fsdp", ["--output_dir", "pipe"], "pipe is a file"),
 ]
-SPLIT_BACKWARD = [
-    (["--grad_accum_steps", "3"], "needs --grad_accum_steps of at least 4 .2 x --stages., not 3"),
-    (["--reshard_after_forward"], "--reshard_after_forward would give wrong gradients"),
-    (["--compile"], "which compiled blocks can't do: drop --compile"),
-    (["--run_ahead", "1"], "--run_ahead does not work with --schedule"),
-    (["--stages", "1"], "needs --stages of at least 2"),
-]
 LONG = "n" * 300  # longer than a file name can be
 CASES += [
     ("fsdp", ["--output_dir", LONG], "n: File name too long"),
     ("pp", ["--model_name_or_path", f"./{LONG}"], "n/cmd.sh: File name too long"),
     ("zero", ["--resume", LONG, *NO_DATA], "n/manifest.json: File name too long"),
 ]
-EVEN = "needs --grad_accum_steps that is a multiple of --stages 2, not 3"
 FSDP_PP = [
-    *(
-        (["--stages", "2", "--schedule", schedule, *flags], f"^(?=.*{schedule}).*{message}")
-        for schedule in ("zbv", "dualpipev")
-        for flags, message in SPLIT_BACKWARD
-    ),
-    *(
-        (
-            ["--stages", "2", "--schedule", schedule, "--grad_accum_steps", "3"],
-            schedule + " " + EVEN,
-        )
-        for schedule in ("interleaved", "torch_interleaved")
+    (
+        ["--stages", "2", "--schedule", "interleaved", "--grad_accum_steps", "3"],
+        "interleaved needs --grad_accum_steps that is a multiple of --stages 2, not 3",
     ),
     (["--schedule", "interleaved"], "--schedule interleaved needs --stages of at least 2"),
-    (["--schedule", "torch_1f1b"], "--schedule torch_1f1b needs --stages of at least 2"),
-    (
-        ["--schedule", "torch_1f1b", "--stages", "2", "--grad_accum_steps", "1"],
-        "--schedule torch_1f1b needs --grad_accum_steps of at least --stages 2, not 1",
-    ),
+    (["--schedule", "v"], "--schedule v needs --stages of at least 2"),
     (["--schedule", "2f2b"], "--schedule 2f2b: choose from 1f1b, gpipe"),
     (["--stages", "0"], "--stages"),
     (["--stages", "2"], "1 process can't form pipelines of 2 --stages"),

@@ -89,6 +89,8 @@ def earlier_loss_bytes(args, config, compute, train):
 def test_within_a_tenth_of_what_was_measured(result, monkeypatch):
     if result["status"] != "ok" or result["row"]["engine"] in PEERS:
         pytest.skip("no run of ours")
+    if "torch_1f1b" in result["row"]["flags"]:
+        pytest.skip("the schedule has gone")
     summary, config = result["summary"], result["config"]
     measured, beside = summary.get("reserved_gb"), {memory.CONTEXT}
     if not measured:  # as rows were recorded before

@@ -184,15 +184,11 @@ EARLY = [
      "and --grad_accum_steps of at least 2 x stages: 8"),
     ("fsdp_pp", "--optimizer_on_host",
      "--optimizer_on_host: only for fsdp/"),
-    ("fsdp_pp", "--schedule zbv --reshard_after_forward",
-     "--schedule zbv splits each backward in two: --reshard_after_forward would give wrong "
-     "gradients"),
-    ("fsdp_pp", "--run_ahead 1 --schedule torch_1f1b",
-     "--run_ahead does not work with --schedule torch_1f1b"),
-    ("fsdp_pp", "--schedule torch_1f1b --copy_engines",
-     "--copy_engines does not work with --schedule torch_1f1b"),
-    ("fsdp_pp", "--schedule torch_1f1b --grad_accum_steps 1",
-     "--schedule torch_1f1b needs --grad_accum_steps of at least --stages 2, not 1"),
+    *(("fsdp_pp", f"--schedule {old}", f"--schedule {old} has been removed: use {new}")
+      for old, new in {
+          "torch_1f1b": "1f1b", "torch_interleaved": "interleaved", "zbv": "v",
+          "dualpipev": "v, or pp/launch_pp.sh, which has dualpipev",
+      }.items()),
 ]  # fmt: skip
 
 
@@ -217,9 +213,16 @@ def test_bad_flags_are_refused_before_torch_is_imported(kind, flags, message, tm
     assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
-def test_a_bad_variable_is_refused_as_the_flag_is():
-    done = start(ROOT / LAUNCHERS["fsdp"], SEED="many")
-    assert (done.returncode, done.stderr) == (2, "error: --seed many: must be a whole number\n")
+@pytest.mark.parametrize(
+    "kind, variable, message",
+    [
+        ("fsdp", {"SEED": "many"}, "--seed many: must be a whole number"),
+        ("fsdp_pp", {"SCHEDULE": "zbv"}, "--schedule zbv has been removed: use v"),
+    ],
+)
+def test_a_bad_variable_is_refused_as_the_flag_is(kind, variable, message):
+    done = start(ROOT / LAUNCHERS[kind], **variable)
+    assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
 
 
 # ---------------------------------------------------------------- help
@@ -324,8 +327,8 @@ OUT_OF_MEMORY = [
      "reshard_after_forward", "sequence_parallel", "lora_rank"}),
     (FsdpArgs, "--no_fsdp --seq_len 33", {"use_activation_checkpointing", "optimizer_on_host",
      "activation_memory_budget", "lora_rank"}),
-    (FsdpPipeArgs, "--schedule zbv --grad_accum_steps 4",
-     {"use_activation_checkpointing", "activation_memory_budget", "copy_engines"}),
+    (FsdpPipeArgs, "--schedule v", {"use_activation_checkpointing", "activation_memory_budget",
+     "copy_engines", "reshard_after_forward"}),
     (FsdpPipeArgs, "--no_copy_engines", {"use_activation_checkpointing",
      "activation_memory_budget", "reshard_after_forward"}),
     (PipeArgs, "", {"use_activation_checkpointing", "activation_memory_budget"}),

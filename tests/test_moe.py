@@ -21,7 +21,6 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from fsdp_pp.torch_schedules import splits_backwards
 from llm_demo.data.packs import load_packs
 from llm_demo.data.steps import step_rows
 from llm_demo.optim import lr_at
@@ -65,7 +64,7 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (4, 2)]),
     "twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4)] * 4),
     "gathered_again": ("fsdp_pp", 4, RESHARD, [(1, 4), (2, 2)]),
-    "zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8)]),
+    "v": ("fsdp_pp", 2, ["--schedule", "v"], [(2, 4), (1, 8)]),
 }
 # whose parts the others have
 SLOW = (
@@ -77,16 +76,16 @@ SLOW = (
     "reshard",
     "twice",
     "gathered_again",
+    "v",
 )
-SLOW += ("zbv",)
 
 
 def why_not(engine):
     """Why an engine can't be tested here, if so."""
-    _, processes, flags, _ = ENGINES[engine]
+    _, processes, *_ = ENGINES[engine]
     if parity.GPUS and processes > parity.GPUS:
         return f"{processes} processes, {parity.GPUS} GPUs"
-    return "zbv" in flags and not splits_backwards() and "this PyTorch can't split backwards"
+    return None
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +135,7 @@ def trained(work):
     def once(*wanted, quick):
         cases = {}
         for engine, (*how, flags, splits) in ENGINES.items():
-            recomputed = "false" if engine == "zbv" else "true"  # which it refuses
-            checkpointing = {"qwen": recomputed, "deepseek": "false"}
+            checkpointing = {"qwen": "true", "deepseek": "false"}
             if wanted != tuple(how) or quick != (engine not in SLOW) or why_not(engine):
                 continue
             for model, split in zip(MODELS, splits, strict=False):

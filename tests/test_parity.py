@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from fsdp_pp.flags import SPLIT, FsdpPipeArgs
-from fsdp_pp.torch_schedules import splits_backwards
+from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.data.packs import load_packs
 from llm_demo.data.steps import step_rows
 from llm_demo.optim import lr_at
@@ -212,13 +211,11 @@ def cases_of(models, folder, kind, processes, quick):
 
 def why_not(engine):
     """Why an engine can't be tested here, if so."""
-    kind, processes, flags, _ = ENGINES[engine]
+    _, processes, flags, _ = ENGINES[engine]
     if not GPUS and "--compile" in flags:
         return "needs a GPU"
     if GPUS and processes > GPUS:
         return f"{processes} processes, {GPUS} GPUs"
-    if kind == "fsdp_pp" and {*SPLIT} & {*flags} and not splits_backwards():
-        return "this PyTorch can't split backwards"
     return None
 
 
@@ -252,7 +249,7 @@ RESHARD = ["--reshard_after_forward"]
 REPLICAS = ["--replicas", "2"]
 SPREAD = ["--sequence_parallel", "2", "--attn_impl", "bucketed", *RESHARD]
 ONE = ["--blocks_per_unit", "1"]  # several units in each stage, as real models have
-INTERLEAVED, TORCH_INTERLEAVED = (["--schedule", f"{by}interleaved"] for by in ("", "torch_"))
+INTERLEAVED = ["--schedule", "interleaved"]
 ENGINES = {
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(1, 4), (2, 2), (4, 1)]),
@@ -279,10 +276,6 @@ ENGINES = {
     "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
     "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (2, 2)]),
     "fpp_reshard": ("fsdp_pp", 4, [*INTERLEAVED, *RESHARD], [(1, 4), (2, 2), (1, 4)]),
-    "fpp_zbv": ("fsdp_pp", 2, ["--schedule", "zbv"], [(2, 4), (1, 8), (2, 4)]),
-    "fpp_torch": ("fsdp_pp", 4, ["--schedule", "torch_1f1b"], [(1, 4), (2, 2), (1, 4)]),
-    "fpp_dualpipev": ("fsdp_pp", 2, ["--schedule", "dualpipev"], [(1, 8), (2, 4), (1, 8)]),
-    "fpp_torch_twice": ("fsdp_pp", 2, TORCH_INTERLEAVED, [(2, 4), (1, 8), (2, 4)]),
     "fpp_long": ("fsdp_pp", 4, ["--stages", "4", "--run_ahead", "1"], [(2, 4), (1, 8), (4, 2)]),
     "zero1": ("zero", 2, ZERO["zero1"], [(2, 2), (1, 4), (4, 1)]),
     "zero2": ("zero", 2, ZERO["zero2"], [(1, 4), (4, 1), (2, 2)]),
@@ -297,19 +290,11 @@ ENGINES = {
 }
 for name, flags in ZERO.items():
     ENGINES[f"{name}_one"] = "zero", 1, flags, [(4, 2), (8, 1), (2, 4)]
-# the other schedules of a pipeline with FSDP, on so many processes; +: resharded
-OTHERS = {
-    2: "torch_1f1b torch_1f1b+ torch_interleaved+",
-    4: "1f1b+ gpipe gpipe+ interleaved v torch_1f1b+ torch_interleaved torch_interleaved+ zbv "
-    "dualpipev",
-}
+# the other schedules of a pipeline with FSDP; +: resharded
 FPP_OTHERS = {}
-for processes, names in OTHERS.items():
-    for name in names.split():
-        flags = ["--schedule", name.rstrip("+"), *RESHARD * name.endswith("+")]
-        splits = [(1, 4)] * 3 if name in ("zbv", "dualpipev") else [(1, 4), (2, 2), (1, 4)]
-        splits = [(4 // processes * micro, accum) for micro, accum in splits]
-        FPP_OTHERS[f"fpp{processes}_{name}"] = "fsdp_pp", processes, flags, splits
+for name in "1f1b+ gpipe gpipe+ interleaved v".split():
+    flags = ["--schedule", name.rstrip("+"), *RESHARD * name.endswith("+")]
+    FPP_OTHERS[f"fpp4_{name}"] = "fsdp_pp", 4, flags, [(1, 4), (2, 2), (1, 4)]
 ENGINES |= FPP_OTHERS
 # What is trained of ZeRO unless slow tests are asked for: a model and whether it recomputes
 # activations; and those trained in bf16 too.
@@ -335,16 +320,7 @@ ONLY_SLOW += (
     "host_one_reshard",
     "host_spread",
 )
-ONLY_SLOW += (
-    "fpp_one",
-    "fpp_twice",
-    "fpp_v_four",
-    "fpp_gpipe",
-    "fpp_reshard",
-    "fpp_zbv",
-    "fpp_dualpipev",
-)
-ONLY_SLOW += ("fpp_torch", "fpp_torch_twice", "fpp_long")
+ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_v_four", "fpp_gpipe", "fpp_reshard", "fpp_long")
 ONLY_SLOW += tuple(FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
@@ -448,9 +424,8 @@ def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
         pytest.skip(f"{processes} processes, {GPUS} GPUs")
     folder, cases = work[0], {}
     for name, (accum, flags) in SUMMED[kind, processes].items():
-        if splits_backwards() or not {*SPLIT} & {*flags}:
-            name = f"summed_{name}"
-            cases[name] = argv(folder, "untied", folder / name, 1, accum, *ALONE, *flags)
+        name = f"summed_{name}"
+        cases[name] = argv(folder, "untied", folder / name, 1, accum, *ALONE, *flags)
     expected, first = alone_in_bf16
     for name, (losses, ranks) in train(folder, kind, processes, cases).items():
         assert losses[:2] == pytest.approx(expected[:2], rel=1e-6), name
@@ -476,11 +451,10 @@ def test_two_pieces_on_each_of_four_stages(work):
     tokenizer.save_pretrained(folder / "eight")
     packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
     expected, cases = plain_loop(model.to(DEVICE), packs), {}
-    for schedule in ("v", "interleaved", "zbv", "dualpipev", "torch_interleaved"):
-        if schedule not in SPLIT or splits_backwards():
-            flags = ["--stages", "4", "--schedule", schedule]
-            name = f"eight_{schedule}"
-            cases[name] = argv(folder, "eight", folder / name, 1, GLOBAL_BATCH, *flags)
+    for schedule in ("v", "interleaved"):
+        flags = ["--stages", "4", "--schedule", schedule]
+        name = f"eight_{schedule}"
+        cases[name] = argv(folder, "eight", folder / name, 1, GLOBAL_BATCH, *flags)
     for losses, ranks in train(folder, "fsdp_pp", 4, cases).values():
         assert_equal(losses, ranks, expected)
 

@@ -7,7 +7,6 @@ import torch
 from conftest import ROOT, ZERO, smaller_model, torchrun
 
 from bench.checkpoints import tensors
-from fsdp_pp.torch_schedules import splits_backwards
 
 KEPT = ("train/loss", "train/grad_norm", "train/lr", "data/tokens", "data/label_tokens")
 STEPS, AT = 3, 2  # the whole run, and where it is taken up again
@@ -137,7 +136,7 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     fp32 = ["--dtype", "fp32", "--micro_batch_size", "2"]
     three, six = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"]
     twice = ["--schedule", "interleaved"]
-    out_and_back = "zbv" if splits_backwards() else "v"  # both ends of the model on a stage
+    out_and_back = ["--schedule", "v"]  # both ends of the model on a stage
     heldout = ["--eval_json", "{folder}/data.jsonl", "--eval_every", "2"]
     runs("fsdp_pp", 4, {
         "grid": [*fp32, *three, *heldout],
@@ -148,7 +147,7 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     runs("fsdp_pp", 2, {
         "one16": [*BF16, *six], "one16-again": resumed("one16", *BF16, *six),
         "twice-from-grid": resumed("grid", *fp32, *six, *twice),
-        "v-from-grid": resumed("grid", *fp32, *six, "--schedule", out_and_back),
+        "v-from-grid": resumed("grid", *fp32, *six, *out_and_back),
     })  # fmt: skip
     runs("fsdp", 2, {"shards-from-grid": resumed("grid", *fp32, *three)})
     for name in ("grid", "grid16", "one16"):
@@ -161,11 +160,11 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
 def test_a_sharded_pipeline_goes_on_in_fp16_and_other_schedules(runs):
     """To the bit."""
     three, six = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"]
-    split = "zbv" if splits_backwards() else "torch_interleaved"
     four = {"fpp16": [*FP16, *three]}
     two = {
-        "fppv16": [*FP16, *six, "--schedule", "v"], "fppsplit": [*BF16, *six, "--schedule", split],
-    }  # fmt: skip
+        "fppv16": [*FP16, *six, "--schedule", "v"],
+        "fpptwice": [*BF16, *six, "--schedule", "interleaved"],
+    }
     for processes, cases in ((4, four), (2, two)):
         again = {f"{name}-again": resumed(name, *flags) for name, flags in cases.items()}
         runs("fsdp_pp", processes, {**cases, **again})
@@ -177,18 +176,16 @@ def test_a_sharded_pipeline_goes_on_in_fp16_and_other_schedules(runs):
 def test_a_sharded_pipeline_goes_on_from_and_to_the_other_scripts(runs):
     fp32 = ["--dtype", "fp32", "--micro_batch_size", "2"]
     three, six, zero3 = ["--grad_accum_steps", "3"], ["--grad_accum_steps", "6"], ZERO["zero3"]
-    split = "dualpipev" if splits_backwards() else "v"
     runs("fsdp", 2, {"shards": [*fp32, *three]})
     runs("pp", 2, {"stages": [*fp32, *six]})
     runs("zero", 2, {"partitions": [*fp32, *three, *zero3]})
     runs("fsdp_pp", 4, {
         "both": [*fp32, *three, "--schedule", "v"],
         "both-from-stages": resumed("stages", *fp32, *three, "--schedule", "v"),
-        "both-from-partitions": resumed("partitions", *fp32, *three, "--schedule", "torch_1f1b"),
+        "both-from-partitions": resumed("partitions", *fp32, *three),
     })  # fmt: skip
-    runs("fsdp_pp", 2, {
-        "both-from-shards": resumed("shards", *fp32, *six, "--schedule", split),
-    })  # fmt: skip
+    twice = ["--schedule", "interleaved"]
+    runs("fsdp_pp", 2, {"both-from-shards": resumed("shards", *fp32, *six, *twice)})
     runs("pp", 2, {
         "stages-from-both": resumed("both", *fp32, *six),
         "stages-from-shards": resumed("shards", *fp32, *six),
