@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate.utils import find_executable_batch_size
-from transformers import GenerationConfig
+from torch.nn.utils.rnn import pad_sequence
 
 from llm_demo.args import DataArgs, PlainParser, check_rows, choices, path_of, regex, whole
 from llm_demo.data.batch import label_positions
@@ -36,13 +36,7 @@ from llm_demo.model.foreign import load_model
 from llm_demo.model.generate import prompts_of
 from llm_demo.model.loss import score
 from llm_demo.model.rotary import length_dependent_rope
-from llm_demo.model.source import (
-    find_model,
-    fix_date,
-    load_config,
-    load_tokenizer,
-    position_limit,
-)
+from llm_demo.model.source import find_model, fix_date, load_config, load_tokenizer, position_limit
 from llm_demo.model.weights import refuse_non_finite
 from llm_demo.progress import progress
 from llm_demo.run.folder import refuse_inside_checkpoints
@@ -164,7 +158,6 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     model = load_model(name, folder, config, dtype).to(device)
     for key, weight in model.state_dict().items():
         refuse_non_finite(weight, folder, key)
-    model.generation_config = GenerationConfig()  # the model's own may have a repetition_penalty
     if length_dependent_rope(config):  # a document's numbers would depend on the rest of the batch
         args = argparse.Namespace(**{**vars(args), "batch_size": 1})
     files = []
@@ -183,17 +176,14 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
             answers = answer(model, tokenizer, prompts, args, device)
             say(f"{name}: {counted(len(prompts), 'answer')}", started)
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
-        answers, expected = list(map(decode, answers)), list(map(decode, expected))
+        rows = [tuple(map(decode, row)) for row in zip(prompts, answers, expected, strict=True)]
         if args.answer_regex:
-            pairs = [
-                (result(a, args), result(e, args)) for a, e in zip(answers, expected, strict=True)
-            ]
-            known = [(a, e) for a, e in pairs if e is not None]
-            figures["exact"] = sum(a == e for a, e in known) / len(known) if known else None
-            figures["exact_of"] = len(known)
-        shown = zip(map(decode, prompts), answers, expected, strict=True)
+            found = [(result(a, args), result(e, args)) for _, a, e in rows]
+            same = [a == e for a, e in found if e is not None]
+            figures["exact"] = sum(same) / len(same) if same else None
+            figures["exact_of"] = len(same)
         columns = ("prompt", "answer", "expected")
-        figures["answers"] = [dict(zip(columns, row, strict=True)) for row in [*shown][: args.show]]
+        figures["answers"] = [dict(zip(columns, row, strict=True)) for row in rows[: args.show]]
         files.append(figures)
     return {"model": name, "files": files}
 
@@ -229,11 +219,9 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int, 
     total, tokens, wrong = 0.0, 0, 0
     for rows in batches(packs.token_counts[:count].tolist(), batch, "loss"):
         longest = int(packs.token_counts[rows].max())
-        # copies: a row has the model's full length, which may be 100 times the document's
-        documents = [[t[:longest].copy() for t in packs.row(i)[:2]] for i in rows]
-        ids, labels = (
-            torch.from_numpy(np.stack(arrays)) for arrays in zip(*documents, strict=True)
-        )
+        # np.stack copies: a row has the model's full length, maybe 100 times the document's
+        documents = [np.stack([t[:longest] for t in packs.row(i)[:2]]) for i in rows]
+        ids, labels = torch.from_numpy(np.stack(documents, axis=1))
         ids = ids.to(model.device)
         index, targets = label_positions(labels)
         answers = torch.unique_consecutive(index // longest, return_inverse=True)[1]
@@ -250,8 +238,8 @@ def answer(model, tokenizer, prompts: list[list[int]], args, device) -> list[lis
     stop = stop_tokens(tokenizer)
     pad = stop[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     room = [position_limit(model.config) - len(p) for p in prompts]
-    length = min(args.max_new_tokens, max(room))
-    options = dict(do_sample=False, max_new_tokens=length, eos_token_id=stop, pad_token_id=pad)
+    options = dict(do_sample=False, eos_token_id=stop, pad_token_id=pad)
+    options["max_new_tokens"] = args.max_new_tokens
     answers = in_batches(args, device, greedy, model, prompts, options)
     for i, tokens in enumerate(answers):
         ends = [n for n, t in enumerate(tokens) if t in stop]
@@ -263,20 +251,17 @@ def answer(model, tokenizer, prompts: list[list[int]], args, device) -> list[lis
 def greedy(batch: int, model, prompts: list[list[int]], options: dict) -> list[list[int]]:
     """The greedy continuation of each prompt, in batches of `batch`, padded on the left."""
     answers = [None] * len(prompts)
+    padded = functools.partial(pad_sequence, batch_first=True, padding_side="left")
     for rows in batches(list(map(len, prompts)), batch, "answers"):
-        longest = len(prompts[rows[0]])
-        ids = torch.full((len(rows), longest), options["pad_token_id"])
-        mask = torch.zeros_like(ids)
-        for k, i in enumerate(rows):
-            ids[k, longest - len(prompts[i]) :] = torch.tensor(prompts[i])
-            mask[k, longest - len(prompts[i]) :] = 1
-        ids, mask = ids.to(model.device), mask.to(model.device)
+        ids = [torch.tensor(prompts[i], device=model.device) for i in rows]
+        mask = padded([torch.ones_like(t) for t in ids])
+        ids = padded(ids, padding_value=options["pad_token_id"])
         # the longest prompt's answer exceeds the model's positions; the excess is cut off later
         room = position_limit(model.config) - len(prompts[rows[-1]])
         limited = options | {"max_new_tokens": min(options["max_new_tokens"], room)}
         out = model.generate(input_ids=ids, attention_mask=mask, **limited)
-        for k, i in enumerate(rows):
-            answers[i] = out[k, longest:].tolist()
+        for i, tokens in zip(rows, out[:, ids.shape[1] :].tolist(), strict=True):
+            answers[i] = tokens
     return answers
 
 
@@ -284,18 +269,14 @@ def result(text: str, args) -> str | None:
     """The first group of the last match of --answer_regex, without thousands separators and final
     period."""
     matches = list(re.finditer(args.answer_regex, text))
-    if not matches:
-        return None
-    return (matches[-1][1] or "").replace(",", "").rstrip(".")
+    return (matches[-1][1] or "").replace(",", "").rstrip(".") if matches else None
 
 
 def markdown(results: list[dict]) -> str:
     """A table with one row per file and model, and the first answers side by side."""
     exact = any("exact" in f for r in results for f in r["files"])
-    lines = [
-        f"| file | model | loss | perplexity | tokens | answered exactly |{' exact |' * exact}"
-    ]
-    lines.append("|---|---|---|---|---|---|" + "---|" * exact)
+    head = "| file | model | loss | perplexity | tokens | answered exactly |" + " exact |" * exact
+    lines = [head, "|" + "---|" * (6 + exact)]
     for n in range(len(results[0]["files"])):
         for r in results:
             f = r["files"][n]
