@@ -3,7 +3,7 @@
 # `python -m llm_demo.evaluate`. Each part takes at most ten minutes:
 #
 #   bash bench/one_gpu.sh OUT steps                                      9 min: the preset one_gpu
-#   bash bench/one_gpu.sh OUT answers ROWS.jsonl TOKENIZER_FOLDER        6 min
+#   bash bench/one_gpu.sh OUT answers ROWS.jsonl TOKENIZER_FOLDER        3 min
 #   bash bench/one_gpu.sh OUT tests                                      2 min
 #
 # Results and logs go to OUT, the rows to OUT/one_gpu.jsonl. MODEL, ROWS, NEW_TOKENS, PRESET and
@@ -51,14 +51,10 @@ EOF
             --answer_regex '#### (-?[\d,.]+)' "${@:3}"
         grep -E ' in [0-9.]+ s$|error' "$OUT/$1.log"
     }
-    evaluate all_auto 250 --max_new_tokens "$NEW_TOKENS"
-    evaluate all_reference 250 --max_new_tokens "$NEW_TOKENS" --generate reference
-    few=(--rows 64 --show 64 --max_new_tokens $((NEW_TOKENS / 4)))
-    for dtype in fp32 bf16; do
-        evaluate "batch_$dtype" 100 "${few[@]}" --dtype $dtype --generate batch
-        evaluate "reference_$dtype" 100 "${few[@]}" --dtype $dtype --generate reference
-    done
-    evaluate alone_bf16 200 "${few[@]}" --dtype bf16 --generate reference --batch_size 1
+    evaluate all 250 --max_new_tokens "$NEW_TOKENS"
+    few=(--rows 64 --show 64 --max_new_tokens $((NEW_TOKENS / 4)) --dtype bf16)
+    evaluate padded 100 "${few[@]}"
+    evaluate alone 200 "${few[@]}" --batch_size 1
     "$PYTHON" - "$OUT" <<'EOF' | tee "$OUT/agreement.txt"
 import json, sys
 def answers(name):
@@ -67,11 +63,7 @@ def answers(name):
     except FileNotFoundError:
         return []
     return [answer["answer"] for answer in found["answers"]]
-for one, other in (
-    ("batch_fp32", "reference_fp32"), ("batch_bf16", "reference_bf16"),
-    ("batch_bf16", "alone_bf16"), ("reference_bf16", "alone_bf16"),
-):
-    same = [a == b for a, b in zip(answers(one), answers(other))]
-    print(f"{one} and {other}: {sum(same)} of {len(same)} answers are the same")
+same = [a == b for a, b in zip(answers("padded"), answers("alone"))]
+print(f"padded and alone: {sum(same)} of {len(same)} answers are the same")
 EOF
 fi

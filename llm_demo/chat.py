@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import GenerationConfig, TextStreamer
+from transformers import TextStreamer
 
 from llm_demo.args import PlainParser, path_of, whole
 from llm_demo.data.labels import REFUSALS, stop_tokens
@@ -98,7 +98,6 @@ def load(args, work: Path):
         from peft import PeftModel  # takes a second
 
         model = PeftModel.from_pretrained(model, adapter)
-    model.generation_config = GenerationConfig()  # greedy, without penalties
     return model.to(torch.device(device.type)), tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Answers by continuous batching are those of the reference loop, and those of one prompt alone."""
+"""Answers of padded batches are those of one prompt alone."""
 
 import copy
 import sys
@@ -11,8 +11,6 @@ from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import evaluate
-from llm_demo.errors import UserError
-from llm_demo.model import batched
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -37,8 +35,7 @@ def prompts_like(lengths, seed=0):
 
 def answers(model, tokenizer, prompts, *flags):
     args = evaluate.make_parser().parse_args(["--models", "m", "--data", "d", *map(str, flags)])
-    batch, why = batched.choose_batched(args.generate, HERE, model.config)
-    return evaluate.answer(model, tokenizer, prompts, args, HERE, batch, why)
+    return evaluate.answer(model, tokenizer, prompts, args, HERE)
 
 
 def alone(model, tokenizer, prompt, new):
@@ -54,60 +51,24 @@ def alone(model, tokenizer, prompt, new):
     return ids[len(prompt) :]
 
 
-def test_both_ways_answer_as_one_prompt_alone(model, tokenizer):
+def test_batches_answer_as_one_prompt_alone(model, tokenizer):
     prompts = prompts_like((3, 50, 7, 120, 9, 31, 31, 1))
-    fast, how = answers(model, tokenizer, prompts, "--generate", "batch", "--max_new_tokens", 12)
-    assert how.startswith("by continuous batching")
-    slow, how = answers(model, tokenizer, prompts, "--generate", "reference", "--batch_size", 3,
-                        "--max_new_tokens", 12)  # fmt: skip
-    assert how.startswith("batch by batch")
-    assert fast == slow == [alone(model, tokenizer, prompt, 12) for prompt in prompts]
-    assert model.config._attn_implementation == "sdpa"  # as before
+    expected = [alone(model, tokenizer, prompt, 12) for prompt in prompts]
+    for size in (3, 32):
+        found = answers(model, tokenizer, prompts, "--batch_size", size, "--max_new_tokens", 12)
+        assert found == expected
 
 
-@pytest.mark.parametrize("how", ["batch", "reference"])
-def test_answers_end_at_a_stop_token_and_at_the_last_position(how, model, tokenizer):
+def test_answers_end_at_a_stop_token_and_at_the_last_position(model, tokenizer):
     """256 positions."""
     prompts = prompts_like((250, 3, 200))
-    found, _ = answers(model, tokenizer, prompts, "--generate", how, "--max_new_tokens", 100)
+    found = answers(model, tokenizer, prompts, "--max_new_tokens", 100)
     assert [len(a) for a in found] == [6, 100, 56]
     third = found[1][2]
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(third)
-    found, _ = answers(model, tokenizer, prompts[1:2], "--generate", how, "--max_new_tokens", 100)
+    found = answers(model, tokenizer, prompts[1:2], "--max_new_tokens", 100)
     assert len(found[0]) <= 2 and third not in found[0]
-
-
-def test_what_is_chosen_and_why(model, tokenizer, monkeypatch):
-    gpu, cpu, plain = torch.device("cuda"), torch.device("cpu"), MODELS["tied"]
-    longrope = SimpleNamespace(rope_parameters={"rope_type": "longrope"})
-    monkeypatch.setattr(batched, "paged_kernel", lambda: "flash_attention_3")
-    assert batched.choose_batched("auto", gpu, plain) == (True, "faster than padded batches")
-    monkeypatch.setattr(batched, "paged_kernel", lambda: None)
-    assert not batched.choose_batched("auto", gpu, plain)[0]
-    assert batched.choose_batched("batch", gpu, plain) == (True, "as requested")
-    assert batched.choose_batched("auto", cpu, plain) == (True, "faster than padded batches")
-    assert batched.choose_batched("reference", gpu, plain) == (False, "as requested")
-    chosen, why = batched.choose_batched("batch", gpu, longrope)
-    assert not chosen and "longrope" in why
-    monkeypatch.setattr(batched, "ContinuousBatchingConfig", None)
-    chosen, why = batched.choose_batched("auto", gpu, plain)
-    assert not chosen and "transformers" in why
-
-
-def test_where_it_fails_the_reference_answers(model, tokenizer, monkeypatch):
-    def broken(*args, **kwargs):
-        raise RuntimeError("no kernel\nfor this")
-
-    monkeypatch.setattr(model, "generate_batch", broken)
-    monkeypatch.setattr(evaluate, "choose_batched", lambda *_: (True, "a GPU"))
-    args = evaluate.make_parser().parse_args(["--models", "m", "--data", "d"])
-    args.max_new_tokens = 2
-    found, how = evaluate.answer(model, tokenizer, [[1, 2]], args, HERE, True, "a GPU")
-    assert len(found[0]) == 2 and how == "batch by batch (continuous batching failed: no kernel)"
-    args.generate = "batch"
-    with pytest.raises(UserError, match="--generate batch: continuous batching failed: no kernel"):
-        evaluate.answer(model, tokenizer, [[1, 2]], args, HERE, True, "as requested")
 
 
 def test_a_batch_that_does_not_fit_is_made_smaller(monkeypatch):

@@ -6,13 +6,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
+from test_evaluate import transformers_loss
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from llm_demo import evaluate
 from llm_demo.data.batch import position_ids
 from llm_demo.errors import UserError
 from llm_demo.model.attention import make_documents
-from llm_demo.model.batched import choose_batched
 from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.model.rotary import rotary_tables
 from llm_demo.model.source import load_config
@@ -159,17 +165,21 @@ def test_long_neighbours_do_matter_to_transformers():
     assert not torch.allclose(short, beside[:, :20])
 
 
-def test_evaluation_takes_one_document_at_a_time(monkeypatch):
-    monkeypatch.setattr("llm_demo.model.batched.paged_kernel", lambda: "flash_attention_3")
-    for kind in ("longrope", "dynamic"):
-        chosen, why = choose_batched("auto", torch.device("cuda"), config_of(kind))
-        assert not chosen and kind in why
-    assert choose_batched("auto", torch.device("cuda"), config_of("yarn"))[0]
-    for asked in ("auto", "batch"):
-        chosen, why = choose_batched(asked, torch.device("cuda"), latent_yarn())
-        assert not chosen and "one width" in why
-    assert evaluate.length_dependent_rope(config_of("longrope")) == "longrope"
-    assert evaluate.length_dependent_rope(load_config(ROOT / "models/qwen3-tiny", 64)) is None
+@pytest.mark.parametrize("kind", ROPES)
+def test_evaluation_does_not_mix_frequencies(kind, tmp_path):
+    """Documents of 10, 60 and 120 tokens, in one batch where their frequencies allow it."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny").save_pretrained(tmp_path)
+    rows = [{"input_ids": [i % 500 for i in range(n)]} for n in (10, 60, 120)]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--models", tmp_path, "--data", tmp_path / "x.jsonl", "--seq_len", 128, "--show", 0]
+    args = evaluate.make_parser().parse_args(list(map(str, flags)))
+    found = evaluate.evaluate(str(tmp_path), args, torch.device("cpu"), torch.float32)["files"][0]
+    loss, tokens = transformers_loss(tmp_path, tmp_path / "x.jsonl", 128)
+    assert found["tokens"] == tokens and found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert evaluate.length_dependent_rope(config_of(kind)) == (kind != "yarn")
+    assert not evaluate.length_dependent_rope(load_config(ROOT / "models/qwen3-tiny", 64))
 
 
 def test_a_broken_longrope_is_one_line(tmp_path):

@@ -394,8 +394,7 @@ def train_on(model):
 def evaluate_it(model):
     rows = model.parent / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
-    flags = ["--models", model, "--data", rows, "--seq_len", 64]
-    flags += ["--generate", "reference", "--max_new_tokens", 1]
+    flags = ["--models", model, "--data", rows, "--seq_len", 64, "--max_new_tokens", 1]
     args = evaluate.make_parser().parse_args(list(map(str, flags)))
     return evaluate.evaluate(str(model), args, WORLD.device, torch.float32)
 

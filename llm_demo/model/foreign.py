@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from llm_demo.errors import UserError, words_of
 
@@ -32,12 +32,13 @@ def read_config(folder: Path):
 
 
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
-    """transformers' own model of a folder, on the CPU, in evaluation mode. name: what the user
-    calls it; config: from load_config. Raises UserError for what is refused above."""
+    """transformers' own model of a folder, on the CPU, in evaluation mode, which generates greedily
+    and without penalties. name: what the user calls it; config: from load_config. Raises UserError
+    for what is refused above."""
     refuse_adapter(name, folder)
     # sdpa: for flash attention that is not installed, transformers asks the hub for a kernel
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        model = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
             trust_remote_code=False,
         ).eval()  # fmt: skip
@@ -45,3 +46,5 @@ def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTraine
         raise
     except Exception as e:  # of the files that only transformers reads
         raise UserError(f"{folder}: transformers can't load this model: {words_of(e)}") from e
+    model.generation_config = GenerationConfig()  # in place of the folder's
+    return model

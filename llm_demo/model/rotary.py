@@ -11,11 +11,9 @@ def rope_type(config) -> str:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
-def length_dependent_rope(config) -> str | None:
-    """The rotary type if a document's frequencies depend on the longest one of its batch, else
-    None."""
-    kind = rope_type(config)
-    return kind if kind in ("longrope", "dynamic") else None
+def length_dependent_rope(config) -> bool:
+    """Whether a document's frequencies depend on the longest one of its batch."""
+    return rope_type(config) in ("longrope", "dynamic")
 
 
 class LongRope(nn.Module):
