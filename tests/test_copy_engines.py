@@ -120,7 +120,7 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
     timer.install()
     sent, total = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
     fsdp2.GatherByEngines(None, timer.call)(total, None, None)
-    how = fsdp2.SumInFp32(torch.bfloat16, None, compiles=False, engines=True, timed=timer.call)
+    how = fsdp2.SumInFp32(None, torch.bfloat16, None, False, engines=True, timed=timer.call)
     how(total, sent, None, torch.distributed.ReduceOp.SUM)
     timer.remove()
     assert [op[0][0] for op in timer.take()[0]] == ["copied all_gather", "copied all_to_all"]

@@ -104,7 +104,8 @@ def test_what_a_run_says_and_leaves(kind, first_runs):
         "step", "train/loss", "train/grad_norm", "train/lr", "train/skipped", "perf/step_ms",
         "perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms", "perf/data_ms",
         "perf/toks_per_s", "perf/label_toks_per_s", "perf/slots_per_s", "perf/mfu",
-        "perf/peak_mem_gb", "data/tokens", "data/label_tokens", "data/fill",
+        "perf/peak_mem_gb", "perf/reserved_gb", "perf/alloc_retries", "data/tokens",
+        "data/label_tokens", "data/fill",
     }  # fmt: skip
     for key in ("perf/peak_mem_gb", "perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms"):
         assert len(steps[0][key]) == 2

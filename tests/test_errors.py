@@ -279,7 +279,7 @@ CASES += [
     (
         "zero",
         ["--model_name_or_path", "huge", *TINY],
-        r"ZeRO needs \d+\.\d GB while a checkpoint is saved or read on this node, and \d+\.\d GB",
+        r"ZeRO needs \d+\.\d GiB while a checkpoint is saved or read on this node, and \d+\.\d GiB",
     ),
     (
         "zero",
@@ -561,7 +561,7 @@ FIT = [
     ("trained", {"--seq_len": "4096"}, "--seq_len 4096: trained has positions up to 2048"),
     ("window", {"--seq_len": "4"}, "--seq_len: 4: must be a whole number, 8 or more"),
     ("window", {"--ckpt": "1"}, "unrecognized arguments: --ckpt 1"),
-    ("window", {"--memory": None}, "the following arguments are required: --memory"),
+    ("window", {"--memory": None}, "set --card, or --memory"),
 ]
 
 

@@ -232,7 +232,7 @@ def kernels(dtype: str) -> dict:
         f(copy, targets)
         return copy
 
-    losses = loss._loss_of_logits, loss._kernel("cuda") or loss._loss_of_logits
+    losses = loss._loss_of_logits, loss._kernel(_device.type) or loss._loss_of_logits
     gradients = [functools.partial(gradient, f) for f in losses]
     in_place = [functools.partial(f, logits, targets) for f in losses]
     answer = host_speed()
