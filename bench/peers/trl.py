@@ -12,12 +12,12 @@ import time
 
 import torch
 
+from llm_demo.run.summary import SETTLED, WARMUP
+
 PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON
 FIGURES = re.compile(r"trl figures: (\{.*\})")
-WARMUP = 2  # steps left out, as in our summaries
 MEMORY = ("peak_mem_gb", "reserved_gb", "alloc_retries", "late_alloc_retries")
-SETTLED = 3  # steps, as in our summaries
 
 
 def installed() -> bool:

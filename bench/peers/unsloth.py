@@ -13,9 +13,9 @@ import torch
 
 from bench.peers import trl
 from bench.peers.trl import flag, read  # noqa: F401  the figures have the same form
+from llm_demo.files import ROOT
 
 PACKAGES = "unsloth"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def installed() -> bool:
