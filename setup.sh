@@ -139,7 +139,7 @@ fi
 #
 # Many laptops have an integrated AMD GPU that no build has code for; a ROCm build would crash there.
 builds_with() { # PyTorch's ROCm builds that have this architecture, oldest first
-    sed -n "/ $1\b/s/ .*//p" "$ROOT/llm_demo/rocm_builds.txt"
+    sed -n "/ $1\b/s/ .*//p" "$ROOT/llm_demo/job/rocm_builds.txt"
 }
 rocm_version() { # ROCm 7.14 and later have it below core
     local rocm=$PROBE_ROOT/opt/rocm
@@ -184,7 +184,7 @@ choose_build() { # sets build, release and reason
         [[ $build == rocm* ]] || reason+=$other
     fi
     [[ $build == rocm* ]] || return 0
-    have=$(sed -n "s/^$build //p" "$ROOT/llm_demo/rocm_builds.txt")
+    have=$(sed -n "s/^$build //p" "$ROOT/llm_demo/job/rocm_builds.txt")
     for arch in $archs; do
         [[ " $have " == *" $arch "* ]] || reason+="; this build has no code for $arch"
     done

@@ -9,29 +9,29 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from fsdp import copy_engines
+from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, host_need, prepare_host
 from fsdp.sharding import precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards
 from fsdp.units import plain_units, sharded_units
-from llm_demo.data.batch import Part
-from llm_demo.device import World
-from llm_demo.dist import once_per_node
-from llm_demo.model.activations_on_host import keep_on_host
-from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import param_count
-from llm_demo.model.decoder import Blocks, DecoderLoss, make_units, skeleton
-from llm_demo.model.experts_spread import keep_part
-from llm_demo.model.lora import apply_lora
-from llm_demo.model.sequence_spread import spread_rows
-from llm_demo.model.weights import allocate, fill, loading
-from llm_demo.optim import compiles_adamw
-from llm_demo.parallel import copy_engines
-from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import SHARD, make_expert_mesh, make_row_group
-from llm_demo.plan import Plan
-from llm_demo.run.log import Log
+from llm_demo.core.batch import Part
+from llm_demo.core.costs import param_count
+from llm_demo.core.decoder import Blocks, DecoderLoss, make_units, skeleton
+from llm_demo.core.experts_spread import keep_part
+from llm_demo.core.lora import apply_lora
+from llm_demo.core.masters import Masters
+from llm_demo.core.mesh import SHARD, make_expert_mesh, make_row_group
+from llm_demo.core.optim import compiles_adamw
+from llm_demo.core.sequence_spread import spread_rows
+from llm_demo.core.weights import allocate, fill, loading
+from llm_demo.job.compiling import compile_forward
+from llm_demo.job.device import World
+from llm_demo.job.dist import once_per_node
+from llm_demo.job.log import Log
+from llm_demo.job.plan import Plan
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
 # above noise for units of 63M (0.6B) (bench/LOG.md).

@@ -6,13 +6,14 @@ import itertools
 
 import torch
 
+from fsdp.activations_on_host import host_bytes
 from fsdp.flags import sums_each
+from fsdp.lowrank import TOGETHER
 from fsdp.units import SLICE, SLOTS
-from llm_demo.errors import UserError
-from llm_demo.model.activations_on_host import host_bytes
-from llm_demo.model.costs import block_costs, experts_of, head_cost, parameters_of
-from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import (
+from llm_demo.core.costs import block_costs, experts_of, head_cost, parameters_of
+from llm_demo.core.decoder import unit_sizes
+from llm_demo.core.errors import UserError
+from llm_demo.estimate import (
     GB,
     PROCESS,
     at_the_loss,
@@ -24,7 +25,6 @@ from llm_demo.model.memory import (
     peak,
     tokens_here,
 )
-from llm_demo.parallel.lowrank import TOGETHER
 
 LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
 

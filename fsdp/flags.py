@@ -1,9 +1,9 @@
-"""Flags of train_fsdp.py beyond those in llm_demo/args.py. Imports nothing heavy."""
+"""Flags of train_fsdp.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
 
 import dataclasses
 
-from llm_demo.args import ExpertArgs, flag
-from llm_demo.errors import UserError
+from llm_demo.core.errors import UserError
+from llm_demo.job.args import ExpertArgs, flag
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
 NEED_FSDP = ("reshard_after_forward", "replicas", "expert_parallel", "sequence_parallel")

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from llm_demo.optim import MOMENTS, adam_views
-from llm_demo.parallel.mesh import local_part, on_grid
+from llm_demo.core.mesh import local_part, on_grid
+from llm_demo.core.optim import MOMENTS, adam_views
 
 
 class Shards:

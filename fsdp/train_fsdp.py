@@ -15,18 +15,15 @@ import torch
 from fsdp import estimate
 from fsdp.build import build
 from fsdp.flags import GROUPS, sums_each
+from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
-from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import Part, label_positions, real_tokens, to_device
-from llm_demo.data.steps import micro_batches
-from llm_demo.dist import from_rank0, run, start
-from llm_demo.errors import UserError, counted
-from llm_demo.loop import heldout_batches, prepare, train
-from llm_demo.model.attention import make_documents
-from llm_demo.model.sequence_spread import from_owners
-from llm_demo.model.source import check_experts, is_mixture
-from llm_demo.optim import (
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import Part, label_positions, real_tokens, to_device
+from llm_demo.core.errors import UserError, counted
+from llm_demo.core.loop import heldout_batches, prepare, train
+from llm_demo.core.mesh import REPLICA, SHARD, make_mesh
+from llm_demo.core.optim import (
     LossScale,
     adam_steps,
     clipped_step,
@@ -34,10 +31,13 @@ from llm_demo.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.parallel.lowrank import choose_low_rank
-from llm_demo.parallel.mesh import REPLICA, SHARD, make_mesh
-from llm_demo.plan import Compute, make_plan
-from llm_demo.run.log import Log
+from llm_demo.core.rows import micro_batches
+from llm_demo.core.sequence_spread import from_owners
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.dist import from_rank0, run, start
+from llm_demo.job.log import Log
+from llm_demo.job.plan import Compute, make_plan
+from llm_demo.job.source import check_experts, is_mixture
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from llm_demo.errors import UserError
-from llm_demo.model.decoder import DecoderLoss
-from llm_demo.model.experts import Routers
-from llm_demo.model.sums import add, add_into, compile_once, sum_into
-from llm_demo.parallel.mesh import local_part, params_of, shard_sizes
+from llm_demo.core.decoder import DecoderLoss
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import Routers
+from llm_demo.core.mesh import local_part, params_of, shard_sizes
+from llm_demo.core.sums import add, add_into, compile_once, sum_into
 
 # For the optimizer on the host (host_adamw.py):
 SLICE = 1 << 21  # elements that are copied and updated at a time

@@ -8,15 +8,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.shards import Shards
 from fsdp_pp.pieces import Pieces
-from llm_demo.device import World
-from llm_demo.model.costs import param_count
-from llm_demo.model.decoder import skeleton
-from llm_demo.model.weights import loading
-from llm_demo.optim import compiles_adamw
-from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import SHARD
-from llm_demo.plan import Plan
-from llm_demo.run.log import Log
+from llm_demo.core.costs import param_count
+from llm_demo.core.decoder import skeleton
+from llm_demo.core.masters import Masters
+from llm_demo.core.mesh import SHARD
+from llm_demo.core.optim import compiles_adamw
+from llm_demo.core.weights import loading
+from llm_demo.job.device import World
+from llm_demo.job.log import Log
+from llm_demo.job.plan import Plan
 
 
 class Built(NamedTuple):

@@ -4,11 +4,11 @@ import itertools
 
 import torch
 
+from fsdp.copy_engines import Mailbox
 from fsdp_pp import orders
-from llm_demo.model.costs import block_costs, head_cost
-from llm_demo.model.decoder import unit_sizes
-from llm_demo.model.memory import at_the_loss, describe, largest_unit, peak
-from llm_demo.parallel.copy_engines import Mailbox
+from llm_demo.core.costs import block_costs, head_cost
+from llm_demo.core.decoder import unit_sizes
+from llm_demo.estimate import at_the_loss, describe, largest_unit, peak
 
 
 def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:

@@ -1,10 +1,10 @@
-"""Flags of train_fsdp_pp.py beyond those in llm_demo/args.py. Imports nothing heavy."""
+"""Flags of train_fsdp_pp.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
 
 import dataclasses
 from typing import Literal
 
-from llm_demo.args import ExpertArgs, check_partition, check_stages, flag
-from llm_demo.errors import UserError
+from llm_demo.core.errors import UserError
+from llm_demo.job.args import ExpertArgs, check_partition, check_stages, flag
 
 
 @dataclasses.dataclass

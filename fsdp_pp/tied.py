@@ -4,7 +4,7 @@ both ends of the model are on one stage, beside it. Both copies take the same st
 import torch
 import torch.distributed as dist
 
-from llm_demo.dist import timeout
+from llm_demo.job.dist import timeout
 
 
 class TiedEnds:

@@ -14,6 +14,7 @@ import llm_demo  # noqa: F401  first: it catches what imports refuse
 import torch
 import torch.distributed as dist
 
+from fsdp.copy_engines import choose_copy_engines
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
 from fsdp_pp import estimate, orders, runner
@@ -21,15 +22,12 @@ from fsdp_pp.build import build
 from fsdp_pp.flags import GROUPS
 from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
-from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import label_positions, to_device
-from llm_demo.data.steps import heldout_rows, micro_batches
-from llm_demo.dist import run, start
-from llm_demo.loop import heldout_batches, prepare, train
-from llm_demo.model.attention import make_documents
-from llm_demo.model.cut import describe_split, given_counts, split
-from llm_demo.model.source import check_experts
-from llm_demo.optim import (
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import label_positions, to_device
+from llm_demo.core.loop import heldout_batches, prepare, train
+from llm_demo.core.masters import Masters
+from llm_demo.core.mesh import SHARD, STAGE, make_mesh, on_device
+from llm_demo.core.optim import (
     LossScale,
     adam_steps,
     clipped_step,
@@ -37,11 +35,13 @@ from llm_demo.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.parallel.copy_engines import choose_copy_engines
-from llm_demo.parallel.masters import Masters
-from llm_demo.parallel.mesh import SHARD, STAGE, make_mesh, on_device
-from llm_demo.plan import make_plan
-from llm_demo.run.log import Log
+from llm_demo.core.rows import heldout_rows, micro_batches
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.dist import run, start
+from llm_demo.job.log import Log
+from llm_demo.job.plan import make_plan
+from llm_demo.job.source import check_experts
+from pp.cut import describe_split, given_counts, split
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from fsdp.copy_engines import Mailbox, mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD
-from llm_demo.device import World, other_than_nvlink
-from llm_demo.dist import from_rank0, timeout
-from llm_demo.parallel.copy_engines import Mailbox, mailboxes
+from llm_demo.job.device import World, other_than_nvlink
+from llm_demo.job.dist import from_rank0, timeout
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also
 # while it waits. With NCCL's own choice a step took 5 % longer (bench/LOG.md).

@@ -2,7 +2,7 @@ import os
 import signal
 import sys
 
-from llm_demo.process import PARENT, end_in_one_line, end_with_parent, quit_on
+from llm_demo.job.process import PARENT, end_in_one_line, end_with_parent, quit_on
 
 sys.excepthook = end_in_one_line
 if parent := os.environ.pop(PARENT, None):

@@ -21,25 +21,25 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
-from llm_demo.args import DataArgs, PlainParser, check_rows, choices, path_of, regex, whole
-from llm_demo.data.batch import label_positions
+from llm_demo.core.batch import label_positions
+from llm_demo.core.errors import UserError, counted, printable
+from llm_demo.core.loss import score
+from llm_demo.core.rotary import length_dependent_rope
+from llm_demo.core.rows import Packs
+from llm_demo.core.weights import refuse_non_finite
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
-from llm_demo.data.steps import Packs
-from llm_demo.device import DTYPES, pick_dtype, this_device
-from llm_demo.dist import run
-from llm_demo.errors import UserError, counted, printable
-from llm_demo.files import disk_full, write_json, write_text
-from llm_demo.model.folder import open_model
-from llm_demo.model.foreign import load_model
-from llm_demo.model.generate import prompts_of
-from llm_demo.model.loss import score
-from llm_demo.model.rotary import length_dependent_rope
-from llm_demo.model.source import find_model, fix_date, load_config, load_tokenizer, position_limit
-from llm_demo.model.weights import refuse_non_finite
-from llm_demo.progress import progress
-from llm_demo.run.folder import refuse_inside_checkpoints
+from llm_demo.job.args import DataArgs, PlainParser, check_rows, choices, path_of, regex, whole
+from llm_demo.job.device import DTYPES, pick_dtype, this_device
+from llm_demo.job.dist import run
+from llm_demo.job.files import disk_full, write_json, write_text
+from llm_demo.job.folder import refuse_inside_checkpoints
+from llm_demo.job.foreign import load_model
+from llm_demo.job.generate import prompts_of
+from llm_demo.job.model_folder import open_model
+from llm_demo.job.progress import progress
+from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer, position_limit
 
 TOKENS = 1 << 16  # of a batch, including padding
 

@@ -5,7 +5,7 @@
 Memory is what --estimate prints for full rows, in GiB (2**30 bytes), with what the allocator
 reserves and what CUDA and NCCL take; 5 % of each card stay free, as much as measured rows are off.
 --card also says what runs there: dtype, attention, compiled blocks. Without it: bf16, fused
-attention, compiled. What fits is ranked by a rough time of a step (llm_demo/model/step_time.py): a
+attention, compiled. What fits is ranked by a rough time of a step (llm_demo/step_time.py): a
 ranking, not a promise."""
 
 import argparse
@@ -31,23 +31,23 @@ from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo.args import PlainParser, parse_args, whole
-from llm_demo.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
-from llm_demo.errors import UserError, counted
-from llm_demo.files import ROOT
-from llm_demo.model import step_time
-from llm_demo.model.attention import heads_of
-from llm_demo.model.attention_choice import has_fused_kernels
-from llm_demo.model.compiling import choose_compile
-from llm_demo.model.costs import experts_of
-from llm_demo.model.cut import split
-from llm_demo.model.folder import open_model
-from llm_demo.model.lora import Lora, choose_lora
-from llm_demo.model.memory import CONTEXT_GB, PROCESS
-from llm_demo.model.sequence_spread import share_of_heads
-from llm_demo.model.source import find_model, is_mixture
-from llm_demo.plan import Compute
-from llm_demo.process import command
+from llm_demo import step_time
+from llm_demo.core.attention import heads_of
+from llm_demo.core.costs import experts_of
+from llm_demo.core.errors import UserError, counted
+from llm_demo.core.lora import Lora, choose_lora
+from llm_demo.core.sequence_spread import share_of_heads
+from llm_demo.estimate import CONTEXT_GB, PROCESS
+from llm_demo.job.args import PlainParser, parse_args, whole
+from llm_demo.job.attention_choice import has_fused_kernels
+from llm_demo.job.compiling import choose_compile
+from llm_demo.job.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
+from llm_demo.job.files import ROOT
+from llm_demo.job.model_folder import open_model
+from llm_demo.job.plan import Compute
+from llm_demo.job.process import command
+from llm_demo.job.source import find_model, is_mixture
+from pp.cut import split
 from pp.flags import PipeArgs
 
 FREE = 0.05  # share of a card's memory, for what the estimate leaves out

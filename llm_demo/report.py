@@ -17,11 +17,11 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from llm_demo.args import PlainParser, path_of
-from llm_demo.errors import UserError
-from llm_demo.files import PART
-from llm_demo.process import command
-from llm_demo.run.reader import (
+from llm_demo.core.errors import UserError
+from llm_demo.job.args import PlainParser, path_of
+from llm_demo.job.files import PART
+from llm_demo.job.process import command
+from llm_demo.job.reader import (
     column,
     finite,
     median,
@@ -31,7 +31,7 @@ from llm_demo.run.reader import (
     skipped,
     status,
 )
-from llm_demo.run.summary import WARMUP
+from llm_demo.job.summary import WARMUP
 
 TIE = 0.01  # speeds and losses that differ by less are called equal
 JUDGED = (  # settings that decide which tokens a held-out loss is of

@@ -7,11 +7,11 @@ import functools
 import torch
 import torch.distributed as dist
 
-from llm_demo.errors import UserError
-from llm_demo.model.decoder import Blocks
-from llm_demo.model.sums import add, compile_once
-from llm_demo.parallel import deepspeed_base
-from llm_demo.parallel.deepspeed_base import bf16_step, need, outlast_overflows, quiet
+from llm_demo.core.decoder import Blocks
+from llm_demo.core.errors import UserError
+from llm_demo.core.sums import add, compile_once
+from pp import deepspeed_base
+from pp.deepspeed_base import bf16_step, need, outlast_overflows, quiet
 
 # isort: split
 import deepspeed  # now that its version is checked

@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from llm_demo.optim import fill_adam_state
-from llm_demo.parallel.deepspeed_base import KEYS, get, link_moments, name_of, put, set_scale
+from llm_demo.core.optim import fill_adam_state
+from pp.deepspeed_base import KEYS, get, link_moments, name_of, put, set_scale
 
 
 def make_moments(engine) -> None:

@@ -1,11 +1,11 @@
-"""Flags of pp_train.py beyond those in llm_demo/args.py. Imports nothing heavy."""
+"""Flags of pp_train.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
 
 import dataclasses
 from typing import Literal
 
-from llm_demo.args import check_partition, check_stages, flag
-from llm_demo.errors import UserError
-from llm_demo.files import ROOT
+from llm_demo.core.errors import UserError
+from llm_demo.job.args import check_partition, check_stages, flag
+from llm_demo.job.files import ROOT
 
 
 @dataclasses.dataclass

@@ -14,20 +14,20 @@ import llm_demo  # noqa: F401  first: it catches what imports refuse
 import torch
 import torch.distributed as dist
 
-from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import answers_of, label_positions, to_device
-from llm_demo.data.steps import boundaries, heldout_rows, micro_batches, share_of
-from llm_demo.dist import run, start
-from llm_demo.errors import counted
-from llm_demo.loop import prepare, train
-from llm_demo.model.costs import param_count
-from llm_demo.model.cut import describe_split, given_counts, split
-from llm_demo.model.decoder import skeleton, unit_sizes
-from llm_demo.model.source import refuse_experts
-from llm_demo.model.weights import loading, materialise
-from llm_demo.optim import compiles_adamw, make_adamw, set_lr
-from llm_demo.plan import make_plan
-from llm_demo.run.log import Log
+from llm_demo.core.batch import answers_of, label_positions, to_device
+from llm_demo.core.costs import param_count
+from llm_demo.core.decoder import skeleton, unit_sizes
+from llm_demo.core.errors import counted
+from llm_demo.core.loop import prepare, train
+from llm_demo.core.optim import compiles_adamw, make_adamw, set_lr
+from llm_demo.core.rows import boundaries, heldout_rows, micro_batches, share_of
+from llm_demo.core.weights import loading, materialise
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.dist import run, start
+from llm_demo.job.log import Log
+from llm_demo.job.plan import make_plan
+from llm_demo.job.source import refuse_experts
+from pp.cut import describe_split, given_counts, split
 from pp.flags import GROUPS
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
@@ -36,8 +36,8 @@ parse = functools.partial(parse_args, __doc__, *GROUPS)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_base import facts_of, join, set_masters
     from pp import ds_engine, ds_state, estimate, stages
+    from pp.deepspeed_base import facts_of, join, set_masters
 
     world = start()
     args.check_processes(world.size)

@@ -7,12 +7,12 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from llm_demo.data.batch import position_ids
-from llm_demo.model.attention import make_documents
-from llm_demo.model.compiling import compile_forward
-from llm_demo.model.decoder import Blocks
-from llm_demo.model.loss import cross_entropy_sum, next_tokens, score
-from llm_demo.model.rotary import rotary_tables
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.decoder import Blocks
+from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
+from llm_demo.core.rotary import rotary_tables
+from llm_demo.job.compiling import compile_forward
 
 
 class Layout:

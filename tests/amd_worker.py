@@ -17,8 +17,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from llm_demo.model import loss, loss_kernel, sums
-from llm_demo.optim import compiled_adamw
+from llm_demo.core import loss, loss_kernel, sums
+from llm_demo.core.optim import compiled_adamw
 
 ROOT = Path(__file__).parent.parent
 ARCH, PART = sys.argv[1:]
@@ -72,11 +72,11 @@ def compiled() -> None:
     from torch._inductor.decomposition import select_decomp_table
     from transformers import AutoModelForCausalLM
 
-    from llm_demo.data.batch import position_ids
-    from llm_demo.model.attention import make_documents
-    from llm_demo.model.compiling import compile_forward
-    from llm_demo.model.decoder import Blocks, DecoderLoss
-    from llm_demo.model.source import load_config
+    from llm_demo.core.attention import make_documents
+    from llm_demo.core.batch import position_ids
+    from llm_demo.core.decoder import Blocks, DecoderLoss
+    from llm_demo.job.compiling import compile_forward
+    from llm_demo.job.source import load_config
 
     pretend_there_is_a_gpu()
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 from import_once import ALWAYS
 
-from llm_demo.args import Args
+from llm_demo.job.args import Args
 
 ROOT = Path(__file__).resolve().parent.parent
 ZERO = {  # flags of each configuration of ZeRO

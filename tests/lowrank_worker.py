@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from llm_demo.optim import FACTOR
-from llm_demo.parallel import lowrank
-from llm_demo.parallel.lowrank import LowRank
-from llm_demo.parallel.mesh import REPLICA, SHARD
+from fsdp import lowrank
+from fsdp.lowrank import LowRank
+from llm_demo.core.mesh import REPLICA, SHARD
+from llm_demo.core.optim import FACTOR
 
 SHAPES = {"a": (40, 30), "b": (40, 30), "wide": (24, 64), "bias": (30,), "small": (4, 5)}
 R = 3

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from fsdp import copy_engines
 from fsdp_pp import train_fsdp_pp, transfers
-from llm_demo.dist import run
-from llm_demo.parallel import copy_engines
+from llm_demo.job.dist import run
 
 FOLDER = Path(sys.argv.pop(1))
 

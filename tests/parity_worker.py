@@ -11,9 +11,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from llm_demo import optim
-from llm_demo.dist import start
-from llm_demo.parallel.mesh import EXPERT
+from llm_demo.core import optim
+from llm_demo.core.mesh import EXPERT
+from llm_demo.job.dist import start
 
 KIND, CASES = sys.argv[1:]
 record = {"steps": [], "after_step": [], "case": {}}
@@ -176,7 +176,7 @@ def watch_zero(step, state):
 
 
 def train(*args, train):
-    """llm_demo.loop.train with a `step` that is watched; a quiet case's is not."""
+    """llm_demo.core.loop.train with a `step` that is watched; a quiet case's is not."""
     *before, step, evaluate, ask, state, facts = args
     case = record["case"]
     if case.get("quiet"):

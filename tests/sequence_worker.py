@@ -10,14 +10,14 @@ import torch.distributed as dist
 from transformers import Qwen3Config
 
 from fsdp.flags import FsdpArgs
-from llm_demo.args import parse_args
-from llm_demo.data.batch import Part, position_ids
-from llm_demo.model.attention import fused_kernels, make_documents
-from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
-from llm_demo.model.memory import saved_bytes
-from llm_demo.model.sequence_spread import spread_rows
-from llm_demo.plan import Compute
-from llm_demo.run.comm import CommTimer
+from llm_demo.core.attention import fused_kernels, make_documents
+from llm_demo.core.batch import Part, position_ids
+from llm_demo.core.comm import CommTimer
+from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.sequence_spread import spread_rows
+from llm_demo.estimate import saved_bytes
+from llm_demo.job.args import parse_args
+from llm_demo.job.plan import Compute
 
 CPU, S = torch.device("cpu"), 64
 CU = torch.tensor([0, 20, 45, 64, 64], dtype=torch.int32)  # the second over both halves

@@ -13,15 +13,15 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer
 
-from fsdp import estimate
-from llm_demo.device import World
-from llm_demo.errors import UserError
-from llm_demo.model import activations_on_host, memory
-from llm_demo.model.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
-from llm_demo.model.attention import make_documents
-from llm_demo.model.decoder import DecoderLoss, make_units, skeleton
-from llm_demo.model.memory import attention_bytes
-from llm_demo.model.weights import allocate, fill
+from fsdp import activations_on_host, estimate
+from fsdp.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
+from llm_demo import estimate as memory
+from llm_demo.core.attention import make_documents
+from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.weights import allocate, fill
+from llm_demo.estimate import attention_bytes
+from llm_demo.job.device import World
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU = torch.device("cpu")
@@ -225,8 +225,8 @@ def settings(**more):
 
 
 def test_estimates(monkeypatch):
-    from llm_demo.model.source import load_config
-    from llm_demo.plan import Compute
+    from llm_demo.job.plan import Compute
+    from llm_demo.job.source import load_config
 
     config = load_config(ROOT / "models/qwen3-8b", ROWS)
     train = type("Train", (), {"seq_len": ROWS, "single": True, "longest": ROWS})

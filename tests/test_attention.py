@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from conftest import ROOT
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from llm_demo.data.batch import position_ids
-from llm_demo.device import Device, peak_tflops, pick_dtype, this_device
-from llm_demo.errors import UserError
-from llm_demo.model import attention, attention_choice
-from llm_demo.model.attention import BACKENDS, make_documents
-from llm_demo.model.attention_choice import choose_attention, compare_with_math
-from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core import attention
+from llm_demo.core.attention import BACKENDS, make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.job import attention_choice
+from llm_demo.job.attention_choice import choose_attention, compare_with_math
+from llm_demo.job.device import Device, peak_tflops, pick_dtype, this_device
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]
 # Fused kernels want a GPU and bf16; the same assertions hold there to the bit, too.
@@ -445,7 +446,7 @@ def test_the_probe_notices_that_sdpa_refuses_its_fused_kernels(
 
 
 def test_the_probe_does_not_import_transformers():
-    code = "import sys, llm_demo.model.attention_choice; print('transformers' in sys.modules)"
+    code = "import sys, llm_demo.job.attention_choice; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 

@@ -11,8 +11,9 @@ import pytest
 
 import bench.run
 from fsdp.flags import FsdpArgs
-from llm_demo import args, dist, evaluate, export, process
-from llm_demo.errors import UserError
+from llm_demo import evaluate, export
+from llm_demo.core.errors import UserError
+from llm_demo.job import args, dist, process
 from llm_demo.launch import __main__ as launch
 from pp.flags import PipeArgs
 

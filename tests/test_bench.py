@@ -24,10 +24,10 @@ from bench import checkpoints, plots, store, table
 from bench import run as bench
 from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo import device
-from llm_demo.args import less_memory, parse_args
-from llm_demo.dist import run as run_main
-from llm_demo.errors import UserError
+from llm_demo.core.errors import UserError
+from llm_demo.job import device
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.dist import run as run_main
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -288,7 +288,7 @@ def test_the_links_between_gpus(tool, said, found, monkeypatch):
             raise FileNotFoundError
         return subprocess.CompletedProcess(command, 0, stdout=said)
 
-    monkeypatch.setattr("llm_demo.device.subprocess.run", run)
+    monkeypatch.setattr("llm_demo.job.device.subprocess.run", run)
     assert device.links.__wrapped__() == found  # not what this process has found
 
 
@@ -332,7 +332,7 @@ def test_out_of_memory_names_what_to_lower(monkeypatch, capsys):
     said = less_memory(parse())
     assert said.startswith("1. --micro_batch_size (now 4)") and "--dtype (now fp32)" in said
     ended = []
-    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
 
     def main():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")

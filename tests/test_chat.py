@@ -12,8 +12,8 @@ from test_plan import alone  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llm_demo import chat
+from llm_demo.core.errors import UserError
 from llm_demo.data.labels import stop_tokens
-from llm_demo.errors import UserError
 
 QUESTIONS = ["What is 11 + 33?", "Spell the word cat."]
 

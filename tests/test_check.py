@@ -595,7 +595,7 @@ def test_what_is_measured_on_one_gpu(monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they fail for want of a GPU")
 def test_probes_report_what_failed():
-    assert check_worker.run_module("llm_demo.model.compiling", []) == {"problem": "no GPU"}
+    assert check_worker.run_module("llm_demo.job.compiling", []) == {"problem": "no GPU"}
     assert set(check_worker.host_speed()) == {"python_s"}
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from conftest import ROOT, python, run
 from torch.distributed.checkpoint import filesystem
 
-from llm_demo.device import World
-from llm_demo.dist import lost_peer
-from llm_demo.errors import UserError
-from llm_demo.run import checkpoint, checkpoint_files
+from llm_demo.core.errors import UserError
+from llm_demo.job import checkpoint, checkpoint_files
+from llm_demo.job.device import World
+from llm_demo.job.dist import lost_peer
 
 
 class Voice:

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from tiny_tokenizer import make_tokenizer
 
+from llm_demo.core.errors import UserError
+from llm_demo.core.rows import order_rows
 from llm_demo.data.choose import mix, split_off
 from llm_demo.data.packs import load_packs
 from llm_demo.data.sources import weighted
-from llm_demo.data.steps import order_rows
-from llm_demo.errors import UserError
 
 
 def files(folder, *counts):

@@ -6,11 +6,11 @@ import torch
 
 from bench.plots import shares
 from bench.table import line_of
-from llm_demo.args import parse_args
-from llm_demo.device import World
-from llm_demo.run.clock import Clock, fit_terminal
-from llm_demo.run.comm import _Clock
-from llm_demo.run.summary import TIMES, summarise, timed_while_profiled
+from llm_demo.core.comm import _Clock
+from llm_demo.job.args import parse_args
+from llm_demo.job.clock import Clock, fit_terminal
+from llm_demo.job.device import World
+from llm_demo.job.summary import TIMES, summarise, timed_while_profiled
 
 
 def test_numbers_of_the_last_step_are_read_after_their_copies():
@@ -118,7 +118,7 @@ def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     """With what to do about it. The line and the table have what the card must hold."""
     totals = iter([7, 7, 7, 10, 10, 12])  # retries so far: 7 in loading, then after each step
     monkeypatch.setattr(
-        "llm_demo.run.clock.memory_peaks", lambda device: (70.0, 77.1, next(totals))
+        "llm_demo.job.clock.memory_peaks", lambda device: (70.0, 77.1, next(totals))
     )
     args = parse_args("", argv=["--no_comm_timer", "--log_every", "1"])
     said, records = [], []
@@ -127,7 +127,7 @@ def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     )
     clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 5, torch.float32)
     clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
-    monkeypatch.setattr("llm_demo.run.clock.less_memory", lambda args: "1. halve it")
+    monkeypatch.setattr("llm_demo.job.clock.less_memory", lambda args: "1. halve it")
     clock.begin()
     for step in range(1, 6):
         clock.end_step(step, 10, 5, 10, 0, torch.tensor(2.5), 1.0, 1e-3)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from llm_demo.run.comm import CommTimer, _Clock, union, waiting
-from llm_demo.run.profiling import LAUNCH_GAP
+from llm_demo.core.comm import CommTimer, _Clock, union, waiting
+from llm_demo.job.profiling import LAUNCH_GAP
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
-from llm_demo.run.comm import CommTimer
+from llm_demo.core.comm import CommTimer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 original = dist.all_reduce
@@ -33,7 +33,7 @@ everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
-from llm_demo.run.comm import waiting
+from llm_demo.core.comm import waiting
 found = ["FOUND", rank, busy, exposed, waiting(everyone)[rank]]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")
 dist.destroy_process_group()
@@ -55,8 +55,8 @@ def test_union_and_waiting():
 
 CHANGING = """
 import torch, torch.distributed as dist
-from llm_demo.device import World
-from llm_demo.run.comm import Gather
+from llm_demo.job.device import World
+from llm_demo.core.comm import Gather
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 gather = Gather(World(rank, 2, rank, torch.device("cpu")))
@@ -194,7 +194,7 @@ class Device:
 
 
 def timer_of(device, monkeypatch):
-    monkeypatch.setattr("llm_demo.run.comm.time.perf_counter", lambda: device.host / 1e3)
+    monkeypatch.setattr("llm_demo.core.comm.time.perf_counter", lambda: device.host / 1e3)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
     timer = CommTimer(torch.device("cuda"), 0, 2)
     timer._new, timer.compute = device.event, device.cuda_stream

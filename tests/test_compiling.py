@@ -7,14 +7,15 @@ import torch
 from conftest import ROOT
 from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick
 
-from llm_demo.data.batch import position_ids
-from llm_demo.device import DTYPES, Device, pick_dtype
-from llm_demo.model import compiling, loss, sums
-from llm_demo.model.attention import make_documents
-from llm_demo.model.compiling import choose_compile
-from llm_demo.model.decoder import Blocks, skeleton
-from llm_demo.model.source import load_config
-from llm_demo.model.weights import materialise
+from llm_demo.core import loss, sums
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.weights import materialise
+from llm_demo.job import compiling
+from llm_demo.job.compiling import choose_compile
+from llm_demo.job.device import DTYPES, Device, pick_dtype
+from llm_demo.job.source import load_config
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_the_probe_tests_what_the_run_would_compile(asked, dtype, monkeypatch):
     probes = []
     monkeypatch.setattr(compiling, "probe_once", lambda *args: probes.append(args) or "wrong")
     found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype])
-    assert probes == [("llm_demo.model.compiling", "varlen", dtype)]
+    assert probes == [("llm_demo.job.compiling", "varlen", dtype)]
     assert found == (False, "torch.compile does not work here: wrong")
 
 

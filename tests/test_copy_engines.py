@@ -9,12 +9,11 @@ import pytest
 import torch
 from conftest import torchrun
 
-from fsdp import fsdp2
+from fsdp import copy_engines, fsdp2
 from fsdp.build import choose_engines
-from llm_demo.device import Device, World
-from llm_demo.errors import UserError
-from llm_demo.parallel import copy_engines
-from llm_demo.run.comm import CommTimer
+from llm_demo.core.comm import CommTimer
+from llm_demo.core.errors import UserError
+from llm_demo.job.device import Device, World
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)
@@ -62,7 +61,7 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         "_cannot_share": lambda *_: None,
         "_cannot_gather": lambda *_: None,
     }
-    monkeypatch.setattr("llm_demo.device.links", lambda: change.get("links", NV))
+    monkeypatch.setattr("llm_demo.job.device.links", lambda: change.get("links", NV))
     if "fails" in change:
         parts[change["fails"]] = fails
     for name, part in parts.items():
@@ -192,9 +191,9 @@ def test_a_mailbox_keeps_what_has_not_been_taken(monkeypatch):
 
 COPIES = """
 import torch
-from llm_demo.dist import start, run
-from llm_demo.parallel import copy_engines
-from llm_demo.parallel.mesh import make_mesh
+from llm_demo.job.dist import start, run
+from fsdp import copy_engines
+from llm_demo.core.mesh import make_mesh
 
 def main():
     world = start()

@@ -15,15 +15,15 @@ import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from transformers import Qwen3Config
 
+from llm_demo.core.batch import Part, real_tokens
+from llm_demo.core.errors import UserError, counted
+from llm_demo.core.rows import collate, order_rows, step_rows
 from llm_demo.data import packs as data
-from llm_demo.data.batch import Part, real_tokens
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
-from llm_demo.data.steps import collate, order_rows, step_rows
-from llm_demo.errors import UserError, counted
-from llm_demo.model.cut import describe_split
-from llm_demo.model.generate import prompts_of
-from llm_demo.plan import pick_horizon, usual_lr
+from llm_demo.job.generate import prompts_of
+from llm_demo.job.plan import pick_horizon, usual_lr
+from pp.cut import describe_split
 
 SHARED = Path(__file__).parents[2] / "shared"
 TEXTS = ["a" * (i % 13) + f"{i:03d}" for i in range(200)]  # documents of 4 to 16 tokens with eos

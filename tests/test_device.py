@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import ROOT, run
 
-from llm_demo import device as devices
-from llm_demo.device import peak_tflops, this_device
-from llm_demo.errors import UserError
+from llm_demo.core.errors import UserError
+from llm_demo.job import device as devices
+from llm_demo.job.device import peak_tflops, this_device
 from llm_demo.launch.__main__ import this_node
 
 
@@ -153,7 +153,7 @@ import sys
 import pytest
 sys.path.insert(0, {str(ROOT / "tests")!r})
 from test_device import MI100, WHEEL, XTX, fake
-from llm_demo import dist
+from llm_demo.job import dist
 fake(pytest.MonkeyPatch(), MI100, XTX, archs=WHEEL)
 dist.run(dist.start)
 """

@@ -19,8 +19,8 @@ from conftest import ROOT, free_port, python, run
 from test_evaluate import transformers_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from llm_demo.core.rows import step_rows
 from llm_demo.data.packs import load_packs
-from llm_demo.data.steps import step_rows
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}

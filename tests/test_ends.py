@@ -20,10 +20,11 @@ from conftest import ROOT, environment, processes_with, python, run, torchrun
 from safetensors.torch import save_file
 
 from bench.checkpoints import tensors
-from llm_demo import dist, errors, probe, process
-from llm_demo.errors import UserError
-from llm_demo.model.decoder import skeleton
-from llm_demo.model.source import load_config
+from llm_demo.core import errors
+from llm_demo.core.decoder import skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.job import dist, probe, process
+from llm_demo.job.source import load_config
 
 SCRIPTS = {
     "fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py",
@@ -137,7 +138,7 @@ def test_a_closed_terminal_saves(kind, tmp_path):
 # A script whose evaluations, all or all but the first of a process, are slow if told so.
 SLOWLY = """
 import itertools, os, pathlib, runpy, sys, time
-from llm_demo import loop
+from llm_demo.core import loop
 calls, whole, loop.EVAL_BATCHES = itertools.count(), loop.parts_of, 1
 def slow(*args):
     first = next(calls) == 0
@@ -270,7 +271,7 @@ os.read(0, 1)
 """
 CHILD = """
 import os, sys, time
-from llm_demo import process
+from llm_demo.job import process
 if sys.argv[1] == "thread":
     process.LIBC = None
     process.end_with_parent(os.getppid())
@@ -425,7 +426,7 @@ def test_ctrl_c_in_a_program_is_one_line(monkeypatch, capsys):
 
 WAIT = """
 import os, sys, time, torch
-from llm_demo import dist
+from llm_demo.job import dist
 
 def slow():
     if os.environ["RANK"] == "0":

@@ -8,13 +8,12 @@ import pytest
 import torch
 from conftest import ROOT, ZERO, smaller_model, torchrun
 
-from llm_demo.errors import UserError
-from llm_demo.model.cut import costs, describe_split, split
-from llm_demo.model.decoder import skeleton, unit_sizes
-from llm_demo.model.source import load_config
-from llm_demo.optim import make_adamw
-from llm_demo.parallel import deepspeed_base
-from pp import ds_engine
+from llm_demo.core.decoder import skeleton, unit_sizes
+from llm_demo.core.errors import UserError
+from llm_demo.core.optim import make_adamw
+from llm_demo.job.source import load_config
+from pp import deepspeed_base, ds_engine
+from pp.cut import costs, describe_split, split
 from pp.stages import layer_specs
 from zero import ds_engine as zero_engine
 

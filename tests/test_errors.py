@@ -21,11 +21,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from llm_demo import fit
-from llm_demo.dist import run as run_main
-from llm_demo.dist import start
-from llm_demo.errors import UserError
-from llm_demo.model.source import EXPERTS
-from llm_demo.process import fault_of_environment
+from llm_demo.core.errors import UserError
+from llm_demo.job.dist import run as run_main
+from llm_demo.job.dist import start
+from llm_demo.job.process import fault_of_environment
+from llm_demo.job.source import EXPERTS
 
 KINDS = ("fsdp", "pp", "zero", "fsdp_pp")
 LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
@@ -640,7 +640,7 @@ def test_an_environment_without_a_group_is_one_line(environ, message, monkeypatc
 def test_a_port_in_use_is_one_line(monkeypatch, capsys, record_property):
     record_property("bad inputs", 1)
     ended = []
-    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with socket.create_server(("127.0.0.1", 0)) as busy:
         place = {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
@@ -687,7 +687,7 @@ def test_only_what_a_message_names_or_quotes_is_blamed(monkeypatch):
 def test_a_full_disk_is_one_line(monkeypatch, capsys):
     """Wherever it is found; /dev/full is such a disk."""
     ended = []
-    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
 
     def main():
         with open("/dev/full", "w") as file:
@@ -701,7 +701,7 @@ def test_a_full_disk_is_one_line(monkeypatch, capsys):
 
 def test_a_path_without_permission_is_one_line(tmp_path, monkeypatch, capsys):
     ended, denied = [], tmp_path / "denied"
-    monkeypatch.setattr("llm_demo.dist.os._exit", ended.append)
+    monkeypatch.setattr("llm_demo.job.dist.os._exit", ended.append)
     denied.mkdir(mode=0)
 
     def main():

@@ -17,18 +17,20 @@ from bench.presets import name_of
 from bench.run import PEERS
 from fsdp import estimate as fsdp
 from fsdp_pp import estimate as fsdp_pp
-from llm_demo.data.batch import position_ids
-from llm_demo.device import DTYPES, World
-from llm_demo.errors import UserError
-from llm_demo.model import attention, attention_choice, memory
-from llm_demo.model.attention import make_documents
-from llm_demo.model.costs import Cost, param_count, parameters_of
-from llm_demo.model.decoder import Blocks, skeleton
-from llm_demo.model.experts import Routers, blocks_with_experts
-from llm_demo.model.lora import apply_lora, choose_lora
-from llm_demo.model.source import load_config
-from llm_demo.model.weights import allocate, materialise
-from llm_demo.plan import Compute
+from llm_demo import estimate as memory
+from llm_demo.core import attention
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.costs import Cost, param_count, parameters_of
+from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import Routers, blocks_with_experts
+from llm_demo.core.lora import apply_lora, choose_lora
+from llm_demo.core.weights import allocate, materialise
+from llm_demo.job import attention_choice
+from llm_demo.job.device import DTYPES, World
+from llm_demo.job.plan import Compute
+from llm_demo.job.source import load_config
 from pp import estimate as pipeline
 from zero import estimate as zero
 

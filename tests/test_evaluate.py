@@ -14,8 +14,8 @@ from test_parity import MODELS
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import evaluate
+from llm_demo.core.errors import UserError
 from llm_demo.data.packs import load_packs
-from llm_demo.errors import UserError
 
 ROWS = [
     {"question": "why " * (1 + i % 5), "answer": f"word {i} " * (1 + i % 3) + f"#### {1000 + i:,}"}

@@ -15,13 +15,13 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from fsdp.train_fsdp import choose_spread
-from llm_demo.dist import World
-from llm_demo.model import experts_choice
-from llm_demo.model.decoder import Blocks
-from llm_demo.model.experts import PRODUCTS, Routers, looped_product, sorted_experts
-from llm_demo.model.experts_choice import choose_product, why_not_compiled
-from llm_demo.model.lora import Lora, adapt_experts
-from llm_demo.plan import pick_compute
+from llm_demo.core.decoder import Blocks
+from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
+from llm_demo.core.lora import Lora, adapt_experts
+from llm_demo.job import experts_choice
+from llm_demo.job.dist import World
+from llm_demo.job.experts_choice import choose_product, why_not_compiled
+from llm_demo.job.plan import pick_compute
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 D, E, K = 32, 8, 2
@@ -213,9 +213,9 @@ SPREAD = """
 import sys, torch, torch.distributed as dist
 sys.path.insert(0, "tests")
 from test_experts import CONFIGS, D, Block, experts_of, in_fp32, named_results
-from llm_demo.device import World
-from llm_demo.model.experts_spread import keep_part
-from llm_demo.parallel.mesh import make_expert_mesh
+from llm_demo.job.device import World
+from llm_demo.core.experts_spread import keep_part
+from llm_demo.core.mesh import make_expert_mesh
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 grid = make_expert_mesh(World(rank, 2, rank, torch.device("cpu")), 2)

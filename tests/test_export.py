@@ -16,9 +16,9 @@ from test_parity import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import export
-from llm_demo.errors import UserError
-from llm_demo.model.source import describe_model, load_config, position_limit
-from llm_demo.run import checkpoint_files
+from llm_demo.core.errors import UserError
+from llm_demo.job import checkpoint_files
+from llm_demo.job.source import describe_model, load_config, position_limit
 
 TINY = ROOT / "models/qwen3-tiny"
 FACTS = {"step": 7, "tokens": 4096, "label_tokens": 1024, "eval_loss": 1.5}
@@ -325,7 +325,8 @@ LONG = """
 import time, torch
 from pathlib import Path
 from types import SimpleNamespace
-from llm_demo import dist, loop
+from llm_demo.job import dist
+from llm_demo.core import loop
 
 def export(checkpoint, out, dtype):
     time.sleep(5)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from conftest import ROOT, args_with, run
 
-from llm_demo import device, fit
+from llm_demo import estimate as memory
+from llm_demo import fit, step_time
+from llm_demo.job import device
+from llm_demo.job.source import find_model, load_config
 from llm_demo.launch.settings import check_flags, read_launcher
-from llm_demo.model import memory, step_time
-from llm_demo.model.source import find_model, load_config
 from pp import estimate
 
 SMALL, LARGE = "models/qwen3-0.6b", "models/qwen3-8b"

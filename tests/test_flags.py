@@ -15,12 +15,13 @@ from conftest import ROOT, no_ranks
 
 from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo import args, evaluate, export
+from llm_demo import evaluate, export
+from llm_demo.core import attention
+from llm_demo.core.errors import UserError
 from llm_demo.data import records
-from llm_demo.errors import UserError
+from llm_demo.job import args
+from llm_demo.job.folder import INPUTS
 from llm_demo.launch.settings import FIRST_RUN
-from llm_demo.model import attention
-from llm_demo.run.folder import INPUTS
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 

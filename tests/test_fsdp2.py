@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bench.checkpoints import tensors
-from fsdp import fsdp2, sharding
+from fsdp import copy_engines, fsdp2, sharding
 from fsdp.sharding import accumulate, precision, sum_over_ranks
-from llm_demo.device import World
-from llm_demo.model.decoder import Blocks
-from llm_demo.parallel import copy_engines
+from llm_demo.core.decoder import Blocks
+from llm_demo.job.device import World
 
 STEPS, RESHARD = 4, ["--reshard_after_forward"]
 

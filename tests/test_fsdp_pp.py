@@ -12,11 +12,11 @@ import torch
 from conftest import ROOT, run, smaller_model, torchrun
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
+from fsdp import copy_engines
 from fsdp_pp import transfers
 from fsdp_pp.estimate import mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
-from llm_demo.device import World
-from llm_demo.parallel import copy_engines
+from llm_demo.job.device import World
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
 FIRST = ROOT / "data/first_run.jsonl"
@@ -197,7 +197,7 @@ def test_receives_begin_early_on_slow_links(kinds, local_size, p2p_off, early, m
     monkeypatch.setenv("NCCL_P2P_DISABLE", p2p_off)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
     monkeypatch.setattr(transfers, "from_rank0", lambda world, make: make())
-    monkeypatch.setattr("llm_demo.device.links", lambda: kinds)
+    monkeypatch.setattr("llm_demo.job.device.links", lambda: kinds)
     said = []
     found = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)), said.append)
     assert found == early and ("begin early" in said[0]) == early

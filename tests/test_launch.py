@@ -17,7 +17,7 @@ import psutil
 import pytest
 from conftest import free_port, no_ranks, python, run
 
-from llm_demo.errors import UserError
+from llm_demo.core.errors import UserError
 from llm_demo.launch.__main__ import (
     PER_CORE,
     NotRestarted,
@@ -442,7 +442,7 @@ def test_one_node_listens_on_loopback_alone(kind, trained, restarts, script, tmp
 
 def test_a_process_alone_listens_on_loopback():
     code = (
-        "import os, psutil; from llm_demo.dist import start; start(); "
+        "import os, psutil; from llm_demo.job.dist import start; start(); "
         "print(*[s.laddr.ip for s in psutil.Process().net_connections('inet')]); "
         "print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
     )

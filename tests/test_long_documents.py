@@ -7,8 +7,8 @@ import torch
 from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
 from torch.distributed.utils import _to_kwargs
 
-from llm_demo.model import attention, long_documents
-from llm_demo.model.attention import BACKENDS, make_documents
+from llm_demo.core import attention, long_documents
+from llm_demo.core.attention import BACKENDS, make_documents
 
 pytest.importorskip("torch.nn.attention.varlen", reason="the backend needs PyTorch 2.10")
 

@@ -18,20 +18,20 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bench.checkpoints import tensors
-from llm_demo.data.packs import load_packs
-from llm_demo.errors import UserError
-from llm_demo.export import export, write_adapter
-from llm_demo.model.decoder import Blocks
-from llm_demo.model.lora import (
+from llm_demo.core.decoder import Blocks
+from llm_demo.core.errors import UserError
+from llm_demo.core.lora import (
     Factor,
     Lora,
     LoraLinear,
     choose_lora,
     factors_of,
 )
-from llm_demo.model.names import FUSED
-from llm_demo.model.source import find_model
-from llm_demo.model.weights import open_weights
+from llm_demo.core.names import FUSED
+from llm_demo.core.weights import open_weights
+from llm_demo.data.packs import load_packs
+from llm_demo.export import export, write_adapter
+from llm_demo.job.source import find_model
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}

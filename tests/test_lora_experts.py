@@ -29,23 +29,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from bench.checkpoints import tensors
-from llm_demo.data.batch import position_ids
-from llm_demo.data.packs import load_packs
-from llm_demo.errors import UserError
-from llm_demo.export import write_adapter
-from llm_demo.model.attention import make_documents
-from llm_demo.model.decoder import Blocks, skeleton
-from llm_demo.model.experts import Routers, blocks_with_experts
-from llm_demo.model.lora import (
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import Routers, blocks_with_experts
+from llm_demo.core.lora import (
     apply_lora,
     choose_lora,
     factors_of,
     merge_into,
 )
-from llm_demo.model.names import FUSED
-from llm_demo.model.source import load_config
-from llm_demo.model.weights import materialise, open_weights
-from llm_demo.run.checkpoint_files import read_tensors, weights_of
+from llm_demo.core.names import FUSED
+from llm_demo.core.weights import materialise, open_weights
+from llm_demo.data.packs import load_packs
+from llm_demo.export import write_adapter
+from llm_demo.job.checkpoint_files import read_tensors, weights_of
+from llm_demo.job.source import load_config
 
 
 @pytest.fixture(scope="module")

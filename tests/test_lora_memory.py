@@ -10,13 +10,13 @@ from test_estimate import KINDS, mixed, really_kept
 from test_lora import lora_of
 
 from fsdp import estimate
-from llm_demo.model import memory
-from llm_demo.model.costs import block_costs, experts_of, flops_of_slot
-from llm_demo.model.lora import Lora
-from llm_demo.model.loss import SLIM
-from llm_demo.model.memory import loss_bytes
-from llm_demo.model.source import load_config
-from llm_demo.plan import Compute
+from llm_demo import estimate as memory
+from llm_demo.core.costs import block_costs, experts_of, flops_of_slot
+from llm_demo.core.lora import Lora
+from llm_demo.core.loss import SLIM
+from llm_demo.estimate import loss_bytes
+from llm_demo.job.plan import Compute
+from llm_demo.job.source import load_config
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,down_proj"])

@@ -9,7 +9,7 @@ import torch
 from conftest import ROOT, torchrun
 from lowrank_worker import SHAPES, R, gradient
 
-from llm_demo.parallel import lowrank
+from fsdp import lowrank
 
 STEPS = 12
 CASES = {

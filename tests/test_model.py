@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from bench import checkpoints
-from llm_demo.data.batch import position_ids
-from llm_demo.errors import UserError
-from llm_demo.model.attention import make_documents
-from llm_demo.model.costs import block_costs, flops_of_slot, head_cost, param_count
-from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
-from llm_demo.model.folder import describe, open_model, try_describe
-from llm_demo.model.source import describe_model, find_model, load_config, load_tokenizer
-from llm_demo.model.weights import materialise, open_weights
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.costs import block_costs, flops_of_slot, head_cost, param_count
+from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton, unit_sizes
+from llm_demo.core.errors import UserError
+from llm_demo.core.weights import materialise, open_weights
+from llm_demo.job.model_folder import describe, open_model, try_describe
+from llm_demo.job.source import describe_model, find_model, load_config, load_tokenizer
 
 CPU = torch.device("cpu")
 SIZES = dict(
@@ -320,7 +320,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 @pytest.mark.parametrize("other", [False, True], ids=["equal", "other"])
 def test_a_tied_head_in_the_files(other, good, tmp_path, monkeypatch):
     """Of other values it is kept, as transformers does; an equal one stays tied."""
-    monkeypatch.setattr("llm_demo.model.weights.COMPARED", 320)  # parts of ten rows
+    monkeypatch.setattr("llm_demo.core.weights.COMPARED", 320)  # parts of ten rows
 
     def head(tensors):
         values = tensors[EMBEDDING].clone()

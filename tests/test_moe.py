@@ -21,10 +21,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from llm_demo.core.optim import lr_at
+from llm_demo.core.rows import step_rows
 from llm_demo.data.packs import load_packs
-from llm_demo.data.steps import step_rows
-from llm_demo.optim import lr_at
-from llm_demo.run.checkpoint_files import read_tensors, shapes_of
+from llm_demo.job.checkpoint_files import read_tensors, shapes_of
 
 STEPS = 5
 SIZES = dict(

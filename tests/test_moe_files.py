@@ -24,8 +24,7 @@ from transformers import (
 )
 
 from llm_demo import export, fit
-from llm_demo.errors import UserError
-from llm_demo.model.costs import (
+from llm_demo.core.costs import (
     active_of,
     block_costs,
     experts_of,
@@ -34,12 +33,13 @@ from llm_demo.model.costs import (
     mixed_blocks,
     parameters_of,
 )
-from llm_demo.model.cut import costs, describe_split, parameters, split
-from llm_demo.model.decoder import make_units, skeleton, unit_sizes
-from llm_demo.model.source import describe_model, load_config
-from llm_demo.model.weights import fill, materialise, open_weights
-from llm_demo.plan import find_source, short
-from llm_demo.run import checkpoint_files
+from llm_demo.core.decoder import make_units, skeleton, unit_sizes
+from llm_demo.core.errors import UserError
+from llm_demo.core.weights import fill, materialise, open_weights
+from llm_demo.job import checkpoint_files
+from llm_demo.job.plan import find_source, short
+from llm_demo.job.source import describe_model, load_config
+from pp.cut import costs, describe_split, parameters, split
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
 DEEPSEEK = DeepseekV3Config()  # its defaults are DeepSeek-V3's
@@ -250,7 +250,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
             read.append(name)
             return self.opened.get_slice(name)
 
-    monkeypatch.setattr("llm_demo.model.weights.safe_open", Spy)
+    monkeypatch.setattr("llm_demo.core.weights.safe_open", Spy)
     key = "model.layers.0.mlp.experts.gate_up_proj"
     values = weights.read(key, (slice(2, 4), slice(20, 30)))
     assert read == ["open", *(f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (2, 3))]

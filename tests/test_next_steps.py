@@ -11,10 +11,10 @@ import sys
 import pytest
 from conftest import ROOT, python, run
 
-from llm_demo import evaluate, export, progress
-from llm_demo.model.weights import loading, open_weights
-from llm_demo.run import next_steps
-from llm_demo.run.next_steps import resume
+from llm_demo import evaluate, export
+from llm_demo.core.weights import loading, open_weights
+from llm_demo.job import next_steps, progress
+from llm_demo.job.next_steps import resume
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ def heldout_loss(folder, step):
 
 SHOW_ALL = """
 import runpy, sys
-from llm_demo import progress
+from llm_demo.job import progress
 progress.DELAY = 0
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """

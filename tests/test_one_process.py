@@ -15,11 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from bench.checkpoints import tensors
 from fsdp import build, estimate
 from fsdp.fsdp2 import autograd_accumulates
-from llm_demo import optim
-from llm_demo.model.source import load_config
-from llm_demo.optim import LossScale, clipped_step, join, make_adamw, split
-from llm_demo.parallel.masters import Masters
-from llm_demo.plan import Compute
+from llm_demo.core import optim
+from llm_demo.core.masters import Masters
+from llm_demo.core.optim import LossScale, clipped_step, join, make_adamw, split
+from llm_demo.job.plan import Compute
+from llm_demo.job.source import load_config
 
 ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -146,7 +146,7 @@ def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
-        monkeypatch.setattr("llm_demo.parallel.masters.compile_once", lambda function: function)
+        monkeypatch.setattr("llm_demo.core.masters.compile_once", lambda function: function)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 20)
     monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from llm_demo import optim
-from llm_demo.args import TrainArgs, choices
-from llm_demo.optim import (
+from llm_demo.core import optim
+from llm_demo.core.optim import (
     MOMENTS,
     LossScale,
     clipped_step,
@@ -15,6 +14,7 @@ from llm_demo.optim import (
     lr_at,
     make_adamw,
 )
+from llm_demo.job.args import TrainArgs, choices
 
 CPU = torch.device("cpu")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,9 +12,9 @@ from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from fsdp_pp.flags import FsdpPipeArgs
+from llm_demo.core.optim import lr_at
+from llm_demo.core.rows import step_rows
 from llm_demo.data.packs import load_packs
-from llm_demo.data.steps import step_rows
-from llm_demo.optim import lr_at
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.1
 TOLERANCE = 1e-5

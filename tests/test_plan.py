@@ -14,9 +14,9 @@ from test_rows import load, write
 from test_security import sign
 from transformers import MistralConfig, Qwen2Config
 
-from llm_demo.errors import UserError
-from llm_demo.model.source import load_config, window_of, without_window
-from llm_demo.plan import fixed_steps, resumed_seq_len, resumed_settings
+from llm_demo.core.errors import UserError
+from llm_demo.job.plan import fixed_steps, resumed_seq_len, resumed_settings
+from llm_demo.job.source import load_config, window_of, without_window
 
 # ------------------------------------------------------------------ the cache
 
@@ -233,7 +233,7 @@ def test_which_windows_are_used(tmp_path):
 
 def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
     """Runs of the time when the default was another one, too."""
-    monkeypatch.setattr("llm_demo.plan.from_rank0", lambda world, make: make())
+    monkeypatch.setattr("llm_demo.job.plan.from_rank0", lambda world, make: make())
     (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
     (tmp_path / "run/config.json").write_text('{"seq_len": 1024}')
     said, run = [], tmp_path / "run"
@@ -357,7 +357,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkey
     said = capsys.readouterr().out
     assert re.search(r"checkpoints: about 0.00\d+ GB each, at most 3 at once", said)
     usage = shutil.disk_usage(tmp_path)._replace(free=8 << 20)  # for two
-    monkeypatch.setattr("llm_demo.loop.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("llm_demo.core.loop.shutil.disk_usage", lambda path: usage)
     alone(*flags, "--dry_run", "--save_every", "3")
     for more in (["--dry_run"], []):
         with pytest.raises(UserError, match="run: checkpoints take about .* 3 at once, .* free"):

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llm_demo import probe
+from llm_demo.job import probe
 
 # Succeeds once there is a compiler; counts its runs.
 MODULE = """

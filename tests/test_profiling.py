@@ -7,10 +7,10 @@ import json
 import pytest
 from conftest import ROOT
 
-from llm_demo.args import parse_steps
-from llm_demo.errors import UserError
-from llm_demo.run.comm import MUTED
-from llm_demo.run.profiling import DEVICE_WORK, analyse, combine, page
+from llm_demo.core.comm import MUTED
+from llm_demo.core.errors import UserError
+from llm_demo.job.args import parse_steps
+from llm_demo.job.profiling import DEVICE_WORK, analyse, combine, page
 
 BARRIER = "c10d::symmetric_memory::barrier_kernel(unsigned int**, int, int, int, unsigned long)"
 

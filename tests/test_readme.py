@@ -11,10 +11,11 @@ from bench.presets import BALANCED, ONE_OF
 from bench.run import make_parser
 from fsdp.flags import ExpertArgs, FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo import args, chat, evaluate, export, fit
+from llm_demo import chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
+from llm_demo.core import attention
 from llm_demo.data import records
-from llm_demo.model import attention
+from llm_demo.job import args
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -139,9 +140,9 @@ def test_every_flag_named_exists_and_every_commands_flag_is_named():
 def test_every_variable_named_is_read_somewhere():
     named = set(re.findall(r"\b[A-Z][A-Z0-9]*_[A-Z_]+\b|\b[A-Z]{2,}(?==)", TEXT))
     named = {name for name in named if name.split("_")[0] not in NOT_OURS}
-    sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/dist.py"]
-    sources += ["llm_demo/data/packs.py", "llm_demo/device.py", "tests/conftest.py"]
-    sources += ["llm_demo/model/attention_choice.py", "tests/test_real.py"]
+    sources = [*LAUNCHERS.values(), "launch_common.sh", "setup.sh", "llm_demo/job/dist.py"]
+    sources += ["llm_demo/data/packs.py", "llm_demo/job/device.py", "tests/conftest.py"]
+    sources += ["llm_demo/job/attention_choice.py", "tests/test_real.py"]
     sources = [*map(ROOT.joinpath, sources)]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
     sources.append(ROOT / "cluster/skypilot.yaml")
@@ -203,7 +204,7 @@ def test_every_module_is_named_once():
 
 def test_the_files_of_a_run_are_named():
     found = set(re.findall(r'"(\w+\.(?:jsonl?|sh|log))"', "".join(OF_RUNS)))
-    found |= set(re.findall(r'"(\w+\.json)"', (ROOT / "llm_demo/plan.py").read_text()))
+    found |= set(re.findall(r'"(\w+\.json)"', (ROOT / "llm_demo/job/plan.py").read_text()))
     of_a_model = {"generation_config.json"}
     assert FILES_OF_A_RUN - {"summary.json"} <= found
     assert found <= FILES_OF_A_RUN | FILES_OF_A_CHECKPOINT | of_a_model

@@ -6,11 +6,11 @@ import pytest
 from test_labels import AS_JSON, AS_TEXT, QWEN3
 from tiny_tokenizer import golden, make_tokenizer
 
+from llm_demo.core.errors import UserError
 from llm_demo.data import build
 from llm_demo.data.packs import load_packs
 from llm_demo.data.records import FORMATS
 from llm_demo.data.sources import find_files, read_rows
-from llm_demo.errors import UserError
 
 PART = {"type": "text", "text": "hi"}
 SAME_ROW = {

@@ -17,8 +17,8 @@ import pytest
 from conftest import ROOT, run
 
 from llm_demo import report
-from llm_demo.errors import UserError
-from llm_demo.run import reader, summary
+from llm_demo.core.errors import UserError
+from llm_demo.job import reader, summary
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

@@ -16,13 +16,13 @@ from transformers import (
 )
 
 from llm_demo import evaluate
-from llm_demo.data.batch import position_ids
-from llm_demo.errors import UserError
-from llm_demo.model.attention import make_documents
-from llm_demo.model.decoder import Blocks, DecoderLoss, skeleton
-from llm_demo.model.rotary import rotary_tables
-from llm_demo.model.source import load_config
-from llm_demo.model.weights import allocate
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import position_ids
+from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.rotary import rotary_tables
+from llm_demo.core.weights import allocate
+from llm_demo.job.source import load_config
 from pp.stages import Layout
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -12,13 +12,13 @@ import pytest
 from test_labels import QWEN3
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 
+from llm_demo.core.errors import UserError
 from llm_demo.data import labels, sources
 from llm_demo.data.packing import choose_seq_len
 from llm_demo.data.packs import heldout_beside, load_packs
 from llm_demo.data.sources import find_files, read_rows
-from llm_demo.errors import UserError
-from llm_demo.model.source import load_tokenizer
-from llm_demo.plan import load_data
+from llm_demo.job.plan import load_data
+from llm_demo.job.source import load_tokenizer
 
 PAIR = {"prompt": "hi", "completion": "yo"}
 YO = "<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n"
@@ -441,14 +441,14 @@ class Args:
     """The flags that load_data reads."""
 
     def __init__(self, **flags):
-        from llm_demo.args import DataArgs
+        from llm_demo.job.args import DataArgs
 
         self.__dict__ |= vars(DataArgs()) | flags
 
 
 def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
     keys = {"input_key": "question", "target_key": "answer", "train_json": "openai/gsm8k"}
 
     def load_both(said, **flags):
@@ -486,7 +486,7 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
 
 
 def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
     path, said = write(tmp_path / "x.jsonl", PAIR), []
     for same in (path, f"{tmp_path}/./x.jsonl", shutil.copy(path, tmp_path / "copy.txt")):
         args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
@@ -558,7 +558,7 @@ def test_seq_len_holds_99_percent(tmp_path):
 
 
 def test_seq_len_of_a_plan(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_demo.plan.once_per_node", lambda world, build: build())
+    monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
     write(tmp_path / "x.heldout.jsonl", {"text": "b" * 300})
     path, said = write(tmp_path / "x.jsonl", *[{"text": "a" * 140}] * 9), []
     args = Args(train_json=path)

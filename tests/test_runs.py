@@ -25,18 +25,18 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
 from test_security import sign
 
-from llm_demo import export, files, report
+from llm_demo import export, report
+from llm_demo.core.decoder import Blocks
+from llm_demo.core.errors import Stopped, UserError
+from llm_demo.core.optim import LossScale
 from llm_demo.data import packs as data
-from llm_demo.device import World
-from llm_demo.errors import Stopped, UserError
 from llm_demo.evaluate import refuse_unwritable
-from llm_demo.files import disk_full
-from llm_demo.model.decoder import Blocks
-from llm_demo.model.source import load_tokenizer
-from llm_demo.optim import LossScale
-from llm_demo.run import checkpoint, checkpoint_files, clock, log
-from llm_demo.run import folder as run_folder
-from llm_demo.run.environment import environment
+from llm_demo.job import checkpoint, checkpoint_files, clock, files, log
+from llm_demo.job import folder as run_folder
+from llm_demo.job.device import World
+from llm_demo.job.environment import environment
+from llm_demo.job.files import disk_full
+from llm_demo.job.source import load_tokenizer
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
@@ -571,7 +571,7 @@ def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):
 @pytest.mark.parametrize("log_every", [1, 7])
 def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path, monkeypatch):
     """Of a model whose weights are NaN, as if they had become so in training."""
-    monkeypatch.setattr("llm_demo.model.weights.refuse_non_finite", lambda *args: None)
+    monkeypatch.setattr("llm_demo.core.weights.refuse_non_finite", lambda *args: None)
     model_with(tmp_path / "nan", lambda weights: weights["model.norm.weight"].data.fill_(torch.nan))
     nan = "--model_name_or_path nan --save_every 100"
     with pytest.raises(UserError, match="not finite in 4 steps in a row, up to step 4 .*no check"):
@@ -921,8 +921,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from llm_demo.parallel import deepspeed_base
-    from pp import ds_state
+    from pp import deepspeed_base, ds_state
 
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # there is no process group
     whole, again = (LossScale(torch.float16, torch.device("cpu")) for _ in range(2))

@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.metadata import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, modeling_utils
 
 from llm_demo import evaluate, export, fit, report
+from llm_demo.core.errors import UserError
+from llm_demo.core.weights import open_weights
 from llm_demo.data import packs as data
-from llm_demo.device import World
-from llm_demo.errors import UserError
 from llm_demo.export import find_base
-from llm_demo.model.foreign import load_model
-from llm_demo.model.source import describe_model, find_model, load_config, load_tokenizer
-from llm_demo.model.weights import open_weights
-from llm_demo.plan import find_source
-from llm_demo.run import checkpoint, checkpoint_files
-from llm_demo.run.folder import choose_folder
+from llm_demo.job import checkpoint, checkpoint_files
+from llm_demo.job.device import World
+from llm_demo.job.folder import choose_folder
+from llm_demo.job.foreign import load_model
+from llm_demo.job.plan import find_source
+from llm_demo.job.source import describe_model, find_model, load_config, load_tokenizer
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"

@@ -7,11 +7,11 @@ import warnings
 
 import torch
 
-from llm_demo.errors import UserError
-from llm_demo.model.decoder import Blocks, DecoderLoss, Tail
-from llm_demo.model.weights import Weights, materialise
-from llm_demo.parallel import deepspeed_base
-from llm_demo.parallel.deepspeed_base import (
+from llm_demo.core.decoder import Blocks, DecoderLoss, Tail
+from llm_demo.core.errors import UserError
+from llm_demo.core.weights import Weights, materialise
+from pp import deepspeed_base
+from pp.deepspeed_base import (
     bf16_step,
     check_kinds,
     need,

@@ -6,8 +6,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 
-from llm_demo.optim import fill_adam_state
-from llm_demo.parallel.deepspeed_base import KEYS, get, link_moments, name_of, put, set_scale
+from llm_demo.core.optim import fill_adam_state
+from pp.deepspeed_base import KEYS, get, link_moments, name_of, put, set_scale
 
 
 def shape_of(param) -> torch.Size:

@@ -1,9 +1,9 @@
-"""Flags of train_zero.py beyond those in llm_demo/args.py. Imports nothing heavy."""
+"""Flags of train_zero.py beyond those in llm_demo/job/args.py. Imports nothing heavy."""
 
 import dataclasses
 
-from llm_demo.args import flag
-from llm_demo.files import ROOT
+from llm_demo.job.args import flag
+from llm_demo.job.files import ROOT
 
 
 @dataclasses.dataclass

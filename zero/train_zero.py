@@ -12,21 +12,21 @@ import llm_demo  # noqa: F401  first: it catches what imports refuse
 # isort: split
 import torch
 
-from llm_demo.args import less_memory, parse_args
-from llm_demo.data.batch import label_positions, to_device
-from llm_demo.data.steps import micro_batches
-from llm_demo.dist import run, start
-from llm_demo.errors import counted
-from llm_demo.loop import heldout_batches, prepare, train
-from llm_demo.model.attention import make_documents
-from llm_demo.model.compiling import compile_forward
-from llm_demo.model.costs import param_count
-from llm_demo.model.decoder import DecoderLoss, make_units, skeleton
-from llm_demo.model.source import refuse_experts
-from llm_demo.model.weights import loading
-from llm_demo.optim import compiles_adamw, make_adamw, set_lr
-from llm_demo.plan import make_plan
-from llm_demo.run.log import Log
+from llm_demo.core.attention import make_documents
+from llm_demo.core.batch import label_positions, to_device
+from llm_demo.core.costs import param_count
+from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.errors import counted
+from llm_demo.core.loop import heldout_batches, prepare, train
+from llm_demo.core.optim import compiles_adamw, make_adamw, set_lr
+from llm_demo.core.rows import micro_batches
+from llm_demo.core.weights import loading
+from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.compiling import compile_forward
+from llm_demo.job.dist import run, start
+from llm_demo.job.log import Log
+from llm_demo.job.plan import make_plan
+from llm_demo.job.source import refuse_experts
 from zero.flags import GROUPS
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
@@ -35,7 +35,7 @@ parse = functools.partial(parse_args, __doc__, *GROUPS)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from llm_demo.parallel.deepspeed_base import facts_of, join, set_masters
+    from pp.deepspeed_base import facts_of, join, set_masters
     from zero import ds_engine, ds_state, estimate
 
     world = start()

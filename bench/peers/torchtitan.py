@@ -138,8 +138,8 @@ def _register() -> None:
     from torchtitan.models.qwen3 import get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
 
-    from llm_demo.device import World
-    from llm_demo.run.environment import environment
+    from llm_demo.job.device import World
+    from llm_demo.job.environment import environment
 
     class Metrics(MetricsProcessor):
         """Also prints what our rows have and torchtitan's log lacks."""

@@ -12,7 +12,7 @@ import time
 
 import torch
 
-from llm_demo.run.summary import SETTLED, WARMUP
+from llm_demo.job.summary import SETTLED, WARMUP
 
 PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON
@@ -112,8 +112,8 @@ def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> No
     from transformers import AutoConfig, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from llm_demo.device import World, memory_peaks
-    from llm_demo.run.environment import environment
+    from llm_demo.job.device import World, memory_peaks
+    from llm_demo.job.environment import environment
 
     row = json.loads(os.environ[ROW])
     rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

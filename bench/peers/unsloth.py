@@ -13,7 +13,7 @@ import torch
 
 from bench.peers import trl
 from bench.peers.trl import flag, read  # noqa: F401  the figures have the same form
-from llm_demo.files import ROOT
+from llm_demo.job.files import ROOT
 
 PACKAGES = "unsloth"
 

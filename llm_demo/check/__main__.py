@@ -9,11 +9,11 @@ import os
 import tempfile
 import time
 
-from llm_demo.args import PlainParser
 from llm_demo.check import files, gpus, machine, pairs, processes
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import ROOT, Worker, ask, receive
-from llm_demo.process import command
+from llm_demo.job.args import PlainParser
+from llm_demo.job.process import command
 
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
 LIMIT = 90
@@ -136,10 +136,10 @@ def start_probes(base, facts) -> dict:
     for impl in choices.get("probes", ()):
         probes[impl] = Worker()
         args = [impl, choices["dtype"], *HEADS]
-        probes[impl].send("run_module", name="llm_demo.model.attention_choice", args=args)
+        probes[impl].send("run_module", name="llm_demo.job.attention_choice", args=args)
     if devices:
         probes["compile"] = Worker()
-        probes["compile"].send("run_module", name="llm_demo.model.compiling", args=[])
+        probes["compile"].send("run_module", name="llm_demo.job.compiling", args=[])
         probes["block"] = Worker()  # compiled while other things are checked, timed at the end
         probes["block"].send("start", device="cuda:0")
         probes["block"].send("compile_block", dtype=choices.get("dtype", "bf16"))

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.check.processes import ROOT, first_line
-from llm_demo.device import (
+from llm_demo.core.errors import UserError
+from llm_demo.job.device import (
     DTYPES,
     cards,
     link_table,
@@ -20,8 +21,7 @@ from llm_demo.device import (
     refuse_gpus,
     this_device,
 )
-from llm_demo.dist import stay_on_loopback
-from llm_demo.errors import UserError
+from llm_demo.job.dist import stay_on_loopback
 
 _device = None  # this process's device, see `start`
 _block = None  # see `compile_block`
@@ -73,7 +73,7 @@ def torch_facts() -> dict:
 
 def choices() -> dict:
     """The default dtype, and why each attention backend can't run (None if it may)."""
-    from llm_demo.model import attention_choice as attention
+    from llm_demo.job import attention_choice as attention
 
     device = this_device()
     dtype, reason = pick_dtype("auto", device)
@@ -89,8 +89,8 @@ def choices() -> dict:
 
 def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dict:
     """What a run would choose. problems: backend -> what its probe reported, None if it passed."""
-    from llm_demo.model import attention_choice as attention
-    from llm_demo.model import compiling
+    from llm_demo.job import attention_choice as attention
+    from llm_demo.job import compiling
 
     device = this_device()
     dtype, _ = pick_dtype("auto", device)
@@ -222,7 +222,7 @@ def compile_block(dtype: str) -> dict:
 def kernels(dtype: str) -> dict:
     """What eager kernels and fused ones take for a block's forward and backward, and for the loss:
     [ms eager, ms fused, relative difference], or the problem. Also the speed of the host."""
-    from llm_demo.model import loss
+    from llm_demo.core import loss
 
     logits = torch.randn(ROWS, 151_936, device=_device, dtype=DTYPES[dtype])
     targets = torch.arange(ROWS, device=_device)

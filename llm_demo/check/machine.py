@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llm_demo.check import processes
 from llm_demo.check.processes import ROOT
-from llm_demo.process import usable_cores
+from llm_demo.job.process import usable_cores
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -78,7 +78,7 @@ def hidden_gpu() -> tuple[str, str] | None:
     The vendor is "nvidia?" if there is an NVIDIA card but no NVIDIA driver. None without a GPU."""
     if "GPU 0" in processes.tool("nvidia-smi", "-L"):
         return "nvidia", "nvidia-smi lists one"
-    supported = re.findall(r"gfx\w+", read(ROOT / "llm_demo/rocm_builds.txt"))
+    supported = re.findall(r"gfx\w+", read(ROOT / "llm_demo/job/rocm_builds.txt"))
     for node in (root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         match = re.search(r"gfx_target_version (\d+)", read(node))
         code = int(match[1]) if match else 0

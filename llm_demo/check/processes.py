@@ -15,7 +15,7 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from llm_demo.process import LIBC, PARENT
+from llm_demo.job.process import LIBC, PARENT
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "llm_demo.check.processes"]  # tests replace it

@@ -1,0 +1,1 @@
+"""From files and hub datasets to rows of tokens on disk."""

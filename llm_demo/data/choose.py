@@ -5,9 +5,9 @@ import itertools
 
 import numpy as np
 
+from llm_demo.core.errors import UserError
+from llm_demo.core.rows import Packs
 from llm_demo.data.packing import best_fit
-from llm_demo.data.steps import Packs
-from llm_demo.errors import UserError
 
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 

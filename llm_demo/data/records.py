@@ -4,9 +4,9 @@ import json
 import re
 from typing import NamedTuple
 
-from llm_demo.data.batch import Record
-from llm_demo.errors import UserError
-from llm_demo.files import DECODER
+from llm_demo.core.batch import Record
+from llm_demo.core.errors import UserError
+from llm_demo.job.files import DECODER
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"

@@ -15,8 +15,8 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 
-from llm_demo.errors import UserError, counted
-from llm_demo.files import DECODER, digest
+from llm_demo.core.errors import UserError, counted
+from llm_demo.job.files import DECODER, digest
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # searched for in a folder
 

@@ -1,0 +1,1 @@
+"""Starts a script's ranks, on one node or several."""

@@ -31,10 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from llm_demo.errors import STOPPED, UserError, counted
-from llm_demo.launch import nodes
-from llm_demo.launch.settings import check_flags
-from llm_demo.process import (
+from llm_demo.core.errors import STOPPED, UserError, counted
+from llm_demo.job.process import (
     PARENT,
     end_with_parent,
     minutes,
@@ -44,6 +42,8 @@ from llm_demo.process import (
     stop_signals,
     usable_cores,
 )
+from llm_demo.launch import nodes
+from llm_demo.launch.settings import check_flags
 
 LOOPBACK = "127.0.0.1"
 PER_CORE = 32  # processes for each CPU core: more than anyone tries, few enough to start
@@ -121,7 +121,7 @@ def this_node() -> Node:
         listen("", port).close()
     if count > 1:
         nodes.resolve(addr, port, nodes.time_left(wait))
-    from llm_demo import device  # imports torch, which takes seconds: after all other refusals
+    from llm_demo.job import device  # imports torch, which takes seconds: after all other refusals
 
     kept, others, hide = device.cards()
     if hide:
@@ -338,7 +338,7 @@ def deepspeed(node: Node, command: list[str], flags) -> int:
     except ImportError as e:
         raise UserError(f"the pipeline needs deepspeed ({e}): pip install deepspeed==0.19.8") from e
 
-    from llm_demo import device
+    from llm_demo.job import device
 
     # DeepSpeed numbers devices even if CUDA_VISIBLE_DEVICES, empty or -1, hides them all.
     visible = None if node.gpus else os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -17,8 +17,8 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from llm_demo.errors import UserError
-from llm_demo.files import ROOT
+from llm_demo.core.errors import UserError
+from llm_demo.job.files import ROOT
 
 STARTED = time.monotonic()
 PROCESSES = "NPROC_PER_NODE"  # a fact for launchers that need it to be alike on all nodes

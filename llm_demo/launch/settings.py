@@ -12,7 +12,7 @@ import difflib
 import re
 from pathlib import Path
 
-from llm_demo.args import SHARED, env_of, groups_of, own_fields, parse_args, scripts_with, shown
+from llm_demo.job.args import SHARED, env_of, groups_of, own_fields, parse_args, scripts_with, shown
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}

@@ -7,9 +7,9 @@ import shlex
 import sys
 from pathlib import Path
 
+from llm_demo.job.process import outlive_terminal
 from llm_demo.launch import __main__ as launch
 from llm_demo.launch.settings import flags_of, misspelt, of_others
-from llm_demo.process import outlive_terminal
 
 
 def main() -> int:

@@ -1,0 +1,130 @@
+"""Inputs of a decoder's units in host memory, from their forward to their backward.
+
+With activation checkpointing, and units of one block, that is all that a block keeps. Copies run on
+a stream of their own, beside the compute of the next blocks."""
+
+import contextlib
+import math
+from collections.abc import Callable
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from llm_demo.core.errors import UserError
+from llm_demo.job.device import World, cores_near, free_host_memory, pin
+from llm_demo.job.dist import once_per_node
+from llm_demo.job.process import stay_near
+
+STAY = 2  # inputs that stay on the device: while the last is used, the one before is copied
+
+
+class ActivationsOnHost:
+    """Host memory for the inputs of n units in one micro-batch, each of a shape and dtype. Raises
+    UserError if it can't be pinned."""
+
+    def __init__(self, n: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
+        self.shape, self.dtype, self.device, self.n = torch.Size(shape), dtype, device, n
+        # the last unit's is needed first
+        self.buffers = torch.empty(n - 1, *shape, dtype=dtype)
+        self.stream = None
+        if device.type != "cpu":
+            self.stream = torch.get_device_module(device).Stream(device)
+            if len(self.buffers) and not pin(self.buffers, self):
+                raise UserError(
+                    "--activations_on_host: host memory can't be pinned: free memory, or raise the "
+                    "limit of locked memory (ulimit -l)"
+                )
+        # by unit: (input on the device, the end of its copy to or from the host)
+        self.leaving, self.coming = {}, {}
+
+    def of_unit(self, i: int, hidden: torch.Tensor):
+        """A context for the forward of unit i, in which autograd saves its input `hidden` here.
+        Every unit's forward has to be followed by that of the next, or by none."""
+        if not torch.is_grad_enabled() or hidden.shape != self.shape:
+            return contextlib.nullcontext()
+        if i == 0:
+            self._drop(-1)  # what a forward without a backward has left
+        given = hidden.data_ptr(), self.shape, hidden.stride(), self.dtype
+
+        def pack(t: torch.Tensor):
+            same = (t.data_ptr(), t.shape, t.stride(), t.dtype) == given
+            if not same or i == self.n - 1:
+                return t
+            if i not in self.leaving:
+                self._send(i, t.detach())
+            return i
+
+        return saved_tensors_hooks(pack, self._take)
+
+    def _send(self, i: int, t: torch.Tensor) -> None:
+        self.leaving[i] = t, self._copy(self.buffers[i], t)
+        if i >= STAY:
+            _, copied = self.leaving.pop(i - STAY)
+            self._wait(copied)  # what is computed from now on may overwrite it
+
+    def _take(self, packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        i = packed
+        if i not in self.leaving and i not in self.coming:
+            self._fetch(i)
+        if i > 0 and i - 1 not in self.leaving and i - 1 not in self.coming:
+            self._fetch(i - 1)
+        t, copied = self.leaving[i] if i in self.leaving else self.coming[i]
+        if i in self.coming:
+            self._wait(copied)
+        self._drop(i - 1)  # autograd holds it now
+        return t
+
+    def _drop(self, after: int) -> None:
+        """Let go of the inputs of all later units."""
+        for kept in (self.leaving, self.coming):
+            for i in [i for i in kept if i > after]:
+                self._wait(kept.pop(i)[1])
+
+    def _fetch(self, i: int) -> None:
+        t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        self.coming[i] = t, self._copy(t, self.buffers[i])
+
+    def _copy(self, to: torch.Tensor, source: torch.Tensor):
+        """Copy after what has been computed by now, beside what follows. Returns the copy's end."""
+        if not self.stream:
+            to.copy_(source)
+            return None
+        module = torch.get_device_module(self.device)
+        self.stream.wait_stream(module.current_stream())
+        with module.stream(self.stream):
+            to.copy_(source, non_blocking=True)
+            return self.stream.record_event()
+
+    def _wait(self, copied) -> None:
+        if self.stream:
+            torch.get_device_module(self.device).current_stream().wait_event(copied)
+
+
+def host_bytes(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of host memory that a rank's ActivationsOnHost takes."""
+    return (n - 1) * math.prod(shape) * dtype.itemsize
+
+
+def keep_on_host(
+    n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable, others: int = 0
+) -> ActivationsOnHost:
+    """ActivationsOnHost for a rank, which from now on stays near its GPU. Every rank calls. others:
+    bytes of this node's memory that will be taken besides. Raises UserError if it has too little.
+    """
+    need = world.local_size * host_bytes(n, shape, dtype)
+
+    def check() -> str:
+        free = free_host_memory()
+        if need + others > free:
+            besides = f" besides the optimizer's {others / 2**30:.1f} GB" if others else ""
+            raise UserError(
+                f"--activations_on_host needs {need / 2**30:.1f} GB of host memory{besides}, and "
+                f"{free / 2**30:.1f} GB are free: use shorter rows or a smaller --micro_batch_size"
+            )
+        said = f"activations on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free"
+        return said + stay_near(cores_near(world.device))
+
+    say(once_per_node(world, check))
+    return ActivationsOnHost(n, shape, dtype, world.device)

@@ -1,0 +1,1 @@
+"""Everything that changes a number: rows, decoder, attention, loss, adapters, optimizer, the loop."""

@@ -1,0 +1,322 @@
+"""Attention backends for packed documents: exact and causal on every machine.
+
+A row of a batch holds several documents that must not see each other. `Documents` holds their
+layout; Hugging Face models pass it to `attend` as a keyword argument, so no model is changed.
+
+    sdpa           plain causal SDPA, if each row is a single document: padding comes last
+    varlen_cudnn   documents of 4,096 tokens or more one by one by cuDNN's kernel, others as varlen
+    varlen         torch's varlen_attn: one fused kernel over all documents
+    flash_attn     as varlen, from the flash-attn package
+    bucketed       gather documents of similar length into padded buckets, plain causal SDPA,
+                   scatter back: any SDPA backend, fused if there is a kernel
+    bucketed_math  the same without fused kernels, for GPUs that have none
+    math           SDPA with a block-diagonal mask: slow and simple, the others' reference
+"""
+
+import functools
+import importlib
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from llm_demo.core.batch import document_of, to_device
+from llm_demo.core.costs import head_widths
+from llm_demo.core.errors import UserError
+from llm_demo.core.long_documents import LONG, attend_documents
+
+BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    queries: int  # heads
+    keys: int  # heads of keys and values
+    width: int  # of a query and a key
+    values: int  # width of a value
+
+
+def heads_of(config) -> Heads:
+    return Heads(config.num_attention_heads, config.num_key_value_heads, *head_widths(config))
+
+
+class Buckets(NamedTuple):
+    shapes: list[tuple[int, int]]  # (documents, padded length) of each bucket
+    gather: torch.Tensor  # int64 [slots]: index of each slot's token in the B*S stream
+    padding: torch.Tensor  # bool [slots, 1, 1]: slots without a token
+    scatter: torch.Tensor  # int64 [B*S]: the bucket slot of each token of the stream
+
+
+class OnHost:
+    """A tensor that stays on the CPU: FSDP2 moves all that it finds in tuples to the device."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor = tensor
+
+
+class Documents(NamedTuple):
+    """Document layout of a micro-batch [B, S], in the form the chosen backend needs."""
+
+    cu_seqlens: torch.Tensor  # int32 [D+1]: boundaries in the flat B*S stream, the last repeated
+    max_len: int  # upper bound on document lengths
+    buckets: Buckets | None = None  # also None if every document is a whole row
+    mask: torch.Tensor | None = None  # bool [B, 1, S, S]
+    boundaries: OnHost | None = None  # cu_seqlens on the CPU
+    long: int = LONG  # tokens of a document that is computed alone
+
+
+def make_documents(
+    cu_seqlens: torch.Tensor,
+    shape: tuple[int, int],
+    impl: str,
+    device: torch.device,
+    long: int | None = None,
+) -> Documents:
+    """Document layout of a micro-batch for backend `impl`.
+
+    cu_seqlens: int32 [D+1] on any device. For buckets and varlen_cudnn a GPU tensor costs a
+    synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or LONG
+    by default."""
+    B, S = shape
+    buckets = mask = boundaries = None
+    max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
+    if impl == "varlen_cudnn":
+        boundaries, max_len = OnHost(cu_seqlens.cpu()), S
+    if impl.startswith("bucketed"):
+        lengths = [n for n in cu_seqlens.diff().tolist() if n]
+        if any(n != S for n in lengths):
+            buckets = _make_buckets(lengths, S, device)
+    (cu_seqlens,) = to_device(device, cu_seqlens)
+    if impl == "math":
+        doc = document_of(torch.arange(B * S, device=device), cu_seqlens).view(B, 1, S)
+        causal = torch.ones(S, S, dtype=torch.bool, device=device).tril()
+        mask = (doc[..., :, None] == doc[..., None, :]) & causal
+    return Documents(cu_seqlens, max_len, buckets, mask, boundaries, long or LONG)
+
+
+def _bound(longest: int, seq_len: int) -> int:
+    """An upper bound on document lengths. Fused kernels start a block of threads for each part of a
+    document of that length, most of them in vain if a long row has short documents. Compiled code
+    is made anew for each value, so there are few."""
+    if seq_len <= 8192:
+        return seq_len
+    bounds = (n for n in (1024, 4096, 16_384, 65_536) if n >= longest)
+    return min(next(bounds, seq_len), seq_len)
+
+
+def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
+    by_length, start = {}, 0
+    for n in lengths:
+        padded = min(-(-n // BUCKET) * BUCKET, seq_len)
+        by_length.setdefault(padded, []).append((start, n))
+        start += n
+    shapes, gather, padding = [], [], []
+    for padded, docs in sorted(by_length.items()):
+        shapes.append((len(docs), padded))
+        starts, ns = torch.tensor(docs).T
+        slot = torch.arange(padded)
+        pad = slot >= ns[:, None]
+        gather.append((starts[:, None] + slot).masked_fill_(pad, 0).flatten())
+        padding.append(pad.flatten())
+    gather, padding = torch.cat(gather), torch.cat(padding)
+    scatter = torch.empty(start, dtype=torch.int64)
+    scatter[gather[~padding]] = (~padding).nonzero().squeeze(1)
+    return Buckets(shapes, *to_device(device, gather, padding[:, None, None], scatter))
+
+
+class _Rearrange(torch.autograd.Function):
+    """Copy tokens between stream and buckets. Apart from padding they are inverse permutations, so
+    each backward is the other's forward: a plain gather, where indexing would accumulate."""
+
+    @staticmethod
+    def forward(ctx, x, buckets, into_buckets):
+        ctx.buckets, ctx.into_buckets = buckets, into_buckets
+        return _Rearrange.move(x, buckets, into_buckets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Rearrange.move(grad, ctx.buckets, not ctx.into_buckets), None, None
+
+    @staticmethod
+    def move(x, buckets, into_buckets):
+        if not into_buckets:
+            return x.index_select(0, buckets.scatter)
+        # Padding must be zeros, not another document's tokens: 0 * NaN is NaN even when masked.
+        rows = x.index_select(0, buckets.gather)
+        if torch.compiler.is_compiling():  # in place, PyTorch 2.11's compiler drops the gradient
+            return rows.masked_fill(buckets.padding, 0)
+        return rows.masked_fill_(buckets.padding, 0)
+
+
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,  # 0.90 ms per layer, flash 1.36 ms (H200, 16 rows of 1,024)
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def _causal(q, k, v, scaling: float):
+    """SDPA over whole rows: q [B, H, S, D], v [B, KV, S, E] -> [B, S, H, E]."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1 and q.dtype == torch.float32 and q.is_cuda:
+        # the only fused fp32 kernel has no GQA: without this, math would store all scores
+        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+    gqa = groups > 1
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+def _sdpa(q, k, v, documents: Documents, scaling: float):
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+        return _causal(q, k, v, scaling)
+
+
+def _bucketed(q, k, v, documents: Documents, scaling: float):
+    buckets = documents.buckets
+    if buckets is None:
+        return _causal(q, k, v, scaling)
+    B, _, S, _ = q.shape
+    q, k, v = (_Rearrange.apply(x.transpose(1, 2).flatten(0, 1), buckets, True) for x in (q, k, v))
+    out, at = [], 0
+    for docs, padded in buckets.shapes:
+        end = at + docs * padded
+        bucket = (x[at:end].unflatten(0, (docs, padded)).transpose(1, 2) for x in (q, k, v))
+        out.append(_causal(*bucket, scaling).flatten(0, 1))
+        at = end
+    return _Rearrange.apply(torch.cat(out), buckets, False).unflatten(0, (B, S))
+
+
+def _bucketed_math(q, k, v, documents, scaling):
+    with sdpa_kernel(SDPBackend.MATH):
+        return _bucketed(q, k, v, documents, scaling)
+
+
+def _math(q, k, v, documents, scaling):
+    gqa = q.shape[1] != k.shape[1]
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=documents.mask, scale=scaling, enable_gqa=gqa
+        )
+    return out.transpose(1, 2)
+
+
+def one_width(backend):
+    """For kernels that need queries, keys and values of one width: added zeros change no score, and
+    of the output they are cut."""
+
+    @functools.wraps(backend)
+    def padded(q, k, v, documents, scaling):
+        lacking = q.shape[-1] - v.shape[-1]
+        if lacking > 0:
+            return backend(q, k, F.pad(v, (0, lacking)), documents, scaling)[..., :-lacking]
+        if lacking < 0:
+            q, k = (F.pad(x, (0, -lacking)) for x in (q, k))
+        return backend(q, k, v, documents, scaling)
+
+    return padded
+
+
+@one_width
+def _varlen(q, k, v, documents, scaling):
+    call, groups, scales = _torch_varlen()
+    B, H, S, D = q.shape
+    if not groups and H != k.shape[1]:
+        k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    if not scales and scaling != D**-0.5:
+        q = q * (scaling * D**0.5)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu, n = documents.cu_seqlens, documents.max_len
+    extra = {"scale": scaling} if scales else {}
+    if groups == "flag":
+        extra["enable_gqa"] = H != k.shape[1]
+    return call(q, k, v, cu, cu, n, n, **extra).unflatten(0, (B, S))
+
+
+@functools.cache
+def _torch_varlen():
+    """(causal varlen_attn, how it groups heads, whether it takes a scale) in this PyTorch.
+
+    The signature changed with each release: is_causal became window_size, enable_gqa came later."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    has = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in has else {"is_causal": True}
+    groups = "flag" if "enable_gqa" in has else "window_size" in has
+    return functools.partial(varlen_attn, **causal), groups, "scale" in has
+
+
+@one_width
+def _varlen_cudnn(q, k, v, documents, scaling):
+    B, _, S, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    how = documents.cu_seqlens, documents.boundaries.tensor, documents.long, scaling
+    out, _ = attend_documents(q, k, v, *how)
+    return out.unflatten(0, (B, S))
+
+
+@one_width
+def _flash_attn(q, k, v, documents, scaling):
+    from flash_attn import flash_attn_varlen_func
+
+    B, _, S, _ = q.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    cu, n = documents.cu_seqlens, documents.max_len
+    out = flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
+    return out.unflatten(0, (B, S))
+
+
+def fused_kernels(impl: str) -> list:
+    """The operators that backend `impl` may run, as selective checkpointing names them."""
+    if impl == "varlen":
+        importlib.import_module("torch.nn.attention.varlen")  # which registers it
+        names = ["torch_attn._varlen_attn"]
+    elif impl == "varlen_cudnn":
+        names = ["llm_demo.attend_documents"]
+    elif impl == "flash_attn":
+        importlib.import_module("flash_attn.flash_attn_interface")
+        names = ["flash_attn._flash_attn_varlen_forward"]
+    else:
+        kinds = "cudnn_attention", "flash_attention", "efficient_attention"
+        names = [f"aten._scaled_dot_product_{kind}" for kind in (*kinds, f"{kinds[1]}_for_cpu")]
+    found = []
+    for space, kernel in (name.split(".") for name in names):
+        if operator := getattr(getattr(torch.ops, space), kernel, None):
+            found.append(operator.default)
+    return found
+
+
+BACKENDS = {
+    "sdpa": _sdpa,
+    "varlen_cudnn": _varlen_cudnn,
+    "varlen": _varlen,
+    "flash_attn": _flash_attn,
+    "bucketed": _bucketed,
+    "bucketed_math": _bucketed_math,
+    "math": _math,
+}
+IMPLS = tuple(BACKENDS)
+
+
+def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=None, **kwargs):
+    """Attention with Hugging Face's signature: q [B, H, S, D], k [B, KV, S, D], v [B, KV, S, E]
+    -> [B, S, H, E]. All backends are exact if E is not D.
+
+    Raises UserError for model features not supported here, which would otherwise train wrongly."""
+    if documents is None:
+        raise ValueError("pass documents=make_documents(...) to the model")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UserError(f"this model's attention uses {name}, which is not supported")
+    if kwargs.get("dropout"):
+        raise UserError("attention_dropout above 0 is not supported: set it to 0 in config.json")
+    window = kwargs.get("sliding_window")
+    if window is not None and documents.max_len > window:
+        raise UserError(
+            f"this model attends to the last {window} tokens only, but --seq_len is "
+            f"{documents.max_len}: sliding windows are not supported, so set --seq_len {window}"
+        )
+    return BACKENDS[impl](q, k, v, documents, scaling), None

@@ -1,0 +1,87 @@
+"""The grid of processes, with a process group for each dimension, and a rank's part of a tensor."""
+
+import functools
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from llm_demo.job.device import World
+
+# dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
+# experts, ranks with shards of one copy, and those with other rows or other slices of the same
+STAGE, REPLICA, EXPERT, SHARD = "stage", "replica", "expert", "shard"
+ROWS, SLICE = "rows", "slice"
+
+
+def make_mesh(world: World, **sizes: int) -> DeviceMesh:
+    """A mesh of all ranks with named dimensions; the last one varies fastest over ranks. Dimensions
+    of size 1 are left out, except the last one."""
+    last = next(reversed(sizes))
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == last}
+    return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def make_expert_mesh(world: World, n: int) -> DeviceMesh:
+    """A mesh of all ranks, n parts of the experts x shards of each part. n consecutive ranks have
+    all parts."""
+    ranks = torch.arange(world.size).view(-1, n).T
+    return DeviceMesh(world.device.type, ranks, mesh_dim_names=(EXPERT, SHARD))
+
+
+def make_row_group(world: World, n: int) -> ProcessGroup:
+    """The group of the n consecutive ranks that hold slices of the same rows as this one."""
+    ranks = torch.arange(world.size).view(-1, n)
+    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=(ROWS, SLICE))
+    return mesh.get_group(SLICE)
+
+
+@functools.cache
+def on_device(mesh: DeviceMesh, device: str) -> DeviceMesh:
+    """The same mesh for tensors on another type of device. Collective."""
+    same = mesh.device_type == device
+    return mesh if same else DeviceMesh(device, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+
+
+def local_part(t: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, without gradient: all of it unless it is sharded."""
+    # detach() of a DTensor takes 10 times as long
+    return (t.to_local() if isinstance(t, DTensor) else t).detach()
+
+
+def shards_of(t: torch.Tensor) -> int:
+    """Into how many parts a tensor is sharded, in each replica."""
+    return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1
+
+
+def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
+    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
+    changed."""
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", state)
+    if group is None:  # it only holds other units
+        return []
+    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
+
+
+def shard_sizes(params: list[nn.Parameter]) -> list[int]:
+    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
+    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
+
+
+def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
+    """A tensor sharded like another, described on the grid of all ranks: so every rank names the
+    same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
+    experts that are spread over ranks."""
+    grid = on_device(grid, local.device.type)
+    if own := getattr(like, "grid", None):
+        own = on_device(own, local.device.type)
+        shape = own.size(0) * len(like), *like.shape[1:]
+        placements = [Shard(0), Shard(0)]
+        return DTensor.from_local(local, own, placements, shape=shape, stride=like.stride())
+    replicated = [Replicate()] * (grid.ndim - len(like.placements))
+    placements = [*replicated, *like.placements]
+    return DTensor.from_local(local, grid, placements, shape=like.shape, stride=like.stride())

@@ -1,0 +1,232 @@
+"""Rows of documents, the rows of each optimizer step, and their tensors."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llm_demo.core.batch import IGNORE_INDEX, Batch
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Packs:
+    """Rows of exactly seq_len slots, each holding whole documents and a padding tail."""
+
+    seq_len: int
+    pad_id: int
+    max_docs: int  # most documents in one row; a padding tail counts as one
+    label_counts: np.ndarray  # int64 [rows], label tokens of each row
+    token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
+    stats: dict  # plain JSON, see load_packs
+    tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
+    is_label: np.ndarray  # bool [all tokens]
+    doc_start: np.ndarray  # int64 [documents + 1], into tokens
+    row_docs: np.ndarray  # int64 [documents], document numbers, row after row, rising in each
+    row_start: np.ndarray  # int64 [rows + 1], into row_docs
+    doc_file: np.ndarray  # int64 [documents], number of the file that each is from
+    doc_row: np.ndarray  # int64 [documents], line or row in that file
+    passes: np.ndarray | None = None  # int64 [passes + 1], where each begins, if they differ
+
+    def __len__(self) -> int:
+        return len(self.row_start) - 1
+
+    def row(self, i: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(input_ids [S], labels [S], document lengths) of row i, int64; i = -1 is all padding.
+
+        Labels are shifted only here: labels[t] is input_ids[t + 1] if that token is a label, else
+        -100, so a document's last slot predicts nothing. The lengths sum to S: the padding tail
+        counts as a document, without labels."""
+        ids = np.full(self.seq_len, self.pad_id, np.int64)
+        labels = np.full(self.seq_len, IGNORE_INDEX, np.int64)
+        lengths = self.lengths(i)
+        at = 0
+        for doc in self._docs(i):
+            span = slice(self.doc_start[doc], self.doc_start[doc + 1])
+            tokens, is_label = self.tokens[span], self.is_label[span]
+            end = at + len(tokens)
+            ids[at:end] = tokens
+            labels[at : end - 1] = np.where(is_label[1:], tokens[1:], IGNORE_INDEX)
+            at = end
+        return ids, labels, lengths
+
+    def lengths(self, i: int) -> list[int]:
+        """Document lengths of row i. They sum to S: a padding tail counts as a document."""
+        docs = self._docs(i)
+        lengths = (self.doc_start[docs + 1] - self.doc_start[docs]).tolist()
+        rest = self.seq_len - sum(lengths)
+        return lengths + [rest] * (rest > 0)
+
+    def _docs(self, i: int) -> np.ndarray:
+        if not -1 <= i < len(self):
+            raise IndexError(f"row {i} of {len(self)}")
+        return self.row_docs[self.row_start[i] : self.row_start[i + 1]] if i >= 0 else _NONE
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document, ignoring padding tails."""
+        return int(np.diff(self.doc_start)[self.row_docs].max(initial=0))
+
+    @functools.cached_property
+    def _squares(self) -> np.ndarray:
+        """The sum of the squared lengths of each row's documents, fp64 [rows]."""
+        lengths = np.diff(self.doc_start)[self.row_docs].astype(float)
+        return np.add.reduceat(lengths**2, self.row_start[:-1])
+
+    def attended(self, rows: np.ndarray) -> float:
+        """The mean length of the document of each slot of these rows, 0 for padding: the slots that
+        attention sees."""
+        return float(self._squares[rows[rows >= 0]].sum()) / (len(rows) * self.seq_len)
+
+    @property
+    def single(self) -> bool:
+        """Whether every row holds at most one document."""
+        return int(np.diff(self.row_start).max(initial=0)) <= 1
+
+    def longest_of_rows(self) -> np.ndarray:
+        """Tokens of the longest document of each row, ignoring padding tails, int64 [rows]."""
+        return np.maximum.reduceat(np.diff(self.doc_start)[self.row_docs], self.row_start[:-1])
+
+    def file_order(self) -> np.ndarray:
+        """All rows in the order of the first document of each, pass after pass, int64 [rows]."""
+        passes = np.searchsorted(self.passes_at, np.arange(len(self)), side="right")
+        return np.lexsort((self.row_docs[self.row_start[:-1]], passes))
+
+    @property
+    def passes_at(self) -> np.ndarray:
+        """Where each pass begins, and the last one ends: int64 [passes + 1]."""
+        return np.array([0, len(self)]) if self.passes is None else self.passes
+
+    def rows_in(self, epochs: float) -> int:
+        """The number of rows in so many passes, which need not be whole."""
+        if self.passes is None:
+            return round(len(self) * epochs)
+        at = np.interp(epochs, np.arange(len(self.passes)), self.passes)
+        return round(float(at))
+
+
+def order_rows(
+    packs: Packs,
+    seed: int,
+    global_batch: int,
+    n_total: int | None = None,
+    shuffle: bool = True,
+    length_warmup: int = 0,
+) -> Callable[[int], np.ndarray]:
+    """The rows of a run: step_rows as a function of the step alone.
+
+    shuffle False: Packs.file_order in every epoch. length_warmup: number of steps at the start
+    whose rows are sorted by their longest document, shortest first; equal ones keep their order.
+    These steps must end before n_total, so that a run of another length has the same."""
+    order = None if shuffle else packs.file_order()
+    of_steps = functools.partial(
+        step_rows, len(packs), seed, n_total=n_total, order=order, passes=packs.passes
+    )
+    if not length_warmup:
+        return functools.partial(of_steps, global_batch=global_batch)
+    rows = of_steps(0, length_warmup * global_batch)
+    longest = packs.longest_of_rows()[rows]
+    early = rows[np.argsort(longest, kind="stable")].reshape(length_warmup, global_batch)
+    return lambda step: early[step] if step < length_warmup else of_steps(step, global_batch)
+
+
+def step_rows(
+    n_rows: int,
+    seed: int,
+    step: int,
+    global_batch: int,
+    n_total: int | None = None,
+    order: np.ndarray | None = None,
+    passes: np.ndarray | None = None,
+) -> np.ndarray:
+    """Rows of optimizer step `step` (from 0), int64 [global_batch], the same on every rank.
+
+    The stream is one seeded permutation of all rows per epoch, or `order`, concatenated. Step k
+    takes the global_batch positions from k * global_batch. Ranks and micro-batches slice the
+    result, so the split never changes a step, and resuming needs only the step number. From stream
+    position n_total on, rows are -1: see Packs.row. passes: Packs.passes; each epoch then has rows
+    of its own."""
+    begin, end = step * global_batch, (step + 1) * global_batch
+    if passes is None:
+        first, last = begin // n_rows, (end - 1) // n_rows
+    else:
+        first, last = np.searchsorted(passes, (begin, end - 1), side="right") - 1
+        last = min(last, len(passes) - 2)
+    parts = []
+    for epoch in range(first, last + 1):
+        at, size, row = epoch * n_rows, n_rows, 0  # where it begins in the stream, its first row
+        if passes is not None:
+            at, size, row = passes[epoch], passes[epoch + 1] - passes[epoch], passes[epoch]
+        own = row + _permutation(int(size), seed, epoch) if order is None else order[row:][:size]
+        parts.append(own[max(0, begin - at) : end - at])
+    rows = np.concatenate(parts)
+    rows = np.append(rows, np.full(global_batch - len(rows), -1))  # behind the last pass
+    if n_total is not None:
+        rows[max(0, n_total - begin) :] = -1
+    return rows
+
+
+@functools.lru_cache(maxsize=2)  # a step may end one epoch and begin the next
+def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(n_rows)
+
+
+def collate(packs: Packs, rows, max_docs: int) -> Batch:
+    """The Batch of these rows. max_docs, at least packs.max_docs, fixes the shape of cu_seqlens:
+    its end repeats B * S, which reads as documents of length 0."""
+    ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
+    if max(map(len, lengths)) > max_docs:
+        raise ValueError(f"a row of {rows} has more documents than max_docs {max_docs}")
+    ids, labels = np.stack(ids), np.stack(labels)
+    bounds = bounds_of(lengths, packs.seq_len, max_docs)
+    positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
+    rows = np.asarray(rows)
+    n_tokens = np.where(rows < 0, 0, packs.token_counts[rows]).astype(np.int64)
+    arrays = ids, labels, positions.reshape(ids.shape), bounds, n_tokens
+    return Batch(*map(torch.from_numpy, arrays))
+
+
+def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
+    """cu_seqlens of these rows, see Batch, without reading any tokens."""
+    lengths = [packs.lengths(int(row)) for row in rows]
+    return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
+
+
+def bounds_of(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
+    """cu_seqlens, see Batch. lengths: those of each row's documents, see Packs.row."""
+    ends = list(itertools.accumulate(itertools.chain(*lengths)))
+    bounds = np.full(len(lengths) * max_docs + 1, len(lengths) * seq_len, np.int32)
+    bounds[: len(ends) + 1] = [0, *ends]
+    return bounds
+
+
+def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
+    """(tokens, label tokens) of these rows."""
+    rows = rows[rows >= 0]
+    return int(packs.token_counts[rows].sum()), int(packs.label_counts[rows].sum())
+
+
+def micro_batches(
+    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int, max_docs: int
+) -> Iterator[Batch]:
+    """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
+    for group in share_of(rows, replica, replicas, micro):
+        yield collate(packs, group, max_docs)
+
+
+def share_of(rows: np.ndarray, replica: int, replicas: int, micro: int) -> np.ndarray:
+    """This replica's rows: [micro-batches, micro]."""
+    return rows.reshape(-1, replicas, micro)[:, replica]
+
+
+def heldout_rows(packs: Packs, replicas: int, micro: int, at_least: int = 1) -> np.ndarray:
+    """All rows, padded with -1 so that each replica has as many micro-batches, `at_least` or
+    more."""
+    count = max(at_least, -(-len(packs) // (replicas * micro)))
+    rows = np.full(count * replicas * micro, -1)
+    rows[: len(packs)] = np.arange(len(packs))
+    return rows

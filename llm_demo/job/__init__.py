@@ -1,0 +1,1 @@
+"""What surrounds the numbers of a run: flags, decisions, machine, log, records, checkpoints."""

@@ -1,0 +1,431 @@
+"""Save, prune and resume the checkpoints of a run."""
+
+import contextlib
+import math
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor import DTensor
+
+from llm_demo.core.errors import Stopped, UserError, differences
+from llm_demo.core.lora import refuse_other_adapters
+from llm_demo.core.mesh import local_part, on_device
+from llm_demo.job.args import Args
+from llm_demo.job.checkpoint_files import (
+    checked_facts,
+    facts_of,
+    find_checkpoint,
+    load,
+    load_rng,
+    on_all_ranks,
+    publish,
+    reason_of,
+    rng_state,
+    write,
+)
+from llm_demo.job.device import World, free_host_memory, pin
+from llm_demo.job.dist import from_rank0, lost_peer, timeout
+from llm_demo.job.files import PART
+from llm_demo.job.folder import folder_gone, last_checkpoint, published
+from llm_demo.job.next_steps import resume
+from llm_demo.job.process import stop_signals
+from llm_demo.job.progress import size_of, watched
+
+# a change of these settings on resume is logged, since it may be intended
+SETTINGS = (
+    "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
+    "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
+    "lora_dropout", "freeze_router",
+)  # fmt: skip
+
+# what the identity of an earlier version lacks, as it was then
+EARLIER = {"shuffle": True, "length_warmup": 0}
+TOKENS = "tokens and labels"  # an earlier version has no checksum of them
+
+# entries that trainer.json must have to resume from it
+NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
+
+
+class Checkpoints:
+    """Saves, prunes and resumes a run's checkpoints. copies: the tensors to save are already copies
+    on the CPU (gathered by a pipeline's replicas), not the trained ones. log, clock: the run's Log
+    and Clock. identity: what the rows of a step depend on. adapters: Lora.facts() if the run trains
+    those instead of the model. model: its configuration."""
+
+    def __init__(
+        self,
+        args: Args,
+        world: World,
+        log,
+        clock,
+        identity: dict,
+        max_steps: int,
+        copies: bool = False,
+        adapters: dict | None = None,
+        model: dict | None = None,
+    ):
+        self.args, self.world, self.log, self.clock = args, world, log, clock
+        self.identity, self.max_steps, self.copies = identity, max_steps, copies
+        self.adapters, self.model = adapters, model or {}
+        self.in_background = args.save_async
+        self.folder = log.folder / "checkpoints"
+        self.settings = {k: log.settings[k] for k in SETTINGS if k in log.settings}
+        # its own group: the writing thread communicates while the ranks train
+        self.group = dist.new_group(backend="gloo", timeout=timeout())
+        self.thread = self.problem = None
+        self.published = None  # a checkpoint that is to be logged
+        self.staged, self.meshes, self.reserving = {}, {}, None
+        self.stop = False  # a signal has asked the run to stop
+        if args.save and world.local_size < world.size:
+            self._require_shared_folder()
+        started = time.perf_counter()
+        self.path = find_checkpoint(args.resume, log.folder, world, log.say)
+        # whether the run continues itself, not another run
+        self.own = self.path is not None and self.path.parent == self.folder
+        self.seconds = time.perf_counter() - started
+        self.facts = (
+            from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
+        )
+        self.first_step = self.facts.get("step", 0)
+        if self.path:
+            refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
+            self._compare_models()
+            self._compare()
+
+    def _compare_models(self) -> None:
+        """Raise UserError if the checkpoint's model has another configuration. Only entries that
+        both have are compared: another version of transformers may have more."""
+        before = {k: v for k, v in self.facts.get("model", {}).items() if k in self.model}
+        changes = differences(before, {k: self.model[k] for k in before})
+        if not changes:
+            return
+        text = f"{self.path}: the model's configuration has changed: {'; '.join(changes)}"
+        if self.adapters:
+            raise UserError(f"{text}; adapters belong to the model that they were trained on")
+        if not self.args.resume_anyway:
+            raise UserError(f"{text}; to continue anyway, add --resume_anyway")
+        self.log.say(f"resume: {text}; continuing because of --resume_anyway")
+
+    def _compare(self) -> None:
+        """Raise UserError if the checkpoint is of different rows; log settings that differ."""
+        before = {name: value for name, value in EARLIER.items() if name in self.identity}
+        before |= {TOKENS: self.identity[TOKENS]} if TOKENS in self.identity else {}
+        before |= self.facts.get("identity", {})
+        if changes := differences(before, self.identity):
+            text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
+            advice = self._as_many_rows(before)
+            if any("data file" in change for change in changes):
+                before_in = self.path.parent.parent / "config.json"
+                text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
+                merge = " --merge" if self.adapters else ""
+                advice += (
+                    f"to train its model on other data, export it (python -m llm_demo.export "
+                    f"{shlex.quote(str(self.path))} OUT{merge}) and start a new run with "
+                    "--model_name_or_path OUT; "
+                )
+            if not self.args.resume_anyway:
+                raise UserError(f"{text}; {advice}to continue anyway, add --resume_anyway")
+            self.log.say(f"resume: {text}; continuing because of --resume_anyway")
+        before = self.facts.get("settings", {})  # an older version has fewer
+        frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
+        if "freeze_router" in before and frozen[0] != frozen[1]:
+            raise UserError(
+                f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
+                "the routers would be missing"
+            )
+        # What only another script has, at its default, is no change; all those defaults are falsy.
+        before = {k: value for k, value in before.items() if value or k in self.settings}
+        if changes := differences(before, {k: self.settings.get(k) for k in before}):
+            self.log.say(f"resume: settings changed: {'; '.join(changes)}")
+
+    def _as_many_rows(self, before: dict) -> str:
+        """How to have as many rows a step as the checkpoint, if that is what differs."""
+        rows, now = (identity.get("rows of a step") for identity in (before, self.identity))
+        if rows in (now, None):
+            return ""
+        accum, rest = divmod(rows * self.args.grad_accum_steps, now)
+        return "" if rest or not accum else f"--grad_accum_steps {accum} makes it {rows}; "
+
+    def _require_shared_folder(self) -> None:
+        """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
+        Nothing is created or emptied yet, so an existing parent folder is tested."""
+
+        def mark():
+            above = next(p for p in self.folder.absolute().parents if p.exists())
+            file, path = tempfile.mkstemp(prefix=".seen-", dir=above)
+            os.close(file)
+            return Path(path)
+
+        def look():
+            until = time.monotonic() + 5  # a network file system may lag
+            while not name.exists():
+                if time.monotonic() > until:
+                    raise OSError(
+                        f"rank {self.world.rank} can't see {name.parent}: set an --output_dir "
+                        "that all nodes share, or add --save false"
+                    )
+                time.sleep(0.1)
+
+        name = from_rank0(self.world, mark)
+        try:
+            on_all_ranks(look, self.world)
+        except OSError as e:
+            raise UserError(str(e)) from None
+        finally:
+            if self.world.rank == 0:
+                name.unlink()
+
+    def load(self, tensors: dict) -> None:
+        """Fill tensors from the checkpoint that --resume found, and restore the counters."""
+        started = time.perf_counter()
+        load(self.path, tensors, self.world, self.group, self.log.say)
+        load_rng(self.path, self.world)
+        self.clock.history.resume(self.facts)
+        seconds = self.seconds + time.perf_counter() - started
+        self.log.say(
+            f"resume: {self.path}, after step {self.first_step}, checked and read in "
+            f"{seconds:.2f} s"
+        )
+
+    def begin(self) -> None:
+        """From now on, a signal ends the run after the current step, with a checkpoint."""
+        if not self.args.save:
+            return
+        for number in stop_signals():
+            signal.signal(number, self._ask)
+
+    def tidy(self) -> None:
+        """Clean up the checkpoint folder, once this run owns it."""
+        if self.world.rank == 0:
+            for left in self.folder.glob(f"{PART}*"):  # left by a killed run
+                shutil.rmtree(left, ignore_errors=True)
+            for path in published(self.folder):
+                if int(path.name[-8:]) > self.first_step:  # skipped on resume: don't count it
+                    aside = path.with_name(f"damaged_{path.name}")
+                    shutil.rmtree(aside, ignore_errors=True)
+                    path.rename(aside)
+            if self.args.export != "none":  # from an earlier end of this run
+                shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
+
+    def _ask(self, *_signal):
+        if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(1, b"stopping: a checkpoint is saved after the step that is under way\n")
+        self.stop = True
+
+    def stop_asked(self) -> bool:
+        """Whether any rank has received a signal to stop. Every rank calls."""
+        if not self.args.save:
+            return False
+        stop = torch.tensor(int(self.stop))
+        with self.clock.comm.mute():
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        return bool(stop)
+
+    def end_before_first_step(self) -> None:
+        """Raise Stopped for a signal received before this run's first step: nothing is to save."""
+        raise Stopped(
+            f"stopped before step {self.first_step + 1}; to continue: {resume(self.log.folder)}"
+        )
+
+    def after_step(self, step: int, tensors, facts, unevaluated: bool = False) -> None:
+        """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls
+        after every step. Raises Stopped after the checkpoint for a signal received by any rank.
+        unevaluated: a stop has ended this step's evaluation early; it is repeated on resume."""
+        if not self.args.save:
+            return
+        if step == self.first_step + 1:
+            self.tidy()
+        self._report()
+        stop = torch.tensor(2 if self.problem else int(self.stop))
+        with self.clock.comm.mute():  # on the CPU: the GPU keeps working
+            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        if stop == 2:  # all ranks stop in the same step
+            self.finish()
+        every, last = self.args.save_every, step == self.max_steps
+        ahead = every and self.in_background and not self.copies and not last
+        if ahead and step == self.first_step + 1:
+            self._reserve(tensors())
+        if stop or last or every and step % every == 0:
+            more = {"unevaluated": True} if unevaluated else {}
+            self.save(step, tensors(), {**facts(), **more}, wait=bool(stop or last))
+        if stop and (unevaluated or not last):
+            raise Stopped(
+                f"stopped after step {step}, checkpoint saved; to continue: "
+                f"{resume(self.log.folder)}"
+            )
+
+    def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
+        """Write a checkpoint, in the background unless `wait`. Training pauses until its tensors
+        are copied. Raises UserError if this checkpoint or the previous one can't be written."""
+        started = time.perf_counter()
+        self.clock.flush()  # metrics.jsonl holds all steps up to this one
+        self.finish()
+        self._refuse_non_finite(step, tensors)
+        tensors = {**tensors, **rng_state(self.world)}
+        facts = {"step": step, **facts, **self.clock.history.facts(step)}
+        facts |= {"identity": self.identity, "settings": self.settings, "model": self.model}
+        if self.adapters:
+            facts["adapters"] = self.adapters
+        name = f"step_{step:08d}"
+        if wait or not self.in_background:
+            # a sharded tensor is written once, even if several ranks have the same part
+            writers = {name: 1 if isinstance(t, DTensor) else self.world.size
+                       for name, t in tensors.items()}  # fmt: skip
+            size = sum(t.nbytes * writers[name] for name, t in tensors.items())
+            part = self.folder / f"{PART}{name}"
+            with watched("saving", size, lambda: min(size, size_of(part))):
+                self._write(name, tensors, facts, started)
+            self.finish()
+        else:
+            work = (name, self._stage(tensors), facts, started, time.perf_counter())
+            self.thread = threading.Thread(target=self._write, args=work, daemon=True)
+            self.thread.start()
+        self.clock.restart()
+
+    def _refuse_non_finite(self, step: int, tensors: dict) -> None:
+        """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
+        local = {name: local_part(t) for name, t in tensors.items()}
+        names = [name for name, t in local.items() if t.numel()]  # a rank may hold none
+        mine = None
+        if names:
+            largest = torch._foreach_norm([local[name] for name in names], math.inf)
+            finite = torch.stack(largest).isfinite().tolist()
+            mine = next((name for name, f in zip(names, finite, strict=True) if not f), None)
+        ranks = on_all_ranks(lambda: mine, self.world, self.group)
+        if name := next(filter(None, ranks), None):
+            raise UserError(
+                f"step {step}: {name} is not finite, so no checkpoint is written: try a lower --lr "
+                f"or --dtype fp32; {last_checkpoint(self.log.folder)}"
+            )
+
+    def finish(self) -> None:
+        """Wait for the checkpoint being written. Raises UserError if it can't be written."""
+        if self.thread:
+            self.thread.join()
+            self.thread = None
+        if self.problem:
+            raise self.problem
+        self._report()
+
+    def _report(self) -> None:
+        """Log the checkpoint, if the writing thread has just published one."""
+        if self.published:
+            (path, size, seconds, stall), self.published = self.published, None
+            self.log.record(
+                {
+                    "step": int(path.name[-8:]),
+                    "save/bytes": size,
+                    "save/seconds": round(seconds, 3),
+                    "save/stall_s": round(stall, 3),
+                }
+            )
+            self.log.say(
+                f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
+                f"for {stall:.2f} s"
+            )
+
+    def _reserve(self, tensors: dict) -> None:
+        """Allocate memory for copies in the background, which takes seconds; pinned if they come
+        from a GPU. If the host is short of memory, checkpoints are written in the foreground."""
+        local = {name: local_part(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
+        places, total = {}, 0
+        for name, t in local.items():
+            places[name] = slice(total, total + t.nbytes)
+            total += -(-t.nbytes // 64) * 64
+        room = 0.8 * free_host_memory()
+        short = torch.tensor(int(total * self.world.local_size > room))
+        with self.clock.comm.mute():
+            dist.all_reduce(short, dist.ReduceOp.MAX)
+        if short:
+            self.in_background = False
+            self.log.say("checkpoints: too little host memory for copies, so training waits")
+        else:
+
+            def reserve():
+                memory = torch.empty(total, dtype=torch.uint8).zero_()
+                if any(t.is_cuda for t in local.values()):
+                    torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
+                    if not pin(memory, self):
+                        self.log.say("checkpoints: memory can't be pinned, so copying is slow")
+                for name, t in local.items():
+                    self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
+
+            self.reserving = threading.Thread(target=reserve, daemon=True)
+            self.reserving.start()
+
+    def _stage(self, tensors: dict) -> dict:
+        """Copy tensors to host memory, into the same buffers each time, pinned for a GPU."""
+        if self.copies:
+            return tensors
+        if self.reserving:
+            self.reserving.join()
+        copies = {}
+        for name, t in tensors.items():
+            local = local_part(t)
+            if name not in self.staged:
+                self.staged[name] = torch.empty_like(local, device="cpu")
+            copies[name] = self.staged[name].copy_(local, non_blocking=True)
+            if isinstance(t, DTensor):
+                mesh = self.meshes.get(t.device_mesh) or on_device(t.device_mesh, "cpu")
+                copies[name] = DTensor.from_local(
+                    copies[name], mesh, t.placements, shape=t.shape, stride=t.stride()
+                )
+        torch.get_device_module(self.world.device).synchronize()
+        return copies
+
+    def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:
+        part = self.folder / f"{PART}{name}"
+        try:
+            size = write(part, tensors, facts, self.world, self.group)
+
+            def show():
+                if self.world.rank == 0:
+                    publish(part, self.folder / name)
+                    self._prune(name)
+
+            on_all_ranks(show, self.world, self.group)
+            now = time.perf_counter()
+            self.published = (
+                self.folder / name,
+                size,
+                now - started,
+                (training_resumed or now) - started,
+            )
+        except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
+            final, reason = self.folder / name, reason_of(e, part)
+            self.problem = UserError(
+                f"checkpoint {final} can't be written: {reason}; {last_checkpoint(self.log.folder)}"
+            )
+            if not self.log.folder.is_dir():
+                self.problem = UserError(folder_gone(self.log.folder))
+            elif lost_peer(e):  # its end is what went wrong, not the writing
+                self.problem = RuntimeError(str(e))
+            if self.world.rank == 0:
+                shutil.rmtree(part, ignore_errors=True)
+
+    def _prune(self, newest: str) -> None:
+        """Keep the newest, the K newest, and the best by held-out loss; remove the rest. Rank 0."""
+        if not self.args.keep_last:
+            return
+        names = [path.name for path in published(self.folder)]
+        keep = {newest, *names[: self.args.keep_last]}
+        if self.args.keep_best:
+            losses = {n: facts_of(self.folder / n).get("eval_loss") for n in names}
+            # a checkpoint of a stopped evaluation lacks its loss, which was measured on resume
+            later = dict(facts_of(self.folder / newest)["evals"])
+            losses = {n: later.get(int(n[-8:])) if x is None else x for n, x in losses.items()}
+            known = {n: loss for n, loss in losses.items() if math.isfinite(loss or math.nan)}
+            keep |= {min(known, key=known.get)} if known else set()
+        for name in set(names) - keep:
+            (self.folder / name).rename(self.folder / f"{PART}{name}")
+            shutil.rmtree(self.folder / f"{PART}{name}", ignore_errors=True)

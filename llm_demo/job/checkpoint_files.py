@@ -1,0 +1,328 @@
+"""A checkpoint's files: write, hash, publish by a rename, find, verify and load.
+
+All scripts use one format of torch.distributed.checkpoint: fp32 master weights and Adam's moments
+under their Hugging Face names, however they are sharded. So a run can resume with a different
+number of ranks or stages, or with another script.
+
+    checkpoints/step_00000020/   *.distcp, .metadata   torch.distributed.checkpoint's
+                                 trainer.json          step, loss scale, what the run trains on
+                                 manifest.json         size and SHA-256 of the others, written last
+    checkpoints/latest           the name of the last one published
+"""
+
+import contextlib
+import json
+import pickle
+import shutil
+import stat
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from llm_demo.core.errors import UserError
+from llm_demo.core.optim import MOMENTS, PSGD
+from llm_demo.job.device import World
+from llm_demo.job.dist import from_rank0
+from llm_demo.job.files import PART, digest, disk_full, sync_folder, write_json, write_text
+from llm_demo.job.folder import published
+from llm_demo.job.metadata import Reader, read_metadata
+from llm_demo.job.process import read_text
+
+
+def on_all_ranks(act, world: World, group=None) -> list:
+    """The results of act() on all ranks. An error on one rank raises OSError on all."""
+    mine = error = None
+    try:
+        mine = act()
+    except Exception as e:
+        error = reason_of(e)
+    ranks = [None] * world.size
+    dist.all_gather_object(ranks, (mine, error), group=group)
+    if errors := [e for _, e in ranks if e]:
+        raise OSError(errors[0])
+    return [result for result, _ in ranks]
+
+
+def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
+    """Write tensors and facts to the folder `part`, with a manifest. Every rank calls. Returns the
+    bytes of all ranks. Raises OSError, or what torch.distributed.checkpoint raises."""
+    first = world.rank == 0
+
+    def make():
+        shutil.rmtree(part, ignore_errors=True)
+        part.parent.mkdir(exist_ok=True)  # don't recreate the run's folder if someone deleted it
+        part.mkdir()
+
+    def hashed():
+        names = [file.name for file in part.glob(f"__{world.rank}_*")]
+        if first:
+            write_json(part / "trainer.json", facts)
+            names += [".metadata", "trainer.json"]
+        return {name: [(part / name).stat().st_size, digest(part / name)] for name in names}
+
+    on_all_ranks(make if first else lambda: None, world, group)
+    # Copying ahead waits for the current stream every 10 MB, even if no tensor is on a device. In
+    # the writing thread that is the first GPU's: rank 0's steps, or another rank's context there.
+    on_gpu = any(t.is_cuda for t in tensors.values())
+    ahead = {} if on_gpu else {"per_thread_copy_ahead": 0}
+    writer = dcp.FileSystemWriter(part, thread_count=1, sync_files=True, **ahead)
+    dcp.save(tensors, storage_writer=writer, process_group=group)
+    files = {k: v for rank in on_all_ranks(hashed, world, group) for k, v in rank.items()}
+
+    def finish():
+        for name, (size, _) in files.items():  # files of other nodes, too
+            if not (part / name).exists() or (part / name).stat().st_size != size:
+                raise OSError(f"rank 0 can't see {name}: all nodes must share --output_dir")
+        write_json(part / "manifest.json", {"files": files})
+
+    on_all_ranks(finish if first else lambda: None, world, group)
+    return sum(size for size, _ in files.values())
+
+
+def publish(part: Path, final: Path) -> None:
+    """Rename a complete folder to its final name, then point `latest` at it."""
+    sync_folder(part)
+    if final.exists():  # the same step, from before a resume at an earlier one
+        old = final.with_name(f"{PART}old-{final.name}")
+        final.rename(old)
+        part.rename(final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        part.rename(final)
+    sync_folder(final.parent)
+    write_text(final.parent / "latest", final.name + "\n")
+
+
+def facts_of(path: Path) -> dict:
+    """A checkpoint's trainer.json; {} if it can't be read."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        facts = json.loads(read_text(path / "trainer.json"))
+        return facts if isinstance(facts, dict) else {}
+    return {}
+
+
+def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
+    """A checkpoint's trainer.json, validated. Raises UserError if an entry of `needed` is missing
+    or any entry has the wrong type: the file may come from elsewhere."""
+    facts = facts_of(path)
+    for name in needed:
+        if name not in facts:
+            raise UserError(
+                f"{path} is not a checkpoint of this project: trainer.json has no {name}"
+            )
+    for name, fits in FACTS.items():
+        if name in facts and not fits(facts[name]):
+            raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
+    rows = facts.get("identity", {}).get("rows of a step", 1)
+    if not (_count(rows) and rows):
+        raise UserError(f"{path}/trainer.json: invalid rows of a step: {str(rows)[:60]!r}")
+    return facts
+
+
+def _count(x) -> bool:
+    return type(x) is int and 0 <= x < 2**53
+
+
+def _number(x) -> bool:
+    return type(x) in (int, float)
+
+
+def _pairs(x) -> bool:
+    return isinstance(x, list) and all(
+        isinstance(e, list) and len(e) == 2 and all(map(_number, e)) for e in x
+    )
+
+
+def _adapters(x) -> bool:
+    """Whether x has the form of what model.lora.Lora.facts() returns."""
+    if not isinstance(x, dict) or not {"rank", "alpha", "targets", "base"} <= x.keys():
+        return False
+    numbers = [x["rank"], x["alpha"], x.get("dropout", 0)]
+    numbers = (
+        _count(x["rank"]) and x["rank"] and all(_number(n) and 0 <= n < 2**53 for n in numbers)
+    )
+    targets, base = x["targets"], x["base"]
+    named = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
+    return numbers and named and isinstance(base, dict) and isinstance(base.get("path"), str)
+
+
+FACTS = {  # entry of trainer.json -> check of its value
+    **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
+    **dict.fromkeys(("identity", "settings", "model"), lambda x: isinstance(x, dict)),
+    "adapters": _adapters,
+    "eval_loss": lambda x: x is None or _number(x),
+    "evals": _pairs,
+    "exact": _pairs,
+    "loss_scale": lambda x: (
+        isinstance(x, dict)
+        and {"scale", "good_steps"} <= x.keys()
+        and all(_number(n) and 0 <= n < 2**128 for n in x.values())
+        and x["scale"] > 0
+    ),
+}
+
+
+def problem_of(path: Path, world: World, tensors: bool = True) -> str | None:
+    """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it. tensors:
+    read their files too, which takes long."""
+
+    def look():
+        try:
+            files = json.loads(read_text(path / "manifest.json"))["files"]
+            named = {name: (size, str(sha)) for name, (size, sha) in files.items()}
+        except UserError as e:
+            return {}, str(e)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            return {}, f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}"
+        for name, (size, _) in named.items():
+            # the manifest is not trusted: nothing outside the folder, no device, no pipe
+            if Path(name).name != name or type(size) is not int:
+                return {}, f"manifest.json: {name[:80]!r} is not a checkpoint file"
+            try:
+                status = (path / name).stat()
+            except (OSError, ValueError) as e:
+                return {}, f"{name}: {getattr(e, 'strerror', None) or e}"
+            if not stat.S_ISREG(status.st_mode):
+                return {}, f"{name} is not a regular file"
+            if status.st_size != size:
+                return {}, f"{name} has {status.st_size:,} bytes instead of {size:,}"
+        if missing := {".metadata", "trainer.json"} - named.keys():
+            return {}, f"manifest.json does not list {min(missing)}"
+        return named, None
+
+    files, problem = from_rank0(world, look)
+    if problem:
+        return problem
+    if not tensors:
+        files = {name: of for name, of in files.items() if not name.endswith(".distcp")}
+    for name in sorted(files)[world.rank :: world.size]:
+        try:
+            if digest(path / name) != files[name][1]:
+                problem = f"{name} has changed since it was written: its SHA-256 differs"
+        except OSError as e:
+            problem = f"{name}: {e.strerror}"
+    return next(filter(None, on_all_ranks(lambda: problem, world)), None)
+
+
+def find_checkpoint(
+    resume: str | None, run_folder: Path, world: World, say, tensors: bool = True
+) -> Path | None:
+    """The intact checkpoint that --resume asks for; None to start from the beginning. Raises
+    UserError if a named checkpoint is damaged, or all of a run are. tensors: see problem_of."""
+    if not resume:
+        return None
+    auto = resume == "auto"
+    named = run_folder if auto else Path(resume)
+    if not auto and from_rank0(world, (named / "manifest.json").exists):
+        if problem := problem_of(named, world, tensors):
+            raise UserError(f"{named}: {problem}")
+        return named
+    folder = named / "checkpoints"
+    paths = from_rank0(world, lambda: published(folder))
+    for path in paths:
+        problem = problem_of(path, world, tensors)
+        if not problem:
+            return path
+        say(f"resume: {path.name} skipped: {problem}")
+    if not auto:
+        there = from_rank0(world, named.is_dir)
+        raise UserError(f"{named}: {'it has no intact checkpoint' if there else 'no such folder'}")
+    if paths:
+        raise UserError(
+            f"no checkpoint in {folder} is intact: to start again from step 1, move it away"
+        )
+    say(f"resume: no checkpoint in {folder}, starting from step 1")
+    return None
+
+
+def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
+    """{name: shape} of a checkpoint's weights and moments, or of its random generators."""
+    tensors = read_metadata(path).state_dict_metadata
+    return {name: tuple(t.size) for name, t in tensors.items() if name.startswith("rng.") == rng}
+
+
+def weights_of(path: Path) -> dict[str, tuple]:
+    """{name: shape} of a checkpoint's weights."""
+    ends = tuple(f".{name}" for name in MOMENTS + PSGD)
+    return {name: shape for name, shape in shapes_of(path).items() if not name.endswith(ends)}
+
+
+def compare_shapes(path: Path, saved: dict[str, tuple], wanted: dict[str, tuple]) -> set[str]:
+    """The names of what PowerSGD keeps that differ or are missing on either side. Raises UserError
+    if anything else does. saved: {name: shape} of a checkpoint; wanted: this run's."""
+    unused = set()
+    for name in sorted({*wanted, *saved}):
+        if wanted.get(name) != saved.get(name) and name.endswith(PSGD):
+            unused.add(name)
+        elif wanted.get(name) != saved.get(name):
+            raise UserError(
+                f"{path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
+                f"there, {wanted.get(name, 'missing')} in this run"
+            )
+    return unused
+
+
+def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None:
+    """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
+    sharded. Every rank calls. Raises UserError if names or shapes do not match the model. What
+    PowerSGD keeps may be missing on either side, or differ in its rank."""
+    saved = shapes_of(path)
+    mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
+    ranks = on_all_ranks(lambda: mine, world)
+    wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
+    unused = compare_shapes(path, saved, wanted)
+    for kind in PSGD:
+        if some := [name for name in unused & saved.keys() if name.endswith(kind)]:
+            say(f"resume: {kind} of {len(some)} matrices in the checkpoint is not used")
+    tensors = {name: t for name, t in tensors.items() if name not in unused}
+    _load(path, tensors, process_group=group)
+
+
+def _load(path: Path, tensors: dict, **options) -> None:
+    try:
+        dcp.load(tensors, storage_reader=Reader(path), **options)
+    except (dcp.CheckpointException, OSError) as e:
+        raise UserError(f"{path} can't be read: {reason_of(e)}") from e
+
+
+def reason_of(error: BaseException, folder: Path | None = None) -> str:
+    """The error in one line, from the rank where it happened. folder: where it was writing."""
+    if isinstance(error, dcp.CheckpointException):  # not an Exception; its text is a traceback
+        error = next(iter(error.failures.values()))[0]
+    if isinstance(error, pickle.UnpicklingError):  # from torch.load(weights_only=True)
+        return "a tensor file holds other objects, which are refused"
+    if reason := disk_full(error, folder):
+        return reason
+    cause = error  # a full disk may appear as a file format error
+    while cause and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    lines = str(cause or error).strip().splitlines()
+    return (lines[-1] if lines else repr(error))[:300]
+
+
+def rng_state(world: World) -> dict[str, torch.Tensor]:
+    """This rank's random generator states, under names of their own. Training uses none of them."""
+    state = {f"rng.cpu.{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        state[f"rng.cuda.{world.rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_rng(path: Path, world: World) -> None:
+    """Restore the generators, if the checkpoint has states for this rank."""
+    saved = shapes_of(path, rng=True)
+    state = {name: t for name, t in rng_state(world).items() if saved.get(name) == tuple(t.shape)}
+    read_tensors(path, state)
+    with contextlib.suppress(RuntimeError):  # from another kind of device
+        for name, t in state.items():
+            torch.cuda.set_rng_state(t) if "cuda" in name else torch.set_rng_state(t)
+
+
+def read_tensors(path: Path, tensors: dict) -> None:
+    """Fill unsharded tensors by name, in this process alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no_dist means a single process
+        _load(path, tensors, no_dist=True)

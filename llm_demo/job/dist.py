@@ -1,0 +1,222 @@
+"""Start and end torch.distributed, and run code on some or all ranks."""
+
+import gc
+import os
+import re
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llm_demo.core.errors import STOPPED, Stopped, UserError, counted
+from llm_demo.job.device import World, refuse_gpus
+from llm_demo.job.files import disk_full
+from llm_demo.job.process import (
+    fault_of_environment,
+    let_others_speak,
+    minutes,
+    number,
+    outlive_terminal,
+    raise_on_ctrl_c,
+    refuse_unusable_paths,
+)
+
+
+def timeout() -> timedelta:
+    """How long a rank waits for the others in one operation. Raises UserError for a bad setting."""
+    return timedelta(minutes=minutes("DIST_TIMEOUT_MINUTES", 30))
+
+
+def stay_on_loopback() -> None:
+    """Let gloo and NCCL use the loopback interface alone, if the user has named none. For process
+    groups on one node: gloo listens on the interface with the host's name, NCCL on the first."""
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in names & {"lo", "lo0"}:
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+def start() -> World:
+    """Join the process group described by the launcher's environment (world size 1 without one).
+
+    NCCL (RCCL on AMD) with GPUs, gloo without. LOCAL_RANK only picks the GPU. On one node, nothing
+    listens on other interfaces than loopback. Raises UserError for an environment that describes no
+    group, and for GPUs that PyTorch has no code for or that are of two kinds."""
+    env = os.environ
+    size = number("WORLD_SIZE", 1, at_least=1)
+    rank, local_rank = number("RANK", 0, at_most=size - 1), number("LOCAL_RANK", 0)
+    local_size = number("LOCAL_WORLD_SIZE", 1, at_least=1)
+    number("MASTER_PORT", 0, at_most=65535)
+    env.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if size > 1 and not env.get(name):
+            raise UserError(f"WORLD_SIZE={size} needs {name}: start it by its launcher")
+    if size == local_size:
+        stay_on_loopback()
+    store = {"store": dist.HashStore(), "rank": 0, "world_size": 1} if size == 1 else {}
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            gpus = counted(torch.cuda.device_count(), "GPU")
+            raise UserError(
+                f"rank {rank} needs GPU {local_rank}, but PyTorch sees only {gpus}: lower "
+                "NPROC_PER_NODE or check CUDA_VISIBLE_DEVICES"
+            )
+        refuse_gpus(range(min(local_size, torch.cuda.device_count())))
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        # gloo as well as NCCL: objects and barriers before step 1 need no GPU.
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": device}
+    else:
+        device = torch.device("cpu")
+        backend, options = "gloo", {}
+    try:
+        dist.init_process_group(backend, timeout=timeout(), **options, **store)
+    except Exception as e:
+        if reason := fault_of_environment(e):
+            raise UserError(reason) from e
+        raise
+    return World(rank, size, local_rank, device)
+
+
+def _patient_group():
+    """All ranks, for work that may take longer than DIST_TIMEOUT_MINUTES, up to a day."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
+
+
+def once_per_node(world: World, build: Callable):
+    """Run `build` on the first process of each node, then on the others (which find its files). It
+    may take longer than DIST_TIMEOUT_MINUTES.
+
+    A UserError on one process is raised on all of them, so that none waits for a dead one."""
+    result, group = None, _patient_group()
+    for turn in (world.local_rank == 0, world.local_rank != 0):
+        error = None
+        if turn:
+            try:
+                with refuse_unusable_paths():
+                    result = build()
+            except UserError as e:
+                error = str(e)
+        errors = [None] * world.size
+        dist.all_gather_object(errors, error, group=group)
+        if first := next((e for e in errors if e), None):
+            raise UserError(first)
+    return result
+
+
+def from_rank0(world: World, make: Callable, long: bool = False):
+    """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
+
+    long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
+    group = _patient_group() if long else None
+    box = [None, None]
+    if world.rank == 0:
+        try:
+            with refuse_unusable_paths():
+                box[0] = make()
+        except UserError as e:
+            box[1] = str(e)
+    dist.broadcast_object_list(box, group=group)
+    if box[1]:
+        raise UserError(box[1])
+    return box[0]
+
+
+def same_on_all_nodes(world: World, facts: dict) -> None:
+    """Raise UserError on every rank if one of the facts differs between nodes."""
+    everyone = [None] * world.size
+    if world.size > world.local_size:
+        dist.all_gather_object(everyone, facts)
+    first = everyone[0] or {}
+    for rank, others in enumerate(everyone):
+        for name in first if others != first else ():
+            if others.get(name) != first[name]:
+                raise UserError(
+                    f"{name} is {first[name]} on rank 0, but {others.get(name)} on rank {rank}: "
+                    "start all nodes with the same flags, data and model"
+                )
+
+
+def timed_out(error: BaseException) -> bool:
+    """Whether an operation failed because another rank did not join it in time."""
+    return re.search(r"Timed out waiting \d+ms|[Ww]ait timeout after \d+ms", str(error)) is not None
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an operation failed because another rank has ended or did not join it in time."""
+    ended = any(f"onnection {end} by peer" in str(error) for end in ("closed", "reset"))
+    return ended or timed_out(error)
+
+
+def run(
+    main: Callable[[], None], parse: Callable | None = None, advice: Callable | None = None
+) -> None:
+    """Call main(). End with one line for bad input, with a traceback for a bug, never with a hang.
+
+    parse() returns the flags again, to locate a full disk; advice(flags): help for a full GPU."""
+    code = 0
+    gc.freeze()  # no collection goes through what is imported, and the process ends faster
+    outlive_terminal()
+    raise_on_ctrl_c()
+    try:
+        with refuse_unusable_paths():
+            main()
+        if dist.is_initialized():
+            # Without the barrier, a fast rank's exit looks like a crash to a slow one. Without the
+            # destroy, about one gloo run in twenty ends in abort().
+            dist.barrier()
+            dist.destroy_process_group()
+    except UserError as e:
+        code = 2
+        if os.environ.get("RANK", "0") != "0":
+            let_others_speak()  # rank 0 usually has the same error
+        print(f"error: {e}", file=sys.stderr)
+    except Stopped as e:
+        code = STOPPED
+        if dist.get_rank() == 0:
+            print(e, file=sys.stderr)
+        dist.barrier()
+    except KeyboardInterrupt:
+        code = 130
+        print("error: stopped by SIGINT", file=sys.stderr)
+    except torch.OutOfMemoryError as e:
+        code = 1
+        rank = os.environ.get("RANK", "0")
+        steps = advice(parse()) if advice else ""
+        hint = f"; what helps, in this order: {steps}" if steps else ""
+        cause = str(e).split(". ")[0]
+        print(f"error: rank {rank} is out of GPU memory ({cause}){hint}", file=sys.stderr)
+    except Exception as e:
+        code = 1
+        rank = os.environ.get("RANK", "0")
+        if timed_out(e):
+            limit = timeout() / timedelta(minutes=1)
+            print(
+                f"error: rank {rank} waited {limit:g} minutes for another rank, which "
+                "hangs or needs longer; DIST_TIMEOUT_MINUTES sets this limit",
+                file=sys.stderr,
+            )
+        elif lost_peer(e):
+            let_others_speak()  # the peer prints the reason, and the launcher ends this rank
+            message = f"rank {rank} lost the connection to another rank: see that rank's error"
+            print(f"error: {message}", file=sys.stderr)
+        elif isinstance(e, dist.DistNetworkError) and not dist.is_initialized():
+            reason = str(e).splitlines()[0]
+            print(f"error: rank {rank} can't meet the other ranks: {reason}", file=sys.stderr)
+        elif reason := disk_full(e, output_dir=parse and parse().output_dir):
+            print(f"error: rank {rank}: {reason}", file=sys.stderr)
+        elif reason := fault_of_environment(e):
+            code = 2
+            if rank != "0":
+                let_others_speak()
+            print(f"error: {reason}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code:  # threads of a broken process group would block a normal exit
+        os._exit(code)

@@ -1,0 +1,121 @@
+"""What a run prints and records: the console, train.log, metrics.jsonl and the run's folder."""
+
+import contextlib
+import json
+
+import torch
+
+from llm_demo.core.errors import UserError, counted, printable
+from llm_demo.job.args import Args
+from llm_demo.job.device import World
+from llm_demo.job.dist import from_rank0
+from llm_demo.job.environment import describe_run
+from llm_demo.job.files import disk_full, finite, write_text
+from llm_demo.job.folder import choose_folder, folder_gone, lock_folder, take_folder
+from llm_demo.job.process import regular
+from llm_demo.job.reader import number, read_records
+from llm_demo.job.tracker import open_tracker
+
+
+class Log:
+    """Writes to a run's folder and the console. Every rank calls; only rank 0 writes and prints."""
+
+    def __init__(self, args: Args, world: World, script: str):
+        self.args, self.world = args, world
+        self.is_main = world.rank == 0
+        self.track, self.close_tracker = open_tracker(args)
+        self.folder = from_rank0(world, lambda: choose_folder(args, script))
+        self.settings = dict(vars(args))  # for config.json: flags as resolved
+        self.lock = self.file = None
+        self.early, self.early_records = [], []  # until the folder exists
+        from_rank0(world, self._lock)
+
+    def _lock(self) -> None:
+        self.lock = lock_folder(self.folder, self.args)
+
+    def resolved(self, **settings) -> None:
+        """Record settings that the flags left open, and the script's `parallelism`: a few words
+        for the report and the model card."""
+        self.settings |= settings
+
+    def say(self, text: str, shown: str | None = None) -> None:
+        """Print a line on rank 0 and write it to train.log. shown: what to print instead of it."""
+        if not self.is_main:
+            return
+        text = printable(text)
+        if self.file is None:
+            self.early.append(text)
+        else:
+            with self.writing():
+                print(text, file=self.file, flush=True)
+        print(shown or text, flush=True)
+
+    def record(self, record: dict) -> None:
+        """Append an object to metrics.jsonl, and to the tracker."""
+        if not self.is_main:
+            return
+        if self.file is None:
+            self.early_records.append(record)
+            return
+        with self.writing():
+            with open(self.folder / "metrics.jsonl", "a") as f:
+                f.write(json.dumps(finite(record)) + "\n")
+            self.track(self.folder, record)
+
+    @contextlib.contextmanager
+    def writing(self):
+        """Turn a failed write into a UserError of one line."""
+        try:
+            yield
+        except OSError as e:
+            if self.file and not self.folder.is_dir():
+                raise UserError(folder_gone(self.folder)) from e
+            reason = disk_full(e, self.folder) or f"{e.strerror or e}: {e.filename or self.folder}"
+            raise UserError(f"--output_dir {self.folder}: {reason}") from e
+
+    def open(self, resumed_at: int) -> list[dict]:
+        """Create the folder with config.json, env.json and cmd.sh. Every rank calls.
+
+        Returns, on rank 0, the steps up to `resumed_at` that metrics.jsonl already holds. Called
+        after the first step: a run that is refused or fails before that must neither empty an old
+        run nor leave a folder that blocks the next attempt."""
+        earlier = []
+
+        def make():
+            with self.writing():
+                self.lock = take_folder(self.folder, self.args, self.lock)
+                if (self.folder / "metrics.jsonl").exists():
+                    earlier.extend(self._forget_steps_after(resumed_at))
+                settings = {**self.settings, "output_dir": str(self.folder)}
+                describe_run(self.folder, settings, self.world)
+                self.file = open(regular(self.folder / "train.log"), "a")
+                print(*self.early, sep="\n", file=self.file, flush=True)
+            for record in self.early_records:
+                self.record(record)
+
+        torch.get_device_module(self.world.device).synchronize()
+        torch.distributed.all_reduce(torch.zeros(1))  # on the CPU: waits for all ranks
+        from_rank0(self.world, make)
+        return earlier
+
+    def _forget_steps_after(self, step: int) -> list[dict]:
+        """Drop the records after `step` from metrics.jsonl, left by a killed run, and lines that
+        are no records."""
+        file = self.folder / "metrics.jsonl"
+        lines, broken = read_records(file)
+        if step and broken:
+            self.say(f"resume: {counted(broken, 'unreadable line')} of metrics.jsonl removed")
+        kept = [(line, r) for line, r in lines if r["step"] <= step] if step else []
+        write_text(file, "".join(f"{line}\n" for line, _ in kept))
+        return [
+            {**r, "train/loss": number(r["train/loss"])}  # null: it was not finite
+            for _, r in kept
+            if "train/loss" in r and isinstance(r.get("perf/peak_mem_gb"), list)
+        ]
+
+    def close(self) -> None:
+        """End the log of a run that is complete or stopped. Every rank may call."""
+        if self.is_main:
+            self.close_tracker()  # else a run that was stopped would appear as crashed
+            self.file.close()
+            self.lock.close()

@@ -1,0 +1,178 @@
+"""A model's folder: opened and checked before step 1, and what an export writes besides weights."""
+
+import copy
+import itertools
+import json
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+
+from llm_demo.core.costs import head_widths, latent
+from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.rotary import LongRope, rope_type
+from llm_demo.core.weights import Weights, open_weights
+from llm_demo.data.labels import stop_tokens
+from llm_demo.job.files import write_json
+from llm_demo.job.source import COMPARE, describe_model, load_config, same_ids
+
+# What transformers neither checks nor can generate with otherwise; a boolean is a number too.
+NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
+           "length_penalty", "max_length", "min_length", "num_beams")  # fmt: skip
+
+
+def open_model(
+    folder: Path, max_len: int, say: Callable = print, with_weights: bool = True
+) -> tuple[object, Weights | None]:
+    """(the configuration of a model that can be trained exactly, its weights if the folder has
+    any). If config.json ties the head to the embedding and the weights hold another head, it is not
+    tied: transformers keeps both too. with_weights False: they are elsewhere. Raises UserError."""
+    config = load_config(folder, max_len, trained=not with_weights)
+    weights = open_weights(folder) if with_weights else None
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if weights and config.tie_word_embeddings and {head, embedding} <= weights.shapes.keys():
+        if not weights.equal(head, embedding):
+            config.tie_word_embeddings = False
+            say(
+                f"model: {folder}/config.json ties the head to the embedding, but the weights hold "
+                "a head of other values: it is kept and trained as its own"
+            )
+    try:
+        with torch.device("meta"):  # eager, because a configuration may name a kernel to download
+            lm = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+            )
+        rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
+        rotary, width = rotary(config), head_widths(config)[0]
+        if latent(config):
+            width = config.qk_rope_head_dim
+        scaling = getattr(rotary, "scaling", getattr(rotary, "attention_scaling", 1.0))
+        positive = [*rotary.buffers(), torch.full((width // 2,), scaling)]
+    except Exception as e:  # of transformers' modules
+        raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
+    if weights:
+        shapes = {name: tuple(t.shape) for name, t in lm.state_dict().items()}
+        weights.check(shapes, {head} if config.tie_word_embeddings else set())
+    for values in positive:
+        if 2 * len(values) != width or not ((values > 0) & values.isfinite()).all():
+            raise UserError(
+                f"{folder}/config.json: rope_parameters {config.rope_parameters} do not give "
+                f"{width / 2:g} positive frequencies and a positive scaling"
+            )
+    return config, weights
+
+
+def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat16) -> list[str]:
+    """Write all that an export holds besides weights and model card: tokenizer, chat template and,
+    for a whole model, configurations. Returns lines for the log. model: the model/ folder of a run.
+    config: the model's; None for adapters. Raises UserError."""
+    notes = []
+    if config:
+        config.dtype = dtype
+        if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
+            config.num_mtp_layers = 0
+        if not config.architectures:  # servers such as vLLM need it
+            config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
+        config.save_pretrained(out)
+        describe_for_version_4(out)
+        generation, notes = generation_config(model, tokenizer)
+        generation.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    name_tokenizer_for_version_4(out)
+    if config and not same_ids(
+        tokenizer.backend_tokenizer, AutoTokenizer.from_pretrained(out, trust_remote_code=False)
+    ):
+        notes.append(
+            "warning: transformers' AutoTokenizer ignores rules of tokenizer.json for "
+            f"{config.model_type} models, so it splits text otherwise than in training: load the "
+            "export's tokenizer with PreTrainedTokenizerFast.from_pretrained"
+        )
+    return notes
+
+
+def try_describe(model: Path, tokenizer, config) -> list[str]:
+    """Do, before step 1, what a run and its export will do with the files of this model, which come
+    from elsewhere. Returns lines for the log. Raises UserError."""
+    with tempfile.TemporaryDirectory(prefix="llm_demo-") as folder:
+        saved, out = Path(folder, "model"), Path(folder, "hf")
+        try:
+            describe_model(model, tokenizer, saved, config)
+            return describe(saved, out, tokenizer, copy.deepcopy(config))
+        except UserError as e:
+            raise UserError(str(e).replace(str(saved), str(model))) from e
+        except OSError:  # of the disk
+            raise
+        except Exception as e:  # from several libraries
+            raise UserError(f"{model}: can't be written as an export: {words_of(e)}") from e
+
+
+def describe_for_version_4(folder: Path) -> None:
+    """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
+    it silently takes defaults. Version 5 reads the same model from both."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("auto_map", None)  # names code that is not in this folder
+    config["torch_dtype"] = config["dtype"]
+    if "num_local_experts" in config:
+        config["num_experts"] = config["num_local_experts"]
+    rope = config["rope_parameters"]
+    kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
+    if kind == "longrope":
+        key = "original_max_position_embeddings"
+        config[key] = rope[key]
+    write_json(file, config, indent=2)
+
+
+def name_tokenizer_for_version_4(folder: Path) -> None:
+    """Name a tokenizer's class and special tokens as transformers 4 does, which version 5 reads
+    too."""
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    config.pop("auto_map", None)
+    if config["tokenizer_class"] == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if tokens := config.pop("extra_special_tokens", None):
+        config["additional_special_tokens"] = tokens
+    write_json(file, config, indent=2)
+
+
+def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[str]]:
+    """(the model's own, with the stop tokens of its training data added, lines for the log). A base
+    model knows only the end of a text, not of an assistant's turn. Keys that transformers does not
+    save, such as a temperature without do_sample, are dropped. Raises UserError."""
+    config, file, notes = GenerationConfig(), folder / "generation_config.json", []
+    try:
+        if file.is_file():
+            config = GenerationConfig.from_pretrained(folder)
+        ids = [config.eos_token_id, config.bos_token_id, config.pad_token_id]
+        own, *others = [t if isinstance(t, list) else [t] * (t is not None) for t in ids]
+        for token in itertools.chain(own, *others):
+            if type(token) is not int:
+                raise ValueError(f"{token!r} is not a token id")
+        for key in NUMBERS:
+            if not isinstance(value := getattr(config, key, None), int | float | None):
+                raise ValueError(f"{key} {value!r} is not a number")
+        try:
+            config.validate(strict=True)
+        except ValueError as e:
+            refused = re.findall(r"^- `(\w+)`", str(e), re.M)
+            shown = ", ".join(f"{key} {getattr(config, key)}" for key in refused)
+            for key in refused:
+                setattr(config, key, None)
+            config.validate(strict=True)
+            notes.append(f"generation_config.json: without {shown}, which transformers refuses")
+        config.to_json_string()
+    except Exception as e:  # from transformers, which checks few types
+        raise UserError(f"{file}: {words_of(e)}; {COMPARE}") from e
+    config.eos_token_id = list(dict.fromkeys([*own, *stop_tokens(tokenizer)])) or None
+    return config, notes

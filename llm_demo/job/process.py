@@ -1,0 +1,236 @@
+"""How a process ends, and numbers from the environment; needed before torch is imported."""
+
+import contextlib
+import ctypes
+import errno
+import logging
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from llm_demo.core.errors import UserError, printable
+from llm_demo.job.files import FULL, disk_full
+
+PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
+
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+UNUSABLE = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+# what progress bars write to reach their line: at the beginning of a text, or alone
+MOVES = re.compile("(\x1b\\[A)+$|\r?")
+
+YEAR = 365 * 24 * 60  # minutes; no wait may be longer
+
+
+def number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1) -> int:
+    """A whole number from the environment. Raises UserError for anything else."""
+    text = os.environ.get(name) or str(default)
+    digits = text.isascii() and text.isdecimal()
+    if not digits or len(text) > 10 or int(text) < at_least:
+        raise UserError(f"{name}={text[:80]}: must be a whole number, {at_least} or more")
+    if int(text) > at_most:
+        raise UserError(f"{name}={text}: must be at most {at_most}")
+    return int(text)
+
+
+def minutes(name: str, default: float) -> float:
+    """A time in minutes from the environment. Raises UserError for anything else."""
+    text = os.environ.get(name) or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= YEAR:
+        raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
+    return value
+
+
+def usable_cores() -> list[int]:
+    """The numbers of the CPU cores that this process may use."""
+    try:
+        return sorted(os.sched_getaffinity(0))
+    except AttributeError:  # macOS
+        return list(range(os.cpu_count() or 1))
+
+
+def stay_near(cores: list[int]) -> str:
+    """Keep this thread, and those started from now on, on these cores of a GPU's NUMA node, where
+    the memory that they touch first then lies. Returns what to log, "" if this process may use none
+    of the cores."""
+    near = set(cores) & set(usable_cores())
+    if not near:
+        return ""
+    os.sched_setaffinity(0, near)
+    return f", {len(near)} cores of the GPU's NUMA node"
+
+
+def end_with_parent(parent: int) -> None:
+    """Kill this process when `parent`, the process that started it, ends in any way.
+
+    On Linux the kernel sends SIGKILL, even after an exec. Elsewhere a thread checks once a second.
+    Exits at once if the parent has already ended."""
+    if LIBC is not None:
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop. Under nohup, SIGHUP stays ignored."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [signal.SIGTERM, signal.SIGINT] + [signal.SIGHUP] * (not ignored)
+
+
+def quit_on(*signals: signal.Signals) -> None:
+    """On these signals, print one line and exit with code 128 + n, at once and without a traceback.
+    For the time before there is anything to save or clean up."""
+    for signum in signals:
+        signal.signal(signum, _quit)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # launch_common.sh blocks SIGINT
+
+
+def _quit(signum, _frame) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(2, f"error: stopped by {signal.Signals(signum).name}\n".encode())
+    os._exit(128 + signum)
+
+
+def raise_on_ctrl_c() -> None:
+    """Undo quit_on for SIGINT: Ctrl-C now raises KeyboardInterrupt, so that code can clean up."""
+    if signal.getsignal(signal.SIGINT) is _quit:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def outlive_terminal() -> None:
+    """Discard output, without an error, once the terminal or the pipe's reader is gone or its disk
+    is full: a run whose terminal was closed still has to save. Print ? for characters that the
+    console's encoding lacks, and escapes for control characters."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Stream):
+            if getattr(stream, "errors", None) == "strict":  # stderr is not
+                stream.reconfigure(errors="replace")
+            setattr(sys, name, _Stream(stream))
+            for logger in logging.root.manager.loggerDict.values():  # of libraries, imported before
+                for handler in getattr(logger, "handlers", ()):
+                    if vars(handler).get("stream") is stream:
+                        handler.setStream(getattr(sys, name))
+
+
+class _Stream:
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def write(self, text):
+        moves = MOVES.match(text)[0]
+        return self._try(self._stream.write, moves + printable(text[len(moves) :]))
+
+    def flush(self):
+        return self._try(self._stream.flush)
+
+    def _try(self, call, *args):
+        try:
+            return call(*args)
+        except OSError as e:
+            if e.errno not in (errno.EIO, errno.EPIPE, *FULL):
+                raise
+            if e.errno in FULL:
+                with contextlib.suppress(OSError):  # may be the same file
+                    line = f"warning: {os.strerror(e.errno)}: further console output is dropped\n"
+                    os.write(2, line.encode())
+            # buffered text and C++ output also go there
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+
+@contextlib.contextmanager
+def refuse_unusable_paths():
+    """Raise UserError for a path without permission or with too long a name. Even Path.exists
+    raises an OSError for these."""
+    try:
+        yield
+    except OSError as error:
+        named = isinstance(error.filename, (str, os.PathLike))
+        if not named or error.errno not in UNUSABLE or disk_full(error):
+            raise
+        raise UserError(f"{error.filename}: {error.strerror}") from error
+
+
+def fault_of_environment(error: BaseException) -> str | None:
+    """The error in one line if its message names an environment variable or quotes its value, as
+    that of a library does which refuses the value; else None."""
+    text = " ".join(str(error).split())
+    if "no socket interface found" in text:  # NCCL names neither
+        return f"NCCL_SOCKET_IFNAME={os.environ.get('NCCL_SOCKET_IFNAME')}: no such interface"
+    for name, value in os.environ.items() if not isinstance(error, ImportError) else ():
+        named = "_" in name and re.search(rf"\b{name}\b", text)
+        quoted = rf"['\"]{re.escape(value)}['\"]|: {re.escape(value)}(,|$)"
+        plain = value.isdecimal() or value.lower() in ("", "true", "false")  # in many messages
+        if named or not plain and re.search(quoted, text):
+            return f"{name} in the environment: {text[:300]}"
+    return None
+
+
+def let_others_speak() -> None:
+    """Wait as long as rank 0 needs to print the same error. The launcher then ends this rank; if it
+    exited first, rank 0 would be killed before it could print."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # don't save first
+    time.sleep(3)
+
+
+def end_in_one_line(kind, error, trace) -> None:
+    """sys.excepthook, for the time while libraries are imported: one line if one of them refuses
+    the environment, else the traceback."""
+    if not (reason := fault_of_environment(error)):
+        return sys.__excepthook__(kind, error, trace)
+    if os.environ.get("RANK", "0") != "0":
+        let_others_speak()
+    print(f"error: {reason}", file=sys.stderr)
+    sys.exit(2)
+
+
+def regular(file: Path) -> Path:
+    """The file. Raises UserError if it is a pipe or a device, on which a program may wait without
+    end."""
+    if os.path.exists(file) and not (os.path.isfile(file) or os.path.isdir(file)):
+        raise UserError(f"{file} is not a regular file")
+    return file
+
+
+def read_text(file: Path) -> str:
+    """The text of a small file that may come from elsewhere, bytes that are not UTF-8 replaced.
+    Raises UserError for a pipe or a device, OSError if it can't be read."""
+    return regular(file).read_text("utf-8", "replace")
+
+
+def command(main: Callable[[], int | None]) -> None:
+    """Exit with the code that main() returns. Bad input ends with one line and code 2."""
+    outlive_terminal()
+    try:
+        with refuse_unusable_paths():
+            code = main()
+    except UserError as e:
+        print(f"error: {e}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

@@ -1,0 +1,59 @@
+"""Send a run's numbers to TensorBoard or Weights & Biases, in addition to its files."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from llm_demo.core.errors import UserError
+from llm_demo.job.args import Args
+
+
+def open_tracker(args: Args) -> tuple[Callable, Callable]:
+    """(track(folder, record), close()), which do nothing without a tracker. Its package is imported
+    only if asked for."""
+    if args.report_to == "none":
+        return lambda folder, record: None, lambda: None
+    try:
+        if args.report_to == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+        else:
+            import wandb
+    except ImportError as e:
+        raise UserError(f"--report_to {args.report_to}: run pip install {args.report_to}") from e
+
+    opened = {}  # "writer" or "run", from the first record on
+
+    def to_tensorboard(folder: Path, record: dict) -> None:
+        if not opened:
+            opened["writer"] = SummaryWriter(folder / "tb")
+            config = json.loads((folder / "config.json").read_text())
+            rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+            opened["writer"].add_text("config", f"| setting | value |\n|---|---|\n{rows}")
+        for key, value in numbers(record).items():
+            opened["writer"].add_scalar(key, value, record["step"])
+        opened["writer"].flush()
+
+    def to_wandb(folder: Path, record: dict) -> None:
+        if not opened:
+            project = os.environ.get("WANDB_PROJECT", "llm_demo")
+            config = json.loads((folder / "config.json").read_text())
+            opened["run"] = wandb.init(project=project, name=folder.name, dir=folder, config=config)
+        # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
+        opened["step"] = max(opened.get("step", 0), record["step"])
+        opened["run"].log(numbers(record), step=opened["step"])
+
+    def close() -> None:
+        if "writer" in opened:
+            opened["writer"].close()
+        if "run" in opened:
+            opened["run"].finish()
+        opened.clear()
+
+    return to_tensorboard if args.report_to == "tensorboard" else to_wandb, close
+
+
+def numbers(record: dict) -> dict:
+    """The numbers of a record: of a list, such as one of each rank, the largest."""
+    found = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
+    return {k: v for k, v in found.items() if isinstance(v, (int, float)) and k != "step"}
