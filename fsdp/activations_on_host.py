@@ -11,7 +11,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.device import World, cores_near, free_host_memory, pin
+from llm_demo.core.mesh import World
+from llm_demo.job.device import cores_near, free_host_memory, pin
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.process import stay_near
 

@@ -18,20 +18,19 @@ from fsdp.sharding import precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards
 from fsdp.units import plain_units, sharded_units
 from llm_demo.core.batch import Part
-from llm_demo.core.costs import param_count
-from llm_demo.core.decoder import Blocks, DecoderLoss, make_units, skeleton
+from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
 from llm_demo.core.experts_spread import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, make_expert_mesh, make_row_group
+from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
 from llm_demo.core.optim import compiles_adamw
 from llm_demo.core.sequence_spread import spread_rows
-from llm_demo.core.weights import allocate, fill, loading
-from llm_demo.job.compiling import compile_forward
-from llm_demo.job.device import World
+from llm_demo.core.weights import allocate, fill
+from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log
 from llm_demo.job.plan import Plan
+from llm_demo.job.weights_files import loading
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
 # above noise for units of 63M (0.6B) (bench/LOG.md).
@@ -95,7 +94,7 @@ def build(
     with loading(weights, n_shards):
         blocks = make_units(
             lm,
-            per_unit,
+            unit_sizes(config, config.num_hidden_layers, per_unit),
             checkpointing=args.use_activation_checkpointing,
             attention_kept=compute.attention_kept,
         )

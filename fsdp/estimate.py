@@ -10,8 +10,6 @@ from fsdp.activations_on_host import host_bytes
 from fsdp.flags import sums_each
 from fsdp.lowrank import TOGETHER
 from fsdp.units import SLICE, SLOTS
-from llm_demo.core.costs import block_costs, experts_of, head_cost, parameters_of
-from llm_demo.core.decoder import unit_sizes
 from llm_demo.core.errors import UserError
 from llm_demo.estimate import (
     GB,
@@ -25,6 +23,7 @@ from llm_demo.estimate import (
     peak,
     tokens_here,
 )
+from llm_demo.job.costs import block_costs, experts_of, head_cost, parameters_of, unit_sizes
 
 LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
 

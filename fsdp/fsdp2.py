@@ -17,9 +17,8 @@ from fsdp.sharding import WithExperts, empty_sum
 from fsdp.units import Unit
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
-from llm_demo.core.mesh import params_of, shard_sizes, shards_of
+from llm_demo.core.mesh import World, params_of, shard_sizes, shards_of
 from llm_demo.core.sums import add, compile_once, sum_into
-from llm_demo.job.device import World
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives

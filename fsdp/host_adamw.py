@@ -17,9 +17,9 @@ from torch.optim.adamw import adamw
 
 from fsdp.units import SLICE, SLOTS, Unit
 from llm_demo.core.errors import UserError
-from llm_demo.core.mesh import local_part
+from llm_demo.core.mesh import World, local_part
 from llm_demo.core.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
-from llm_demo.job.device import World, cores_near, free_host_memory, pin
+from llm_demo.job.device import cores_near, free_host_memory, pin
 from llm_demo.job.process import stay_near
 
 

@@ -8,15 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.shards import Shards
 from fsdp_pp.pieces import Pieces
-from llm_demo.core.costs import param_count
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD
+from llm_demo.core.mesh import SHARD, World
 from llm_demo.core.optim import compiles_adamw
-from llm_demo.core.weights import loading
-from llm_demo.job.device import World
+from llm_demo.job.costs import param_count
 from llm_demo.job.log import Log
 from llm_demo.job.plan import Plan
+from llm_demo.job.weights_files import loading
 
 
 class Built(NamedTuple):

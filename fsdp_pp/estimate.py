@@ -6,9 +6,8 @@ import torch
 
 from fsdp.copy_engines import Mailbox
 from fsdp_pp import orders
-from llm_demo.core.costs import block_costs, head_cost
-from llm_demo.core.decoder import unit_sizes
 from llm_demo.estimate import at_the_loss, describe, largest_unit, peak
+from llm_demo.job.costs import block_costs, head_cost, unit_sizes
 
 
 def table(args, config, compute, train, ranks: int, counts: list[int]) -> str:

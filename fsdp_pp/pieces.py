@@ -6,10 +6,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp.sharding import precision, shard_units, sum_over_ranks
-from llm_demo.core.decoder import Blocks, DecoderLoss, unit_sizes
+from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward
 from llm_demo.core.experts import blocks_with_experts
 from llm_demo.core.weights import allocate, fill
-from llm_demo.job.compiling import compile_forward
+from llm_demo.job.costs import unit_sizes
 
 
 class Pieces(nn.ModuleDict):

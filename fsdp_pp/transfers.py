@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from fsdp.copy_engines import Mailbox, mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD
-from llm_demo.job.device import World, other_than_nvlink
+from llm_demo.core.mesh import World
+from llm_demo.job.device import other_than_nvlink
 from llm_demo.job.dist import from_rank0, timeout
 
 # Thread blocks of NCCL's kernel for a transfer, each of which takes up a processor of the GPU, also

@@ -12,14 +12,13 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp.activations_on_host import STAY
-from llm_demo.core.attention import BUCKET, heads_of, one_width
-from llm_demo.core.costs import experts_of, head_size, latent, mixed_blocks, shared_width
+from llm_demo.core.attention import BUCKET, one_width
 from llm_demo.core.decoder import Blocks, skeleton
-from llm_demo.core.experts import Routers, blocks_with_experts, sorted_experts
+from llm_demo.core.experts import FUSED, Routers, blocks_with_experts, sorted_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
-from llm_demo.core.names import FUSED
 from llm_demo.job.attention_choice import has_fused_kernels
+from llm_demo.job.costs import experts_of, head_size, heads_of, latent, mixed_blocks, shared_width
 from llm_demo.job.device import this_device
 
 GB = 2**30

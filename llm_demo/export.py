@@ -24,7 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError, words_of
-from llm_demo.core.lora import (
+from llm_demo.core.mesh import World
+from llm_demo.core.weights import materialise
+from llm_demo.job.adapters import (
     factor_names,
     factors_of,
     identity_of,
@@ -33,19 +35,19 @@ from llm_demo.core.lora import (
     peft_targets,
     same_base,
 )
-from llm_demo.core.names import in_files, matrices
-from llm_demo.core.weights import Weights, materialise, open_weights
 from llm_demo.job.args import PlainParser, path_of, size
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
-from llm_demo.job.device import DTYPES, World, drawn_on, this_device
+from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run, stay_on_loopback
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.foreign import read_config
 from llm_demo.job.model_folder import describe
+from llm_demo.job.names import in_files, matrices
 from llm_demo.job.process import read_text
 from llm_demo.job.progress import size_of, watched
 from llm_demo.job.source import find_model, load_tokenizer
+from llm_demo.job.weights_files import Weights, open_weights
 
 WEIGHTS = "model{suffix}.safetensors"
 READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has more

@@ -32,15 +32,14 @@ from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
-from llm_demo.core.attention import heads_of
-from llm_demo.core.costs import experts_of
 from llm_demo.core.errors import UserError, counted
-from llm_demo.core.lora import Lora, choose_lora
-from llm_demo.core.sequence_spread import share_of_heads
+from llm_demo.core.lora import Lora
 from llm_demo.estimate import CONTEXT_GB, PROCESS
+from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import PlainParser, parse_args, whole
 from llm_demo.job.attention_choice import has_fused_kernels
 from llm_demo.job.compiling import choose_compile
+from llm_demo.job.costs import experts_of, heads_of, share_of_heads
 from llm_demo.job.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
 from llm_demo.job.files import ROOT
 from llm_demo.job.model_folder import open_model

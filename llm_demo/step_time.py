@@ -16,12 +16,12 @@ all it sends.
 The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links;
 tests/test_fit.py)."""
 
-from llm_demo.core.attention import heads_of
-from llm_demo.core.costs import (
+from llm_demo.job.costs import (
     OVERHEAD,
     block_costs,
     flops_of_slot,
     head_cost,
+    heads_of,
     mixed_blocks,
     parameters_of,
 )

@@ -3,10 +3,11 @@
 import torch
 from deepspeed.runtime.pipe import schedule
 
-from llm_demo.core.costs import block_costs, head_cost
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.estimate import GB, at_the_loss, describe, peak
-from llm_demo.job.device import World, free_host_memory
+from llm_demo.job.costs import block_costs, head_cost
+from llm_demo.job.device import free_host_memory
 from llm_demo.job.dist import once_per_node
 
 BUCKET = 5e8  # DeepSpeed's default of reduce_bucket_size

@@ -15,18 +15,19 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core.batch import answers_of, label_positions, to_device
-from llm_demo.core.costs import param_count
-from llm_demo.core.decoder import skeleton, unit_sizes
+from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import counted
 from llm_demo.core.loop import prepare, train
 from llm_demo.core.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.core.rows import boundaries, heldout_rows, micro_batches, share_of
-from llm_demo.core.weights import loading, materialise
+from llm_demo.core.weights import materialise
 from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import run, start
 from llm_demo.job.log import Log
 from llm_demo.job.plan import make_plan
 from llm_demo.job.source import refuse_experts
+from llm_demo.job.weights_files import loading
 from pp.cut import describe_split, given_counts, split
 from pp.flags import GROUPS
 

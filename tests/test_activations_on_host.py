@@ -19,9 +19,9 @@ from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.core.weights import allocate, fill
 from llm_demo.estimate import attention_bytes
-from llm_demo.job.device import World
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def config():
 
 def decoder(config, keep=0, backend=None):
     lm = skeleton(config, "sdpa")
-    units = make_units(lm, 1, True, keep)
+    units = make_units(lm, [1] * lm.config.num_hidden_layers, True, keep)
     for unit in units if backend else ():
         unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend, fullgraph=True)
     model = DecoderLoss(lm, units)

@@ -142,11 +142,11 @@ def latent(**more):
 
 
 def test_the_shape_of_a_models_attention():
-    assert attention.heads_of(latent()) == (4, 4, 24, 16)
-    assert attention.heads_of(DeepseekV3Config()) == (128, 128, 192, 128)
+    assert heads_of(latent()) == (4, 4, 24, 16)
+    assert heads_of(DeepseekV3Config()) == (128, 128, 192, 128)
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    assert attention.heads_of(LlamaConfig(**sizes)) == (4, 2, 16, 16)
-    assert attention.heads_of(Qwen3Config(head_dim=32, **sizes)) == (4, 2, 32, 32)
+    assert heads_of(LlamaConfig(**sizes)) == (4, 2, 16, 16)
+    assert heads_of(Qwen3Config(head_dim=32, **sizes)) == (4, 2, 32, 32)
 
 
 @pytest.mark.parametrize(

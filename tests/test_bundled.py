@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from llm_demo.core.costs import active_of
+from llm_demo.job.costs import active_of
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "models" / "qwen3-tiny"

@@ -17,8 +17,8 @@ from conftest import ROOT, python, run
 from torch.distributed.checkpoint import filesystem
 
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.job import checkpoint, checkpoint_files
-from llm_demo.job.device import World
 from llm_demo.job.dist import lost_peer
 
 

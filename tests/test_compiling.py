@@ -57,7 +57,7 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(loss, "_kernel", lambda device_type: wrong)
         assert compare(torch.float32) > 0.1
-    compile_forward = compiling.compile_forward
+    compile_forward = decoder.compile_forward
 
     def miscompiled(unit):
         compile_forward(unit)
@@ -132,7 +132,7 @@ def test_compiled_blocks_give_the_same_numbers(checkpointing):
                 eagerly = functools.partial(compile_plainly, backend=count)
                 patch.setattr(compiling.torch, "compile", eagerly)
                 for unit in units:
-                    compiling.compile_forward(unit)
+                    decoder.compile_forward(unit)
         out = hidden
         for unit in units:
             out = unit(out, rotary, positions, documents)
@@ -162,7 +162,7 @@ def test_graphs_of_blocks_can_be_cached(impl):
     with pytest.MonkeyPatch.context() as patch:
         compiled = functools.partial(torch.compile, backend=keep)
         patch.setattr(compiling.torch, "compile", compiled)
-        compiling.compile_forward(unit)
+        decoder.compile_forward(unit)
         hidden = torch.randn(1, 32, config.hidden_size)
         positions = position_ids(cu, (1, 32))
         documents = make_documents(cu, (1, 32), impl, torch.device("cpu"))

@@ -13,7 +13,8 @@ from fsdp import copy_engines, fsdp2
 from fsdp.build import choose_engines
 from llm_demo.core.comm import CommTimer
 from llm_demo.core.errors import UserError
-from llm_demo.job.device import Device, World
+from llm_demo.core.mesh import World
+from llm_demo.job.device import Device
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)
 MI100 = Device("cuda", "amd", "AMD Instinct MI100", "gfx908", 32.0)

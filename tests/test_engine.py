@@ -8,9 +8,10 @@ import pytest
 import torch
 from conftest import ROOT, ZERO, smaller_model, torchrun
 
-from llm_demo.core.decoder import skeleton, unit_sizes
+from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.optim import make_adamw
+from llm_demo.job.costs import unit_sizes
 from llm_demo.job.source import load_config
 from pp import deepspeed_base, ds_engine
 from pp.cut import costs, describe_split, split

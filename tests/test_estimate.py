@@ -21,14 +21,16 @@ from llm_demo import estimate as memory
 from llm_demo.core import attention
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import position_ids
-from llm_demo.core.costs import Cost, param_count, parameters_of
 from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
-from llm_demo.core.lora import apply_lora, choose_lora
+from llm_demo.core.lora import apply_lora
+from llm_demo.core.mesh import World
 from llm_demo.core.weights import allocate, materialise
 from llm_demo.job import attention_choice
-from llm_demo.job.device import DTYPES, World
+from llm_demo.job.adapters import choose_lora
+from llm_demo.job.costs import Cost, param_count, parameters_of
+from llm_demo.job.device import DTYPES
 from llm_demo.job.plan import Compute
 from llm_demo.job.source import load_config
 from pp import estimate as pipeline

@@ -16,7 +16,7 @@ from bench.checkpoints import tensors
 from fsdp import copy_engines, fsdp2, sharding
 from fsdp.sharding import accumulate, precision, sum_over_ranks
 from llm_demo.core.decoder import Blocks
-from llm_demo.job.device import World
+from llm_demo.core.mesh import World
 
 STEPS, RESHARD = 4, ["--reshard_after_forward"]
 

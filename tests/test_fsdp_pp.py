@@ -16,7 +16,7 @@ from fsdp import copy_engines
 from fsdp_pp import transfers
 from fsdp_pp.estimate import mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
-from llm_demo.job.device import World
+from llm_demo.core.mesh import World
 
 LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
 FIRST = ROOT / "data/first_run.jsonl"

@@ -13,8 +13,8 @@ from bench.checkpoints import tensors
 from fsdp import host_adamw
 from fsdp.units import Unit, plain_units
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.job import device, process
-from llm_demo.job.device import World
 
 CPU = World(0, 4, 0, torch.device("cpu"))
 

@@ -9,11 +9,10 @@ import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from tokenizers import processors
 
-from llm_demo.core.batch import Record
 from llm_demo.core.errors import UserError
 from llm_demo.data import labels
 from llm_demo.data.labels import encode, make_codec
-from llm_demo.data.records import detect_format, to_record
+from llm_demo.data.records import Record, detect_format, to_record
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -20,18 +20,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bench.checkpoints import tensors
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
-from llm_demo.core.lora import (
-    Factor,
-    Lora,
-    LoraLinear,
-    choose_lora,
-    factors_of,
-)
-from llm_demo.core.names import FUSED
-from llm_demo.core.weights import open_weights
+from llm_demo.core.experts import FUSED
+from llm_demo.core.lora import Factor, Lora, LoraLinear
 from llm_demo.data.packs import load_packs
 from llm_demo.export import export, write_adapter
+from llm_demo.job.adapters import choose_lora, factors_of
 from llm_demo.job.source import find_model
+from llm_demo.job.weights_files import open_weights
 
 RANK, ALPHA = 6, 32  # a rank that no number of processes divides
 TARGETS = {"tied": "all-linear", "untied": "q_proj,down_proj", "llama": "all-linear"}

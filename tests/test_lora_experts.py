@@ -33,19 +33,15 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import position_ids
 from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import Routers, blocks_with_experts
-from llm_demo.core.lora import (
-    apply_lora,
-    choose_lora,
-    factors_of,
-    merge_into,
-)
-from llm_demo.core.names import FUSED
-from llm_demo.core.weights import materialise, open_weights
+from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
+from llm_demo.core.lora import apply_lora
+from llm_demo.core.weights import materialise
 from llm_demo.data.packs import load_packs
 from llm_demo.export import write_adapter
+from llm_demo.job.adapters import choose_lora, factors_of, merge_into
 from llm_demo.job.checkpoint_files import read_tensors, weights_of
 from llm_demo.job.source import load_config
+from llm_demo.job.weights_files import open_weights
 
 
 @pytest.fixture(scope="module")

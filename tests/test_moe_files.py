@@ -24,7 +24,11 @@ from transformers import (
 )
 
 from llm_demo import export, fit
-from llm_demo.core.costs import (
+from llm_demo.core.decoder import make_units, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.weights import fill, materialise
+from llm_demo.job import checkpoint_files
+from llm_demo.job.costs import (
     active_of,
     block_costs,
     experts_of,
@@ -32,13 +36,11 @@ from llm_demo.core.costs import (
     head_cost,
     mixed_blocks,
     parameters_of,
+    unit_sizes,
 )
-from llm_demo.core.decoder import make_units, skeleton, unit_sizes
-from llm_demo.core.errors import UserError
-from llm_demo.core.weights import fill, materialise, open_weights
-from llm_demo.job import checkpoint_files
 from llm_demo.job.plan import find_source, short
 from llm_demo.job.source import describe_model, load_config
+from llm_demo.job.weights_files import open_weights
 from pp.cut import costs, describe_split, parameters, split
 
 QWEN = load_config(ROOT / "models/qwen3-30b-a3b", 4096)
@@ -163,7 +165,7 @@ def test_units_of_blocks_of_different_sizes():
     assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
     assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
     lm = skeleton(TINY["qwen3"], "math")
-    units = make_units(lm, 0, False)
+    units = make_units(lm, unit_sizes(lm.config, 4, 0), False)
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
     assert math.prod(len(unit.blocks) for unit in units) == 2

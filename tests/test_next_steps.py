@@ -12,9 +12,9 @@ import pytest
 from conftest import ROOT, python, run
 
 from llm_demo import evaluate, export
-from llm_demo.core.weights import loading, open_weights
 from llm_demo.job import next_steps, progress
 from llm_demo.job.next_steps import resume
+from llm_demo.job.weights_files import loading, open_weights
 
 
 @pytest.fixture

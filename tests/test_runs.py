@@ -28,12 +28,12 @@ from test_security import sign
 from llm_demo import export, report
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import Stopped, UserError
+from llm_demo.core.mesh import World
 from llm_demo.core.optim import LossScale
 from llm_demo.data import packs as data
 from llm_demo.evaluate import refuse_unwritable
 from llm_demo.job import checkpoint, checkpoint_files, clock, files, log
 from llm_demo.job import folder as run_folder
-from llm_demo.job.device import World
 from llm_demo.job.environment import environment
 from llm_demo.job.files import disk_full
 from llm_demo.job.source import load_tokenizer

@@ -23,15 +23,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, model
 
 from llm_demo import evaluate, export, fit, report
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import open_weights
+from llm_demo.core.mesh import World
 from llm_demo.data import packs as data
 from llm_demo.export import find_base
 from llm_demo.job import checkpoint, checkpoint_files
-from llm_demo.job.device import World
 from llm_demo.job.folder import choose_folder
 from llm_demo.job.foreign import load_model
 from llm_demo.job.plan import find_source
 from llm_demo.job.source import describe_model, find_model, load_config, load_tokenizer
+from llm_demo.job.weights_files import open_weights
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"

@@ -19,14 +19,13 @@ from bench.checkpoints import tensors
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from llm_demo import estimate as memory
-from llm_demo.core.attention import Heads
 from llm_demo.core.batch import Part
 from llm_demo.core.errors import UserError
 from llm_demo.core.rotary import LongRope
-from llm_demo.core.sequence_spread import share_of_heads
 from llm_demo.data.packs import load_packs
 from llm_demo.job import plan
 from llm_demo.job.args import parse_args
+from llm_demo.job.costs import Heads, share_of_heads
 from llm_demo.job.plan import Compute
 
 LONGROPE = {  # whose frequencies change after 24 tokens of a document

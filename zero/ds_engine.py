@@ -9,7 +9,8 @@ import torch
 
 from llm_demo.core.decoder import Blocks, DecoderLoss, Tail
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import Weights, materialise
+from llm_demo.core.weights import materialise
+from llm_demo.job.weights_files import Weights
 from pp import deepspeed_base
 from pp.deepspeed_base import (
     bf16_step,

@@ -3,11 +3,11 @@
 import math
 from collections.abc import Callable
 
-from llm_demo.core.costs import block_costs, head_cost, parameters_of
-from llm_demo.core.decoder import unit_sizes
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.estimate import GB, PROCESS, at_the_loss, describe, largest_unit, peak
-from llm_demo.job.device import World, free_host_memory
+from llm_demo.job.costs import block_costs, head_cost, parameters_of, unit_sizes
+from llm_demo.job.device import free_host_memory
 from llm_demo.job.dist import once_per_node
 
 SAVING = "while a checkpoint is saved or read"

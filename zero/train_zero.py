@@ -14,19 +14,18 @@ import torch
 
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import label_positions, to_device
-from llm_demo.core.costs import param_count
-from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.decoder import DecoderLoss, compile_forward, make_units, skeleton
 from llm_demo.core.errors import counted
 from llm_demo.core.loop import heldout_batches, prepare, train
 from llm_demo.core.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.core.rows import micro_batches
-from llm_demo.core.weights import loading
 from llm_demo.job.args import less_memory, parse_args
-from llm_demo.job.compiling import compile_forward
+from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import run, start
 from llm_demo.job.log import Log
 from llm_demo.job.plan import make_plan
 from llm_demo.job.source import refuse_experts
+from llm_demo.job.weights_files import loading
 from zero.flags import GROUPS
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
@@ -71,7 +70,8 @@ def main() -> None:
     join(world.device)
     lm = skeleton(config, compute.attn_impl, weights)
     n_params = param_count(lm)
-    units = make_units(lm, args.blocks_per_unit, args.use_activation_checkpointing)
+    sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
+    units = make_units(lm, sizes, args.use_activation_checkpointing)
     if compute.compile:
         for unit in units:
             compile_forward(unit, args.activation_memory_budget)

@@ -138,7 +138,7 @@ def _register() -> None:
     from torchtitan.models.qwen3 import get_train_spec
     from torchtitan.protocols.train_spec import register_train_spec
 
-    from llm_demo.job.device import World
+    from llm_demo.core.mesh import World
     from llm_demo.job.environment import environment
 
     class Metrics(MetricsProcessor):

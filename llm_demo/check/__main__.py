@@ -17,7 +17,7 @@ from llm_demo.job.process import command
 
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
 LIMIT = 90
-HEADS = [16, 8, 128, 128]  # as attention.Heads: Qwen3-0.6B's
+HEADS = [16, 8, 128, 128]  # as costs.Heads: Qwen3-0.6B's
 
 
 def check(output_dir: str, tell) -> dict:

@@ -1,1 +1,1 @@
-"""Everything that changes a number: rows, decoder, attention, loss, adapters, optimizer, the loop."""
+"""All that changes a number: rows, decoder, attention, loss, adapters, optimizer, the loop."""

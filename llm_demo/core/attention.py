@@ -23,24 +23,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_demo.core.batch import document_of, to_device
-from llm_demo.core.costs import head_widths
 from llm_demo.core.errors import UserError
 from llm_demo.core.long_documents import LONG, attend_documents
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
-
-
-class Heads(NamedTuple):
-    """The shape of a model's attention."""
-
-    queries: int  # heads
-    keys: int  # heads of keys and values
-    width: int  # of a query and a key
-    values: int  # width of a value
-
-
-def heads_of(config) -> Heads:
-    return Heads(config.num_attention_heads, config.num_key_value_heads, *head_widths(config))
 
 
 class Buckets(NamedTuple):

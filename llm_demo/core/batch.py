@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 IGNORE_INDEX = -100
@@ -84,19 +83,3 @@ def document_lengths(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.
 def document_of(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """The number of each flat slot's document."""
     return torch.searchsorted(cu_seqlens, slots.to(cu_seqlens.dtype), right=True) - 1
-
-
-class Record(NamedTuple):
-    """One row of any format: a conversation or, if messages is None, plain text or tokens."""
-
-    messages: list[dict] | None  # role, content, other keys of the chat template
-    text: str = ""
-    tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
-    context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
-    marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
-
-
-class Sample(NamedTuple):
-    ids: np.ndarray  # int32 [n]
-    is_label: np.ndarray  # bool [n]; the first token is never one: nothing predicts it

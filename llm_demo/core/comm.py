@@ -31,8 +31,6 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from llm_demo.job.device import World
-
 COLLECTIVES = (
     "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
     "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "send", "recv",
@@ -242,37 +240,3 @@ def waiting(ranks: list[dict]) -> list[float]:
         union((start, end - transfer[key]) for key, (start, end) in operations.items())
         for operations in ranks
     ]
-
-
-class Gather:
-    """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
-
-    def __init__(self, world: World):
-        self.world, self.keys, self.all_keys = world, None, [[]]  # names of operations
-
-    def floats(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's list; all have the same length."""
-        send = torch.tensor(mine, dtype=torch.float64)
-        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
-        dist.all_gather(ranks, send)
-        return [x.tolist() for x in ranks]
-
-    def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
-        """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
-        (start, end)}. Usually one exchange; each makes the host wait for the others."""
-        # Steps repeat the same operations, so their names are exchanged only when they change.
-        names = list(operations)
-        changed = names != self.keys
-        times = [] if changed else [ms for span in operations.values() for ms in span]
-        longest = 2 * max(map(len, self.all_keys))
-        rows = self.floats([changed, *mine, *times, *[0.0] * (longest - len(times))])
-        if any(row[0] for row in rows):
-            self.keys, self.all_keys = names, [None] * self.world.size
-            dist.all_gather_object(self.all_keys, self.keys)
-            return self.step(mine, operations)
-        at = 1 + len(mine)
-        ranks = [
-            dict(zip(keys, zip(row[at::2], row[at + 1 :: 2], strict=True), strict=False))
-            for keys, row in zip(self.all_keys, rows, strict=True)
-        ]
-        return [row[1:at] for row in rows], waiting(ranks)

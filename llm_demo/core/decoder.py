@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 from functools import partial
 
 import torch
@@ -13,12 +12,11 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.initialization import no_init_weights
 
 from llm_demo.core import attention
-from llm_demo.core.costs import block_costs
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.rotary import LongRope, rope_type, rotary_tables
-from llm_demo.core.weights import Weights
+from llm_demo.job.weights_files import Weights
 
 for _impl in attention.IMPLS:
     AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
@@ -94,30 +92,15 @@ class Blocks(nn.Module):
         return hidden
 
 
-def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
-    """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
-    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart."""
-    blocks = block_costs(config, 0)[first : first + n_blocks]
-    alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
-    sizes = []
-    for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:
-        size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
-        units = -(-n // size)
-        sizes += [n // units + (u < n % units) for u in range(units)]
-    return sizes
-
-
-def make_units(
-    lm, blocks_per_unit: int, checkpointing: bool, attention_kept: int = 0
-) -> list[Blocks]:
-    """The decoder's blocks in units, each compiled and sharded as one. attention_kept: so many of
-    the last blocks, if recomputed, keep what their fused attention kernel returned."""
-    config, units, i = lm.config, [], 0
-    n, kept = config.num_hidden_layers, []
+def make_units(lm, sizes: list[int], checkpointing: bool, attention_kept: int = 0) -> list[Blocks]:
+    """The decoder's blocks in units, each compiled and sharded as one. sizes: blocks of each unit.
+    attention_kept: so many of the last blocks, if recomputed, keep what their fused attention
+    kernel returned."""
+    units, i, kept = [], 0, []
     if attention_kept:  # packed_varlen or spread_varlen
-        kept = attention.fused_kernels(config._attn_implementation.partition("_")[2])
-    for size in unit_sizes(config, n, blocks_per_unit):
-        keeps = kept if i >= n - attention_kept else []
+        kept = attention.fused_kernels(lm.config._attn_implementation.partition("_")[2])
+    for size in sizes:
+        keeps = kept if i >= sum(sizes) - attention_kept else []
         units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, keeps))
         i += size
     return units
@@ -195,3 +178,27 @@ class DecoderLoss(nn.Module):
             with self.on_host.of_unit(i, hidden) if self.on_host else contextlib.nullcontext():
                 hidden = unit(hidden, rotary, position_ids, documents)
         return self.tail(hidden, index, targets, answers) if self.tail else hidden
+
+
+# What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
+# not know: every run would trace and differentiate its blocks again. The names of the kernels are
+# in the graph, so a cached graph is never used for other kernels.
+CACHEABLE = {
+    f"torch.nn.attention.{name}": str(torch.__version__)
+    for name in ("_backend_from_string", "_sdpa_kernel")
+}
+
+
+def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
+    """Compile a module's forward but not its hooks: FSDP's hooks stay outside, in order.
+
+    Modules of the same structure share compiled code, so 28 blocks cost one compilation.
+    memory_budget: see --activation_memory_budget."""
+    # one entry per unit size, with and without gradients, in train and eval mode
+    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
+    # the number of a rank's rows (experts.py) is read from the device inside the graph
+    torch._dynamo.config.capture_scalar_outputs = True
+    torch._functorch.config.activation_memory_budget = memory_budget
+    torch._inductor.config.unsafe_marked_cacheable_functions |= CACHEABLE
+    # dynamic=False: evaluation with another batch size must not make training shapes symbolic
+    module.forward = torch.compile(module.forward, dynamic=False)

@@ -239,3 +239,12 @@ def looped_product(x, weight, ends):
 PRODUCTS = {"grouped": grouped_product, "looped": looped_product}
 for _name, _product in PRODUCTS.items():
     ALL_EXPERTS_FUNCTIONS.register(f"sorted_{_name}", functools.partial(sorted_experts, _product))
+
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def fused(name: str) -> bool:
+    """Whether a parameter in memory holds a matrix of all experts of a block."""
+    experts, _, kind = name.rpartition(".")
+    return kind in FUSED and experts.endswith(".mlp.experts")

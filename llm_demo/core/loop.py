@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core.batch import Batch, answers_of, label_positions
-from llm_demo.core.costs import flops_of_slot, parameters_of
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import Stopped, UserError, counted
-from llm_demo.core.lora import factors_of
+from llm_demo.core.mesh import World
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import Packs, collate, heldout_rows, micro_batches, token_counts
 from llm_demo.data.labels import stop_tokens
 from llm_demo.export import export
+from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args
 from llm_demo.job.checkpoint import TOKENS, Checkpoints
 from llm_demo.job.clock import Clock
-from llm_demo.job.device import World
+from llm_demo.job.costs import flops_of_slot, parameters_of
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published

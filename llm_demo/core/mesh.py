@@ -1,6 +1,8 @@
 """The grid of processes, with a process group for each dimension, and a rank's part of a tensor."""
 
 import functools
+import os
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -9,7 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from llm_demo.job.device import World
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this node."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)
+
 
 # dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
 # experts, ranks with shards of one copy, and those with other rows or other slices of the same

@@ -11,25 +11,10 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from transformers import AttentionInterface, PreTrainedModel
 
-from llm_demo.core.attention import IMPLS, Heads, attend
+from llm_demo.core.attention import IMPLS, attend
 from llm_demo.core.batch import Part
-from llm_demo.core.errors import UserError
 from llm_demo.core.exchange import exchange_rows, known
 from llm_demo.core.rotary import LongRope
-
-
-def share_of_heads(heads: Heads, n: int) -> Heads:
-    """The heads that each of n ranks has: where there are fewer of keys and values than ranks, each
-    of them on several. Raises UserError if n does not divide them."""
-    queries, keys = heads.queries, heads.keys
-    if queries % n:
-        raise UserError(f"--sequence_parallel {n} does not divide {queries}, the heads of queries")
-    if keys % n and n % keys:
-        raise UserError(
-            f"--sequence_parallel {n} neither divides nor is a multiple of {keys}, the heads of "
-            "keys and values"
-        )
-    return heads._replace(queries=queries // n, keys=max(1, keys // n))
 
 
 def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:

@@ -15,11 +15,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from llm_demo.core.batch import Record, Sample
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.packing import best_fit, choose_seq_len, fit
-from llm_demo.data.records import REAL, RowFormat, detect_format, to_record, unused_keys, used_keys
+from llm_demo.data.records import (
+    REAL,
+    Record,
+    RowFormat,
+    Sample,
+    detect_format,
+    to_record,
+    unused_keys,
+    used_keys,
+)
 from llm_demo.data.sources import hub_parts, read_rows, row_prefix
 from llm_demo.job.progress import progress
 

@@ -19,8 +19,8 @@ import numpy as np
 from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
-from llm_demo.core.batch import Record, Sample
 from llm_demo.core.errors import UserError
+from llm_demo.data.records import Record, Sample
 
 # Reasons. Caches and checkpoints store them, so a new text would read as a change of the data.
 NOTHING = "nothing to learn"

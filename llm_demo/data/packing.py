@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from llm_demo.core.batch import Sample
+from llm_demo.data.records import Sample
 from llm_demo.job.progress import progress
 
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT

@@ -51,7 +51,7 @@ def choose_attention(
 ) -> tuple[str, list]:
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
-    heads: as attention.Heads. single: as in why_not. probe(impl, dtype,
+    heads: as costs.Heads. single: as in why_not. probe(impl, dtype,
     heads) -> error or None is called for each candidate on a GPU. longest: tokens of the longest
     document. Raises UserError if a requested backend can't run."""
     if asked != "auto" and asked not in IMPLS:

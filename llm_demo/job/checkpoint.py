@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from llm_demo.core.errors import Stopped, UserError, differences
-from llm_demo.core.lora import refuse_other_adapters
-from llm_demo.core.mesh import local_part, on_device
+from llm_demo.core.mesh import World, local_part, on_device
+from llm_demo.job.adapters import refuse_other_adapters
 from llm_demo.job.args import Args
 from llm_demo.job.checkpoint_files import (
     checked_facts,
@@ -32,7 +32,7 @@ from llm_demo.job.checkpoint_files import (
     rng_state,
     write,
 )
-from llm_demo.job.device import World, free_host_memory, pin
+from llm_demo.job.device import free_host_memory, pin
 from llm_demo.job.dist import from_rank0, lost_peer, timeout
 from llm_demo.job.files import PART
 from llm_demo.job.folder import folder_gone, last_checkpoint, published

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.core.optim import MOMENTS, PSGD
-from llm_demo.job.device import World
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import PART, digest, disk_full, sync_folder, write_json, write_text
 from llm_demo.job.folder import published

@@ -12,10 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.comm import CommTimer, Gather
+from llm_demo.core.comm import CommTimer, waiting
 from llm_demo.core.errors import UserError, counted
+from llm_demo.core.mesh import World
 from llm_demo.job.args import Args, less_memory, parse_steps
-from llm_demo.job.device import World, memory_peaks, peak_host_gb, peak_tflops, this_device
+from llm_demo.job.device import memory_peaks, peak_host_gb, peak_tflops, this_device
 from llm_demo.job.folder import last_checkpoint
 from llm_demo.job.log import Log
 from llm_demo.job.profiling import StepProfiler
@@ -310,3 +311,37 @@ def fit_terminal(fields: list[str]) -> str:
 
 def _kilo(n: float) -> str:
     return f"{n / 1e3:.1f}k" if n >= 1e3 else f"{n:.0f}"
+
+
+class Gather:
+    """Gathers numbers on all ranks, over the CPU group, so nothing waits for the device."""
+
+    def __init__(self, world: World):
+        self.world, self.keys, self.all_keys = world, None, [[]]  # names of operations
+
+    def floats(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's list; all have the same length."""
+        send = torch.tensor(mine, dtype=torch.float64)
+        ranks = [torch.empty_like(send) for _ in range(self.world.size)]
+        dist.all_gather(ranks, send)
+        return [x.tolist() for x in ranks]
+
+    def step(self, mine: list[float], operations: dict) -> tuple[list[list[float]], list[float]]:
+        """(every rank's `mine`, each rank's `waiting` in ms). operations: this rank's {operation:
+        (start, end)}. Usually one exchange; each makes the host wait for the others."""
+        # Steps repeat the same operations, so their names are exchanged only when they change.
+        names = list(operations)
+        changed = names != self.keys
+        times = [] if changed else [ms for span in operations.values() for ms in span]
+        longest = 2 * max(map(len, self.all_keys))
+        rows = self.floats([changed, *mine, *times, *[0.0] * (longest - len(times))])
+        if any(row[0] for row in rows):
+            self.keys, self.all_keys = names, [None] * self.world.size
+            dist.all_gather_object(self.all_keys, self.keys)
+            return self.step(mine, operations)
+        at = 1 + len(mine)
+        ranks = [
+            dict(zip(keys, zip(row[at::2], row[at + 1 :: 2], strict=True), strict=False))
+            for keys, row in zip(self.all_keys, rows, strict=True)
+        ]
+        return [row[1:at] for row in rows], waiting(ranks)

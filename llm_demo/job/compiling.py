@@ -5,18 +5,10 @@ import sys
 from copy import deepcopy
 
 import torch
-from torch import nn
 
+from llm_demo.core.decoder import compile_forward
 from llm_demo.job.device import DTYPES, Device, is_sm, pick_dtype, this_device
 from llm_demo.job.probe import probe_once
-
-# What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
-# not know: every run would trace and differentiate its blocks again. The names of the kernels are
-# in the graph, so a cached graph is never used for other kernels.
-CACHEABLE = {
-    f"torch.nn.attention.{name}": str(torch.__version__)
-    for name in ("_backend_from_string", "_sdpa_kernel")
-}
 
 
 def choose_compile(
@@ -43,21 +35,6 @@ def choose_compile(
     if problem := problem or (probe() if device.type == "cuda" else None):
         return False, f"torch.compile does not work here: {problem}"
     return True, "as requested" if asked else "fewer and larger kernels"
-
-
-def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
-    """Compile a module's forward but not its hooks: FSDP's hooks stay outside, in order.
-
-    Modules of the same structure share compiled code, so 28 blocks cost one compilation.
-    memory_budget: see --activation_memory_budget."""
-    # one entry per unit size, with and without gradients, in train and eval mode
-    torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
-    # the number of a rank's rows (experts.py) is read from the device inside the graph
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch._functorch.config.activation_memory_budget = memory_budget
-    torch._inductor.config.unsafe_marked_cacheable_functions |= CACHEABLE
-    # dynamic=False: evaluation with another batch size must not make training shapes symbolic
-    module.forward = torch.compile(module.forward, dynamic=False)
 
 
 def compare_with_eager(impl: str, dtype: torch.dtype, device: torch.device) -> float:

@@ -357,16 +357,3 @@ def peak_host_gb() -> float:
     """Peak resident host memory of this process in 2**30 bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-@dataclass(frozen=True)
-class World:
-    rank: int
-    size: int
-    local_rank: int
-    device: torch.device
-
-    @property
-    def local_size(self) -> int:
-        """The number of ranks on this node."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE") or self.size)

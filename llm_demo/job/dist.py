@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core.errors import STOPPED, Stopped, UserError, counted
-from llm_demo.job.device import World, refuse_gpus
+from llm_demo.core.mesh import World
+from llm_demo.job.device import refuse_gpus
 from llm_demo.job.files import disk_full
 from llm_demo.job.process import (
     fault_of_environment,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.job.device import KERNEL_VARIABLES, World, links, this_device
+from llm_demo.core.mesh import World
+from llm_demo.job.device import KERNEL_VARIABLES, links, this_device
 from llm_demo.job.files import ROOT, write_json
 
 # Not through the launcher script: its defaults would fill flags that this run left open. With exec,

@@ -6,8 +6,8 @@ import json
 import torch
 
 from llm_demo.core.errors import UserError, counted, printable
+from llm_demo.core.mesh import World
 from llm_demo.job.args import Args
-from llm_demo.job.device import World
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.environment import describe_run
 from llm_demo.job.files import disk_full, finite, write_text

@@ -17,20 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llm_demo.core.attention import Heads, heads_of
-from llm_demo.core.costs import active_of, parameters_of
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError, counted
-from llm_demo.core.lora import (
-    Lora,
-    choose_lora,
-    factors_of,
-    identity_of,
-    refuse_other_adapters,
-)
+from llm_demo.core.lora import Lora
+from llm_demo.core.mesh import World
 from llm_demo.core.rows import Packs, order_rows
-from llm_demo.core.sequence_spread import share_of_heads
-from llm_demo.core.weights import Weights
 from llm_demo.data.choose import mix, split_off
 from llm_demo.data.packs import (
     LONGEST_DEFAULT,
@@ -40,6 +31,7 @@ from llm_demo.data.packs import (
     refuse_unknown_tokens,
 )
 from llm_demo.data.sources import hub_parts, weighted
+from llm_demo.job.adapters import choose_lora, factors_of, identity_of, refuse_other_adapters
 from llm_demo.job.args import MAX_INT, MAX_STEPS, Args, command_line
 from llm_demo.job.attention_choice import choose_attention
 from llm_demo.job.checkpoint_files import (
@@ -49,10 +41,10 @@ from llm_demo.job.checkpoint_files import (
     weights_of,
 )
 from llm_demo.job.compiling import choose_compile
+from llm_demo.job.costs import Heads, active_of, heads_of, parameters_of, share_of_heads
 from llm_demo.job.device import (
     DTYPES,
     Device,
-    World,
     drawn_on,
     limit_memory,
     pick_dtype,
@@ -74,6 +66,7 @@ from llm_demo.job.source import (
     window_of,
     without_window,
 )
+from llm_demo.job.weights_files import Weights
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {

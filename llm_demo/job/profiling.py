@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core.comm import AWAIT, MUTED, union, waiting
-from llm_demo.job.device import World
+from llm_demo.core.mesh import World
 
 # of copy_engines.py: what an operation ends with, and all that it consists of
 BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)

@@ -10,7 +10,8 @@ All other tensors have one name."""
 import re
 from typing import NamedTuple
 
-FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+from llm_demo.core.experts import FUSED, fused
+
 EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
@@ -21,12 +22,6 @@ class Matrix(NamedTuple):
     expert: int
     rows: slice
     shape: tuple[int, int]
-
-
-def fused(name: str) -> bool:
-    """Whether a parameter in memory holds a matrix of all experts of a block."""
-    experts, _, kind = name.rpartition(".")
-    return kind in FUSED and experts.endswith(".mlp.experts")
 
 
 def matrices(name: str, shape: tuple) -> list[Matrix]:

@@ -1,9 +1,12 @@
 """Parameters and FLOPs of a decoder, per block, from its configuration."""
 
+import itertools
 import math
 from typing import NamedTuple
 
 from torch import nn
+
+from llm_demo.core.errors import UserError
 
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 
@@ -122,3 +125,43 @@ def head_widths(config) -> tuple[int, int]:
 
 def param_count(model: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
+
+
+class Heads(NamedTuple):
+    """The shape of a model's attention."""
+
+    queries: int  # heads
+    keys: int  # heads of keys and values
+    width: int  # of a query and a key
+    values: int  # width of a value
+
+
+def heads_of(config) -> Heads:
+    return Heads(config.num_attention_heads, config.num_key_value_heads, *head_widths(config))
+
+
+def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
+    """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
+    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart."""
+    blocks = block_costs(config, 0)[first : first + n_blocks]
+    alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
+    sizes = []
+    for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:
+        size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
+        units = -(-n // size)
+        sizes += [n // units + (u < n % units) for u in range(units)]
+    return sizes
+
+
+def share_of_heads(heads: Heads, n: int) -> Heads:
+    """The heads that each of n ranks has: where there are fewer of keys and values than ranks, each
+    of them on several. Raises UserError if n does not divide them."""
+    queries, keys = heads.queries, heads.keys
+    if queries % n:
+        raise UserError(f"--sequence_parallel {n} does not divide {queries}, the heads of queries")
+    if keys % n and n % keys:
+        raise UserError(
+            f"--sequence_parallel {n} neither divides nor is a multiple of {keys}, the heads of "
+            "keys and values"
+        )
+    return heads._replace(queries=queries // n, keys=max(1, keys // n))

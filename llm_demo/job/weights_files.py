@@ -1,0 +1,173 @@
+"""A folder's weights: safetensors, read in part."""
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from llm_demo.core.errors import UserError, words_of
+from llm_demo.job import names
+from llm_demo.job.progress import watched
+
+SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
+EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
+ROTARY = "rotary_emb.inv_freq"  # config.json implies these
+FLOATS = ("F64", "F32", "F16", "BF16")
+COMPARED = 1 << 24  # elements of two tensors that are compared at once
+
+
+@contextlib.contextmanager
+def _open(file: Path):
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except OSError as e:
+        raise UserError(f"{file}: {e}") from e
+    except SafetensorError as e:
+        raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
+
+
+class Weights:
+    """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
+    of one on demand. Fused experts are read from a tensor for each, or fused.
+
+    Files are mapped for one read at a time: pages count as this process's memory while they are
+    mapped, and a rank should hold no more of a file than it keeps."""
+
+    def __init__(self, folder: Path, files: dict[str, Path]):
+        # what training doesn't use: layers that predict further tokens (DeepSeek), the rotary
+        # frequencies of old files, what the index does not name
+        self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
+        named = files.keys()
+        files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
+        self.ignored += [n for n in files if n.endswith(ROTARY)]
+        self.folder, self.files, self.found = folder, files, {}
+        self.bytes = sum(file.stat().st_size for file in set(files.values()))
+        self.bytes_read = 0
+        for file in sorted(set(files.values())):
+            with _open(file) as opened:
+                self.ignored += sorted(set(opened.keys()) - named)
+                for name in (n for n, f in files.items() if f == file):
+                    tensor = opened.get_slice(name)
+                    self.found[name] = tuple(tensor.get_shape())
+                    if (kind := tensor.get_dtype()) not in FLOATS:
+                        raise UserError(
+                            f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
+                            "give a copy of the model in bf16"
+                        )
+        self.shapes = names.in_memory(self.found)
+
+    def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
+        """Raise UserError naming a tensor of the files that is missing, has another shape than the
+        model's, or is not in it. wanted: {name: shape} of the model. tied: names that may be
+        missing."""
+        wanted = names.in_files(wanted, self.found.keys())
+        if missing := sorted(wanted.keys() - tied - self.found.keys()):
+            raise UserError(f"{self.folder}: weight {missing[0]} is missing")
+        for name, shape in sorted(self.found.items()):
+            if name not in wanted and name not in self.ignored:
+                raise UserError(f"{self.folder}: {name} is not a weight of this model")
+            if shape != wanted.get(name, shape):
+                raise UserError(
+                    f"{self.folder}: {name} has shape {list(shape)}, but config.json implies "
+                    f"{list(wanted[name])}"
+                )
+
+    def equal(self, a: str, b: str) -> bool:
+        """Whether two matrices have the same values. Reads a few rows of both at a time."""
+        shape, bytes_read = self.shapes[a], self.bytes_read
+        if shape != self.shapes[b] or len(shape) != 2:
+            return False
+        step = max(1, COMPARED // max(1, shape[1]))
+        parts = [(slice(i, i + step),) for i in range(0, shape[0], step)]
+        same = all(torch.equal(self.read(a, p).float(), self.read(b, p).float()) for p in parts)
+        self.bytes_read = bytes_read  # of what is loaded
+        return same
+
+    def digest(self) -> str:
+        """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
+        files they are in. Reading all values would take minutes for a large model."""
+        found = {}
+        for file in set(self.files.values()):
+            with open(file, "rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                for name, about in json.loads(opened.read(length)).items():
+                    if self.files.get(name) != file:
+                        continue
+                    first, end = about["data_offsets"]
+                    sample = b""
+                    for at in (first, (first + end) // 2, max(first, end - SAMPLE)):
+                        opened.seek(8 + length + at)
+                        sample += opened.read(min(SAMPLE, end - at))
+                    found[name] = about["dtype"], about["shape"], hashlib.sha256(sample).hexdigest()
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+
+    def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
+        """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
+        on the CPU. Raises UserError."""
+        if name in self.files:
+            with _open(self.files[name]) as opened:
+                values = opened.get_slice(name)[part]
+        else:
+            values = self._fuse(name, part)
+        self.bytes_read += values.nbytes
+        return values
+
+    def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """The selected experts' rows and columns, of which alone the files are read."""
+        shape, values = self.shapes[name], None
+        part = (*part, slice(None), slice(None))
+        experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
+        matrices = [m for m in names.matrices(name, shape) if m.expert in experts]
+        for file in dict.fromkeys(self.files[m.name] for m in matrices):
+            with _open(file) as opened:
+                for m in (m for m in matrices if self.files[m.name] == file):
+                    first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
+                    if first >= end:
+                        continue
+                    of_matrix = slice(first - m.rows.start, end - m.rows.start)
+                    found = opened.get_slice(m.name)[of_matrix, columns.start : columns.stop]
+                    if values is None:
+                        size = len(experts), len(rows), len(columns)
+                        values = torch.empty(size, dtype=found.dtype)
+                    values[m.expert - experts.start, first - rows.start : end - rows.start] = found
+        return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
+
+
+def open_weights(folder: Path) -> Weights | None:
+    """The folder's weights; None if it holds none. Raises UserError for other formats."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            places = json.loads(index.read_text())["weight_map"]
+            if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
+                raise UserError(f"{index} names {away[0]}, which is not in its folder")
+            files = {n: folder / f for n, f in places.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+            raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
+        for file in dict.fromkeys(files.values()):
+            if not file.is_file():
+                raise UserError(
+                    f"{index} names {file.name}, which is missing: is the download complete?"
+                )
+        return Weights(folder, files)
+    if single.is_file():
+        with _open(single) as opened:
+            return Weights(folder, dict.fromkeys(opened.keys(), single))
+    if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
+        raise UserError(
+            f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
+            "model.safetensors.index.json): save them again with save_pretrained"
+        )
+    return None
+
+
+def loading(weights: Weights | None, shares: int):
+    """A context manager that shows the progress of reading one of `shares` equal shares."""
+    if weights is None:
+        return contextlib.nullcontext()
+    share = weights.bytes / shares
+    return watched("loading weights", share, lambda: min(weights.bytes_read, share))
