@@ -1,24 +1,25 @@
 """Builds the model of train_fsdp.py, sharded before it has weights, so that no process makes or
 reads more than its share."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
 
-from fsdp import copy_engines
+from fsdp import copy_engines, estimate
 from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, host_need, prepare_host
+from fsdp.layout import Layout
 from fsdp.sharding import precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards
-from fsdp.units import plain_units, sharded_units
-from llm_demo.core.batch import Part
+from fsdp.units import Unit, plain_units, sharded_units
 from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
+from llm_demo.core.errors import counted
 from llm_demo.core.experts_spread import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
@@ -29,7 +30,7 @@ from llm_demo.core.weights import allocate, fill
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log
-from llm_demo.job.plan import Plan
+from llm_demo.job.run import Job
 from llm_demo.job.weights_files import loading
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
@@ -40,132 +41,105 @@ LARGE = 100_000_000
 class Built(NamedTuple):
     model: DecoderLoss
     optimized: Shards | Masters | HostAdamW
-    n_params: int  # of the whole model, without adapters
-    n_trained: int  # the same, or those of adapters
     compiled: bool  # whether AdamW is
     row_group: ProcessGroup | None  # the ranks with slices of the same rows
 
 
-def build(
-    args,
-    world: World,
-    plan: Plan,
-    log: Log,
-    *,
-    sharded: bool,
-    grid: DeviceMesh,
-    mesh: DeviceMesh,
-    spread: int,
-    part: Part,
-    per_unit: int,
-    timed: Callable,
-) -> Built:
-    """Build the model on every rank. Raises UserError if the host has too little memory.
+def build(job: Job, layout: Layout) -> Built:
+    """Build the model on every rank. Raises UserError if the host has too little memory."""
+    args, plan, world, say = job.args, job.plan, job.world, job.log.say
+    weights, compute, on_host = plan.source.weights, plan.compute, args.optimizer_on_host
+    lm, n_params, n_trained = adapted(job)
+    expert_mesh, row_group = spread(lm, world, layout)
+    compiled = compiles(job, layout, n_trained)
+    with loading(weights, layout.n_shards):
+        model = wrap(lm, job)
+        model.tail.group = row_group
+        if layout.sharded:
+            same_experts = expert_mesh[SHARD] if expert_mesh else None
+            shard(
+                model, compute.dtype, layout.mesh, same_experts,
+                tied=lm.config.tie_word_embeddings, reshard=args.reshard_after_forward,
+                slim=on_host,
+            )  # fmt: skip
+        if on_host:
+            say(once_per_node(world, lambda: prepare_host(model, world)))
+        if args.activations_on_host:
+            keep_activations(model, job, layout)
+        allocate(model, world.device)
+        if lm.config.tie_word_embeddings:  # allocated separately
+            lm.lm_head.weight = lm.model.embed_tokens.weight
+        units = []
+        if on_host:
+            units = (sharded_units if layout.sharded else plain_units)(model, compute.compile)
+        if layout.sharded and compute.dtype != torch.float32:
+            tune(model, units, job, layout)
+        optimized = filled(lm, model, units, job, layout, compiled)
+    describe(job, layout, n_params, n_trained, sum(p.numel() for p in optimized.params))
+    return Built(model, optimized, compiled, row_group)
 
-    Args:
-        sharded: with FSDP2.
-        grid: all ranks.
-        mesh: what FSDP2 shards and sums over: the grid, or one replica if PowerSGD sums the rest.
-        spread: over how many ranks each block's experts are spread.
-        part: the slice of each row that this rank holds.
-        per_unit: blocks of a unit, 0 if their size decides.
-        timed: CommTimer.call."""
-    (_, config, weights, _), data, compute, horizon = plan[:4]
-    n_shards, group = grid[SHARD].size(), grid[SHARD].get_group()
-    on_host, accumulates = args.optimizer_on_host, args.grad_accum_steps > 1
-    tied, low = config.tie_word_embeddings, compute.dtype != torch.float32
 
-    lm = skeleton(config, compute.attn_impl, weights, compute.product)
+def adapted(job: Job) -> tuple[PreTrainedModel, int, int]:
+    """(the decoder on the meta device with its adapters if any, its parameters without them, those
+    that are trained)."""
+    plan, compute = job.plan, job.plan.compute
+    lm = skeleton(plan.source.config, compute.attn_impl, plan.source.weights, compute.product)
     n_params = n_trained = param_count(lm)
     if compute.lora:
         apply_lora(lm, compute.lora, compute.dtype)
-        torch.manual_seed(args.seed + world.rank)  # of dropout; other random numbers have their own
+        # of dropout; other random numbers have seeds of their own
+        torch.manual_seed(job.args.seed + job.world.rank)
         n_trained = compute.lora.parameters
-    expert_mesh = row_group = None
-    if spread > 1:
-        expert_mesh = make_expert_mesh(world, spread)
-        keep_part(lm, expert_mesh)
-    if part.of > 1:
-        row_group = make_row_group(world, part.of)
-        spread_rows(lm, row_group)
-    flat = low and not (sharded or on_host)
-    compiled = compiles_adamw(compute.compile and not on_host, n_trained, n_shards, log.say, flat)
+    return lm, n_params, n_trained
 
-    with loading(weights, n_shards):
-        blocks = make_units(
-            lm,
-            unit_sizes(config, config.num_hidden_layers, per_unit),
-            checkpointing=args.use_activation_checkpointing,
-            attention_kept=compute.attention_kept,
-        )
-        if compute.compile:
-            for unit in blocks:
-                compile_forward(unit, args.activation_memory_budget)
-        model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
-        model.tail.group = row_group
-        if args.freeze_router:
-            model.routers.requires_grad_(False)
-        if on_host:
-            for p in set(lm.parameters()) - model.in_fp32():  # on the meta device
-                p.data = p.data.to(compute.dtype)
-        if sharded:
-            same_experts = expert_mesh[SHARD] if expert_mesh else None
-            shard(
-                model, compute.dtype, mesh, same_experts,
-                tied=tied, reshard=args.reshard_after_forward, slim=on_host,
-            )  # fmt: skip
-        if on_host:
-            log.say(once_per_node(world, lambda: prepare_host(model, world)))
-        if args.activations_on_host:
-            model.on_host = keep_on_host(
-                len(blocks),
-                (args.micro_batch_size, data.train.seq_len // part.of, config.hidden_size),
-                compute.dtype,
-                world,
-                log.say,
-                others=host_need(model, world) if on_host else 0,
-            )
-        allocate(model, world.device)
-        if tied:  # allocated separately
-            lm.lm_head.weight = lm.model.embed_tokens.weight
-        units, optimized = [], None
-        if on_host:
-            units = (sharded_units if sharded else plain_units)(model, compute.compile)
-            optimized = HostAdamW(units, horizon.lr, args.weight_decay)
-        if sharded and low:
-            missing = reduce_traffic(
-                model,
-                world,
-                group,
-                dtype=compute.dtype,
-                accumulates=accumulates and not sums_each(args),
-                compiles=compute.compile,
-                engines=choose_engines(args.copy_engines, world, group, blocks, log),
-                reshards=args.reshard_after_forward,
-                timed=timed,
-                units=units,
-                replicas=mesh.size() // n_shards,
-            )
-            for line in missing:
-                log.say(f"fsdp: {line}")
-        store = optimized and optimized.keep
-        fill(lm, "model", weights, args.seed, store)
-        if not tied:
-            fill(lm, "lm_head", weights, args.seed, store)
-        if on_host:
-            optimized.allocate()
-        elif flat:
-            optimized = Masters(
-                model,
-                list(model.units),
-                compute.dtype,
-                accumulates=accumulates,
-                compiled=compiled,
-                in_fp32=model.in_fp32(),
-            )
-        else:
-            optimized = Shards(model)
-    return Built(model, optimized, n_params, n_trained, compiled, row_group)
+
+def spread(
+    lm: PreTrainedModel, world: World, layout: Layout
+) -> tuple[DeviceMesh | None, ProcessGroup | None]:
+    """Leave this rank its part of the experts, and let it take slices of rows. Returns the mesh of
+    the experts and the group of ranks with slices of the same rows, each None if there is none."""
+    expert_mesh = row_group = None
+    if layout.spread > 1:
+        expert_mesh = make_expert_mesh(world, layout.spread)
+        keep_part(lm, expert_mesh)
+    if layout.part.of > 1:
+        row_group = make_row_group(world, layout.part.of)
+        spread_rows(lm, row_group)
+    return expert_mesh, row_group
+
+
+def has_masters(job: Job, layout: Layout) -> bool:
+    """Whether fp32 masters stand beside 16-bit weights on this device."""
+    low = job.plan.compute.dtype != torch.float32
+    return low and not (layout.sharded or job.args.optimizer_on_host)
+
+
+def compiles(job: Job, layout: Layout, n_trained: int) -> bool:
+    """Whether AdamW is compiled. Logs why."""
+    works = job.plan.compute.compile and not job.args.optimizer_on_host
+    flat = has_masters(job, layout)
+    return compiles_adamw(works, n_trained, layout.n_shards, job.log.say, flat)
+
+
+def wrap(lm: PreTrainedModel, job: Job) -> DecoderLoss:
+    """The decoder in units of blocks, compiled, with its loss; still on the meta device."""
+    args, compute, on_host = job.args, job.plan.compute, job.args.optimizer_on_host
+    blocks = make_units(
+        lm,
+        unit_sizes(lm.config, lm.config.num_hidden_layers, estimate.per_unit_of(args)),
+        checkpointing=args.use_activation_checkpointing,
+        attention_kept=compute.attention_kept,
+    )
+    if compute.compile:
+        for unit in blocks:
+            compile_forward(unit, args.activation_memory_budget)
+    model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
+    if args.freeze_router:
+        model.routers.requires_grad_(False)
+    if on_host:
+        for p in set(lm.parameters()) - model.in_fp32():
+            p.data = p.data.to(compute.dtype)
+    return model
 
 
 def shard(
@@ -190,6 +164,76 @@ def shard(
     for end in (model,) if tied else (model.tail, model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     sum_over_ranks(model)
+
+
+def keep_activations(model: DecoderLoss, job: Job, layout: Layout) -> None:
+    """Keep the inputs of units in host memory between forward and backward."""
+    args, world, plan = job.args, job.world, job.plan
+    n = plan.data.train.seq_len // layout.part.of
+    model.on_host = keep_on_host(
+        len(model.units), (args.micro_batch_size, n, plan.source.config.hidden_size),
+        plan.compute.dtype, world, job.log.say,
+        others=host_need(model, world) if args.optimizer_on_host else 0,
+    )  # fmt: skip
+
+
+def tune(model: DecoderLoss, units: list[Unit], job: Job, layout: Layout) -> None:
+    """Make FSDP2's transfers fewer and faster. Logs what this PyTorch lacks."""
+    args, compute = job.args, job.plan.compute
+    engines = choose_engines(args.copy_engines, job.world, layout.group, list(model.units), job.log)
+    missing = reduce_traffic(
+        model,
+        job.world,
+        layout.group,
+        dtype=compute.dtype,
+        accumulates=args.grad_accum_steps > 1 and not sums_each(args),
+        compiles=compute.compile,
+        engines=engines,
+        reshards=args.reshard_after_forward,
+        timed=job.timer.comm.call,
+        units=units,
+        replicas=layout.mesh.size() // layout.n_shards,
+    )
+    for line in missing:
+        job.log.say(f"fsdp: {line}")
+
+
+def filled(
+    lm: PreTrainedModel, model: DecoderLoss, units: list[Unit], job: Job, layout: Layout, compiled
+) -> Shards | Masters | HostAdamW:
+    """Give the model its weights. Returns what is optimized."""
+    args, plan = job.args, job.plan
+    on_host = None
+    if args.optimizer_on_host:
+        on_host = HostAdamW(units, plan.horizon.lr, args.weight_decay)
+    for name in ("model",) if lm.config.tie_word_embeddings else ("model", "lm_head"):
+        fill(lm, name, plan.source.weights, args.seed, on_host and on_host.keep)
+    if on_host:
+        on_host.allocate()
+        return on_host
+    if not has_masters(job, layout):
+        return Shards(model)
+    return Masters(
+        model,
+        list(model.units),
+        plan.compute.dtype,
+        accumulates=args.grad_accum_steps > 1,
+        compiled=compiled,
+        in_fp32=model.in_fp32(),
+    )
+
+
+def describe(job: Job, layout: Layout, n_params: int, n_trained: int, n_local: int) -> None:
+    """Log the kind of parallelism and the numbers of parameters."""
+    sizes = f"{n_params:,} parameters, {n_local:,} here"
+    if job.plan.compute.lora:
+        sizes = f"{n_params:,} frozen parameters, {n_trained:,} trained in adapters, {n_local:,} "
+        sizes += "of them here"
+    name = "one plain process"
+    if layout.sharded:
+        processes = counted(job.world.size, "process", "processes")
+        name = f"{job.log.settings['parallelism']} on {processes}"
+    job.log.say(f"{name}: {sizes}")
 
 
 def choose_engines(

@@ -3,18 +3,16 @@
 from typing import NamedTuple
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.shards import Shards
 from fsdp_pp.pieces import Pieces
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, World
+from llm_demo.core.mesh import SHARD
 from llm_demo.core.optim import compiles_adamw
 from llm_demo.job.costs import param_count
-from llm_demo.job.log import Log
-from llm_demo.job.plan import Plan
+from llm_demo.job.run import Job
 from llm_demo.job.weights_files import loading
 
 
@@ -25,26 +23,13 @@ class Built(NamedTuple):
     compiled: bool  # whether AdamW is
 
 
-def build(
-    args,
-    world: World,
-    plan: Plan,
-    log: Log,
-    *,
-    grid: DeviceMesh,
-    counts: list[int],
-    where: list[int],
-    stage: int,
-) -> Built:
-    """Build the pieces of a stage, and nothing else, on every rank.
-
-    Args:
-        grid: all ranks: stages, and the shards of each.
-        counts: blocks of each piece of the model.
-        where: the stage of each piece."""
-    (_, config, weights, _), _, compute, _ = plan[:4]
+def build(job: Job, layout, counts: list[int]) -> Built:
+    """Build the pieces of this rank's stage, and nothing else. counts: blocks of each piece of the
+    model. layout: see train_fsdp_pp.Layout."""
+    args, world, log, grid = job.args, job.world, job.log, layout.grid
+    config, weights, compute = job.plan.source.config, job.plan.source.weights, job.plan.compute
     low, accumulates = compute.dtype != torch.float32, args.grad_accum_steps > 1
-    sharded = grid[SHARD].size() > 1
+    sharded = layout.n_shards > 1
     flat = low and not sharded
 
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
@@ -52,7 +37,7 @@ def build(
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
 
     with loading(weights, world.size):
-        pieces = Pieces(lm, args, compute, counts, where, stage)
+        pieces = Pieces(lm, args, compute, counts, layout.where, layout.stage)
         if args.freeze_router:
             for routers in pieces.routers:
                 routers.requires_grad_(False)

@@ -7,12 +7,14 @@ NPROC_PER_NODE=4 bash fsdp_pp/launch_fsdp_pp.sh              2 stages, each shar
 
 import functools
 import os
+from typing import NamedTuple
 
 import llm_demo  # noqa: F401  first: it catches what imports refuse
 
 # isort: split
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
 from fsdp.sharding import accumulate
@@ -24,9 +26,9 @@ from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import label_positions, to_device
-from llm_demo.core.loop import heldout_batches, prepare, train
+from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, STAGE, make_mesh, on_device
+from llm_demo.core.mesh import SHARD, STAGE, World, make_mesh, on_device
 from llm_demo.core.optim import (
     LossScale,
     adam_steps,
@@ -36,10 +38,10 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import heldout_rows, micro_batches
-from llm_demo.job.args import less_memory, parse_args
-from llm_demo.job.dist import run, start
-from llm_demo.job.log import Log
-from llm_demo.job.plan import make_plan
+from llm_demo.job.args import Args, less_memory, parse_args
+from llm_demo.job.dist import run as run_script
+from llm_demo.job.dist import start
+from llm_demo.job.run import Job, run
 from llm_demo.job.source import check_experts
 from pp.cut import describe_split, given_counts, split
 
@@ -54,99 +56,186 @@ def main() -> None:
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     world = start()
     args.check_processes(world.size)
-    n_shards = world.size // args.stages
-    sharded = n_shards > 1
-    stage, shard = divmod(world.rank, n_shards)
-    where = orders.stages_of(args.schedule, args.stages)
-    last = len(where) - 1
-
-    # decisions and data
-    log = Log(args, world, "fsdp_pp")
-    checkpointing = args.use_activation_checkpointing
+    job, layout = Job(args, world, "fsdp_pp"), layout_of(args, world)
 
     def refuse(config):
         check_experts(args, config)
-        given_counts(config, len(where), args.partition)
+        given_counts(config, len(layout.where), args.partition)
 
-    plan = make_plan(args, world, log, n_shards, refuse)
-    (_, config, _, _), data, compute, horizon = plan[:4]
-    B, accum, S = args.micro_batch_size, args.grad_accum_steps, data.train.seq_len
-    counts = split(config, last + 1, args.partition, B, S, checkpointing)
+    job.decide(layout.n_shards, refuse)
+    config, train = job.plan.source.config, job.plan.data.train
+    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
+    counts = split(config, len(layout.where), args.partition, *cost)
     parallelism = f"{args.schedule} pipeline of {args.stages} stages"
-    parallelism += f", each sharded over {n_shards} processes" if sharded else ""
-    log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    log.say(f"pipeline: {describe_split(counts, where, config, B, S, checkpointing)}")
+    if layout.n_shards > 1:
+        parallelism += f", each sharded over {layout.n_shards} processes"
+    job.log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
+    job.log.say(f"pipeline: {describe_split(counts, layout.where, config, *cost)}")
     if args.copy_engines and args.stages == 1:
-        log.say("warning: --copy_engines has no effect: one stage sends nothing")
-    if args.reshard_after_forward and not sharded:
-        log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
+        job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
+    if args.reshard_after_forward and layout.n_shards == 1:
+        job.log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
-        log.say(estimate.table(args, config, compute, data.train, n_shards, counts))
-        return
-    ready = prepare(args, world, plan, log)
-    if not ready:
-        return
-    clock, checkpoints = ready
+        compute = job.plan.compute
+        job.log.say(estimate.table(args, config, compute, train, layout.n_shards, counts))
+    elif job.open():
+        run(job, ShardedPipeline(job, layout, counts))
 
-    # model: each stage makes only its own pieces
-    grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
+
+class Layout(NamedTuple):
+    """The ranks of a run: stages, and the shards of each."""
+
+    where: list[int]  # the stage of each piece of the model
+    n_shards: int  # of a stage
+    stage: int  # of this rank
+    shard: int
+    ranks: torch.Tensor  # [stages, n_shards]
+    grid: DeviceMesh  # the same
+
+
+def layout_of(args: Args, world: World) -> Layout:
+    """What the flags mean for this number of ranks. Collective."""
+    n_shards = world.size // args.stages
+    where = orders.stages_of(args.schedule, args.stages)
     ranks = torch.arange(world.size).view(args.stages, n_shards)
-    links = Links(where, ranks, world.rank, world.device)
-    engines = args.stages > 1 and choose_copy_engines(
-        args.copy_engines, world, dist.group.WORLD, log.say
-    )
-    log.resolved(copy_engines=engines)
-    if engines:
-        largest = max(B, args.eval_batch_size) * S * config.hidden_size
-        links.by_copy_engines(largest, compute.dtype, clock.comm.call)
-    else:
-        links.by_nccl(receive_early(world, log.say))
-    built = build(args, world, plan, log, grid=grid, counts=counts, where=where, stage=stage)
-    pieces, optimized = built.pieces, built.optimized
-    flat = isinstance(optimized, Masters)  # which takes the gradients of each backward
-    n_here = sum(p.numel() for p in optimized.params)
-    log.say(f"{parallelism}: {built.n_params:,} parameters, {n_here:,} here")
+    grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
+    return Layout(where, n_shards, *divmod(world.rank, n_shards), ranks, grid)
 
-    # optimizer
-    optimizer = make_adamw(optimized.params, horizon.lr, args.weight_decay, built.compiled)
-    optimized.follow(optimizer)
-    loss_scale = LossScale(compute.dtype, world.device)
-    group = None
-    if config.tie_word_embeddings:
-        group = tied_group(ranks[where[0]].tolist(), ranks[where[last]].tolist(), shard)
-    copies = TiedEnds(pieces.tied(), optimized, group)
-    # made by all ranks together, for saves in the background
-    checkpoints.meshes[grid[SHARD]] = on_device(grid, "cpu")[SHARD]
-    fixed = not_optimized(pieces)
-    state = functools.partial(training_state, copies.saved, optimizer, grid[SHARD], None, fixed)
-    fill_adam_state(optimizer, checkpoints.facts["adam_steps"] if checkpoints.path else 0)
-    if checkpoints.path:
-        tensors = training_state(copies.loaded, optimizer, grid[SHARD], None, fixed)
-        checkpoints.load(tensors)
-        optimized.store({p: tensors[p.hf_name] for p in optimized.model_params})
-        copies.copy(optimizer)
-        del tensors
-        loss_scale.load(checkpoints.facts["loss_scale"])
-    if pieces.gates:
-        stage_group = grid[SHARD].get_group()
-        clock.router_load = functools.partial(pieces.take_load, stage_group, world.device)
 
-    def order_here(order, *rest):
+class ShardedPipeline:
+    """This rank's pieces of the model, and what loop.train asks of it. counts: blocks of each
+    piece."""
+
+    def __init__(self, job: Job, layout: Layout, counts: list[int]):
+        args, world, plan, saver = job.args, job.world, job.plan, job.saver
+        self.job, self.args, self.layout, self.device = job, args, layout, world.device
+        self.last = len(layout.where) - 1
+        shards = layout.grid[SHARD]
+        self.links = self.connect()
+        built = build(job, layout, counts)
+        self.pieces, self.optimized = built.pieces, built.optimized
+        # which takes the gradients of each backward
+        self.flat = isinstance(self.optimized, Masters)
+        n_local = sum(p.numel() for p in self.optimized.params)
+        parallelism = job.log.settings["parallelism"]
+        job.log.say(f"{parallelism}: {built.n_params:,} parameters, {n_local:,} here")
+        params = self.optimized.params
+        self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, built.compiled)
+        self.optimized.follow(self.optimizer)
+        self.loss_scale = LossScale(plan.compute.dtype, world.device)
+        ends, group = [layout.ranks[layout.where[i]].tolist() for i in (0, -1)], None
+        if plan.source.config.tie_word_embeddings:
+            group = tied_group(*ends, layout.shard)
+        self.copies = TiedEnds(self.pieces.tied(), self.optimized, group)
+        # made by all ranks together, for saves in the background
+        saver.meshes[shards] = on_device(layout.grid, "cpu")[SHARD]
+        fill_adam_state(self.optimizer, saver.facts["adam_steps"] if saver.path else 0)
+        if saver.path:
+            tensors = self.tensors_of(self.copies.loaded)
+            saver.load(tensors)
+            self.optimized.store({p: tensors[p.hf_name] for p in self.optimized.model_params})
+            self.copies.copy(self.optimizer)
+            self.loss_scale.load(saver.facts["loss_scale"])
+        self.work = self.order(orders.order, args.grad_accum_steps, args.run_ahead)
+
+    def connect(self) -> Links:
+        """Connect this stage with the others."""
+        args, world, plan, log = self.args, self.job.world, self.job.plan, self.job.log
+        links = Links(self.layout.where, self.layout.ranks, world.rank, world.device)
+        engines = args.stages > 1 and choose_copy_engines(
+            args.copy_engines, world, dist.group.WORLD, log.say
+        )
+        log.resolved(copy_engines=engines)
+        if engines:
+            rows = max(args.micro_batch_size, args.eval_batch_size)
+            largest = rows * plan.data.train.seq_len * plan.source.config.hidden_size
+            links.by_copy_engines(largest, plan.compute.dtype, self.job.timer.comm.call)
+        else:
+            links.by_nccl(receive_early(world, log.say))
+        return links
+
+    def step(self, rows, n_labels: int, lr: float):
+        args, data, layout = self.args, self.job.plan.data, self.layout
+        total = torch.zeros((), device=self.device)
+        over, micro = (layout.shard, layout.n_shards), args.micro_batch_size
+        batches = micro_batches(data.train, rows, *over, micro, data.max_docs)
+        batches = self.job.timer.data(batches)
+        inputs = (self.inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
+
+        def take(loss):
+            total.add_(loss.detach() / n_labels)
+            return loss * (self.loss_scale.scale / n_labels)
+
+        def backward(piece, k, y, grad):
+            last = k == args.grad_accum_steps - 1
+            if layout.n_shards > 1:
+                one = self.pieces[str(piece)]
+                accumulate(one, args.reshard_after_forward, last=last, every=False)
+            y.backward(grad)
+            if self.flat:
+                self.optimized.take_grads(last)
+
+        self.run_pipeline(self.work, Lookahead(inputs), micro, take, backward)
+        if not self.flat:
+            self.optimized.take_grads(last=True)
+        self.copies.sum_gradients()
+        set_lr(self.optimizer, lr)
+        parts = [(self.copies.counted_once(self.optimized.grads()), dist.group.WORLD)]
+        return total, clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, parts)
+
+    @torch.no_grad()
+    def score(self, packs, micro: int) -> torch.Tensor:
+        n_shards, max_docs = self.layout.n_shards, self.job.plan.data.max_docs
+        count = heldout_rows(packs, n_shards, micro).size // n_shards // micro
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        batches = heldout_batches(packs, self.layout.shard, n_shards, micro, max_docs)
+        inputs = Lookahead(self.inputs_of(batch, *labels) for batch, *labels in batches)
+        self.run_pipeline(self.order(orders.forwards_only, count), inputs, micro, total.add_)
+        return total
+
+    @torch.no_grad()
+    def next_tokens(self, batch, index) -> torch.Tensor:
+        tokens = torch.zeros_like(index, device=self.device)
+        forwards, inputs = self.order(orders.forwards_only, 1), [self.inputs_of(batch, index)]
+        self.run_pipeline(forwards, inputs, len(batch.input_ids), tokens.copy_)
+        # every pipeline has the same answer
+        source = self.layout.ranks[self.layout.where[self.last], 0].item()
+        dist.broadcast(tokens, src=source)
+        return tokens
+
+    def more(self) -> dict[str, torch.Tensor]:
+        if not self.pieces.gates:
+            return {}
+        group = self.layout.grid[SHARD].get_group()
+        return {"moe/load": self.pieces.take_load(group, self.device)}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self.tensors_of(self.copies.saved)
+
+    def facts(self) -> dict:
+        return {"adam_steps": adam_steps(self.optimizer), "loss_scale": self.loss_scale.facts()}
+
+    def tensors_of(self, views) -> dict[str, torch.Tensor]:
+        shards, fixed = self.layout.grid[SHARD], not_optimized(self.pieces)
+        return training_state(views, self.optimizer, shards, None, fixed)
+
+    def order(self, order, *rest) -> list[tuple]:
+        """This stage's work, with its receives. order: one of orders.py."""
+        args, layout = self.args, self.layout
         works = [order(args.schedule, args.stages, s, *rest) for s in range(args.stages)]
-        return orders.with_receives(works, where, stage)
+        return orders.with_receives(works, layout.where, layout.stage)
 
-    work = order_here(orders.order, accum, args.run_ahead)
-
-    def inputs_of(batch, *labels):
+    def inputs_of(self, batch, *labels) -> tuple[torch.Tensor, dict]:
         """(token ids, the other arguments of DecoderLoss.forward), of which labels are the last."""
-        shape = tuple(batch.input_ids.shape)
-        documents = make_documents(batch.cu_seqlens, shape, compute.attn_impl, world.device)
-        moved = to_device(world.device, batch.input_ids, batch.position_ids, *labels)
+        shape, attn_impl = tuple(batch.input_ids.shape), self.job.plan.compute.attn_impl
+        documents = make_documents(batch.cu_seqlens, shape, attn_impl, self.device)
+        moved = to_device(self.device, batch.input_ids, batch.position_ids, *labels)
         names = "position_ids", "index", "targets", "answers"
         return moved[0], {"documents": documents, **dict(zip(names, moved[1:], strict=False))}
 
-    def run_pipeline(work, inputs, micro, take, backward=None):
+    def run_pipeline(self, work, inputs, micro: int, take, backward=None) -> None:
         """Do this stage's work. take(output): what follows the last piece."""
+        plan, pieces, last = self.job.plan, self.pieces, self.last
 
         def forward(piece, k, x):
             ids, others = inputs[k]
@@ -155,58 +244,9 @@ def main() -> None:
             y = pieces[str(piece)](ids if x is None else x, **others)
             return take(y) if piece == last else y
 
-        hidden = (micro, S, config.hidden_size), compute.dtype
-        runner.run(work, last, links, hidden, forward, backward)
-
-    def step(rows, n_labels, lr):
-        total = torch.zeros((), device=world.device)
-        batches = micro_batches(data.train, rows, shard, n_shards, B, data.max_docs)
-        batches = clock.data(batches)
-        inputs = Lookahead(inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
-
-        def take(loss):
-            total.add_(loss.detach() / n_labels)
-            return loss * (loss_scale.scale / n_labels)
-
-        def backward(piece, k, y, grad):
-            if sharded:
-                accumulate(
-                    pieces[str(piece)], args.reshard_after_forward, last=k == accum - 1, every=False
-                )
-            y.backward(grad)
-            if flat:
-                optimized.take_grads(last=k == accum - 1)
-
-        run_pipeline(work, inputs, B, take, backward)
-        if not flat:
-            optimized.take_grads(last=True)
-        copies.sum_gradients()
-        set_lr(optimizer, lr)
-        parts = [(copies.counted_once(optimized.grads()), dist.group.WORLD)]
-        return total, clipped_step(optimizer, args.max_grad_norm, loss_scale, parts)
-
-    @torch.no_grad()
-    def evaluate(packs, micro):
-        count = heldout_rows(packs, n_shards, micro).size // n_shards // micro
-        total = torch.zeros(2, dtype=torch.float64, device=world.device)
-        batches = heldout_batches(packs, shard, n_shards, micro, data.max_docs)
-        inputs = Lookahead(inputs_of(batch, *labels) for batch, *labels in batches)
-        run_pipeline(order_here(orders.forwards_only, count), inputs, micro, total.add_)
-        return total
-
-    @torch.no_grad()
-    def ask(batch, index):
-        tokens = torch.zeros_like(index, device=world.device)
-        forwards = order_here(orders.forwards_only, 1)
-        run_pipeline(forwards, [inputs_of(batch, index)], len(batch.input_ids), tokens.copy_)
-        # every pipeline has the same answer
-        dist.broadcast(tokens, src=ranks[where[last], 0].item())
-        return tokens
-
-    def facts():
-        return {"adam_steps": adam_steps(optimizer), "loss_scale": loss_scale.facts()}
-
-    train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
+        shape = micro, plan.data.train.seq_len, plan.source.config.hidden_size
+        hidden = shape, plan.compute.dtype
+        runner.run(work, last, self.links, hidden, forward, backward)
 
 
 class Lookahead(dict):
@@ -223,4 +263,4 @@ class Lookahead(dict):
 
 
 if __name__ == "__main__":
-    run(main, parse, less_memory)
+    run_script(main, parse, less_memory)

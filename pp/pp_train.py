@@ -17,15 +17,14 @@ import torch.distributed as dist
 from llm_demo.core.batch import answers_of, label_positions, to_device
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import counted
-from llm_demo.core.loop import prepare, train
 from llm_demo.core.optim import compiles_adamw, make_adamw, set_lr
 from llm_demo.core.rows import boundaries, heldout_rows, micro_batches, share_of
 from llm_demo.core.weights import materialise
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.costs import param_count, unit_sizes
-from llm_demo.job.dist import run, start
-from llm_demo.job.log import Log
-from llm_demo.job.plan import make_plan
+from llm_demo.job.dist import run as run_script
+from llm_demo.job.dist import start
+from llm_demo.job.run import Job, run
 from llm_demo.job.source import refuse_experts
 from llm_demo.job.weights_files import loading
 from pp.cut import describe_split, given_counts, split
@@ -37,128 +36,166 @@ parse = functools.partial(parse_args, __doc__, *GROUPS)
 def main() -> None:
     args = parse()
     # after the flags: importing DeepSpeed takes seconds
-    from pp import ds_engine, ds_state, estimate, stages
-    from pp.deepspeed_base import facts_of, join, set_masters
+    from pp import ds_engine, estimate
 
     world = start()
     args.check_processes(world.size)
     switches = ds_engine.read_switches(args.deepspeed_config)
-    where = list(range(args.stages))
+    where = list(range(args.stages))  # the stage of each piece of the model
     where += where[::-1] if args.schedule == "dualpipev" else []
-    pieces = len(where)
-
-    # decisions and data
-    log = Log(args, world, "pp")
     replicas = world.size // args.stages
+    job = Job(args, world, "pp")
 
     def refuse(config):
         refuse_experts(config)
-        given_counts(config, pieces, args.partition)
+        given_counts(config, len(where), args.partition)
 
-    plan = make_plan(args, world, log, replicas, refuse)
-    (_, config, weights, _), data, compute, horizon = plan[:4]
-    B, S, accum = args.micro_batch_size, data.train.seq_len, args.grad_accum_steps
-    checkpointing = args.use_activation_checkpointing
-    counts = split(config, pieces, args.partition, B, S, checkpointing)
+    job.decide(replicas, refuse)
+    config, train = job.plan.source.config, job.plan.data.train
+    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
+    counts = split(config, len(where), args.partition, *cost)
     parallelism = f"pipeline of {counted(args.stages, 'stage')}"
-    log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    log.say(f"pipeline: {describe_split(counts, where, config, B, S, checkpointing)}")
+    job.log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
+    job.log.say(f"pipeline: {describe_split(counts, where, config, *cost)}")
     if args.estimate:
         zero = switches.get("zero_optimization", {})
-        log.say(estimate.table(args, config, compute, data.train, replicas, counts, zero))
-        return
-    ready = prepare(args, world, plan, log, copies=replicas > 1)
-    if not ready:
-        return
-    estimate.check_host(args, config, replicas, counts, world)
-    clock, checkpoints = ready
+        table = estimate.table(args, config, job.plan.compute, train, replicas, counts, zero)
+        job.log.say(table)
+    elif job.open(copies=replicas > 1):
+        estimate.check_host(args, config, replicas, counts, world)
+        run(job, Pipeline(job, switches, counts))
 
-    # model: each stage makes only its own layers
-    join(world.device)
-    lm = skeleton(config, compute.attn_impl, weights)
-    n_params = param_count(lm)
-    layouts = [stages.Layout(lm.model.rotary_emb, compute.attn_impl, world.device) for _ in counts]
-    budget = args.activation_memory_budget if compute.compile else None
-    make = functools.partial(materialise, lm, weights=weights, seed=args.seed, device=world.device)
-    sizes = [unit_sizes(config, count, args.blocks_per_unit) for count in counts]
-    specs, bounds = stages.layer_specs(lm.config, make, sizes, layouts, checkpointing, budget)
-    loss_fn = functools.partial(stages.loss_fn, compiled=compute.compile)
-    score_fn = functools.partial(stages.score_fn, compiled=compute.compile)
-    kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
-    with loading(weights, args.stages):
-        module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
-    # optimizer and engine
-    compiled = compiles_adamw(compute.compile, n_params, world.size, log.say)
-    optimizer = make_adamw(module.parameters(), horizon.lr, args.weight_decay, compiled)
-    settings = ds_engine.engine_config(
-        switches, compute.dtype, micro=B, accum=accum, clip=args.max_grad_norm
-    )
-    engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
-    if weights and compute.dtype != torch.float32:
-        set_masters(engine, weights)
-    if checkpoints.path:
-        ds_state.load_state(engine, checkpoints.load, checkpoints.facts)
-    else:
-        ds_state.make_moments(engine)
-    replica = engine.grid.get_data_parallel_id()
+class Pipeline:
+    """This rank's stage, and what loop.train asks of it. switches: DeepSpeed's. counts: blocks of
+    each piece of the model."""
 
-    def feed(packs, rows, factor=None, micro=B):
-        """(inputs, labels) of each micro-batch: the first stage uses inputs, the last labels.
-        Without a factor, labels are for `score_fn`."""
-        share = share_of(rows, replica, replicas, micro)
-        for layout in layouts:
-            layout.follow(boundaries(packs, group, data.max_docs) for group in share)
-        batches = micro_batches(packs, rows, replica, replicas, micro, data.max_docs)
+    def __init__(self, job: Job, switches: dict, counts: list[int]):
+        from pp import ds_engine, ds_state, stages
+        from pp.deepspeed_base import join, set_masters
 
-        def pairs():
-            for batch in clock.data(batches):
-                index, targets = label_positions(batch.labels)
-                last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
-                labels = to_device(world.device, index, targets, last)
-                yield to_device(world.device, batch.input_ids)[0], labels
+        args, world, plan, saver = job.args, job.world, job.plan, job.saver
+        config, weights, compute = plan.source.config, plan.source.weights, plan.compute
+        self.job, self.args, self.device, self.pieces = job, args, world.device, len(counts)
+        self.replicas, self.done = world.size // args.stages, saver.first_step
 
-        return pairs()
+        # each stage makes only its own layers
+        join(world.device)
+        lm = skeleton(config, compute.attn_impl, weights)
+        n_params = param_count(lm)
+        rotary = lm.model.rotary_emb
+        self.layouts = [stages.Layout(rotary, compute.attn_impl, world.device) for _ in counts]
+        budget = args.activation_memory_budget if compute.compile else None
+        make = functools.partial(
+            materialise, lm, weights=weights, seed=args.seed, device=world.device
+        )
+        sizes = [unit_sizes(config, count, args.blocks_per_unit) for count in counts]
+        checkpointing = args.use_activation_checkpointing
+        specs, bounds = stages.layer_specs(
+            lm.config, make, sizes, self.layouts, checkpointing, budget
+        )
+        loss_fn = functools.partial(stages.loss_fn, compiled=compute.compile)
+        self.score_fn = functools.partial(stages.score_fn, compiled=compute.compile)
+        kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
+        with loading(weights, args.stages):
+            module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
-    def step(rows, n_labels, lr):
+        compiled = compiles_adamw(compute.compile, n_params, world.size, job.log.say)
+        optimizer = make_adamw(module.parameters(), plan.horizon.lr, args.weight_decay, compiled)
+        settings = ds_engine.engine_config(
+            switches, compute.dtype, micro=args.micro_batch_size, accum=args.grad_accum_steps,
+            clip=args.max_grad_norm,
+        )  # fmt: skip
+        self.engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
+        if weights and compute.dtype != torch.float32:
+            set_masters(self.engine, weights)
+        if saver.path:
+            ds_state.load_state(self.engine, saver.load, saver.facts)
+        else:
+            ds_state.make_moments(self.engine)
+        self.replica = self.engine.grid.get_data_parallel_id()
+
+    def step(self, rows, n_labels: int, lr: float):
+        from pp import ds_engine
+
+        args, engine = self.args, self.engine
         set_lr(engine.optimizer, lr)
         # The engine averages over micro-batches and replicas. The factor turns that into the step's
         # token mean.
-        factor = accum * replicas / n_labels
-        total = engine.train_batch(feed(data.train, rows, factor))
-        done = clock.history.step + 1
-        if done == 1 or args.check_tied_every and done % args.check_tied_every == 0:
+        factor = args.grad_accum_steps * self.replicas / n_labels
+        total = engine.train_batch(self.feed(self.job.plan.data.train, rows, factor))
+        self.done += 1
+        if self.done == 1 or args.check_tied_every and self.done % args.check_tied_every == 0:
             if ds_engine.tied_copies_differ(engine):
-                raise RuntimeError(f"step {done}: the stages' copies of the tied weight differ")
-        if done % args.log_every == 0:
+                raise RuntimeError(
+                    f"step {self.done}: the stages' copies of the tied weight differ"
+                )
+        if self.done % args.log_every == 0:
             ds_engine.forget_timers(engine)
-        share = total if world.rank == 0 else torch.zeros_like(total)  # every rank has the total
+        # every rank has the total
+        share = total if self.job.world.rank == 0 else torch.zeros_like(total)
         return share, engine.get_global_grad_norm()
 
-    def evaluate(packs, micro):
-        rows = heldout_rows(packs, replicas, micro, at_least=pieces)
-        count = rows.size // replicas // micro
-        batches = feed(packs, rows, micro=micro)
-        scores = ds_engine.forward_only(engine, batches, count, score_fn, reshape=micro != B)
+    def score(self, packs, micro: int) -> torch.Tensor:
+        rows = heldout_rows(packs, self.replicas, micro, at_least=self.pieces)
+        count = rows.size // self.replicas // micro
+        reshape = micro != self.args.micro_batch_size
+        batches = self.feed(packs, rows, micro=micro)
+        scores = self.forward_only(batches, count, self.score_fn, reshape=reshape)
         if not scores:
-            return torch.zeros(2, dtype=torch.float64, device=world.device)
+            return torch.zeros(2, dtype=torch.float64, device=self.device)
         return torch.stack(scores).sum(0, dtype=torch.float64)
 
-    def ask(batch, index):
-        for layout in layouts:
+    def next_tokens(self, batch, index) -> torch.Tensor:
+        from pp.stages import ask_fn
+
+        for layout in self.layouts:
             layout.follow(itertools.repeat(batch.cu_seqlens))
-        inputs = to_device(world.device, batch.input_ids)[0], to_device(world.device, index)
+        inputs = to_device(self.device, batch.input_ids)[0], to_device(self.device, index)
         # DualPipeV needs several micro-batches: repeat the same one
-        out = ds_engine.forward_only(engine, itertools.repeat(inputs), pieces, stages.ask_fn)
-        tokens = out[0] if out else torch.zeros_like(index, device=world.device)
-        group = engine.grid.get_pipe_parallel_group()
-        dist.broadcast(tokens, src=engine._loss_stage_global_rank(), group=group)
+        out = self.forward_only(itertools.repeat(inputs), self.pieces, ask_fn)
+        tokens = out[0] if out else torch.zeros_like(index, device=self.device)
+        group = self.engine.grid.get_pipe_parallel_group()
+        dist.broadcast(tokens, src=self.engine._loss_stage_global_rank(), group=group)
         return tokens
 
-    state = functools.partial(ds_state.training_state, engine)
-    facts = functools.partial(facts_of, engine)
-    train(args, world, plan, log, clock, checkpoints, step, evaluate, ask, state, facts)
+    def more(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        from pp.ds_state import training_state
+
+        return training_state(self.engine)
+
+    def facts(self) -> dict:
+        from pp.deepspeed_base import facts_of
+
+        return facts_of(self.engine)
+
+    def forward_only(self, batches, count: int, output_fn, **how) -> list[torch.Tensor]:
+        from pp.ds_engine import forward_only
+
+        return forward_only(self.engine, batches, count, output_fn, **how)
+
+    def feed(self, packs, rows, factor=None, micro: int = 0):
+        """(inputs, labels) of each micro-batch: the first stage uses inputs, the last labels.
+        Without a factor, labels are for `score_fn`."""
+        micro, max_docs = micro or self.args.micro_batch_size, self.job.plan.data.max_docs
+        over = self.replica, self.replicas
+        for layout in self.layouts:
+            shares = share_of(rows, *over, micro)
+            layout.follow(boundaries(packs, group, max_docs) for group in shares)
+
+        def pairs():
+            batches = micro_batches(packs, rows, *over, micro, max_docs)
+            for batch in self.job.timer.data(batches):
+                index, targets = label_positions(batch.labels)
+                last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
+                labels = to_device(self.device, index, targets, last)
+                yield to_device(self.device, batch.input_ids)[0], labels
+
+        return pairs()
 
 
 if __name__ == "__main__":
-    run(main, parse, less_memory)
+    run_script(main, parse, less_memory)

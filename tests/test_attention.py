@@ -19,6 +19,7 @@ from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.job import attention_choice
 from llm_demo.job.attention_choice import choose_attention, compare_with_math
+from llm_demo.job.costs import heads_of
 from llm_demo.job.device import Device, peak_tflops, pick_dtype, this_device
 
 ON_CPU = ["bucketed", "bucketed_math", "math"]

@@ -7,7 +7,7 @@ import torch
 from conftest import ROOT
 from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick
 
-from llm_demo.core import loss, sums
+from llm_demo.core import decoder, loss, sums
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import position_ids
 from llm_demo.core.decoder import Blocks, skeleton

@@ -113,7 +113,7 @@ def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> No
     from trl import SFTConfig, SFTTrainer
 
     from llm_demo.core.mesh import World
-    from llm_demo.job.device import memory_peaks
+    from llm_demo.core.timer import memory_peaks
     from llm_demo.job.environment import environment
 
     row = json.loads(os.environ[ROW])

@@ -16,20 +16,18 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.rotary import LongRope, rope_type, rotary_tables
-from llm_demo.job.weights_files import Weights
 
 for _impl in attention.IMPLS:
     AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
 
 
-def skeleton(
-    config, attn_impl: str, weights: Weights | None = None, product: str = "looped"
-) -> PreTrainedModel:
+def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> PreTrainedModel:
     """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
     `materialise` gives parts of it their weights.
 
-    weights: the source of the weights. Raises UserError naming a tensor that is missing there, has
-    another shape, or is not in the model. product: of experts, see experts.PRODUCTS."""
+    weights: their source, with `check` and `read` as weights_files.Weights. Raises UserError naming
+    a tensor that is missing there, has another shape, or is not in the model. product: of experts,
+    see experts.PRODUCTS."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         # a copy, in which the model notes its kernels
         model = AutoModelForCausalLM.from_config(

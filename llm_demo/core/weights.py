@@ -10,11 +10,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.weights_files import Weights
 
 
 def materialise(
-    model: PreTrainedModel, name: str, weights: Weights | None, seed: int, device: torch.device
+    model: PreTrainedModel, name: str, weights, seed: int, device: torch.device
 ) -> nn.Module:
     """Give the submodule `name` of a skeleton its weights on `device`, and return it."""
     allocate(model.get_submodule(name), device)
@@ -30,16 +29,17 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 def fill(
     model: PreTrainedModel,
     name: str,
-    weights: Weights | None,
+    weights,
     seed: int,
     store: Callable | None = None,
 ) -> nn.Module:
     """Set the values of the submodule's parameters (if sharded, this rank's part) and of its
     persistent buffers, and their Hugging Face name, `hf_name`.
 
-    Without `weights`, values are random by the model's own rule; those of adapters, which are in no
-    files, by their `start`. Each module is seeded by its name, so any process makes the same block.
-    Values are rounded to bf16, as published weights are, so that runs in every dtype start alike.
+    weights: their source, with `read` and `folder` as weights_files.Weights. Without it, values are
+    random by the model's own rule; those of adapters, which are in no files, by their `start`. Each
+    module is seeded by its name, so any process makes the same block. Values are rounded to bf16,
+    as published weights are, so that runs in every dtype start alike.
 
     store(parameter, values): sets the values in place of a copy, to keep a master as well."""
     module = model.get_submodule(name)

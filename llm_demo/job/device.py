@@ -5,9 +5,7 @@ import functools
 import itertools
 import os
 import re
-import resource
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -340,20 +338,3 @@ def free_host_memory(root: Path = Path("/")) -> int:
                 continue
             free = min(free, max(0, left + sum(map(int, cached))))
     return free
-
-
-def memory_peaks(device: torch.device) -> tuple[float, float, int]:
-    """(peak memory of this process: allocated on a GPU, resident on a CPU; peak that PyTorch's
-    allocator reserved on a GPU; its retries so far), memory in 2**30 bytes. In a retry the
-    allocator is out of memory, frees what it only keeps, and waits for the device."""
-    if device.type != "cuda":
-        return peak_host_gb(), 0.0, 0
-    stats = torch.cuda.memory_stats(device)
-    allocated, reserved = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
-    return allocated / 2**30, reserved / 2**30, stats["num_alloc_retries"]
-
-
-def peak_host_gb() -> float:
-    """Peak resident host memory of this process in 2**30 bytes."""
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -13,6 +13,7 @@ from llm_demo.job.environment import describe_run
 from llm_demo.job.files import disk_full, finite, write_text
 from llm_demo.job.folder import choose_folder, folder_gone, lock_folder, take_folder
 from llm_demo.job.process import regular
+from llm_demo.job.progress import progress
 from llm_demo.job.reader import number, read_records
 from llm_demo.job.tracker import open_tracker
 
@@ -112,6 +113,8 @@ class Log:
             for _, r in kept
             if "train/loss" in r and isinstance(r.get("perf/peak_mem_gb"), list)
         ]
+
+    progress = staticmethod(progress)
 
     def close(self) -> None:
         """End the log of a run that is complete or stopped. Every rank may call."""

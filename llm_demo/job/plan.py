@@ -41,7 +41,14 @@ from llm_demo.job.checkpoint_files import (
     weights_of,
 )
 from llm_demo.job.compiling import choose_compile
-from llm_demo.job.costs import Heads, active_of, heads_of, parameters_of, share_of_heads
+from llm_demo.job.costs import (
+    Heads,
+    active_of,
+    flops_of_slot,
+    heads_of,
+    parameters_of,
+    share_of_heads,
+)
 from llm_demo.job.device import (
     DTYPES,
     Device,
@@ -121,6 +128,12 @@ class Plan(NamedTuple):
     rows_of: Callable[[int], np.ndarray]  # step, from 0 -> its rows
     identity: dict  # name -> what the rows of a step depend on
     sample_tokens: int  # length of the sample answers at the end
+
+    def flops_of(self, rows: np.ndarray) -> float:
+        """Training FLOPs of a step on these rows."""
+        lora, packs = self.compute.lora, self.data.train
+        attended, active = packs.attended(rows), lora and lora.active
+        return rows.size * packs.seq_len * flops_of_slot(self.source.config, attended, active)
 
 
 def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Callable) -> Plan:

@@ -9,6 +9,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from llm_demo.job.device import free_host_memory, pin
 from llm_demo.job.dist import from_rank0, lost_peer, timeout
 from llm_demo.job.files import PART
 from llm_demo.job.folder import folder_gone, last_checkpoint, published
+from llm_demo.job.log import Log
 from llm_demo.job.next_steps import resume
 from llm_demo.job.process import stop_signals
 from llm_demo.job.progress import size_of, watched
@@ -47,34 +49,34 @@ SETTINGS = (
     "lora_dropout", "freeze_router",
 )  # fmt: skip
 
-# what the identity of an earlier version lacks, as it was then
-EARLIER = {"shuffle": True, "length_warmup": 0}
-TOKENS = "tokens and labels"  # an earlier version has no checksum of them
+TOKENS = "tokens and labels"  # in the identity: a checksum of them
 
 # entries that trainer.json must have to resume from it
 NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 
-class Checkpoints:
-    """Saves, prunes and resumes a run's checkpoints. copies: the tensors to save are already copies
-    on the CPU (gathered by a pipeline's replicas), not the trained ones. log, clock: the run's Log
-    and Clock. identity: what the rows of a step depend on. adapters: Lora.facts() if the run trains
-    those instead of the model. model: its configuration."""
+class Saver:
+    """Saves, prunes and resumes a run's checkpoints.
+
+    identity: what the rows of a step depend on. copies: the tensors to save are already copies on
+    the CPU (gathered by a pipeline's replicas), not the trained ones. adapters: Lora.facts() if the
+    run trains those instead of the model. model: its configuration. describe(): called on rank 0
+    once this run owns the folder, to write what an export needs beside the weights."""
 
     def __init__(
         self,
         args: Args,
         world: World,
-        log,
-        clock,
+        log: Log,
         identity: dict,
-        max_steps: int,
+        *,
         copies: bool = False,
         adapters: dict | None = None,
         model: dict | None = None,
+        describe: Callable[[], None] = lambda: None,
     ):
-        self.args, self.world, self.log, self.clock = args, world, log, clock
-        self.identity, self.max_steps, self.copies = identity, max_steps, copies
+        self.args, self.world, self.log = args, world, log
+        self.identity, self.copies, self.describe = identity, copies, describe
         self.adapters, self.model = adapters, model or {}
         self.in_background = args.save_async
         self.folder = log.folder / "checkpoints"
@@ -89,8 +91,8 @@ class Checkpoints:
             self._require_shared_folder()
         started = time.perf_counter()
         self.path = find_checkpoint(args.resume, log.folder, world, log.say)
-        # whether the run continues itself, not another run
-        self.own = self.path is not None and self.path.parent == self.folder
+        # the checkpoint is of this run's folder, not of another run
+        self.continues = self.path is not None and self.path.parent == self.folder
         self.seconds = time.perf_counter() - started
         self.facts = (
             from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
@@ -117,9 +119,12 @@ class Checkpoints:
 
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
-        before = {name: value for name, value in EARLIER.items() if name in self.identity}
-        before |= {TOKENS: self.identity[TOKENS]} if TOKENS in self.identity else {}
-        before |= self.facts.get("identity", {})
+        before = self.facts.get("identity", {})
+        if TOKENS not in before and not self.args.resume_anyway:
+            raise UserError(
+                f"{self.path} is of an earlier version, which kept no checksum of its tokens: to "
+                "continue anyway, add --resume_anyway"
+            )
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             advice = self._as_many_rows(before)
@@ -135,9 +140,9 @@ class Checkpoints:
             if not self.args.resume_anyway:
                 raise UserError(f"{text}; {advice}to continue anyway, add --resume_anyway")
             self.log.say(f"resume: {text}; continuing because of --resume_anyway")
-        before = self.facts.get("settings", {})  # an older version has fewer
+        before = self.facts.get("settings", {})
         frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
-        if "freeze_router" in before and frozen[0] != frozen[1]:
+        if frozen[0] != frozen[1]:
             raise UserError(
                 f"{self.path}: --freeze_router was {frozen[0]}, is {frozen[1]}: AdamW's states of "
                 "the routers would be missing"
@@ -185,36 +190,43 @@ class Checkpoints:
                 name.unlink()
 
     def load(self, tensors: dict) -> None:
-        """Fill tensors from the checkpoint that --resume found, and restore the counters."""
+        """Fill tensors from the checkpoint that --resume found."""
         started = time.perf_counter()
         load(self.path, tensors, self.world, self.group, self.log.say)
         load_rng(self.path, self.world)
-        self.clock.history.resume(self.facts)
         seconds = self.seconds + time.perf_counter() - started
         self.log.say(
             f"resume: {self.path}, after step {self.first_step}, checked and read in "
             f"{seconds:.2f} s"
         )
 
-    def begin(self) -> None:
+    def listen(self) -> None:
         """From now on, a signal ends the run after the current step, with a checkpoint."""
         if not self.args.save:
             return
         for number in stop_signals():
             signal.signal(number, self._ask)
 
-    def tidy(self) -> None:
-        """Clean up the checkpoint folder, once this run owns it."""
+    def own_folder(self, state: Callable[[], dict], last: bool) -> None:
+        """After the run's first step, which may be its `last`: describe the model, remove what an
+        earlier process left, prepare for saves in the background. state() -> {name: tensor}."""
         if self.world.rank == 0:
-            for left in self.folder.glob(f"{PART}*"):  # left by a killed run
-                shutil.rmtree(left, ignore_errors=True)
-            for path in published(self.folder):
-                if int(path.name[-8:]) > self.first_step:  # skipped on resume: don't count it
-                    aside = path.with_name(f"damaged_{path.name}")
-                    shutil.rmtree(aside, ignore_errors=True)
-                    path.rename(aside)
-            if self.args.export != "none":  # from an earlier end of this run
-                shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
+            self.describe()
+            self.tidy()
+        if self.args.save_every and self.in_background and not self.copies and not last:
+            self._reserve(state())
+
+    def tidy(self) -> None:
+        """Clean up the checkpoint folder, once this run owns it. Rank 0."""
+        for left in self.folder.glob(f"{PART}*"):  # left by a killed run
+            shutil.rmtree(left, ignore_errors=True)
+        for path in published(self.folder):
+            if int(path.name[-8:]) > self.first_step:  # skipped on resume: don't count it
+                aside = path.with_name(f"damaged_{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        if self.args.export != "none":  # from an earlier end of this run
+            shutil.rmtree(self.log.folder / "hf", ignore_errors=True)
 
     def _ask(self, *_signal):
         if self.world.rank == 0 and not self.stop:  # print() may be interrupted in a print()
@@ -223,57 +235,34 @@ class Checkpoints:
         self.stop = True
 
     def stop_asked(self) -> bool:
-        """Whether any rank has received a signal to stop. Every rank calls."""
+        """Whether any rank has received a signal to stop. Every rank calls. Raises UserError, on
+        all of them, if a checkpoint could not be written."""
         if not self.args.save:
             return False
-        stop = torch.tensor(int(self.stop))
-        with self.clock.comm.mute():
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
+        self._report()
+        stop = torch.tensor(2 if self.problem else int(self.stop))
+        dist.all_reduce(stop, dist.ReduceOp.MAX)  # on the CPU: the GPU keeps working
+        if stop == 2:
+            self.finish()
         return bool(stop)
+
+    def to_continue(self) -> str:
+        """How to continue the run, for the user."""
+        return f"to continue: {resume(self.log.folder)}"
 
     def end_before_first_step(self) -> None:
         """Raise Stopped for a signal received before this run's first step: nothing is to save."""
-        raise Stopped(
-            f"stopped before step {self.first_step + 1}; to continue: {resume(self.log.folder)}"
-        )
-
-    def after_step(self, step: int, tensors, facts, unevaluated: bool = False) -> None:
-        """Save if it is time to: tensors() -> {name: tensor}, facts() -> JSON. Every rank calls
-        after every step. Raises Stopped after the checkpoint for a signal received by any rank.
-        unevaluated: a stop has ended this step's evaluation early; it is repeated on resume."""
-        if not self.args.save:
-            return
-        if step == self.first_step + 1:
-            self.tidy()
-        self._report()
-        stop = torch.tensor(2 if self.problem else int(self.stop))
-        with self.clock.comm.mute():  # on the CPU: the GPU keeps working
-            dist.all_reduce(stop, dist.ReduceOp.MAX)
-        if stop == 2:  # all ranks stop in the same step
-            self.finish()
-        every, last = self.args.save_every, step == self.max_steps
-        ahead = every and self.in_background and not self.copies and not last
-        if ahead and step == self.first_step + 1:
-            self._reserve(tensors())
-        if stop or last or every and step % every == 0:
-            more = {"unevaluated": True} if unevaluated else {}
-            self.save(step, tensors(), {**facts(), **more}, wait=bool(stop or last))
-        if stop and (unevaluated or not last):
-            raise Stopped(
-                f"stopped after step {step}, checkpoint saved; to continue: "
-                f"{resume(self.log.folder)}"
-            )
+        raise Stopped(f"stopped before step {self.first_step + 1}; {self.to_continue()}")
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
         """Write a checkpoint, in the background unless `wait`. Training pauses until its tensors
         are copied. Raises UserError if this checkpoint or the previous one can't be written."""
         started = time.perf_counter()
-        self.clock.flush()  # metrics.jsonl holds all steps up to this one
         self.finish()
         self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
-        facts = {"step": step, **facts, **self.clock.history.facts(step)}
-        facts |= {"identity": self.identity, "settings": self.settings, "model": self.model}
+        facts = {"step": step, **facts, "identity": self.identity, "settings": self.settings}
+        facts["model"] = self.model
         if self.adapters:
             facts["adapters"] = self.adapters
         name = f"step_{step:08d}"
@@ -290,7 +279,6 @@ class Checkpoints:
             work = (name, self._stage(tensors), facts, started, time.perf_counter())
             self.thread = threading.Thread(target=self._write, args=work, daemon=True)
             self.thread.start()
-        self.clock.restart()
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
@@ -344,8 +332,7 @@ class Checkpoints:
             total += -(-t.nbytes // 64) * 64
         room = 0.8 * free_host_memory()
         short = torch.tensor(int(total * self.world.local_size > room))
-        with self.clock.comm.mute():
-            dist.all_reduce(short, dist.ReduceOp.MAX)
+        dist.all_reduce(short, dist.ReduceOp.MAX)
         if short:
             self.in_background = False
             self.log.say("checkpoints: too little host memory for copies, so training waits")

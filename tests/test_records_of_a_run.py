@@ -3,13 +3,13 @@
 from types import SimpleNamespace
 
 import torch
+from llm_demo.job.clock import Clock, fit_terminal
 
 from bench.plots import shares
 from bench.table import line_of
 from llm_demo.core.comm import _Clock
 from llm_demo.core.mesh import World
 from llm_demo.job.args import parse_args
-from llm_demo.job.clock import Clock, fit_terminal
 from llm_demo.job.summary import TIMES, summarise, timed_while_profiled
 
 

@@ -1,0 +1,213 @@
+"""A run around its training: what is decided and checked before, what is written after."""
+
+import argparse
+import functools
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from llm_demo.core.decoder import skeleton
+from llm_demo.core.errors import UserError, counted
+from llm_demo.core.loop import ends_early, train
+from llm_demo.core.mesh import World
+from llm_demo.core.rows import collate
+from llm_demo.core.timer import StepTimer
+from llm_demo.data.labels import stop_tokens
+from llm_demo.export import export
+from llm_demo.job.adapters import factors_of
+from llm_demo.job.args import Args
+from llm_demo.job.costs import parameters_of
+from llm_demo.job.dist import from_rank0
+from llm_demo.job.files import finite, write_json
+from llm_demo.job.folder import published
+from llm_demo.job.generate import generate, prompts_of
+from llm_demo.job.log import Log
+from llm_demo.job.next_steps import next_steps
+from llm_demo.job.plan import Plan, configuration_of, make_plan
+from llm_demo.job.records import Records
+from llm_demo.job.saver import Saver
+from llm_demo.job.source import describe_model
+from llm_demo.job.summary import COLUMNS, summarise
+
+LOADED = "dry run: the model is loaded; trying a forward pass"
+
+
+class Job:
+    """What travels through a run together. script: its folder's name.
+
+    plan: once `decide` has returned. timer, records, saver: once `open` has; they do not know each
+    other."""
+
+    def __init__(self, args: Args, world: World, script: str):
+        self.args, self.world, self.log = args, world, Log(args, world, script)
+        self.plan = self.timer = self.records = self.saver = None
+
+    def decide(self, data_parallel: int, refuse: Callable) -> None:
+        """See make_plan."""
+        self.plan = make_plan(self.args, self.world, self.log, data_parallel, refuse)
+
+    def open(self, copies: bool = False) -> bool:
+        """Find the checkpoint to resume. Returns whether steps are left to train; if not, does what
+        the run may have been killed before. copies: see Saver."""
+        args, world, log, plan = self.args, self.world, self.log, self.plan
+        lora, source, steps = plan.compute.lora, plan.source, plan.horizon.max_steps
+        self.saver = saver = Saver(
+            args, world, log, plan.identity, copies=copies,
+            adapters=lora.facts() if lora else None, model=configuration_of(source.config),
+            describe=functools.partial(
+                describe_model, source.folder, source.tokenizer, log.folder / "model", source.config
+            ),
+        )  # fmt: skip
+        self.timer = StepTimer(world, args.comm_timer)
+        first = saver.first_step
+        self.records = Records(args, world, log, first, steps, plan.compute.dtype)
+        if saver.path:
+            self.records.history.resume(saver.facts)
+        log.resolved(resumed_step=first)
+        if first == 0:
+            log.resolved(random_weights=source.weights is None)
+        over = ends_early(args, self.records.history.evals)
+        if first < steps and not over:
+            return True
+        summary = log.folder / "summary.json"
+        # stopped during the last evaluation
+        late = saver.continues and plan.data.heldout and saver.facts.get("unevaluated")
+        if first == steps and late and not summary.exists():
+            return True
+        if first > steps:
+            log.say(
+                f"nothing to train: {saver.path} is of step {first}, beyond the run's "
+                f"{counted(steps, 'step')}; to train on, set --max_steps above {first}"
+            )
+            return False
+        why = "is of the last step" if first == steps else "has stopped early (--early_stopping)"
+        log.say(f"nothing left to train: {saver.path} {why}")
+        if saver.continues and not args.dry_run:
+            best = best_of(args, self.records.history.evals, saver.path)
+            export_last(self, best)
+            if not summary.exists():
+                self.records.open()
+                finish(self, best)
+        return False
+
+
+def run(job: Job, engine) -> None:
+    """Train, export, show answers. engine: see loop.train, with next_tokens as for generate."""
+    args, log = job.args, job.log
+    if args.save:
+        from_rank0(job.world, lambda: check_disk(job))
+    if args.dry_run:
+        log.say(LOADED)
+        try_forward(args, job.plan, engine.next_tokens)
+        log.say("dry run: everything is ready for step 1")
+        return
+    train(job, engine)
+    history = job.records.history
+    newest = job.saver.folder / f"step_{history.step:08d}"
+    best = best_of(args, history.evals, newest)
+    export_last(job, best)
+    show_answers(job, engine.next_tokens)
+    finish(job, best)
+
+
+def check_disk(job: Job) -> None:
+    """Log what the run's checkpoints take. Raises UserError if the disk can't hold them. Rank 0."""
+    args, log, config, lora = job.args, job.log, job.plan.source.config, job.plan.compute.lora
+    trained = parameters_of(config)
+    if lora:
+        shapes = {n: tuple(p.shape) for n, p in skeleton(config, "sdpa").named_parameters()}
+        trained = sum(map(math.prod, factors_of(lora.facts(), shapes).values()))
+    size = 12 * trained  # fp32: masters and both moments
+    saves = 1 + (job.plan.horizon.max_steps - 1) // args.save_every if args.save_every else 1
+    kept = args.keep_last + args.keep_best if args.keep_last else saves
+    most = min(saves, kept + 1)  # the next one is complete before the oldest is removed
+    there = len(published(job.saver.folder))
+    above = next(p for p in (log.folder, *log.folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(above).free
+    plan_of = f"about {size / 1e9:.3g} GB each, at most {most} at once"
+    log.say(f"checkpoints: {plan_of}; {free / 1e9:,.0f} GB are free in {above}")
+    if (needed := size * max(1, most - there)) > free:
+        raise UserError(
+            f"--output_dir {log.folder}: checkpoints take {plan_of}, {needed / 1e9:.3g} GB more "
+            f"than now, but only {free / 1e9:.3g} GB are free: choose another disk, --keep_last 1, "
+            "or --no_save"
+        )
+
+
+def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> Path:
+    """The checkpoint to export: with --early_stopping the one with the lowest held-out loss."""
+    evals = [(loss, step) for step, loss in evals if math.isfinite(loss)]
+    best = newest.with_name(f"step_{min(evals)[1]:08d}") if evals else newest
+    return best if args.early_stopping and best.is_dir() else newest
+
+
+def try_forward(args: Args, plan: Plan, next_tokens: Callable) -> None:
+    """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
+    rows = plan.rows_of(0)[: args.micro_batch_size]
+    batch = collate(plan.data.train, rows, plan.data.max_docs)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
+
+
+def export_last(job: Job, checkpoint: Path) -> None:
+    """With --export: write the checkpoint as a Hugging Face folder, hf/ in the run's folder. Every
+    rank calls; rank 0 writes, which may take an hour for a large model."""
+    args, log = job.args, job.log
+    out = log.folder / "hf"
+
+    def write() -> str:
+        if out.exists():
+            return f"--export {args.export}: {out} exists already and is left unchanged"
+        return export(checkpoint, out, args.export)
+
+    if args.export != "none":
+        log.say(from_rank0(job.world, write, long=True))
+
+
+@torch.no_grad()
+def show_answers(job: Job, next_tokens: Callable) -> None:
+    """Print the model's answers to three prompts and the expected ones."""
+    plan = job.plan
+    tokens, data, tokenizer = plan.sample_tokens, plan.data, plan.source.tokenizer
+    if not tokens:
+        return
+    seq_len = data.train.seq_len
+    pairs = prompts_of(data.heldout or data.train, 3, seq_len - min(tokens, seq_len // 2))
+    shape, stop = (job.args.micro_batch_size, seq_len), set(stop_tokens(tokenizer))
+    prompts = [prompt for prompt, _ in pairs]
+    answers = generate(next_tokens, prompts, shape, data.max_docs, tokens, stop)
+    for (prompt, expected), answer in zip(pairs, answers, strict=True):
+        text = [tokenizer.decode(t, skip_special_tokens=True) for t in (prompt, answer, expected)]
+        job.log.say(
+            "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
+        )
+
+
+def finish(job: Job, best: Path) -> None:
+    """Write summary.json, print the table row and the next commands, and close the log. best: the
+    checkpoint to export."""
+    log, history, seconds = job.log, job.records.history, job.timer.stop()
+    profile, host = job.records.ended()
+    if job.world.rank != 0:
+        return
+    if not history.records:  # of a run that had ended before
+        log.say("no summary.json: metrics.jsonl holds no step of this run any more")
+        log.close()
+        return
+    summary = summarise(history, log.settings, seconds, job.records.peak, profile, host)
+    with log.writing():
+        write_json(log.folder / "summary.json", finite(summary), indent=2)
+    log.say(f"\n| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    log.say(f"| {' | '.join(map(str, summary['row'].values()))} |")
+    log.say("(comm_ms of the rank with most; toks/s counts every slot; peak memory of each rank)")
+    if len(history.exact) > 1:
+        before, after = history.exact[0][1], history.exact[-1][1]
+        log.say(f"held-out rows answered exactly: {before:.1%} before, {after:.1%} after")
+    log.say(f"run: {log.folder}")
+    settings = argparse.Namespace(**log.settings)
+    if lines := next_steps(log.folder, settings, summary["steps"], best):
+        log.say("\n".join(["next steps:", *lines]))
+    log.close()
