@@ -27,9 +27,9 @@ def poison(grads):
         list(grads)[1].view(-1)[0] = torch.nan
 
 
-def watch_fsdp(step, state):
-    """(the wrapped step, a function for the parameters)."""
-    optimizer = state.args[1]
+def watch_fsdp(script):
+    """Wrap the step of a script's class. Returns a function for the parameters."""
+    step, state, optimizer = script.step, script.state, script.optimizer
     grads = {}
 
     def keep_grads(*_):
@@ -106,16 +106,16 @@ def watch_fsdp(step, state):
         return whole(tensors, group_of(tensors))
 
     optimizer.register_step_pre_hook(keep_grads)
-    optim.global_norm = global_norm
-    return watched, params
+    optim.global_norm, script.step = global_norm, watched
+    return params
 
 
-def watch_pp(step, state):
-    """(the step, a function for the parameters): the engine's own optimizer step is wrapped."""
+def watch_pp(script):
+    """Wrap the engine's own optimizer step. Returns a function for the parameters."""
     from deepspeed.runtime.pipe import schedule
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    engine = state.args[0]
+    engine = script.engine
     engine_step = engine._INSTRUCTION_MAP[schedule.OptimizerStep]
 
     def watched(self):
@@ -140,14 +140,14 @@ def watch_pp(step, state):
         return found
 
     engine._INSTRUCTION_MAP[schedule.OptimizerStep] = watched
-    return step, params
+    return params
 
 
-def watch_zero(step, state):
-    """(the step, a function for the parameters): the engine's own step and backward are wrapped."""
+def watch_zero(script):
+    """Wrap the engine's own step and backward. Returns a function for the parameters."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
-    engine = state.args[0]
+    engine = script.engine
     engine_step, engine_backward = engine.step, engine.backward
     params = {p.hf_name: p for p in engine.module.parameters()}
 
@@ -172,16 +172,16 @@ def watch_zero(step, state):
         return {name: safe_get_full_fp32_param(p).clone().cpu() for name, p in params.items()}
 
     engine.step, engine.backward = watched, backward
-    return step, masters
+    return masters
 
 
-def train(*args, train):
-    """llm_demo.core.loop.train with a `step` that is watched; a quiet case's is not."""
-    *before, step, evaluate, ask, state, facts = args
+def train(job, engine, run):
+    """llm_demo.job.run.run with a `step` that is watched; a quiet case's is not."""
     case = record["case"]
     if case.get("quiet"):
-        return train(*args)
-    step, params = {"pp": watch_pp, "zero": watch_zero}.get(KIND, watch_fsdp)(step, state)
+        return run(job, engine)
+    params = {"pp": watch_pp, "zero": watch_zero}.get(KIND, watch_fsdp)(engine)
+    step = engine.step
 
     def watched(*args):
         loss, norm = step(*args)
@@ -189,7 +189,8 @@ def train(*args, train):
             record["after_step"].append(params())
         return loss, norm
 
-    train(*before, watched, evaluate, ask, state, facts)
+    engine.step = watched
+    run(job, engine)
     kept = {key: record[key] for key in ("steps", "after_step")}
     torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
@@ -217,7 +218,7 @@ elif KIND == "pp":
     import pp.pp_train as script
 else:
     import zero.train_zero as script
-script.train = functools.partial(train, train=script.train)
+script.run = functools.partial(train, run=script.run)
 script.make_adamw = make_adamw
 world = start()
 script.start = lambda: world  # one process group for all cases

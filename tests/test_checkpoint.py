@@ -18,34 +18,32 @@ from torch.distributed.checkpoint import filesystem
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job import checkpoint, checkpoint_files
+from llm_demo.job import checkpoint_files, saver
 from llm_demo.job.dist import lost_peer
 
 
 class Voice:
-    """What Checkpoints needs of a run: its log, its clock and its history."""
+    """What Saver needs of a run's log, and what the loop adds to a checkpoint's facts."""
 
     def __init__(self, folder, lr=0.1, **settings):
-        self.folder, self.said, self.comm = folder, [], SimpleNamespace(mute=contextlib.nullcontext)
+        self.folder, self.said = folder, []
         self.settings = {
-            **dict.fromkeys(checkpoint.SETTINGS),
+            **dict.fromkeys(saver.SETTINGS),
             "lr": lr,
             "max_steps": 99,
             **settings,
         }
-        self.history = self
 
     def say(self, text):
         self.said.append(text)
 
-    def facts(self, _step):
+    def facts(self):
         more = {"tokens": 0, "label_tokens": 0, "evals": self.evals, "adam_steps": 0}
         scale = {"scale": 1.0, "good_steps": 0}
         return {"eval_loss": self.eval_loss, "loss_scale": scale, **more}
 
     eval_loss, evals = None, ()
-    flush = restart = lambda self: None
-    resume = record = lambda self, facts: None  # noqa: E731
+    record = lambda self, facts: None  # noqa: E731
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +65,8 @@ def make(folder, **more):
 
 def checkpoints_of(voice, identity, flags):
     args = SimpleNamespace(**flags)
-    return checkpoint.Checkpoints(args, WORLD, voice, voice, identity, max_steps=99)
+    identity = {"tokens and labels": "same", **identity}
+    return saver.Saver(args, WORLD, voice, identity)
 
 
 def state(step):
@@ -76,7 +75,7 @@ def state(step):
 
 def save(checkpoints, *steps):
     for step in steps:
-        checkpoints.save(step, state(step), {}, wait=False)
+        checkpoints.save(step, state(step), checkpoints.log.facts(), wait=False)
     checkpoints.finish()
 
 
@@ -160,16 +159,16 @@ def test_keeps_the_best_that_was_evaluated_on_resume(tmp_path):
 
 def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
     """On this node, whose ranks all make copies."""
-    tensors = {**state(1), **checkpoint.rng_state(WORLD)}.values()
+    tensors = {**state(1), **saver.rng_state(WORLD)}.values()
     of_one = sum(-(-t.nbytes // 64) * 64 for t in tensors)
-    monkeypatch.setattr(checkpoint, "free_host_memory", lambda: 1.5 * of_one / 0.8)
+    monkeypatch.setattr(saver, "free_host_memory", lambda: 1.5 * of_one / 0.8)
     for ranks in (1, 2):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         folder = tmp_path / str(ranks)
         folder.mkdir()
         checkpoints = make(folder, save=True, save_every=2, save_async=True)
-        for step in (1, 2):
-            checkpoints.after_step(step, lambda s=step: state(s), dict)
+        checkpoints.own_folder(lambda: state(1), last=False)
+        checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
         waits = any("too little host memory for copies" in line for line in checkpoints.log.said)
         assert waits == (not checkpoints.thread) == (ranks == 2)
         checkpoints.finish()
@@ -179,10 +178,10 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch):
 def test_memory_for_the_first_copies_is_there_before_they_are_made(tmp_path):
     """Also of tensors on the host, as --optimizer_on_host has them: training would wait for it."""
     checkpoints = make(tmp_path, save=True, save_every=2, save_async=True)
-    checkpoints.after_step(1, lambda: state(1), dict)
+    checkpoints.own_folder(lambda: state(1), last=False)
     checkpoints.reserving.join()
     prepared = {name: checkpoints.staged[name].data_ptr() for name in state(2)}
-    checkpoints.after_step(2, lambda: state(2), dict)
+    checkpoints.save(2, state(2), checkpoints.log.facts(), wait=False)
     checkpoints.finish()
     assert {name: checkpoints.staged[name].data_ptr() for name in state(2)} == prepared
     assert found(tmp_path)[0] == 2
@@ -256,17 +255,13 @@ def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):
         assert of_pp.said == ["resume: settings changed: psgd_rank was 8, is None"] * (rank > 0)
 
 
-def test_an_earlier_version_shuffled_the_rows_and_did_not_sort_them(tmp_path):
-    save(make(tmp_path), 1)
-    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
-    default = {"seed": 1, "shuffle": True, "length_warmup": 0}
-    assert checkpoints_of(Voice(tmp_path), default, flags).first_step == 1
-    for change, message in (
-        ({"shuffle": False}, "shuffle was True, is False; to"),
-        ({"length_warmup": 4}, "length_warmup was 0, is 4; to"),
-    ):
-        with pytest.raises(UserError, match=f"different rows: {message} continue anyway"):
-            checkpoints_of(Voice(tmp_path), default | change, flags)
+def test_a_checkpoint_of_an_earlier_version_is_refused(tmp_path):
+    checkpoints = make(tmp_path)
+    del checkpoints.identity["tokens and labels"]
+    save(checkpoints, 1)
+    with pytest.raises(UserError, match="tokens and labels was None, is .*add --resume_anyway"):
+        make(tmp_path)
+    assert make(tmp_path, resume_anyway=True).first_step == 1
 
 
 def test_another_model_is_refused(tmp_path):
@@ -304,10 +299,10 @@ def test_a_peer_lost_while_a_checkpoint_is_written_is_not_a_full_disk(
     def lose(*args):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9")
 
-    monkeypatch.setattr(checkpoint, "write", lose)
+    monkeypatch.setattr(saver, "write", lose)
     checkpoints = make(tmp_path, save=True, save_every=1, save_async=in_background)
     with pytest.raises(RuntimeError) as raised:
-        checkpoints.save(1, state(1), {}, wait=not in_background)
+        checkpoints.save(1, state(1), checkpoints.log.facts(), wait=not in_background)
         checkpoints.finish()
     assert lost_peer(raised.value)
 
@@ -434,9 +429,8 @@ def test_another_configuration_of_the_model(tmp_path):
 
     def begin(voice, model, adapters=None, **more):
         args = SimpleNamespace(**{**flags, **more})
-        return checkpoint.Checkpoints(
-            args, WORLD, voice, voice, {}, max_steps=99, adapters=adapters, model=model
-        )
+        identity = {"tokens and labels": "same"}
+        return saver.Saver(args, WORLD, voice, identity, adapters=adapters, model=model)
 
     for name in ("whole", "adapters"):
         (tmp_path / name).mkdir()

@@ -55,8 +55,8 @@ def test_union_and_waiting():
 
 CHANGING = """
 import torch, torch.distributed as dist
-from llm_demo.job.device import World
-from llm_demo.core.comm import Gather
+from llm_demo.core.mesh import World
+from llm_demo.job.records import Gather
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 gather = Gather(World(rank, 2, rank, torch.device("cpu")))

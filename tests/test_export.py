@@ -326,7 +326,7 @@ import time, torch
 from pathlib import Path
 from types import SimpleNamespace
 from llm_demo.job import dist
-from llm_demo.core import loop
+from llm_demo.job import run
 
 def export(checkpoint, out, dtype):
     time.sleep(5)
@@ -335,8 +335,9 @@ def export(checkpoint, out, dtype):
 def main():
     world = dist.start()
     log = SimpleNamespace(folder=Path("nowhere"), say=lambda text: print(f"{world.rank} {text}"))
-    loop.export = export
-    loop.export_last(SimpleNamespace(export="bf16"), world, log, Path("step_00000001"))
+    run.export = export
+    job = SimpleNamespace(args=SimpleNamespace(export="bf16"), world=world, log=log)
+    run.export_last(job, Path("step_00000001"))
     total = torch.ones(1)
     torch.distributed.all_reduce(total)
     print(f"sum {total.item()}\\n", end="", flush=True)  # one write: both ranks print

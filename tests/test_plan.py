@@ -357,7 +357,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkey
     said = capsys.readouterr().out
     assert re.search(r"checkpoints: about 0.00\d+ GB each, at most 3 at once", said)
     usage = shutil.disk_usage(tmp_path)._replace(free=8 << 20)  # for two
-    monkeypatch.setattr("llm_demo.core.loop.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("llm_demo.job.run.shutil.disk_usage", lambda path: usage)
     alone(*flags, "--dry_run", "--save_every", "3")
     for more in (["--dry_run"], []):
         with pytest.raises(UserError, match="run: checkpoints take about .* 3 at once, .* free"):

@@ -3,19 +3,44 @@
 from types import SimpleNamespace
 
 import torch
-from llm_demo.job.clock import Clock, fit_terminal
 
 from bench.plots import shares
 from bench.table import line_of
+from llm_demo.core import timer as timing
 from llm_demo.core.comm import _Clock
 from llm_demo.core.mesh import World
+from llm_demo.core.timer import StepTimer
 from llm_demo.job.args import parse_args
+from llm_demo.job.records import Records, fit_terminal
 from llm_demo.job.summary import TIMES, summarise, timed_while_profiled
+
+WORLD = World(0, 1, 0, torch.device("cpu"))
+
+
+def a_run(max_steps, *flags):
+    """(timer, records, what is recorded, what is said) of a run that is only timed."""
+    args = parse_args("", argv=["--no_comm_timer", "--log_every", "1", *flags])
+    recorded, said = [], []
+    log = SimpleNamespace(
+        open=lambda step: [], record=recorded.append, say=lambda line, shown="": said.append(line)
+    )
+    records = Records(args, WORLD, log, 0, max_steps, torch.float32)
+    records.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
+    timer = StepTimer(WORLD, args.comm_timer)
+    timer.begin()
+    return timer, records, recorded, said
+
+
+def add(timer, records, step, loss=None, **more):
+    loss = torch.tensor(2.5) if loss is None else loss
+    timer.count(tokens=10, labels=5, slots=10, flops=0)
+    read = timer.end(lambda: {"loss": loss, "norm": torch.tensor(1.0), **more}, first=step == 1)
+    records.add(step, 10, 5, 1e-3, read, torch.tensor(2.5), torch.tensor(1.0))
 
 
 def test_numbers_of_the_last_step_are_read_after_their_copies():
     """They are read at once, not a step later: an event before the copies is not enough."""
-    copies, records = [], []
+    copies = []
 
     class Copy:
         there = False
@@ -25,9 +50,6 @@ def test_numbers_of_the_last_step_are_read_after_their_copies():
             return 2.5
 
     class OnDevice:
-        def detach(self):
-            return self
-
         def to(self, device, non_blocking):
             copies.append(Copy())
             return copies[-1]
@@ -41,39 +63,24 @@ def test_numbers_of_the_last_step_are_read_after_their_copies():
             for copy in self.earlier:
                 copy.there = True
 
-    args = SimpleNamespace(
-        profile_steps=None, log_every=1, max_skipped_steps=0, peak_tflops=None, comm_timer=False
-    )
-    log = SimpleNamespace(open=lambda step: [], record=records.append, say=lambda line, shown: None)
-    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, torch.float32)
-    clock.comm._new = Event
-    clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
-    clock.more["moe/aux_loss"] = OnDevice()
-    clock.begin()
-    clock.end_step(1, 10, 5, 10, 0, OnDevice(), 1.0, 1e-3)
-    assert (records[0]["train/loss"], records[0]["moe/aux_loss"]) == (2.5, 2.5)
+    timer, records, recorded, _ = a_run(1)
+    timer.comm._new = Event
+    timer.restart()
+    add(timer, records, 1, loss=OnDevice(), **{"moe/aux_loss": OnDevice()})
+    assert (recorded[0]["train/loss"], recorded[0]["moe/aux_loss"]) == (2.5, 2.5)
 
 
 def test_communication_that_is_not_measured_is_not_zero():
     """Nor in the summary and in the tables of benchmarks."""
-    args = SimpleNamespace(
-        profile_steps=None, log_every=1, max_skipped_steps=0, peak_tflops=None, comm_timer=False
-    )
-    said, records = [], []
-    log = SimpleNamespace(
-        open=lambda step: [], record=records.append, say=lambda line, shown: said.append(line)
-    )
-    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 1, torch.float32)
-    clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
-    clock.begin()
-    clock.end_step(1, 10, 5, 10, 0, torch.tensor(2.5), 1.0, 1e-3)
+    timer, records, recorded, said = a_run(1)
+    add(timer, records, 1)
     assert " ms (comm n/a) | " in said[0]
-    assert [records[0][key] for key in TIMES] == [None] * 3
+    assert [recorded[0][key] for key in TIMES] == [None] * 3
     settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
     settings["use_activation_checkpointing"] = False
-    summary = summarise(clock.history, settings, 1.0, None, None, [0.0])
+    summary = summarise(records.history, settings, 1.0, None, None, [0.0])
     assert summary["median_comm_ms"] is None and summary["row"]["comm_ms"] == "n/a"
-    assert timed_while_profiled(clock.history, 1, 1) is None
+    assert timed_while_profiled(records.history, 1, 1) is None
     row = {"engine": "fsdp", "model": "m", "micro": 1, "ga": 1, "ckpt": False, "dtype": "fp32"}
     row |= {"data": "full", "flags": "", "env": "", "seq_len": 10}
     result = {"row": row, "status": "ok", "summary": summary, "config": {"global_batch": 1}}
@@ -117,28 +124,19 @@ def test_a_line_fits_the_terminal(monkeypatch):
 def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     """With what to do about it. The line and the table have what the card must hold."""
     totals = iter([7, 7, 7, 10, 10, 12])  # retries so far: 7 in loading, then after each step
-    monkeypatch.setattr(
-        "llm_demo.job.clock.memory_peaks", lambda device: (70.0, 77.1, next(totals))
-    )
-    args = parse_args("", argv=["--no_comm_timer", "--log_every", "1"])
-    said, records = [], []
-    log = SimpleNamespace(
-        open=lambda step: [], record=records.append, say=lambda line, shown="": said.append(line)
-    )
-    clock = Clock(args, World(0, 1, 0, torch.device("cpu")), log, 5, torch.float32)
-    clock.gather = SimpleNamespace(step=lambda mine, operations: ([mine], [0.0]))
-    monkeypatch.setattr("llm_demo.job.clock.less_memory", lambda args: "1. halve it")
-    clock.begin()
+    monkeypatch.setattr(timing, "memory_peaks", lambda device: (70.0, 77.1, next(totals)))
+    monkeypatch.setattr("llm_demo.job.records.less_memory", lambda args: "1. halve it")
+    timer, records, recorded, said = a_run(5)
     for step in range(1, 6):
-        clock.end_step(step, 10, 5, 10, 0, torch.tensor(2.5), 1.0, 1e-3)
-    assert [r["perf/alloc_retries"] for r in records] == [[0], [0], [3], [0], [2]]
-    assert [r["perf/reserved_gb"] for r in records] == [[77.1]] * 5
+        add(timer, records, step)
+    assert [r["perf/alloc_retries"] for r in recorded] == [[0], [0], [3], [0], [2]]
+    assert [r["perf/reserved_gb"] for r in recorded] == [[77.1]] * 5
     warnings = [line for line in said if "warning" in line]
     assert len(warnings) == 1 and "ran out 3 times up to step 3" in warnings[0]
     assert warnings[0].endswith("1. halve it")
     assert all("mem 77.1 GB" in line for line in said if line.startswith("step"))
     settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
     settings["use_activation_checkpointing"] = False
-    summary = summarise(clock.history, settings, 1.0, None, None, [0.0])
+    summary = summarise(records.history, settings, 1.0, None, None, [0.0])
     assert (summary["alloc_retries"], summary["late_alloc_retries"]) == (5, 2)
     assert summary["row"]["peak_mem(G)"] == "77.1" and summary["peak_mem_gb"] == [70.0]

@@ -32,7 +32,7 @@ from llm_demo.core.mesh import World
 from llm_demo.core.optim import LossScale
 from llm_demo.data import packs as data
 from llm_demo.evaluate import refuse_unwritable
-from llm_demo.job import checkpoint, checkpoint_files, clock, files, log
+from llm_demo.job import checkpoint_files, files, log, records, saver
 from llm_demo.job import folder as run_folder
 from llm_demo.job.environment import environment
 from llm_demo.job.files import disk_full
@@ -131,9 +131,9 @@ def test_a_run_that_ends_or_stops_closes_its_tracker(stopped, train, tmp_path, m
     monkeypatch.setitem(sys.modules, "wandb", start)
     monkeypatch.setenv("WANDB_PROJECT", "mine")
     if stopped:
-        begin = checkpoint.Checkpoints.begin
+        begin = saver.Saver.listen
         asked = lambda self: (begin(self), setattr(self, "stop", True))  # noqa: E731
-        monkeypatch.setattr(checkpoint.Checkpoints, "begin", asked)
+        monkeypatch.setattr(saver.Saver, "listen", asked)
     with pytest.raises(Stopped) if stopped else contextlib.nullcontext():
         train("fsdp", "--max_steps 2 --eval_json none --report_to wandb")
     assert calls[-1] == "finished" and calls.count("finished") == 1
@@ -517,9 +517,7 @@ def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
 @pytest.mark.parametrize("flags", ["", "--dry_run"])
 def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
-    monkeypatch.setattr(
-        checkpoint, "find_checkpoint", raises(AssertionError("looked for checkpoints"))
-    )
+    monkeypatch.setattr(saver, "find_checkpoint", raises(AssertionError("looked for checkpoints")))
     with open(tmp_path / "out/cmd.sh") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
@@ -592,10 +590,10 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path, monkey
 
 def watched(tmp_path, **flags):
     flags = {"max_skipped_steps": 3, "log_every": 1, **flags}
-    watched = clock.Clock.__new__(clock.Clock)
+    watched = records.Records.__new__(records.Records)
     voice = SimpleNamespace(folder=tmp_path)
     vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unchecked=[])
-    vars(watched).update(copied=None, max_steps=40, comm=clock.CommTimer(WORLD.device, 0, 1))
+    vars(watched).update(copied=None, max_steps=40, world=WORLD)
     return watched
 
 
@@ -626,13 +624,13 @@ def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
     checkpoints = make(tmp_path, save_async=True)
     save(checkpoints, 1)
     tensors = {**state(2), "empty": torch.zeros(0), "large": torch.full((2,), 3e38)}
-    checkpoints.save(2, dict(tensors), {}, wait=True)
+    checkpoints.save(2, dict(tensors), checkpoints.log.facts(), wait=True)
     for nothing in ({}, {"empty": torch.zeros(0)}):  # as on a pipeline's second replica
         checkpoints._refuse_non_finite(2, nothing)
     tensors[name].view(-1)[3] = value
     message = f"step 3: {name} is not finite, so no checkpoint .*checkpoints/step_00000002$"
     with pytest.raises(UserError, match=message):
-        checkpoints.save(3, tensors, {}, wait=False)
+        checkpoints.save(3, tensors, checkpoints.log.facts(), wait=False)
     assert (tmp_path / "checkpoints/latest").read_text() == "step_00000002\n"
     assert len(list((tmp_path / "checkpoints").iterdir())) == 3
 
@@ -687,7 +685,7 @@ def fill(folder, tmp_path):
     rows.write_text(json.dumps({"prompt": "Why?", "completion": text}) + "\n")
     tokenizer = load_tokenizer(TINY)
     writes = {
-        "checkpoint": lambda: checkpoints.save(1, big, {}, wait=True),
+        "checkpoint": lambda: checkpoints.save(1, big, checkpoints.log.facts(), wait=True),
         "safetensors": lambda: save_file(big, folder / "x.safetensors"),
         "numpy": lambda: np.save(folder / "x.npy", np.zeros(10**6)),
         "torch": lambda: torch.save(big, folder / "x.pt"),
@@ -791,14 +789,14 @@ def test_other_errors_are_not_called_a_full_disk():
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("flags", ["--save false", "--save_every 2 --log_every 9"])
 def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, monkeypatch):
-    end_step = clock.Clock.end_step
+    add = records.Records.add
 
     def deleted(self, step, *rest):
         if step == 2:
             shutil.rmtree(self.log.folder)
-        end_step(self, step, *rest)
+        add(self, step, *rest)
 
-    monkeypatch.setattr(clock.Clock, "end_step", deleted)
+    monkeypatch.setattr(records.Records, "add", deleted)
     with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
         train(kind, f"--max_steps 4 --eval_json none {flags}")
     assert not (tmp_path / "out").exists()
@@ -843,7 +841,7 @@ def test_an_exports_files_are_of_its_dtype(tmp_path):
 
 def test_an_export_that_overflows_is_refused(tmp_path):
     checkpoints = make(tmp_path)
-    checkpoints.save(1, {"a": torch.full((3,), 1e5)}, {}, wait=True)
+    checkpoints.save(1, {"a": torch.full((3,), 1e5)}, checkpoints.log.facts(), wait=True)
     step = tmp_path / "checkpoints/step_00000001"
     with pytest.raises(UserError, match="a is not finite in torch.float16"):
         export.write_weights(step, tmp_path, {"a": (3,)}, torch.float16, "5GB")
@@ -852,16 +850,16 @@ def test_an_export_that_overflows_is_refused(tmp_path):
 
 def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
     """Training changes its tensors while the writing is held up."""
-    go_on, write = threading.Event(), checkpoint.write
+    go_on, write = threading.Event(), saver.write
 
     def slow(*args):
         go_on.wait(20)
         return write(*args)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(saver, "write", slow)
     checkpoints, tensors = make(tmp_path, save_async=True), state(1)
     for step in (1, 2):  # the second time into the same buffers
-        checkpoints.save(step, tensors, {}, wait=False)
+        checkpoints.save(step, tensors, checkpoints.log.facts(), wait=False)
         for t in tensors.values():
             t += 1
         go_on.set()

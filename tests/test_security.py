@@ -26,7 +26,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data import packs as data
 from llm_demo.export import find_base
-from llm_demo.job import checkpoint, checkpoint_files
+from llm_demo.job import checkpoint_files, saver
 from llm_demo.job.folder import choose_folder
 from llm_demo.job.foreign import load_model
 from llm_demo.job.plan import find_source
@@ -100,10 +100,9 @@ def export_of(folder):
 
 def resume_from(folder):
     flags = {"save": False, "save_async": False, "resume": str(folder), "resume_anyway": True}
-    settings = {**dict.fromkeys(checkpoint.SETTINGS), "lr": 0, "max_steps": 9}
+    settings = {**dict.fromkeys(saver.SETTINGS), "lr": 0, "max_steps": 9}
     log = SimpleNamespace(folder=folder.parent, say=print, settings=settings)
-    clock = SimpleNamespace(history=SimpleNamespace(resume=lambda facts: None))
-    checkpoints = checkpoint.Checkpoints(SimpleNamespace(**flags), WORLD, log, clock, {}, 9)
+    checkpoints = saver.Saver(SimpleNamespace(**flags), WORLD, log, {})
     shapes = checkpoint_files.shapes_of(folder)
     tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
     checkpoints.load(tensors)

@@ -42,6 +42,8 @@ def train(job, engine) -> None:
     with timer.mute():
         if first == end:  # only the last evaluation was missing
             records.open()
+        records.profile(first + 1)
+    timer.restart()
     for n in range(first, end):
         # rows and label count of the whole step over all ranks, known without communication
         rows = plan.rows_of(n)

@@ -49,8 +49,6 @@ SETTINGS = (
     "lora_dropout", "freeze_router",
 )  # fmt: skip
 
-TOKENS = "tokens and labels"  # in the identity: a checksum of them
-
 # entries that trainer.json must have to resume from it
 NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
@@ -120,11 +118,6 @@ class Saver:
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
         before = self.facts.get("identity", {})
-        if TOKENS not in before and not self.args.resume_anyway:
-            raise UserError(
-                f"{self.path} is of an earlier version, which kept no checksum of its tokens: to "
-                "continue anyway, add --resume_anyway"
-            )
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             advice = self._as_many_rows(before)
