@@ -20,13 +20,13 @@ from fsdp.shards import Shards
 from fsdp.units import Unit, plain_units, sharded_units
 from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
 from llm_demo.core.errors import counted
-from llm_demo.core.experts_spread import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
-from llm_demo.core.optim import compiles_adamw
-from llm_demo.core.sequence_spread import spread_rows
+from llm_demo.core.spread import keep_part, spread_rows
 from llm_demo.core.weights import allocate, fill
+from llm_demo.job.attention_choice import fused_kernels
+from llm_demo.job.compiling import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log
@@ -128,7 +128,8 @@ def wrap(lm: PreTrainedModel, job: Job) -> DecoderLoss:
         lm,
         unit_sizes(lm.config, lm.config.num_hidden_layers, estimate.per_unit_of(args)),
         checkpointing=args.use_activation_checkpointing,
-        attention_kept=compute.attention_kept,
+        keeping=compute.attention_kept,
+        kept=fused_kernels(compute.attn_impl) if compute.attention_kept else [],
     )
     if compute.compile:
         for unit in blocks:
