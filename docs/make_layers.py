@@ -15,7 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(file.parent.name for file in ROOT.glob("*/flags.py"))  # folders of scripts
 PACKAGES = ("llm_demo", *SCRIPTS)
 PAGE = ROOT / "docs/design.md"
-MARKED = re.compile(r"(<!-- layers -->\n).*?(<!-- end layers -->)", re.S)
+# in the order of reading; then the other modules of each room by name
+CORE = (
+    "loop rows batch decoder attention long_documents rotary experts spread lora loss loss_kernel "
+    "sums weights optim masters mesh timer comm errors"
+).split()
+ROOMS = ("core", *SCRIPTS, "data", "job", "launch", "check", "")  # "": commands
 
 
 def imports() -> dict[str, set[str]]:
@@ -59,8 +64,33 @@ def picture() -> str:
     return "```\n" + "\n".join(rows) + "\n```\n"
 
 
+def modules() -> str:
+    """All modules by room, each with the first sentence of its docstring."""
+    rows = []
+    for room in ROOMS:
+        folder = ROOT / (room if room in SCRIPTS else f"llm_demo/{room}")
+        files = {file.stem: file for file in sorted(folder.glob("*.py"))}
+        about = ast.get_docstring(ast.parse(files.pop("__init__").read_text()))
+        rows += [
+            "",
+            f"**{folder.relative_to(ROOT)}/**: {about or 'Commands for people.'}",
+            "",
+            "```",
+        ]
+        for name in dict.fromkeys([*(CORE if room == "core" else ()), *files]):
+            about = ast.get_docstring(ast.parse(files[name].read_text())) or ""
+            sentence = " ".join(about.split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+            rows += textwrap.wrap(f"{name + '.py':26}{sentence}", 114, subsequent_indent=" " * 26)
+        rows.append("```")
+    return "\n".join(rows[1:]) + "\n"
+
+
 def page() -> str:
-    return MARKED.sub(lambda m: m[1] + picture() + m[2], PAGE.read_text())
+    text = PAGE.read_text()
+    for name, write in (("layers", picture), ("modules", modules)):
+        marked = re.compile(f"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.S)
+        text = marked.sub(lambda m, write=write: m[1] + write() + m[2], text)
+    return text
 
 
 def reached(of: dict[str, set[str]], module: str) -> set[str]:

@@ -233,7 +233,8 @@ def describe(job, layout: Layout, n_params: int, n_trained: int, n_local: int) -
     name = "one plain process"
     if layout.sharded:
         processes = counted(job.world.size, "process", "processes")
-        name = f"{job.log.settings['parallelism']} on {processes}"
+        kind, comma, extras = job.log.settings["parallelism"].partition(",")
+        name = f"{kind} on {processes}{comma}{extras}"
     job.log.say(f"{name}: {sizes}")
 
 

@@ -33,7 +33,7 @@ everyone = [None] * 2
 timer.remove()
 assert dist.all_reduce is original
 dist.all_gather_object(everyone, operations)
-from llm_demo.core.comm import waiting
+from llm_demo.job.profiling import waiting
 found = ["FOUND", rank, busy, exposed, waiting(everyone)[rank]]
 sys.stdout.write(" ".join(map(str, [*found, sorted(operations, key=str)])) + "\\n")
 dist.destroy_process_group()

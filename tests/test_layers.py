@@ -1,4 +1,5 @@
-"""Imports go downwards, over few layers, and docs/design.md shows them as they are."""
+"""Imports go downwards, over few layers, and docs/design.md shows them as they are. The core is
+small, and knows nothing of what surrounds it."""
 
 import runpy
 
@@ -23,5 +24,14 @@ def test_the_page_shows_them():
     assert "fsdp.train_fsdp" in SCRIPT["picture"]()
 
 
+def test_the_core_is_small_and_imports_nothing_from_outside_it():
+    files = [*(ROOT / "llm_demo/core").glob("*.py")]
+    assert SCRIPT["lines"](*files) <= 3000
+    of = SCRIPT["imports"]()
+    core = {name for name in of if name.startswith("llm_demo.core")}
+    assert {other for name in core for other in of[name]} <= core
+    assert {file.stem for file in files} == {*SCRIPT["CORE"], "__init__"}
+
+
 def test_few_modules_at_the_top():
-    assert len([*(ROOT / "llm_demo").glob("*.py")]) <= 17
+    assert len([*(ROOT / "llm_demo").glob("*.py")]) <= 9

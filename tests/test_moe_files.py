@@ -252,7 +252,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, monkeypatch):
             read.append(name)
             return self.opened.get_slice(name)
 
-    monkeypatch.setattr("llm_demo.core.weights.safe_open", Spy)
+    monkeypatch.setattr("llm_demo.job.weights_files.safe_open", Spy)
     key = "model.layers.0.mlp.experts.gate_up_proj"
     values = weights.read(key, (slice(2, 4), slice(20, 30)))
     assert read == ["open", *(f"model.layers.0.mlp.experts.{e}.up_proj.weight" for e in (2, 3))]

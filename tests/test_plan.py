@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT
 from test_rows import load, write
-from test_security import sign
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
@@ -132,19 +131,13 @@ def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
 def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatch):
     import fsdp.train_fsdp as script
 
-    seen, train = [], script.train
+    seen, step = [], script.Fsdp.step
 
-    def watch(*args):
-        *before, step, evaluate, ask, state, facts = args
-        seen.clear()
+    def watched(self, rows, *more):
+        seen.append(rows.tolist())
+        return step(self, rows, *more)
 
-        def watched(rows, *more):
-            seen.append(rows.tolist())
-            return step(rows, *more)
-
-        train(*before, watched, evaluate, ask, state, facts)
-
-    monkeypatch.setattr(script, "train", watch)
+    monkeypatch.setattr(script.Fsdp, "step", watched)
     words = [1 + 7 * i % 11 for i in range(26)]  # of each row, as each has one document
     write(tmp_path / "x.jsonl", *[{"text": "word " * n} for n in words])
     MistralConfig(**SIZES).save_pretrained(tmp_path / "model")
@@ -158,6 +151,7 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
     flags += ["--grad_accum_steps", "6", "--num_epochs", "1"]
 
     def rows_of(*more):
+        seen.clear()
         alone(*flags, *more)
         return seen[:]
 
@@ -188,31 +182,6 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
         with pytest.raises(UserError, match=message):
             rows_of(*more, "--output_dir", "refused")
     assert not (tmp_path / "refused").exists()
-
-
-def test_an_earlier_versions_checkpoint_of_other_tokens_is_refused(tmp_path, alone, capsys):
-    write(tmp_path / "x.jsonl", *[{"text": "word " * (1 + i % 5)} for i in range(30)])
-    flags = ["--train_json", "x.jsonl", "--eval_json", "none", "--seq_len", "32", "--save_every"]
-    flags += ["2", "--keep_last", "0", "--max_steps", "4"]
-    alone(*flags, "--output_dir", "run")
-    folder = tmp_path / "run/checkpoints/step_00000002"
-    facts = json.loads((folder / "trainer.json").read_text())
-    assert facts["identity"].pop("tokens and labels")  # as earlier versions had none
-    for more, name in ((0, "same"), (facts["label_tokens"] // 2 + 1, "other")):
-        changed = facts | {"label_tokens": facts["label_tokens"] - more}
-        (folder / "trainer.json").write_text(json.dumps(changed))
-        sign(folder)
-        resume = [*flags, "--resume", folder, "--output_dir", name]
-        if not more:
-            alone(*resume)
-            whole, rest = (list(filter(None, losses(tmp_path / n))) for n in ("run", name))
-            assert rest == whole[2:]
-            continue
-        learnt = facts["label_tokens"]
-        message = rf"\({learnt - more} learnt\) in its steps; this version reads .* \({learnt}\) in"
-        with pytest.raises(UserError, match=message):
-            alone(*resume)
-        alone(*resume, "--resume_anyway")
 
 
 def test_which_windows_are_used(tmp_path):

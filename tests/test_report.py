@@ -500,7 +500,7 @@ def test_the_command(two, tmp_path):
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():
-    files = [("report", "run/reader"), ("run/clock",)]
+    files = [("report", "job/reader"), ("job/records",)]
     texts = ["".join((ROOT / f"llm_demo/{f}.py").read_text() for f in names) for names in files]
     read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
     assert len(read) >= 10 and read <= written

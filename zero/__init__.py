@@ -1,0 +1,1 @@
+"""DeepSpeed ZeRO, stages 1, 2 and 3."""
