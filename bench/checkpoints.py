@@ -25,12 +25,12 @@ from bench import store
 from bench.presets import DEFAULTS, SMALL
 from bench.run import command_of, environment_of, run_command
 from llm_demo import process
-from llm_demo.args import PlainParser, whole
 from llm_demo.device import DTYPES, World
 from llm_demo.files import ROOT
 from llm_demo.loop import LOADED
 from llm_demo.model.decoder import skeleton
 from llm_demo.model.source import load_config
+from llm_demo.parsing import PlainParser, whole
 from llm_demo.run.checkpoint_files import read_tensors, shapes_of
 from llm_demo.run.environment import environment
 

@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from bench import store
 from bench.presets import ONE_OF
 from bench.table import in_order
-from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
+from llm_demo.parsing import PlainParser
 from llm_demo.process import command
 from llm_demo.report import COLORS, PARTS
 

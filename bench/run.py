@@ -21,9 +21,9 @@ import numpy as np
 from bench import store
 from bench.peers import torchtitan, trl, unsloth
 from bench.presets import BALANCED, DEFAULTS, ONE_OF, PRESETS, name_of
-from llm_demo.args import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.errors import UserError
 from llm_demo.files import PART, ROOT, cache_folder
+from llm_demo.parsing import FALSE, TRUE, PlainParser, regex, whole
 from llm_demo.process import command
 
 LAUNCHERS = {name: f"{name}/launch_{name}.sh" for name in ("fsdp", "pp", "zero", "fsdp_pp")}

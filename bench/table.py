@@ -13,9 +13,9 @@ from pathlib import Path
 
 from bench import store
 from bench.presets import ONE_OF
-from llm_demo.args import PlainParser
 from llm_demo.errors import UserError
 from llm_demo.files import ROOT
+from llm_demo.parsing import PlainParser
 from llm_demo.process import command
 
 MARKED = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", re.S)

@@ -11,8 +11,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_demo.args import SHARED, choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
+from llm_demo.args import SHARED  # noqa: E402
 from llm_demo.launch.settings import BUNDLED, FIRST_RUN, read_launcher  # noqa: E402
+from llm_demo.parsing import choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
 
 TOP = """\
 # Flags

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from llm_demo.args import ExpertArgs, flag
+from llm_demo.args import ExpertArgs
 from llm_demo.errors import UserError
+from llm_demo.parsing import flag
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
 NEED_FSDP = ("reshard_after_forward", "replicas", "expert_parallel", "sequence_parallel")
@@ -28,34 +29,25 @@ class FsdpArgs:
     """FSDP"""
 
     fsdp: bool | None = flag(
-        None,
-        "Shard with FSDP2. Default: if there are several processes, or a flag needs it.",
+        None, "Shard with FSDP2. Default: if there are several processes, or a flag needs it."
     )
     reshard_after_forward: bool = flag(
-        False,
-        "Gather weights and sum gradients in every micro-batch.",
-        saves_memory="true",
+        False, "Gather weights and sum gradients in every micro-batch.", saves_memory="true"
     )
     replicas: str = flag(
         "1",
         "Number of model copies; all: one per process, as in DDP.",
+        form=(r"all|[1-9]\d{0,8}", "a positive integer or all"),
     )
-    psgd_rank: int = flag(
-        0,
-        "Rank of compressed sums over --replicas (PowerSGD). 0: exact.",
-    )
+    psgd_rank: int = flag(0, "Rank of compressed sums over --replicas (PowerSGD). 0: exact.")
     psgd_start: int | None = flag(
         None, "Steps summed exactly before PowerSGD starts. Default: --warmup_steps."
     )
     optimizer_on_host: bool = flag(
-        False,
-        "Keep fp32 weights and AdamW's moments in host memory.",
-        saves_memory="true",
+        False, "Keep fp32 weights and AdamW's moments in host memory.", saves_memory="true"
     )
     activations_on_host: bool = flag(
-        False,
-        "Keep blocks' inputs in host memory until their backward.",
-        saves_memory="true",
+        False, "Keep blocks' inputs in host memory until their backward.", saves_memory="true"
     )
     sequence_parallel: int = flag(
         1,
@@ -78,10 +70,7 @@ class FsdpArgs:
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."
     )
-    router_aux_loss: float = flag(
-        0.0,
-        "Weight of a loss that evens out experts' load.",
-    )
+    router_aux_loss: float = flag(0.0, "Weight of a loss that evens out experts' load.")
     copy_engines: bool | None = flag(
         None,
         "In 16 bits, gather blocks and exchange gradients by copy engines, not by NCCL's kernels. "
@@ -100,8 +89,6 @@ class FsdpArgs:
     def check(args) -> None:
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
-        if not (args.replicas == "all" or args.replicas.isdecimal() and int(args.replicas)):
-            raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
         on = {name for name, value in vars(args).items() if value and value != OFF.get(name)}
         for name in NEED_FSDP:
             if name in on and args.fsdp is False:

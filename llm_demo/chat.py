@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from transformers import TextStreamer
 
-from llm_demo.args import PlainParser, path_of, whole
 from llm_demo.data.labels import REFUSALS, stop_tokens
 from llm_demo.device import DTYPES, World, pick_dtype, this_device
 from llm_demo.dist import run, stay_on_loopback
@@ -25,6 +24,7 @@ from llm_demo.export import export
 from llm_demo.model.folder import open_model
 from llm_demo.model.foreign import load_model
 from llm_demo.model.source import find_model, load_tokenizer, position_limit
+from llm_demo.parsing import PlainParser, path_of, whole
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint
 
 

@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
-from llm_demo.args import DataArgs, PlainParser, check_rows, choices, path_of, regex, whole
+from llm_demo.args import DataArgs, check_rows
 from llm_demo.data.batch import label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
@@ -38,6 +38,7 @@ from llm_demo.model.loss import score
 from llm_demo.model.rotary import length_dependent_rope
 from llm_demo.model.source import find_model, fix_date, load_config, load_tokenizer, position_limit
 from llm_demo.model.weights import refuse_non_finite
+from llm_demo.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.progress import progress
 from llm_demo.run.folder import refuse_inside_checkpoints
 

@@ -22,7 +22,6 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from llm_demo.args import PlainParser, path_of, size
 from llm_demo.device import DTYPES, World, drawn_on, this_device
 from llm_demo.dist import run, stay_on_loopback
 from llm_demo.errors import UserError, words_of
@@ -42,6 +41,7 @@ from llm_demo.model.lora import (
 from llm_demo.model.names import in_files, matrices
 from llm_demo.model.source import find_model, load_tokenizer
 from llm_demo.model.weights import Weights, materialise, open_weights
+from llm_demo.parsing import PlainParser, path_of, size
 from llm_demo.process import read_text
 from llm_demo.progress import size_of, watched
 from llm_demo.run.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of

@@ -31,7 +31,7 @@ from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
-from llm_demo.args import PlainParser, parse_args, whole
+from llm_demo.args import parse_args
 from llm_demo.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
 from llm_demo.errors import UserError, counted
 from llm_demo.files import ROOT
@@ -46,6 +46,7 @@ from llm_demo.model.lora import Lora, choose_lora
 from llm_demo.model.memory import CONTEXT_GB, PROCESS
 from llm_demo.model.sequence_spread import share_of_heads
 from llm_demo.model.source import find_model, is_mixture
+from llm_demo.parsing import PlainParser, whole
 from llm_demo.plan import Compute
 from llm_demo.process import command
 from pp.flags import PipeArgs

@@ -9,6 +9,8 @@ import importlib.util
 import json
 import math
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from llm_demo.args import MAX_INT, MAX_STEPS, Args, command_line
+from llm_demo.args import MAX_STEPS, Args
 from llm_demo.data.choose import mix, split_off
 from llm_demo.data.packs import (
     LONGEST_DEFAULT,
@@ -65,6 +67,7 @@ from llm_demo.model.source import (
     without_window,
 )
 from llm_demo.model.weights import Weights
+from llm_demo.parsing import MAX_INT
 from llm_demo.process import read_text, regular
 from llm_demo.run.checkpoint_files import (
     checked_facts,
@@ -135,7 +138,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     refuse(config): raises one for a model that the script can't train, before data is read, as is
     done for a --resume that names no checkpoint of this model."""
     say = log.say
-    say(f"command: {command_line()}")
+    say(f"command: {shlex.join([sys.executable, *sys.argv])}")
     plan_for(args.card)
     device = this_device(world.device.index or 0)
     if args.device_memory_gb:

@@ -17,9 +17,9 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from llm_demo.args import PlainParser, path_of
 from llm_demo.errors import UserError
 from llm_demo.files import PART
+from llm_demo.parsing import PlainParser, path_of
 from llm_demo.process import command
 from llm_demo.run.reader import (
     column,

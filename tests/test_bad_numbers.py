@@ -11,7 +11,7 @@ import pytest
 
 import bench.run
 from fsdp.flags import FsdpArgs
-from llm_demo import args, dist, evaluate, export, process
+from llm_demo import args, dist, evaluate, export, parsing, process
 from llm_demo.errors import UserError
 from llm_demo.launch import __main__ as launch
 from pp.flags import PipeArgs
@@ -63,7 +63,9 @@ def test_flags_of_the_other_programs(module, record_property):
     for action in parser._actions:
         if action.type is evaluate.day:
             continue
-        if action.type is not args.size and (not action.type or action.type("2") not in (2, [2])):
+        if action.type is not parsing.size and (
+            not action.type or action.type("2") not in (2, [2])
+        ):
             continue
         for value in [*BAD, TOO_LARGE]:
             with pytest.raises(UserError) as raised:

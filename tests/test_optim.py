@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from llm_demo import optim
-from llm_demo.args import TrainArgs, choices
+from llm_demo.args import TrainArgs
 from llm_demo.optim import (
     MOMENTS,
     LossScale,
@@ -15,6 +15,7 @@ from llm_demo.optim import (
     lr_at,
     make_adamw,
 )
+from llm_demo.parsing import choices
 
 CPU = torch.device("cpu")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

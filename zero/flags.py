@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from llm_demo.args import flag
 from llm_demo.files import ROOT
+from llm_demo.parsing import flag
 
 
 @dataclasses.dataclass

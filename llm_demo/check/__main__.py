@@ -9,10 +9,10 @@ import os
 import tempfile
 import time
 
-from llm_demo.args import PlainParser
 from llm_demo.check import files, gpus, machine, pairs, processes
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import ROOT, Worker, ask, receive
+from llm_demo.parsing import PlainParser
 from llm_demo.process import command
 
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.

@@ -12,7 +12,8 @@ import difflib
 import re
 from pathlib import Path
 
-from llm_demo.args import SHARED, env_of, groups_of, own_fields, parse_args, scripts_with, shown
+from llm_demo.args import SHARED, parse_args
+from llm_demo.parsing import env_of, fields_of_scripts, groups_of, shown
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
@@ -77,12 +78,12 @@ def misspelt(script: Path, environ: dict) -> dict[str, str]:
 def of_others(script: Path, environ: dict) -> dict[str, list[str]]:
     """{environment variable: the scripts with its flag}, of variables without effect: this script
     lacks the flag. Without those that hold its default or false."""
-    own, found = names_of(script), {}
-    for field in (field for fields in own_fields().values() for field in fields):
+    settings, unused = names_of(script), {}
+    for folder, field in fields_of_scripts():
         name, off = env_of(field), ("", "0", "false", shown(field.default))
-        if name not in own and environ.get(name, "") not in off:
-            found[name] = scripts_with(field.name)
-    return found
+        if name not in settings and environ.get(name, "") not in off:
+            unused.setdefault(name, []).append(folder)
+    return unused
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
