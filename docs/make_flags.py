@@ -71,12 +71,12 @@ def row(field: dataclasses.Field, launchers: dict[str, dict[str, str]]) -> list[
     names = [field.name, f"no_{field.name}"] if kind_of(field) is bool else [field.name]
     default = "" if field.default is None else shown(field.default)
     env = env_of(field)
-    own = {name: shown(block.get(env, "")) for name, block in launchers.items()}
-    own = {name: value for name, value in own.items() if value not in ("", default)}
-    if len(set(own.values())) == 1 and len(own) == len(launchers):
-        launcher = f"`{next(iter(own.values()))}`"
+    values = {name: shown(block.get(env, "")) for name, block in launchers.items()}
+    values = {name: value for name, value in values.items() if value not in ("", default)}
+    if len(set(values.values())) == 1 and len(values) == len(launchers):
+        launcher = f"`{next(iter(values.values()))}`"
     else:
-        launcher = ", ".join(f"`{value}` ({name})" for name, value in own.items())
+        launcher = ", ".join(f"`{value}` ({name})" for name, value in values.items())
     meaning = field.metadata["help"].replace("<", "&lt;")
     if choices_of(field):
         meaning += f" One of {listed(choices_of(field))}."

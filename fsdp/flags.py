@@ -13,11 +13,7 @@ NOT_TOGETHER = (  # two flags and, if known, why
     ("psgd_rank", "sequence_parallel", ""),
     ("psgd_rank", "optimizer_on_host", "its errors stay on the device"),
     ("lora_rank", "psgd_rank", "adapters' gradients are small already"),
-    (
-        "lora_rank",
-        "optimizer_on_host",
-        "adapters' optimizer states are small, and a frozen model has none",
-    ),
+    ("lora_rank", "optimizer_on_host", "only adapters have optimizer states, which are small"),
     ("lora_rank", "router_aux_loss", "routers are frozen too"),
     ("lora_rank", "router_bias_update", "routers are frozen too"),
 )
@@ -63,9 +59,7 @@ class FsdpArgs:
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     expert_parallel: int | None = flag(
-        None,
-        "Ranks over which blocks' experts are spread. Default: the fewest that fit.",
-        at_least=1,
+        None, "Ranks over which experts are spread. Default: the fewest that fit.", at_least=1
     )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."

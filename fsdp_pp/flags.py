@@ -28,7 +28,6 @@ class FsdpPipeArgs(StageArgs):
         0,
         "Micro-batches by which a stage runs further ahead of the next: can hide transfers over "
         "slow links, takes memory.",
-        at_least=0,
     )
     copy_engines: bool | None = flag(
         None,

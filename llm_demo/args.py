@@ -80,12 +80,23 @@ class DataArgs:
         "128, at most 4096 and the model's limit.",
     )
     pack_sequences: bool = flag(True, "Pack whole documents into rows. Off: one per row, padded.")
-    overlong: Literal["truncate", "split", "drop"] = flag(
-        "truncate", "Documents longer than a row."
-    )
+    overlong: Literal["truncate", "split", "drop"] = flag("truncate", "Documents over --seq_len.")
     train_on_prompt: bool = flag(False, "Train on every token, not only on the assistant's.")
     learn_turns: Literal["all", "last"] = flag("all", "Assistant turns to train on.")
     learn_reasoning: bool = flag(True, "Train on reasoning too, not only on answers.")
+
+    @staticmethod
+    def check(args) -> None:
+        """Raise UserError for flags that contradict each other; also those of evaluate.py."""
+        if 0 < (args.seq_len or 0) < 8:
+            raise UserError(f"--seq_len {args.seq_len} is too small: the minimum is 8")
+        if bool(args.input_key) != bool(args.target_key):
+            raise UserError("--input_key and --target_key name a pair of columns: set both")
+        clash = "contradict each other: use one"
+        if args.train_on_prompt and args.learn_turns == "last":
+            raise UserError(f"--learn_turns last and --train_on_prompt {clash}")
+        if args.train_on_prompt and not args.learn_reasoning:
+            raise UserError(f"--no_learn_reasoning and --train_on_prompt {clash}")
 
 
 @dataclasses.dataclass
@@ -96,9 +107,7 @@ class TrainArgs:
     grad_accum_steps: int = flag(1, "Micro-batches per optimizer step.", at_least=1)
     max_steps: int = flag(0, "Optimizer steps. 0: as --num_epochs says.", at_most=MAX_STEPS)
     num_epochs: float | None = flag(
-        None,
-        "Passes if --max_steps is 0. Default: about 100 steps, at most 10 or 100.",
-        at_most=1e9,
+        None, "Passes if --max_steps is 0. Default: for about 100 steps.", at_most=1e9
     )
     lr: float | None = flag(
         None, "Peak learning rate. Default: 2e-5; adapters: 2e-4; random: 1e-3.", positive=True
@@ -189,7 +198,6 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     @staticmethod
     def check(args) -> None:
         """Raise UserError for shared flags that contradict each other."""
-        check_rows(args.seq_len, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
         parse_steps(args.profile_steps)
         if args.card and not args.estimate:
             raise UserError(f"--card {args.card[:80]} is what to estimate for: add --estimate")
@@ -222,8 +230,6 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
             raise UserError(
                 "--eval_fraction splits --train_json and --eval_json names a file: use one"
             )
-        if bool(args.input_key) != bool(args.target_key):
-            raise UserError("--input_key and --target_key name a pair of columns: set both")
 
 
 @dataclasses.dataclass
@@ -298,17 +304,6 @@ def accepted(args, name: str, value) -> bool:
     except UserError:
         return False
     return True
-
-
-def check_rows(
-    seq_len: int, learn_turns: str, train_on_prompt: bool, learn_reasoning: bool = True
-) -> None:
-    if 0 < seq_len < 8:
-        raise UserError(f"--seq_len {seq_len} is too small: the minimum is 8")
-    if learn_turns == "last" and train_on_prompt:
-        raise UserError("--learn_turns last and --train_on_prompt contradict each other: use one")
-    if train_on_prompt and not learn_reasoning:
-        raise UserError("--no_learn_reasoning and --train_on_prompt contradict each other: use one")
 
 
 def parse_steps(text: str) -> tuple[int, int] | None:

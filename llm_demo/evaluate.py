@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
-from llm_demo.args import DataArgs, check_rows
+from llm_demo.args import DataArgs
 from llm_demo.data.batch import label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
@@ -58,10 +58,8 @@ def main() -> None:
             f"--answer_regex {args.answer_regex}: put what to compare in a group, for example "
             "'Answer: (.*)'"
         )
-    if bool(args.input_key) != bool(args.target_key):
-        raise UserError("--input_key and --target_key name a pair of columns: set both")
     args.learn_reasoning = args.learn_reasoning == "true"
-    check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
+    DataArgs.check(args)
     if args.out:
         refuse_unwritable(args.out)
     find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched

@@ -20,19 +20,16 @@ from llm_demo.files import ROOT
 
 MAX_INT = 2**31 - 1  # upper bound of whole numbers without at_most
 TRUE, FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
-OF_OTHER_TRAINERS = {  # our flag: their names of it
-    "micro_batch_size": ("batch_size", "train_batch_size", "per_device_train_batch_size"),
-    "grad_accum_steps": ("gradient_accumulation_steps",),
-    "num_epochs": ("num_train_epochs",),
+OF_OTHER_TRAINERS = {  # our flag: their names of it, unless they are spelt alike
+    "micro_batch_size": ("batch_size", "train_batch_size"),
     "lr": ("learning_rate",),
-    "seq_len": ("max_length", "max_seq_length"),
+    "seq_len": ("max_length",),
     "train_json": ("data", "dataset", "train_file"),
     "eval_json": ("eval_file",),
     "eval_every": ("eval_steps",),
     "log_every": ("logging_steps",),
     "save_every": ("save_steps",),
     "resume": ("resume_from_checkpoint",),
-    "use_activation_checkpointing": ("gradient_checkpointing",),
 }
 HOW = """\
 --save means --save true and --no_save means --save false; all booleans work like this. A launcher
@@ -58,8 +55,8 @@ def flag(
 
 def kind_of(field: dataclasses.Field) -> type:
     """bool, int, float or str."""
-    first = next(iter(typing.get_args(field.type)), field.type)  # X in X | None
-    return first if isinstance(first, type) else str  # the first choice is no type
+    first = next(iter(typing.get_args(field.type)), field.type)  # of X | None, or a choice
+    return first if isinstance(first, type) else str
 
 
 def choices_of(field: dataclasses.Field) -> tuple[str, ...]:
@@ -179,14 +176,14 @@ def refuse_unknown(word: str, parser: PlainParser) -> typing.NoReturn:
     probably meant: the same in other trainers, the first that begins with these words, one spelt
     much like it, or one that is its first words."""
     name = word.split("=")[0].lstrip("-").replace("-", "_")
-    if scripts := [folder for folder, field in fields_of_scripts() if field.name == name]:
+    if scripts := scripts_with(name):
         raise UserError(f"{word}: only for {' and '.join(scripts)}")
     known = [option[2:] for action in parser._actions for option in action.option_strings]
     theirs = {old: ours for ours, names in OF_OTHER_TRAINERS.items() for old in names}
     near = [name] if name in theirs else []
-    near += [flag for flag in known if flag.startswith(f"{name}_")]
+    near += [option for option in known if option.startswith(f"{name}_")]
     near += difflib.get_close_matches(name, [*known, *theirs], 1)
-    near += [flag for flag in known if name.startswith(f"{flag}_")]
+    near += [option for option in known if name.startswith(f"{option}_")]
     meant = near and word.startswith("--")
     hint = f"did you mean --{theirs.get(near[0], near[0])}?" if meant else "see --help"
     raise UserError(f"unknown argument {word}; {hint}")
@@ -201,14 +198,21 @@ def groups_of(folder: Path) -> tuple[type, ...]:
     return module.GROUPS
 
 
-def fields_of_scripts() -> list[tuple[str, dataclasses.Field]]:
-    """The flags of each script's own, as (its folder, such as "fsdp/", flag)."""
+def own_fields() -> dict[str, list[dataclasses.Field]]:
+    """The flags of each script's own, by its folder, as in "fsdp/"."""
     folders = [file.parent for file in sorted(ROOT.glob("*/flags.py"))]
-    groups = [(f"{folder.name}/", group) for folder in folders for group in groups_of(folder)]
-    return [(folder, field) for folder, group in groups for field in dataclasses.fields(group)]
+    return {
+        f"{folder.name}/": [f for group in groups_of(folder) for f in dataclasses.fields(group)]
+        for folder in folders
+    }
 
 
-# types for argparse: their errors are in its words
+def scripts_with(name: str) -> list[str]:
+    """The folders of the scripts with a flag of their own of this name."""
+    return [folder for folder, fields in own_fields().items() if name in {f.name for f in fields}]
+
+
+# ---------------------------------------------------------------- types for argparse
 
 
 def whole(at_least: int = 0):

@@ -28,9 +28,7 @@ class PipeArgs(StageArgs):
         "Optimizer steps between checks that both copies of tied embeddings are equal. 0: only "
         "after step 1.",
     )
-    local_rank: int = flag(
-        0, "Passed by DeepSpeed's launcher and ignored: LOCAL_RANK counts.", env=""
-    )
+    local_rank: int = flag(0, "Passed by DeepSpeed's launcher, ignored: LOCAL_RANK counts.", env="")
 
     @staticmethod
     def check(args) -> None:

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from llm_demo.args import SHARED, parse_args
-from llm_demo.parsing import env_of, fields_of_scripts, groups_of, shown
+from llm_demo.parsing import env_of, groups_of, own_fields, scripts_with, shown
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
@@ -32,9 +32,8 @@ def check_flags(command: list[str]):
 
 def names_of(script: Path) -> dict[str, str]:
     """{environment variable: flag} of a training script."""
-    fields = [
-        f for group in (*SHARED, *groups_of(script.parent)) for f in dataclasses.fields(group)
-    ]
+    groups = (*SHARED, *groups_of(script.parent))
+    fields = [field for group in groups for field in dataclasses.fields(group)]
     return {env_of(field): field.name for field in fields if env_of(field)}
 
 
@@ -78,12 +77,12 @@ def misspelt(script: Path, environ: dict) -> dict[str, str]:
 def of_others(script: Path, environ: dict) -> dict[str, list[str]]:
     """{environment variable: the scripts with its flag}, of variables without effect: this script
     lacks the flag. Without those that hold its default or false."""
-    settings, unused = names_of(script), {}
-    for folder, field in fields_of_scripts():
+    own, found = names_of(script), {}
+    for field in (field for fields in own_fields().values() for field in fields):
         name, off = env_of(field), ("", "0", "false", shown(field.default))
-        if name not in settings and environ.get(name, "") not in off:
-            unused.setdefault(name, []).append(folder)
-    return unused
+        if name not in own and environ.get(name, "") not in off:
+            found[name] = scripts_with(field.name)
+    return found
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
