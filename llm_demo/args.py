@@ -44,7 +44,7 @@ class ModelArgs:
         None, "Compile decoder blocks and loss. Default: where it works and is faster."
     )
     activation_memory_budget: float = flag(
-        1.0, "Share of activations that compiled blocks keep; they recompute the rest.", at_most=1
+        1.0, "Share of activations (0 to 1) that compiled blocks keep, not recompute.", at_most=1
     )
     blocks_per_unit: int = flag(0, "Blocks compiled and sharded as one. 0: 64M weights, at most 4.")
 
