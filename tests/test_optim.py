@@ -14,7 +14,8 @@ from llm_demo.core.optim import (
     lr_at,
     make_adamw,
 )
-from llm_demo.job.args import TrainArgs, choices
+from llm_demo.job.args import TrainArgs
+from llm_demo.job.parsing import choices
 
 CPU = torch.device("cpu")
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
