@@ -153,8 +153,8 @@ def parser_of(description: str, groups: list[type], values: dict) -> PlainParser
     return parser
 
 
-def spellings(name: str) -> tuple[str, str]:
-    return f"--{name}", f"--{name.replace('_', '-')}"
+def spellings(name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
 
 
 def remarks(field: dataclasses.Field, value) -> str:
