@@ -1,7 +1,9 @@
-"""Write the picture of the layers in docs/design.md: python docs/make_layers.py
+"""Write the picture of the layers and the list of modules in docs/design.md:
 
-A module's layer is one above the highest module that it imports, anywhere in its text. Fails if
-modules import each other in a circle."""
+python docs/make_layers.py            also fails if modules import each other in a circle
+python docs/make_layers.py --sizes    print how large the project is, and change nothing
+
+A module's layer is one above the highest module that it imports, anywhere in its text."""
 
 import ast
 import re
@@ -61,8 +63,65 @@ def page() -> str:
     return MARKED.sub(lambda m: m[1] + picture() + m[2], PAGE.read_text())
 
 
+def reached(of: dict[str, set[str]], module: str) -> set[str]:
+    """The modules that importing one may import, itself and lazy imports included."""
+    names, todo = set(), [module]
+    while todo:
+        name = todo.pop()
+        if name not in names:
+            names.add(name)
+            todo += of[name]
+    return names
+
+
+def functions(file: Path) -> list[tuple[str, int]]:
+    """(name, lines) of each function of a file."""
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
+    return [(node.name, node.end_lineno - node.lineno + 1) for node in nodes]
+
+
+def lines(*files: Path) -> int:
+    return sum(len(file.read_text().splitlines()) for file in files)
+
+
+# what a step of a dense model takes from a row to an updated weight, in the order of reading
+PATH = (
+    "core/rows core/batch core/attention core/decoder core/loss core/loss_kernel core/sums "
+    "core/optim core/masters core/mesh core/loop fsdp/layout fsdp/build fsdp/sharding fsdp/fsdp2 "
+    "fsdp/shards fsdp/units fsdp/train_fsdp"
+)
+
+
+def sizes() -> str:
+    """How large the project is: a table."""
+    python = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    shell = [*ROOT.glob("*.sh"), *(f for name in SCRIPTS for f in (ROOT / name).glob("*.sh"))]
+    each = [(n, name) for file in python for name, n in functions(file)]
+    mains = {file.stem: dict(functions(file)).get("main") for name in SCRIPTS
+             for file in (ROOT / name).glob("*train*.py")}  # fmt: skip
+    longest = max(python, key=lines)
+    path = [ROOT / f"{'' if name[:4] == 'fsdp' else 'llm_demo/'}{name}.py" for name in PATH.split()]
+    modules = [name for name in reached(imports(), "fsdp.train_fsdp") if "." in name]
+    long = [name for n, name in each if n > 50]
+    rows = {
+        "lines of scripts, llm_demo, launchers, setup.sh": f"{lines(*python, *shell):,}",
+        "lines of llm_demo/core": f"{lines(*(ROOT / 'llm_demo/core').glob('*.py')):,}",
+        "modules that importing fsdp.train_fsdp reaches": len(modules),
+        "lines from a row to an updated weight": f"{lines(*path):,} in {len(path)} modules",
+        "main of the scripts": ", ".join(f"{name} {n}" for name, n in mains.items()),
+        "longest module": f"{longest.relative_to(ROOT)}, {lines(longest)}",
+        "functions over 50 lines": f"{len(long)} of {len(each):,}: {', '.join(long)}",
+        "lines of tests": f"{lines(*(ROOT / 'tests').glob('*.py')):,}",
+    }
+    return "\n".join(f"| {what} | {size} |" for what, size in rows.items())
+
+
 if __name__ == "__main__":
     try:
-        PAGE.write_text(page())
+        if sys.argv[1:] == ["--sizes"]:
+            print(sizes())
+        else:
+            PAGE.write_text(page())
     except ValueError as e:
         sys.exit(f"error: {e}")

@@ -20,17 +20,16 @@ from fsdp.shards import Shards
 from fsdp.units import Unit, plain_units, sharded_units
 from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
 from llm_demo.core.errors import counted
-from llm_demo.core.experts_spread import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
-from llm_demo.core.optim import compiles_adamw
-from llm_demo.core.sequence_spread import spread_rows
+from llm_demo.core.spread import keep_part, spread_rows
 from llm_demo.core.weights import allocate, fill
+from llm_demo.job.attention_choice import fused_kernels
+from llm_demo.job.compiling import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log
-from llm_demo.job.run import Job
 from llm_demo.job.weights_files import loading
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing
@@ -45,8 +44,9 @@ class Built(NamedTuple):
     row_group: ProcessGroup | None  # the ranks with slices of the same rows
 
 
-def build(job: Job, layout: Layout) -> Built:
-    """Build the model on every rank. Raises UserError if the host has too little memory."""
+def build(job, layout: Layout) -> Built:
+    """Build the model on every rank. job: a run.Job that is open. Raises UserError if the host has
+    too little memory."""
     args, plan, world, say = job.args, job.plan, job.world, job.log.say
     weights, compute, on_host = plan.source.weights, plan.compute, args.optimizer_on_host
     lm, n_params, n_trained = adapted(job)
@@ -79,7 +79,7 @@ def build(job: Job, layout: Layout) -> Built:
     return Built(model, optimized, compiled, row_group)
 
 
-def adapted(job: Job) -> tuple[PreTrainedModel, int, int]:
+def adapted(job) -> tuple[PreTrainedModel, int, int]:
     """(the decoder on the meta device with its adapters if any, its parameters without them, those
     that are trained)."""
     plan, compute = job.plan, job.plan.compute
@@ -108,27 +108,28 @@ def spread(
     return expert_mesh, row_group
 
 
-def has_masters(job: Job, layout: Layout) -> bool:
+def has_masters(job, layout: Layout) -> bool:
     """Whether fp32 masters stand beside 16-bit weights on this device."""
     low = job.plan.compute.dtype != torch.float32
     return low and not (layout.sharded or job.args.optimizer_on_host)
 
 
-def compiles(job: Job, layout: Layout, n_trained: int) -> bool:
+def compiles(job, layout: Layout, n_trained: int) -> bool:
     """Whether AdamW is compiled. Logs why."""
     works = job.plan.compute.compile and not job.args.optimizer_on_host
     flat = has_masters(job, layout)
     return compiles_adamw(works, n_trained, layout.n_shards, job.log.say, flat)
 
 
-def wrap(lm: PreTrainedModel, job: Job) -> DecoderLoss:
+def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     """The decoder in units of blocks, compiled, with its loss; still on the meta device."""
     args, compute, on_host = job.args, job.plan.compute, job.args.optimizer_on_host
     blocks = make_units(
         lm,
         unit_sizes(lm.config, lm.config.num_hidden_layers, estimate.per_unit_of(args)),
         checkpointing=args.use_activation_checkpointing,
-        attention_kept=compute.attention_kept,
+        keeping=compute.attention_kept,
+        kept=fused_kernels(compute.attn_impl) if compute.attention_kept else [],
     )
     if compute.compile:
         for unit in blocks:
@@ -166,7 +167,7 @@ def shard(
     sum_over_ranks(model)
 
 
-def keep_activations(model: DecoderLoss, job: Job, layout: Layout) -> None:
+def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:
     """Keep the inputs of units in host memory between forward and backward."""
     args, world, plan = job.args, job.world, job.plan
     n = plan.data.train.seq_len // layout.part.of
@@ -177,7 +178,7 @@ def keep_activations(model: DecoderLoss, job: Job, layout: Layout) -> None:
     )  # fmt: skip
 
 
-def tune(model: DecoderLoss, units: list[Unit], job: Job, layout: Layout) -> None:
+def tune(model: DecoderLoss, units: list[Unit], job, layout: Layout) -> None:
     """Make FSDP2's transfers fewer and faster. Logs what this PyTorch lacks."""
     args, compute = job.args, job.plan.compute
     engines = choose_engines(args.copy_engines, job.world, layout.group, list(model.units), job.log)
@@ -199,7 +200,7 @@ def tune(model: DecoderLoss, units: list[Unit], job: Job, layout: Layout) -> Non
 
 
 def filled(
-    lm: PreTrainedModel, model: DecoderLoss, units: list[Unit], job: Job, layout: Layout, compiled
+    lm: PreTrainedModel, model: DecoderLoss, units: list[Unit], job, layout: Layout, compiled
 ) -> Shards | Masters | HostAdamW:
     """Give the model its weights. Returns what is optimized."""
     args, plan = job.args, job.plan
@@ -223,7 +224,7 @@ def filled(
     )
 
 
-def describe(job: Job, layout: Layout, n_params: int, n_trained: int, n_local: int) -> None:
+def describe(job, layout: Layout, n_params: int, n_trained: int, n_local: int) -> None:
     """Log the kind of parallelism and the numbers of parameters."""
     sizes = f"{n_params:,} parameters, {n_local:,} here"
     if job.plan.compute.lora:

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp import copy_engines
 from fsdp.sharding import WithExperts, empty_sum
-from fsdp.units import Unit
+from fsdp.units import Unit, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
-from llm_demo.core.mesh import World, params_of, shard_sizes, shards_of
+from llm_demo.core.mesh import World
 from llm_demo.core.sums import add, compile_once, sum_into
 
 try:

@@ -15,7 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from llm_demo.core.mesh import REPLICA, local_part, on_grid, shards_of
+from fsdp.shards import on_grid
+from fsdp.units import shards_of
+from llm_demo.core.mesh import REPLICA, local_part
 from llm_demo.core.optim import ERROR, FACTOR
 
 TOGETHER = 1 << 27  # elements of the matrices of one shape that are multiplied at a time

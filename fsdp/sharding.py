@@ -7,9 +7,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from fsdp.units import params_of
 from llm_demo.core.decoder import Blocks, DecoderLoss
 from llm_demo.core.experts import blocks_with_experts
-from llm_demo.core.mesh import params_of
 
 
 def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from llm_demo.core.mesh import local_part, on_grid
+from llm_demo.core.mesh import local_part, on_device
 from llm_demo.core.optim import MOMENTS, adam_views
 
 
@@ -70,3 +71,18 @@ def training_state(views, optimizer, mesh, low_rank, fixed=()) -> dict[str, torc
                 t = on_grid(t, p, mesh)
             state[p.hf_name + key] = t
     return state | (low_rank.state() if low_rank else {})
+
+
+def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
+    """A tensor sharded like another, described on the grid of all ranks: so every rank names the
+    same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
+    experts that are spread over ranks."""
+    grid = on_device(grid, local.device.type)
+    if own := getattr(like, "grid", None):
+        own = on_device(own, local.device.type)
+        shape = own.size(0) * len(like), *like.shape[1:]
+        placements = [Shard(0), Shard(0)]
+        return DTensor.from_local(local, own, placements, shape=shape, stride=like.stride())
+    replicated = [Replicate()] * (grid.ndim - len(like.placements))
+    placements = [*replicated, *like.placements]
+    return DTensor.from_local(local, grid, placements, shape=like.shape, stride=like.stride())

@@ -31,7 +31,7 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import micro_batches
-from llm_demo.core.sequence_spread import from_owners
+from llm_demo.core.spread import from_owners
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.dist import from_rank0, start
 from llm_demo.job.dist import run as run_script

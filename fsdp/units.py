@@ -7,11 +7,12 @@ to it."""
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from llm_demo.core.decoder import DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers
-from llm_demo.core.mesh import local_part, params_of, shard_sizes
+from llm_demo.core.mesh import local_part
 from llm_demo.core.sums import add, add_into, compile_once, sum_into
 
 # For the optimizer on the host (host_adamw.py):
@@ -117,3 +118,23 @@ def _sharded_unit(module: FSDPModule, params: list[nn.Parameter], compiles: bool
     for p in params:  # summed by now: FSDP2 would keep a copy until the next step
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     return unit
+
+
+def shards_of(t: torch.Tensor) -> int:
+    """Into how many parts a tensor is sharded, in each replica."""
+    return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1
+
+
+def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
+    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
+    changed."""
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", state)
+    if group is None:  # it only holds other units
+        return []
+    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
+
+
+def shard_sizes(params: list[nn.Parameter]) -> list[int]:
+    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
+    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]

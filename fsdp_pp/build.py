@@ -10,9 +10,8 @@ from fsdp_pp.pieces import Pieces
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD
-from llm_demo.core.optim import compiles_adamw
+from llm_demo.job.compiling import compiles_adamw
 from llm_demo.job.costs import param_count
-from llm_demo.job.run import Job
 from llm_demo.job.weights_files import loading
 
 
@@ -23,9 +22,9 @@ class Built(NamedTuple):
     compiled: bool  # whether AdamW is
 
 
-def build(job: Job, layout, counts: list[int]) -> Built:
+def build(job, layout, counts: list[int]) -> Built:
     """Build the pieces of this rank's stage, and nothing else. counts: blocks of each piece of the
-    model. layout: see train_fsdp_pp.Layout."""
+    model. job: a run.Job that is open. layout: see train_fsdp_pp.Layout."""
     args, world, log, grid = job.args, job.world, job.log, layout.grid
     config, weights, compute = job.plan.source.config, job.plan.source.weights, job.plan.compute
     low, accumulates = compute.dtype != torch.float32, args.grad_accum_steps > 1

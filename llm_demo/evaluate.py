@@ -24,7 +24,6 @@ from torch.nn.utils.rnn import pad_sequence
 from llm_demo.core.batch import label_positions
 from llm_demo.core.errors import UserError, counted, printable
 from llm_demo.core.loss import score
-from llm_demo.core.rotary import length_dependent_rope
 from llm_demo.core.rows import Packs
 from llm_demo.core.weights import refuse_non_finite
 from llm_demo.data.labels import stop_tokens
@@ -40,7 +39,14 @@ from llm_demo.job.generate import prompts_of
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.progress import progress
-from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer, position_limit
+from llm_demo.job.source import (
+    find_model,
+    fix_date,
+    length_dependent_rope,
+    load_config,
+    load_tokenizer,
+    position_limit,
+)
 
 TOKENS = 1 << 16  # of a batch, including padding
 

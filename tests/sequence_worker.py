@@ -10,13 +10,14 @@ import torch.distributed as dist
 from transformers import Qwen3Config
 
 from fsdp.flags import FsdpArgs
-from llm_demo.core.attention import fused_kernels, make_documents
+from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import Part, position_ids
 from llm_demo.core.comm import CommTimer
 from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
-from llm_demo.core.sequence_spread import spread_rows
+from llm_demo.core.spread import spread_rows
 from llm_demo.estimate import saved_bytes
 from llm_demo.job.args import parse_args
+from llm_demo.job.attention_choice import fused_kernels
 from llm_demo.job.plan import Compute
 
 CPU, S = torch.device("cpu"), 64

@@ -22,6 +22,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import allocate, fill
 from llm_demo.estimate import attention_bytes
+from llm_demo.job.attention_choice import fused_kernels
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU = torch.device("cpu")
@@ -58,7 +59,8 @@ def config():
 
 def decoder(config, keep=0, backend=None):
     lm = skeleton(config, "sdpa")
-    units = make_units(lm, [1] * lm.config.num_hidden_layers, True, keep)
+    sizes = [1] * config.num_hidden_layers
+    units = make_units(lm, sizes, True, keep, fused_kernels("sdpa"))
     for unit in units if backend else ():
         unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend, fullgraph=True)
     model = DecoderLoss(lm, units)

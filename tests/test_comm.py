@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from llm_demo.core.comm import CommTimer, _Clock, union, waiting
-from llm_demo.job.profiling import LAUNCH_GAP
+from llm_demo.core.comm import CommTimer, _Clock, union
+from llm_demo.job.profiling import LAUNCH_GAP, waiting
 
 LATE = """
 import sys, time, torch, torch.distributed as dist

@@ -7,8 +7,9 @@ import torch
 from test_attention import LENGTHS, B, S, assert_equals_each_alone, boundaries
 from torch.distributed.utils import _to_kwargs
 
-from llm_demo.core import attention, long_documents
+from llm_demo.core import long_documents
 from llm_demo.core.attention import BACKENDS, make_documents
+from llm_demo.job.attention_choice import fused_kernels
 
 pytest.importorskip("torch.nn.attention.varlen", reason="the backend needs PyTorch 2.10")
 
@@ -93,7 +94,7 @@ def test_long_documents_are_one_operator(long_documents_on_a_cpu):
         documents = make_documents(cu, (B, S), "varlen_cudnn", torch.device("cpu"), 64)
         assert torch.equal(compiled(*qkv, documents), attend(*qkv, documents))
     assert len(graphs) == 1
-    kept = attention.fused_kernels("varlen_cudnn")  # instead of computed again
+    kept = fused_kernels("varlen_cudnn")  # instead of computed again
     assert kept == [torch.ops.llm_demo.attend_documents.default]
 
 

@@ -226,17 +226,3 @@ class _Waited:
         for work in self.works:
             work.wait()
         self.done()
-
-
-def waiting(ranks: list[dict]) -> list[float]:
-    """How long each rank waited inside operations, overlaps counted once. ranks: {operation:
-    (start, end)} of each, by its own clock, in the unit of the result."""
-    transfer = {}
-    for operations in ranks:
-        for key, (start, end) in operations.items():
-            least = 0.0 if AWAIT in str(key[0]) else end - start
-            transfer[key] = min(least, transfer.get(key, math.inf))
-    return [
-        union((start, end - transfer[key]) for key, (start, end) in operations.items())
-        for operations in ranks
-    ]

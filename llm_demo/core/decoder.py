@@ -90,16 +90,15 @@ class Blocks(nn.Module):
         return hidden
 
 
-def make_units(lm, sizes: list[int], checkpointing: bool, attention_kept: int = 0) -> list[Blocks]:
+def make_units(
+    lm, sizes: list[int], checkpointing: bool, keeping: int = 0, kept: list | None = None
+) -> list[Blocks]:
     """The decoder's blocks in units, each compiled and sharded as one. sizes: blocks of each unit.
-    attention_kept: so many of the last blocks, if recomputed, keep what their fused attention
-    kernel returned."""
-    units, i, kept = [], 0, []
-    if attention_kept:  # packed_varlen or spread_varlen
-        kept = attention.fused_kernels(lm.config._attn_implementation.partition("_")[2])
+    keeping: so many of the last blocks, if recomputed, keep what the operators `kept` return."""
+    units, i = [], 0
     for size in sizes:
-        keeps = kept if i >= sum(sizes) - attention_kept else []
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, keeps))
+        of_unit = kept if i >= sum(sizes) - keeping else []
+        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, of_unit))
         i += size
     return units
 

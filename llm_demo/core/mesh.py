@@ -5,11 +5,9 @@ import os
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -64,38 +62,3 @@ def local_part(t: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without gradient: all of it unless it is sharded."""
     # detach() of a DTensor takes 10 times as long
     return (t.to_local() if isinstance(t, DTensor) else t).detach()
-
-
-def shards_of(t: torch.Tensor) -> int:
-    """Into how many parts a tensor is sharded, in each replica."""
-    return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1
-
-
-def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
-    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
-    changed."""
-    state = module._get_fsdp_state()
-    group = getattr(state, "_fsdp_param_group", state)
-    if group is None:  # it only holds other units
-        return []
-    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
-
-
-def shard_sizes(params: list[nn.Parameter]) -> list[int]:
-    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
-    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
-
-
-def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
-    """A tensor sharded like another, described on the grid of all ranks: so every rank names the
-    same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
-    experts that are spread over ranks."""
-    grid = on_device(grid, local.device.type)
-    if own := getattr(like, "grid", None):
-        own = on_device(own, local.device.type)
-        shape = own.size(0) * len(like), *like.shape[1:]
-        placements = [Shard(0), Shard(0)]
-        return DTensor.from_local(local, own, placements, shape=shape, stride=like.stride())
-    replicated = [Replicate()] * (grid.ndim - len(like.placements))
-    placements = [*replicated, *like.placements]
-    return DTensor.from_local(local, grid, placements, shape=like.shape, stride=like.stride())

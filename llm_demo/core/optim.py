@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,6 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter
 # what a checkpoint adds to each matrix if gradients are compressed (parallel/lowrank.py)
 PSGD = ERROR, FACTOR = "psgd_error", "psgd_factor"
 LOW = "low"  # and for a bf16 parameter that is half of its master: the other half
-
-
-def compiles_adamw(
-    works: bool, n_params: int, world_size: int, say: Callable, flat: bool = False
-) -> bool:
-    """Whether to compile AdamW. works: torch.compile works here; n_params: of the whole model;
-    flat: a unit's parameters are one tensor. On two H200 it gained 3 % for 8B; for 0.6B with small
-    tensors the gain was within noise (bench/LOG.md)."""
-    chosen = works and (flat or n_params / world_size >= 1e9)
-    if chosen:
-        why = "for large tensors" if flat else "faster from 1e9 parameters a process on"
-        say(f"adamw: compiled ({why})")
-    return chosen
 
 
 def make_adamw(

@@ -11,11 +11,6 @@ def rope_type(config) -> str:
     return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
 
 
-def length_dependent_rope(config) -> bool:
-    """Whether a document's frequencies depend on the longest one of its batch."""
-    return rope_type(config) in ("longrope", "dynamic")
-
-
 class LongRope(nn.Module):
     """Rotary embedding of type longrope, with frequencies by each document's own length.
 

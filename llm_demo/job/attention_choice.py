@@ -140,3 +140,23 @@ def _probe_main():
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):
         _probe_main()
+
+
+def fused_kernels(impl: str) -> list:
+    """The operators that backend `impl` may run, as selective checkpointing names them."""
+    if impl == "varlen":
+        importlib.import_module("torch.nn.attention.varlen")  # which registers it
+        names = ["torch_attn._varlen_attn"]
+    elif impl == "varlen_cudnn":
+        names = ["llm_demo.attend_documents"]
+    elif impl == "flash_attn":
+        importlib.import_module("flash_attn.flash_attn_interface")
+        names = ["flash_attn._flash_attn_varlen_forward"]
+    else:
+        kinds = "cudnn_attention", "flash_attention", "efficient_attention"
+        names = [f"aten._scaled_dot_product_{kind}" for kind in (*kinds, f"{kinds[1]}_for_cpu")]
+    found = []
+    for space, kernel in (name.split(".") for name in names):
+        if operator := getattr(getattr(torch.ops, space), kernel, None):
+            found.append(operator.default)
+    return found

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.comm import AWAIT, MUTED, union, waiting
+from llm_demo.core.comm import AWAIT, MUTED, union
 from llm_demo.core.mesh import World
 
 # of copy_engines.py: what an operation ends with, and all that it consists of
@@ -234,3 +234,17 @@ def page(title: str, figures: dict, top: int = 25) -> str:
     for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:top]:
         lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
     return "\n".join(lines) + "\n"
+
+
+def waiting(ranks: list[dict]) -> list[float]:
+    """How long each rank waited inside operations, overlaps counted once. ranks: {operation:
+    (start, end)} of each, by its own clock, in the unit of the result."""
+    transfer = {}
+    for operations in ranks:
+        for key, (start, end) in operations.items():
+            least = 0.0 if AWAIT in str(key[0]) else end - start
+            transfer[key] = min(least, transfer.get(key, math.inf))
+    return [
+        union((start, end - transfer[key]) for key, (start, end) in operations.items())
+        for operations in ranks
+    ]

@@ -426,3 +426,8 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
         tokenizer = copy.copy(tokenizer)
         tokenizer.chat_template = own
     tokenizer.save_pretrained(folder)
+
+
+def length_dependent_rope(config) -> bool:
+    """Whether a document's frequencies depend on the longest one of its batch."""
+    return rope_type(config) in ("longrope", "dynamic")
