@@ -21,8 +21,8 @@ from bench import store
 from bench.presets import ONE_OF
 from bench.table import in_order
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import PlainParser
 from llm_demo.job.files import ROOT
+from llm_demo.job.parsing import PlainParser
 from llm_demo.job.process import command
 from llm_demo.report import COLORS, PARTS
 

@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from llm_demo.job.args import SHARED, choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
+from llm_demo.job.args import SHARED  # noqa: E402
+from llm_demo.job.parsing import choices_of, env_of, groups_of, kind_of, shown  # noqa: E402
 from llm_demo.launch.settings import BUNDLED, FIRST_RUN, read_launcher  # noqa: E402
 
 TOP = """\
@@ -70,12 +71,12 @@ def row(field: dataclasses.Field, launchers: dict[str, dict[str, str]]) -> list[
     names = [field.name, f"no_{field.name}"] if kind_of(field) is bool else [field.name]
     default = "" if field.default is None else shown(field.default)
     env = env_of(field)
-    own = {name: shown(block.get(env, "")) for name, block in launchers.items()}
-    own = {name: value for name, value in own.items() if value not in ("", default)}
-    if len(set(own.values())) == 1 and len(own) == len(launchers):
-        launcher = f"`{next(iter(own.values()))}`"
+    values = {name: shown(block.get(env, "")) for name, block in launchers.items()}
+    values = {name: value for name, value in values.items() if value not in ("", default)}
+    if len(set(values.values())) == 1 and len(values) == len(launchers):
+        launcher = f"`{next(iter(values.values()))}`"
     else:
-        launcher = ", ".join(f"`{value}` ({name})" for name, value in own.items())
+        launcher = ", ".join(f"`{value}` ({name})" for name, value in values.items())
     meaning = field.metadata["help"].replace("<", "&lt;")
     if choices_of(field):
         meaning += f" One of {listed(choices_of(field))}."

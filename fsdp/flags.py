@@ -3,7 +3,8 @@
 import dataclasses
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import ExpertArgs, flag
+from llm_demo.job.args import ExpertArgs
+from llm_demo.job.parsing import flag
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
 NEED_FSDP = ("reshard_after_forward", "replicas", "expert_parallel", "sequence_parallel")
@@ -12,11 +13,7 @@ NOT_TOGETHER = (  # two flags and, if known, why
     ("psgd_rank", "sequence_parallel", ""),
     ("psgd_rank", "optimizer_on_host", "its errors stay on the device"),
     ("lora_rank", "psgd_rank", "adapters' gradients are small already"),
-    (
-        "lora_rank",
-        "optimizer_on_host",
-        "adapters' optimizer states are small, and a frozen model has none",
-    ),
+    ("lora_rank", "optimizer_on_host", "only adapters have optimizer states, which are small"),
     ("lora_rank", "router_aux_loss", "routers are frozen too"),
     ("lora_rank", "router_bias_update", "routers are frozen too"),
 )
@@ -28,34 +25,25 @@ class FsdpArgs:
     """FSDP"""
 
     fsdp: bool | None = flag(
-        None,
-        "Shard with FSDP2. Default: if there are several processes, or a flag needs it.",
+        None, "Shard with FSDP2. Default: if there are several processes, or a flag needs it."
     )
     reshard_after_forward: bool = flag(
-        False,
-        "Gather weights and sum gradients in every micro-batch.",
-        saves_memory="true",
+        False, "Gather weights and sum gradients in every micro-batch.", saves_memory="true"
     )
     replicas: str = flag(
         "1",
         "Number of model copies; all: one per process, as in DDP.",
+        form=(r"all|[1-9]\d{0,8}", "a positive integer or all"),
     )
-    psgd_rank: int = flag(
-        0,
-        "Rank of compressed sums over --replicas (PowerSGD). 0: exact.",
-    )
+    psgd_rank: int = flag(0, "Rank of compressed sums over --replicas (PowerSGD). 0: exact.")
     psgd_start: int | None = flag(
         None, "Steps summed exactly before PowerSGD starts. Default: --warmup_steps."
     )
     optimizer_on_host: bool = flag(
-        False,
-        "Keep fp32 weights and AdamW's moments in host memory.",
-        saves_memory="true",
+        False, "Keep fp32 weights and AdamW's moments in host memory.", saves_memory="true"
     )
     activations_on_host: bool = flag(
-        False,
-        "Keep blocks' inputs in host memory until their backward.",
-        saves_memory="true",
+        False, "Keep blocks' inputs in host memory until their backward.", saves_memory="true"
     )
     sequence_parallel: int = flag(
         1,
@@ -71,17 +59,12 @@ class FsdpArgs:
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     expert_parallel: int | None = flag(
-        None,
-        "Ranks over which blocks' experts are spread. Default: the fewest that fit.",
-        at_least=1,
+        None, "Ranks over which experts are spread. Default: the fewest that fit.", at_least=1
     )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."
     )
-    router_aux_loss: float = flag(
-        0.0,
-        "Weight of a loss that evens out experts' load.",
-    )
+    router_aux_loss: float = flag(0.0, "Weight of a loss that evens out experts' load.")
     copy_engines: bool | None = flag(
         None,
         "In 16 bits, gather blocks and exchange gradients by copy engines, not by NCCL's kernels. "
@@ -100,8 +83,6 @@ class FsdpArgs:
     def check(args) -> None:
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
-        if not (args.replicas == "all" or args.replicas.isdecimal() and int(args.replicas)):
-            raise UserError(f"--replicas {args.replicas[:80]}: must be a positive integer or all")
         on = {name for name, value in vars(args).items() if value and value != OFF.get(name)}
         for name in NEED_FSDP:
             if name in on and args.fsdp is False:

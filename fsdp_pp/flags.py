@@ -4,21 +4,14 @@ import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import ExpertArgs, check_partition, check_stages, flag
+from llm_demo.job.args import ExpertArgs, StageArgs
+from llm_demo.job.parsing import flag
 
 
 @dataclasses.dataclass
-class FsdpPipeArgs:
+class FsdpPipeArgs(StageArgs):
     """FSDP inside a pipeline"""
 
-    stages: int = flag(
-        2, "Pipeline stages. With more processes, each stage is sharded.", at_least=1
-    )
-    partition: str = flag(
-        "balanced",
-        "Split of the blocks: balanced (by estimated time, with both ends), uniform, parameters, "
-        "or the blocks of each piece, such as 18,10.",
-    )
     schedule: Literal["1f1b", "gpipe", "interleaved", "v"] = flag(
         "1f1b",
         "Order of the work. gpipe: all forwards first, most memory. interleaved: two pieces per "
@@ -35,7 +28,6 @@ class FsdpPipeArgs:
         0,
         "Micro-batches by which a stage runs further ahead of the next: can hide transfers over "
         "slow links, takes memory.",
-        at_least=0,
     )
     copy_engines: bool | None = flag(
         None,
@@ -50,12 +42,8 @@ class FsdpPipeArgs:
         saves_memory="true, if stages have several processes",
     )
 
-    def check_processes(self, processes: int) -> None:
-        check_stages(self.stages, processes)
-
     @staticmethod
     def check(args) -> None:
-        check_partition(args.partition)
         if args.schedule == "interleaved" and args.grad_accum_steps % args.stages:
             raise UserError(
                 "--schedule interleaved needs --grad_accum_steps that is a multiple of "

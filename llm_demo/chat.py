@@ -20,12 +20,12 @@ from llm_demo.core.errors import UserError, words_of
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import REFUSALS, stop_tokens
 from llm_demo.export import export
-from llm_demo.job.args import PlainParser, path_of, whole
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run, stay_on_loopback
 from llm_demo.job.foreign import load_model
 from llm_demo.job.model_folder import open_model
+from llm_demo.job.parsing import PlainParser, path_of, whole
 from llm_demo.job.source import find_model, load_tokenizer, position_limit
 
 

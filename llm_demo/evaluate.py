@@ -29,7 +29,7 @@ from llm_demo.core.weights import refuse_non_finite
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
-from llm_demo.job.args import DataArgs, PlainParser, check_rows, choices, path_of, regex, whole
+from llm_demo.job.args import DataArgs
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import disk_full, write_json, write_text
@@ -37,6 +37,7 @@ from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.foreign import load_model
 from llm_demo.job.generate import prompts_of
 from llm_demo.job.model_folder import open_model
+from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.progress import progress
 from llm_demo.job.source import (
     find_model,
@@ -63,10 +64,8 @@ def main() -> None:
             f"--answer_regex {args.answer_regex}: put what to compare in a group, for example "
             "'Answer: (.*)'"
         )
-    if bool(args.input_key) != bool(args.target_key):
-        raise UserError("--input_key and --target_key name a pair of columns: set both")
     args.learn_reasoning = args.learn_reasoning == "true"
-    check_rows(args.seq_len or 0, args.learn_turns, args.train_on_prompt, args.learn_reasoning)
+    DataArgs.check(args)
     if args.out:
         refuse_unwritable(args.out)
     find_files(args.data, say=lambda line: None)  # refuses missing ones before models are fetched

@@ -35,7 +35,6 @@ from llm_demo.job.adapters import (
     peft_targets,
     same_base,
 )
-from llm_demo.job.args import PlainParser, path_of, size
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
 from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run, stay_on_loopback
@@ -44,6 +43,7 @@ from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.foreign import read_config
 from llm_demo.job.model_folder import describe
 from llm_demo.job.names import in_files, matrices
+from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.progress import size_of, watched
 from llm_demo.job.source import find_model, load_tokenizer

@@ -18,8 +18,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import PlainParser, path_of
 from llm_demo.job.files import PART
+from llm_demo.job.parsing import PlainParser, path_of
 from llm_demo.job.process import command
 from llm_demo.job.reader import (
     column,

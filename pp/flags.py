@@ -4,22 +4,15 @@ import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import check_partition, check_stages, flag
+from llm_demo.job.args import StageArgs
 from llm_demo.job.files import ROOT
+from llm_demo.job.parsing import flag
 
 
 @dataclasses.dataclass
-class PipeArgs:
+class PipeArgs(StageArgs):
     """Pipeline"""
 
-    stages: int = flag(
-        2, "Pipeline stages. More processes than stages form more replicas.", at_least=1
-    )
-    partition: str = flag(
-        "balanced",
-        "How to split the blocks into stages: balanced (by estimated time, with both ends), "
-        "uniform, parameters, or the blocks of each piece, such as 18,10.",
-    )
     schedule: Literal["1f1b", "dualpipev"] = flag(
         "1f1b",
         "dualpipev: two pieces per stage, both ends of the model on the first. Needs at least 2 "
@@ -35,16 +28,10 @@ class PipeArgs:
         "Optimizer steps between checks that both copies of tied embeddings are equal. 0: only "
         "after step 1.",
     )
-    local_rank: int = flag(
-        0, "Passed by DeepSpeed's launcher and ignored: LOCAL_RANK counts.", env=""
-    )
-
-    def check_processes(self, processes: int) -> None:
-        check_stages(self.stages, processes)
+    local_rank: int = flag(0, "Passed by DeepSpeed's launcher, ignored: LOCAL_RANK counts.", env="")
 
     @staticmethod
     def check(args) -> None:
-        check_partition(args.partition)
         least = max(4, 2 * args.stages)
         if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < least):
             raise UserError(

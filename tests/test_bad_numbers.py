@@ -13,7 +13,7 @@ import bench.run
 from fsdp.flags import FsdpArgs
 from llm_demo import evaluate, export
 from llm_demo.core.errors import UserError
-from llm_demo.job import args, dist, process
+from llm_demo.job import args, dist, parsing, process
 from llm_demo.launch import __main__ as launch
 from pp.flags import PipeArgs
 
@@ -64,7 +64,9 @@ def test_flags_of_the_other_programs(module, record_property):
     for action in parser._actions:
         if action.type is evaluate.day:
             continue
-        if action.type is not args.size and (not action.type or action.type("2") not in (2, [2])):
+        if action.type is not parsing.size and (
+            not action.type or action.type("2") not in (2, [2])
+        ):
             continue
         for value in [*BAD, TOO_LARGE]:
             with pytest.raises(UserError) as raised:

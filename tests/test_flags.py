@@ -1,6 +1,5 @@
 """Flags: by command line, environment and launcher; refused early; on the help's and docs' page."""
 
-import argparse
 import dataclasses
 import os
 import re
@@ -13,23 +12,17 @@ import sys
 import pytest
 from conftest import ROOT, no_ranks
 
-from fsdp.flags import ExpertArgs, FsdpArgs
-from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import evaluate, export
 from llm_demo.core import attention
 from llm_demo.core.errors import UserError
 from llm_demo.data import records
 from llm_demo.job import args
 from llm_demo.job.folder import INPUTS
+from llm_demo.job.parsing import choices, env_of, groups_of
 from llm_demo.launch.settings import FIRST_RUN
-from pp.flags import PipeArgs
-from zero.flags import ZeroArgs
 
-SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
-SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs, "fsdp_pp": FsdpPipeArgs}
-LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
-# "ddp" starts the same script as "fsdp"
-ALL = {"ddp": "fsdp/launch_ddp.sh", **{kind: LAUNCHERS[kind] for kind in sorted(LAUNCHERS)}}
+GROUPS = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
+LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in GROUPS}
 # Variables that people's scripts set.
 PUBLIC = """
     MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
@@ -47,12 +40,16 @@ OWN = {
 
 
 def fields(kind):
-    return [f for group in (*SHARED, SCRIPTS[kind]) for f in dataclasses.fields(group)]
+    return [f for group in (*args.SHARED, *GROUPS[kind]) for f in dataclasses.fields(group)]
+
+
+def parse(kind, words=""):
+    return args.parse_args("", *GROUPS[kind], argv=words.split())
 
 
 def start(launcher, *flags, python=sys.executable, **environ):
     """Run a launcher to its end; nothing of this process's environment sets a flag."""
-    names = {args.env_of(field) for kind in SCRIPTS for field in fields(kind)}
+    names = {env_of(field) for kind in GROUPS for field in fields(kind)}
     env = {k: v for k, v in os.environ.items() if k not in names}
     return subprocess.run(
         ["bash", str(launcher), *flags], env={**env, "PYTHON": python, **environ},
@@ -67,12 +64,6 @@ def flags_in(output):
     return {words[i].removeprefix("--"): words[i + 1] for i in range(0, len(words), 2)}
 
 
-def block(kind):
-    """Setting -> default of a launcher's block of settings."""
-    text = (ROOT / ALL[kind]).read_text()
-    return dict(re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M))
-
-
 # ---------------------------------------------------------------- docs/flags.md
 
 
@@ -81,41 +72,30 @@ def test_the_page_of_flags_is_up_to_date():
     assert (ROOT / "docs/flags.md").read_text() == page, "python docs/make_flags.py"
 
 
-def test_every_setting_and_flag_is_on_the_page_with_its_default():
-    def cells(line):
-        return [cell.strip() for cell in line.strip("|").split("|")]
+@pytest.mark.parametrize(
+    "row",
+    [
+        "`--model_name_or_path` | `models/qwen3-tiny` |  | `MODEL`",
+        "`--train_json` | `data/sft_en.jsonl` | `data/first_run.jsonl` | `TRAIN_JSON`",
+        "`--lr` | – |  | `LR`",
+        "`--save`, `--no_save` | `true` |  | `SAVE`",
+        "`--micro_batch_size` | `1` | `4` | `MICRO_BATCH_SIZE`",
+        "`--grad_accum_steps` | `1` | `2` (ddp), `2` (fsdp), `4` (fsdp_pp), `4` (pp), `2` (zero) "
+        "| `GRAD_ACCUM_STEPS`",
+        "`--replicas` | `1` | `all` (ddp) | `REPLICAS`",
+        "`--deepspeed_config` | `zero/ds_zero2.json` |  | `DEEPSPEED_CONFIG`",
+        "`--local_rank` | `0` |  | –",
+    ],
+)
+def test_the_page_shows_a_flags_defaults_and_its_variable(row):
+    assert f"\n| {row} | " in (ROOT / "docs/flags.md").read_text()
 
-    table = []  # (heading without the script, cells): some scripts have a flag of the same name
-    for section in (ROOT / "docs/flags.md").read_text().split("\n## ")[1:]:
-        heading, *lines = section.splitlines()
-        rows = [cells(line) for line in lines if line.startswith("| `--")]
-        table += [(heading.split(" (`")[0], row[0].split(",")[0], *row[1:4]) for row in rows]
-    documented = set(table)
-    assert len(documented) == len(table)
 
-    def written(value):
-        if value in (None, ""):
-            return "–"
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        return f"`{text.removeprefix(f'{ROOT}/')}`"
-
-    expected = set()
-    blocks = {kind: block(kind) for kind in ALL}
-    for group in (*SHARED, *SCRIPTS.values(), ExpertArgs):
-        for field in dataclasses.fields(group):
-            name = "MODEL" if field.name == "model_name_or_path" else field.name.upper()
-            default = written(field.default)
-            values = {k: written(b.get(name, "").removeprefix("$ROOT/")) for k, b in blocks.items()}
-            values = {k: v for k, v in values.items() if v not in ("–", default)}
-            if len(set(values.values())) > 1 or 0 < len(values) < len(blocks):
-                launcher = ", ".join(f"{value} ({k})" for k, value in values.items())
-            else:
-                launcher = next(iter(values.values()), "")
-            variable = "–" if name == "LOCAL_RANK" else f"`{name}`"
-            expected.add((group.__doc__, f"`--{field.name}`", default, launcher, variable))
-    assert documented == expected
-    known = {field.name.upper() for kind in SCRIPTS for field in fields(kind)} | {"MODEL"}
-    assert all(10 < len(settings) < 20 and settings.keys() <= known for settings in blocks.values())
+def test_every_launchers_setting_is_a_flags():
+    for launcher in ROOT.glob("*/launch_*.sh"):
+        settings = set(re.findall(r"^(\w+)=\$\{\1-", launcher.read_text(), re.M))
+        known = {env_of(field) for field in fields(launcher.parent.name)}
+        assert 10 < len(settings) < 20 and settings <= known
 
 
 # ---------------------------------------------------------------- environment and launchers
@@ -123,15 +103,15 @@ def test_every_setting_and_flag_is_on_the_page_with_its_default():
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
 def test_a_variable_sets_the_flag_of_its_name(kind, tmp_path):
-    names = {args.env_of(field): field.name for field in fields(kind)}
+    names = {env_of(field): field.name for field in fields(kind)}
     names.pop("", None)  # of flags that no variable sets
     assert names.keys() >= {*PUBLIC, *OWN[kind]}
     environ = {name: f"of {name}" for name in (*names, *OWN["fsdp"], *OWN["pp"])}
     environ["LOCAL_RANK"] = "3"  # as set by launchers, for the ranks
     done = start(ROOT / LAUNCHERS[kind], python=no_ranks(tmp_path), **environ)
-    found = flags_in(done.stdout)
-    assert found == {flag: f"of {name}" for name, flag in names.items()}
-    assert found["model_name_or_path"] == "of MODEL" and "local_rank" not in found
+    given = flags_in(done.stdout)
+    assert given == {flag: f"of {name}" for name, flag in names.items()}
+    assert given["model_name_or_path"] == "of MODEL" and "local_rank" not in given
 
 
 @pytest.mark.parametrize("kind", LAUNCHERS)
@@ -146,11 +126,11 @@ def test_a_launcher_takes_any_setting(kind, tmp_path):
         launcher.read_text().replace("\nLR=${LR-}\n", "\nLR=1e-4\nSEED=${SEED-7}\nWHERE='a b'\n")
     )
     python = no_ranks(tmp_path)
-    found = flags_in(start(launcher, python=python).stdout)
-    assert (found["lr"], found["seed"]) == ("1e-4", "7") and "where" not in found
-    assert found.keys() >= {name.lower() for name in FIRST_RUN}
-    found = flags_in(start(launcher, python=python, SEED="8", DTYPE="").stdout)
-    assert found["seed"] == "8" and "dtype" not in found
+    given = flags_in(start(launcher, python=python).stdout)
+    assert (given["lr"], given["seed"]) == ("1e-4", "7") and "where" not in given
+    assert given.keys() >= {name.lower() for name in FIRST_RUN}
+    given = flags_in(start(launcher, python=python, SEED="8", DTYPE="").stdout)
+    assert given["seed"] == "8" and "dtype" not in given
 
 
 # ---------------------------------------------------------------- refused before anything heavy
@@ -170,10 +150,8 @@ EARLY = [
     ("fsdp", "--resume auto", "--resume auto needs --output_dir, the run to resume"),
     ("fsdp", "--copy_engines --no_fsdp", "--copy_engines requires FSDP with --dtype bf16 or fp16"),
     ("fsdp", "--replicas all --psgd_start 3", "--psgd_start needs --psgd_rank"),
-    ("pp", "--optimizer_on_host",
-     "--optimizer_on_host: only for fsdp/"),
-    ("zero", "--optimizer_on_host",
-     "--optimizer_on_host: only for fsdp/"),
+    ("pp", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
+    ("zero", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     ("zero", "--lora-rank=16", "--lora-rank=16: only for fsdp/"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "--fsdp: only for fsdp/"),
@@ -183,8 +161,7 @@ EARLY = [
     ("zero", "--lerning_rate 1", "unknown argument --lerning_rate; did you mean --lr?"),
     ("pp", "--schedule dualpipev --stages 4", "--schedule dualpipev needs --stages of at least 2 "
      "and --grad_accum_steps of at least 2 x stages: 8"),
-    ("fsdp_pp", "--optimizer_on_host",
-     "--optimizer_on_host: only for fsdp/"),
+    ("fsdp_pp", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     *(("fsdp_pp", f"--schedule {old}", f"--schedule {old} has been removed: use {new}")
       for old, new in {
           "torch_1f1b": "1f1b", "torch_interleaved": "interleaved", "zbv": "v",
@@ -197,7 +174,11 @@ EARLY = [
     "given, meant",
     [("model", "model_name_or_path"), ("batch_size", "micro_batch_size"), ("output", "output_dir"),
      ("data", "train_json"), ("lr_rate", "lr"), ("warmup_step", "warmup_steps"), ("hepl", "help"),
-     ("save_steps", "save_every"), ("no_suffle", "no_shuffle"), ("clip", None)],
+     ("save_steps", "save_every"), ("no_suffle", "no_shuffle"), ("clip", None),
+     ("per_device_train_batch_size", "micro_batch_size"), ("num_train_epochs", "num_epochs"),
+     ("gradient_accumulation_steps", "grad_accum_steps"), ("max_seq_length", "seq_len"),
+     ("gradient_checkpointing", "use_activation_checkpointing"), ("dataset", "train_json"),
+     ("resume_from_checkpoint", "resume"), ("logging_steps", "log_every")],
 )  # fmt: skip
 def test_the_flag_that_is_meant_is_suggested(given, meant, record_property):
     record_property("bad inputs", 1)
@@ -237,14 +218,13 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert len(lines) < 120 and max(map(len, lines)) <= 100
-    for name in ("Model", "Data", "Training", "Run", SCRIPTS[kind].__doc__):
+    for name in ("Model", "Data", "Training", "Run", GROUPS[kind][0].__doc__):
         assert lines.count(f"{name}:") == 1
     assert f"bash {LAUNCHERS[kind]}  " in done.stdout  # an example, on a line of its own
     text = " ".join(done.stdout.split())
     for field in fields(kind):
         no = "[no_]" if field.type in (bool, bool | None) else ""
-        entry = f" --{no}{field.name}"
-        assert f"{entry} {field.metadata['help']}" in text
+        assert f" --{no}{field.name} {field.metadata['help']}" in text
     accumulated = {"fsdp": 2, "pp": 4, "zero": 2, "fsdp_pp": 4}[kind]
     for remark in (
         "[default: 1; here: 4]", f"[default: 1; here: {accumulated}]", "[here: 0.002]",
@@ -270,21 +250,19 @@ def test_help_is_short_and_shows_the_launchers_values(kind, tmp_path):
     ("--train_json=", "train_json", ""), ("--lr 1 --lr 2", "lr", 2.0),
 ])  # fmt: skip
 def test_spellings(words, name, value):
-    parsed = getattr(args.parse_args("", FsdpArgs, argv=words.split()), name)
+    parsed = getattr(parse("fsdp", words), name)
     assert parsed == value and type(parsed) is type(value)
 
 
 def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
     """The shell leaves --output_dir=~/x as it is, and what a variable holds."""
     monkeypatch.setenv("HOME", "/home/me")
-    fields = [f for group in (*SHARED, *SCRIPTS.values()) for f in dataclasses.fields(group)]
-    paths = {field.name for field in fields if field.metadata["path"]}
+    paths = {f.name for kind in GROUPS for f in fields(kind) if f.metadata["path"]}
     assert paths == {*INPUTS, "output_dir", "resume"}
-    flags = [f"--{name}=~/x" for name in paths]
-    flags.append("--train_json=~/a,b~,~/c")
-    found = args.parse_args("", *args.groups_of(ROOT / "zero"), argv=flags)
-    assert {getattr(found, name) for name in paths - {"train_json"}} == {"/home/me/x"}
-    assert found.train_json == "/home/me/a,b~,/home/me/c"
+    words = " ".join(f"--{name}=~/x" for name in paths)
+    parsed = parse("zero", f"{words} --train_json=~/a,b~,~/c")
+    assert {getattr(parsed, name) for name in paths - {"train_json"}} == {"/home/me/x"}
+    assert parsed.train_json == "/home/me/a,b~,/home/me/c"
     tools = [export.make_parser().parse_args(["~/run", "~/out"])]
     tools += [evaluate.make_parser().parse_args("--models m --data d --out ~/out".split())]
     assert [str(tool.out) for tool in tools] == ["/home/me/out"] * 2
@@ -292,58 +270,54 @@ def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
 
 
 def test_a_shortened_flag_is_unknown():
-    with pytest.raises(UserError, match="unknown argument --seq; see --help|did you mean"):
-        args.parse_args("", argv=["--seq", "64"])
+    with pytest.raises(UserError, match="unknown argument --seq; did you mean --seq_len"):
+        parse("fsdp", "--seq 64")
 
 
-def test_parsed_flags_are_flat_and_in_the_order_of_the_help():
-    parsed = args.parse_args("", PipeArgs, argv=[])
-    assert list(vars(parsed)) == [field.name for field in fields("pp")]
-    assert vars(parsed) == {field.name: field.default for field in fields("pp")}
-    assert vars(argparse.Namespace(**vars(parsed))) == vars(parsed)
+@pytest.mark.parametrize("kind", GROUPS)
+def test_parsed_flags_are_flat_and_in_the_order_of_the_help(kind):
+    expected = {field.name: field.default for field in fields(kind)}
+    assert list(vars(parse(kind)).items()) == list(expected.items())
 
 
 def test_choices_are_those_that_the_code_knows():
-    assert args.choices(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
-    assert args.choices(args.DataArgs, "data_format") == records.DATA_FORMATS
+    assert choices(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
+    assert choices(args.DataArgs, "data_format") == records.DATA_FORMATS
 
 
-def test_out_of_memory_advice_includes_the_scripts_own_flags():
-    of_fsdp = args.less_memory(args.parse_args("", FsdpArgs, argv=[]))
-    of_pp = args.less_memory(args.parse_args("", PipeArgs, argv=[]))
-    of_both = args.less_memory(args.parse_args("", FsdpPipeArgs, argv=[]))
-    assert "--reshard_after_forward (now false): true" in of_both
-    assert "--reshard_after_forward (now false): true" in of_fsdp
-    assert "reshard" not in of_pp and "--use_activation_checkpointing (now false)" in of_pp
-    on = args.parse_args("", FsdpArgs, argv=["--reshard_after_forward"])
-    assert "reshard" not in args.less_memory(on)
+def test_out_of_memory_advice_shows_current_values_and_skips_what_is_on():
+    assert "--reshard_after_forward (now false): true" in args.less_memory(parse("fsdp"))
+    assert "--reshard_after_forward (now false): true, if" in args.less_memory(parse("fsdp_pp"))
+    assert "reshard" not in args.less_memory(parse("fsdp", "--reshard_after_forward"))
+    of_pp = args.less_memory(parse("pp", "--micro_batch_size 2"))
+    assert of_pp.startswith("1. --micro_batch_size (now 2): halve it, double grad_accum_steps; 2. ")
+    assert "reshard" not in of_pp
 
 
 OUT_OF_MEMORY = [
-    (FsdpArgs, "", {"use_activation_checkpointing", "reshard_after_forward", "optimizer_on_host",
+    ("fsdp", "", {"use_activation_checkpointing", "reshard_after_forward", "optimizer_on_host",
      "sequence_parallel", "activation_memory_budget", "lora_rank"}),
-    (FsdpArgs, "--lora_rank 8 --use_activation_checkpointing", {"reshard_after_forward",
+    ("fsdp", "--lora_rank 8 --use_activation_checkpointing", {"reshard_after_forward",
      "activations_on_host", "sequence_parallel", "activation_memory_budget"}),
-    (FsdpArgs, "--freeze_router --no_compile", {"use_activation_checkpointing",
+    ("fsdp", "--freeze_router --no_compile", {"use_activation_checkpointing",
      "reshard_after_forward", "sequence_parallel", "lora_rank"}),
-    (FsdpArgs, "--no_fsdp --seq_len 33", {"use_activation_checkpointing", "optimizer_on_host",
+    ("fsdp", "--no_fsdp --seq_len 33", {"use_activation_checkpointing", "optimizer_on_host",
      "activation_memory_budget", "lora_rank"}),
-    (FsdpPipeArgs, "--schedule v", {"use_activation_checkpointing", "activation_memory_budget",
+    ("fsdp_pp", "--schedule v", {"use_activation_checkpointing", "activation_memory_budget",
      "copy_engines", "reshard_after_forward"}),
-    (FsdpPipeArgs, "--no_copy_engines", {"use_activation_checkpointing",
+    ("fsdp_pp", "--no_copy_engines", {"use_activation_checkpointing",
      "activation_memory_budget", "reshard_after_forward"}),
-    (PipeArgs, "", {"use_activation_checkpointing", "activation_memory_budget"}),
-    (ZeroArgs, "", {"use_activation_checkpointing", "activation_memory_budget",
+    ("pp", "", {"use_activation_checkpointing", "activation_memory_budget"}),
+    ("zero", "", {"use_activation_checkpointing", "activation_memory_budget",
      "deepspeed_config"}),
-    (ZeroArgs, "--deepspeed_config zero/ds_zero3_offload.json", {"use_activation_checkpointing",
+    ("zero", "--deepspeed_config zero/ds_zero3_offload.json", {"use_activation_checkpointing",
      "activation_memory_budget"}),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("group, flags, names", OUT_OF_MEMORY)
-def test_out_of_memory_advice_is_only_what_the_flags_allow(group, flags, names):
-    parsed = args.parse_args("", group, ExpertArgs, argv=flags.split())
-    said = re.findall(r"\d\. --(\w+) ", args.less_memory(parsed))
+@pytest.mark.parametrize("kind, flags, names", OUT_OF_MEMORY)
+def test_out_of_memory_advice_is_only_what_the_flags_allow(kind, flags, names):
+    said = re.findall(r"\d\. --(\w+) ", args.less_memory(parse(kind, flags)))
     assert set(said) == names | {"seq_len"} and len(said) == len(names) + 1
 
 

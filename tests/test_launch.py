@@ -112,7 +112,7 @@ def repo(tmp_path):
         (repo / folder).mkdir(parents=True)
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
     files += ["fsdp/flags.py", "pp/flags.py"]
-    ours = ("__init__", "args", "device", "errors", "files", "process")
+    ours = ("__init__", "args", "device", "errors", "files", "parsing", "process")
     ours += (
         "launch/__init__",
         "launch/__main__",

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from llm_demo.job.args import flag
 from llm_demo.job.files import ROOT
+from llm_demo.job.parsing import flag
 
 
 @dataclasses.dataclass

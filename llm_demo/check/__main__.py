@@ -12,7 +12,7 @@ import time
 from llm_demo.check import files, gpus, machine, pairs, processes
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import ROOT, Worker, ask, receive
-from llm_demo.job.args import PlainParser
+from llm_demo.job.parsing import PlainParser
 from llm_demo.job.process import command
 
 # Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.

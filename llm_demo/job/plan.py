@@ -9,6 +9,8 @@ import importlib.util
 import json
 import math
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -32,7 +34,7 @@ from llm_demo.data.packs import (
 )
 from llm_demo.data.sources import hub_parts, weighted
 from llm_demo.job.adapters import choose_lora, factors_of, identity_of, refuse_other_adapters
-from llm_demo.job.args import MAX_INT, MAX_STEPS, Args, command_line
+from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.attention_choice import choose_attention
 from llm_demo.job.checkpoint_files import (
     checked_facts,
@@ -62,6 +64,7 @@ from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.experts_choice import choose_product, why_not_compiled
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import open_model, try_describe
+from llm_demo.job.parsing import MAX_INT
 from llm_demo.job.process import read_text, regular
 from llm_demo.job.reader import parse
 from llm_demo.job.source import (
@@ -141,7 +144,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     refuse(config): raises one for a model that the script can't train, before data is read, as is
     done for a --resume that names no checkpoint of this model."""
     say = log.say
-    say(f"command: {command_line()}")
+    say(f"command: {shlex.join([sys.executable, *sys.argv])}")
     plan_for(args.card)
     device = this_device(world.device.index or 0)
     if args.device_memory_gb:

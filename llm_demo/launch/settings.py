@@ -12,7 +12,8 @@ import difflib
 import re
 from pathlib import Path
 
-from llm_demo.job.args import SHARED, env_of, groups_of, own_fields, parse_args, scripts_with, shown
+from llm_demo.job.args import SHARED, parse_args
+from llm_demo.job.parsing import env_of, groups_of, own_fields, scripts_with, shown
 
 # For the bundled model and data: these settings replace empty ones that the environment lacks.
 BUNDLED = {"MODEL": "models/qwen3-tiny", "TRAIN_JSON": "data/first_run.jsonl"}
@@ -31,9 +32,8 @@ def check_flags(command: list[str]):
 
 def names_of(script: Path) -> dict[str, str]:
     """{environment variable: flag} of a training script."""
-    fields = [
-        f for group in (*SHARED, *groups_of(script.parent)) for f in dataclasses.fields(group)
-    ]
+    groups = (*SHARED, *groups_of(script.parent))
+    fields = [field for group in groups for field in dataclasses.fields(group)]
     return {env_of(field): field.name for field in fields if env_of(field)}
 
 
