@@ -124,11 +124,11 @@ def _fit():
     budget = "--activation_memory_budget 0.6"
     settings = [
         # engine, micro, GA, checkpointing, flags
-        ("fsdp", 4, 1, False, RESHARD), ("fsdp", 4, 1, True, ""),
+        ("fsdp", 4, 1, False, f"{budget} {RESHARD}"), ("fsdp", 4, 1, True, ""),
         ("fsdp_pp", 1, 8, False, interleaved),
         ("fsdp", 32, 1, True, RESHARD), ("fsdp", 11, 3, False, f"{budget} {RESHARD} {host}"),
         ("fsdp_pp", 1, 64, False, interleaved),
-        ("fsdp", 10, 5, False, f"{budget} {host}"), ("fsdp", 49, 1, True, RESHARD),
+        ("fsdp", 10, 5, False, f"{budget} {host}"), ("fsdp", 7, 7, True, RESHARD),
         ("fsdp_pp", 1, 98, False, interleaved),
     ]  # fmt: skip
     return [
