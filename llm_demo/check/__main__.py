@@ -27,8 +27,7 @@ def check(output_dir: str, tell: Callable, report=False, module=EXPERIMENTS, lim
     limit: see pairs.try_groups. Returns what was measured, for --json."""
     smi = tool("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
     if smi is None:
-        fix = "look for driver errors: sudo dmesg | grep -iE 'xid|nvrm'; reboot"
-        tell((ERROR, "driver", "nvidia-smi does not answer, so the driver hangs", fix))
+        tell((ERROR, "driver", "nvidia-smi does not answer", "look at dmesg (xid, nvrm), reboot"))
     tell(machine.packages())
     with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
 
@@ -91,8 +90,9 @@ def check_gpus(facts: dict, start: Callable, folder: str, tell: Callable, limit:
     together = [everyone] * (len(each) > 1 and well == each)
     results = pairs.try_groups(well + together, "cuda:{}", start, folder, limit)
     control, rates, facts["pairs"] = {}, {}, []
-    if os.environ.get(pairs.P2P_OFF, "0") == "0":  # for some pairs, and those that need it
-        again = [(i, j) for i, j in well if j == i + 1 or pairs.failure(results.get((i, j)))]
+    if os.environ.get(pairs.P2P_OFF, "0") == "0":  # for 0-1, 2-3, ... and all that failed
+        some = [(i, i + 1) for i in range(0, len(devices) - 1, 2)]
+        again = [g for g in well if g in some or pairs.failure(results.get(g))]
         without = functools.partial(start, **{pairs.P2P_OFF: "1"})
         control = pairs.try_groups(again, "cuda:{}", without, folder, limit)
     for i, j in each:
@@ -123,19 +123,19 @@ def main() -> int:
     begun, lines, facts = time.monotonic(), [], {}
 
     def tell(*more):
-        lines.extend(more)
-        for level, name, text, fix in () if args.json else more:
-            print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
+        for level, name, text, fix in more:
+            lines.append({"level": level, "name": name, "text": text, "fix": fix})
+            if not args.json:
+                print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
 
     try:
         facts = check(args.output_dir, tell, report=args.json)
     except Exception as e:  # a bug in this command is not the machine's fault
         text = f"stopped early by a bug of its own: {words_of(e)}"
         tell((WARNING, "check", text, "please report this output"))
-    errors, warnings = (sum(line[0] == level for line in lines) for level in (ERROR, WARNING))
-    seconds, keys = time.monotonic() - begun, ("level", "name", "text", "fix")
+    errors, warnings = (sum(line["level"] == x for line in lines) for x in (ERROR, WARNING))
+    seconds = time.monotonic() - begun
     if args.json:
-        lines = [dict(zip(keys, line, strict=True)) for line in lines]
         print(json.dumps({"seconds": round(seconds, 1), "lines": lines, "facts": facts}, indent=1))
     else:
         verdict = "training will not work" if errors else "training should work"

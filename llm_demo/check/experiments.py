@@ -50,9 +50,9 @@ def torch_facts() -> dict:
     for i in kept:
         gpu, props = this_device(i), torch.cuda.get_device_properties(i)
         peak = {name: hardware.peak_tflops(gpu, dtype) for name, dtype in DTYPES.items()}
-        bus = f"{props.pci_domain_id:04x}:{props.pci_bus_id:02x}:{props.pci_device_id:02x}.0"
-        one = {"vendor": gpu.vendor, "name": str(gpu), "peak": peak, "bus": bus}
-        facts["devices"].append(one)
+        place = (getattr(props, f"pci_{k}_id", 0) for k in ("domain", "bus", "device"))
+        one = {"vendor": gpu.vendor, "name": str(gpu), "peak": peak}
+        facts["devices"].append(one | {"bus": "{:04x}:{:02x}:{:02x}.0".format(*place)})
     facts["links"] = _links([device["bus"] for device in facts["devices"]])
     with contextlib.suppress(Exception):  # a build without NCCL
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -97,6 +97,8 @@ def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, wi
     fp16 values survive a product; "load": what the vendor's tool says meanwhile of the GPU at this
     bus address."""
     rates = {}
+    if device != "cpu":
+        torch.cuda.set_device(device)
     with ThreadPoolExecutor() as pool:
         looks = (tool(*look.replace("BUS", bus).split(), limit=5) for look in LOOK.get(vendor, ()))
         load = pool.submit(lambda: next(filter(None, looks), ""))
@@ -121,8 +123,9 @@ def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, wi
 
 
 def _seconds(run, least):
-    """The median of the seconds that run() takes, on the device too; measured for `least`."""
-    return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=least).median
+    """Seconds that run() takes, on the current device too; measured for `least` seconds."""
+    timer = Timer("run()", globals={"run": run})  # waits for the device
+    return timer.timeit(1 + int(least / timer.timeit(1).mean)).mean
 
 
 def _rate(a, b, least):

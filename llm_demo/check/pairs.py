@@ -9,9 +9,7 @@ from collections.abc import Callable
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import finish
 
-LIMIT, TOTAL = 20, 40  # seconds: without progress; after which no more groups are tried
-GRACE = 3  # seconds without progress after a process has failed
-SLOW = 0.6  # share of the fastest pair with the same kind of link
+LIMIT, GRACE, TOTAL = 20, 3, 40  # seconds without progress; so after a failure; for all attempts
 P2P_OFF = "NCCL_P2P_DISABLE"
 FIX_P2P = f"boot with iommu=pt, switch ACS off in the BIOS; until then, export {P2P_OFF}=1"
 FIX_BOTH = "look at dmesg, /dev/shm (docker: --ipc=host), /etc/hosts and, with --json, NCCL's log"
@@ -51,9 +49,8 @@ def _combine(answers: list[dict]) -> dict:
     if failed:  # a process that hung may only have waited for one that failed
         return dict(min(failed, key=lambda answer: answer.get("hung", False)))
     wrong = {name: sum(a["wrong"][name] for a in answers) for name in answers[0]["wrong"]}
-    elements = sum(answer["elements"] for answer in answers)
     slowest = min(answers, key=lambda answer: answer["all_reduce"])
-    return {**slowest, "wrong": wrong, "elements": elements}
+    return {**slowest, "wrong": wrong, "elements": sum(a["elements"] for a in answers)}
 
 
 def failure(result: dict | None) -> str | None:
@@ -88,7 +85,7 @@ def group_line(name: str, result: dict | None, other: dict | None = None, best=0
         text += f"; {other['all_reduce']:.1f} GB/s with {P2P_OFF}=1"
         if other["all_reduce"] > 1.3 * rate:
             return WARNING, name, f"{text}: peer-to-peer is slower than host memory", FIX_P2P
-    if rate < SLOW * best:
+    if rate < 0.6 * best:
         fix = "NVLink: nvidia-smi nvlink -s; PCIe: full-width slots, iommu=pt, ACS off"
         return WARNING, name, f"{text}; others with such a link have up to {best:.0f}", fix
     return OK, name, text, ""

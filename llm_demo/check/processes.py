@@ -91,9 +91,9 @@ def finish(jobs: Iterable[Job], limit: float = 90, grace: float = 90) -> list[li
         if time.monotonic() > last + (min(grace, patience) if failed else patience):
             break
         time.sleep(0.05)
+    answers = {job: job.answers() for job in jobs}  # first: others may fail when one is killed
     for job in running:
         end(job.process)
-    answers = {job: job.answers() for job in jobs}
     for job, each in answers.items():
         code, late = job.process.returncode or 0, f"no answer within {limit:.0f} s"
         if len(each) == len(job.tasks) or each and "problem" in each[-1]:
