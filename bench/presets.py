@@ -124,12 +124,12 @@ def _fit():
     budget = "--activation_memory_budget 0.6"
     settings = [
         # engine, micro, GA, checkpointing, flags
-        ("fsdp", 4, 1, False, RESHARD), ("fsdp", 4, 1, True, ""),
+        ("fsdp", 4, 1, False, f"{budget} {RESHARD}"), ("fsdp", 4, 1, True, ""),
         ("fsdp_pp", 1, 8, False, interleaved),
-        ("fsdp", 32, 1, True, RESHARD), ("fsdp", 11, 3, False, f"{budget} {RESHARD} {host}"),
+        ("fsdp", 32, 1, True, RESHARD), ("fsdp", 32, 1, True, host),
         ("fsdp_pp", 1, 64, False, interleaved),
-        ("fsdp", 10, 5, False, f"{budget} {host}"), ("fsdp", 49, 1, True, RESHARD),
-        ("fsdp_pp", 1, 98, False, interleaved),
+        ("fsdp_pp", 1, 98, False, interleaved), ("fsdp", 10, 5, False, f"{budget} {host}"),
+        ("fsdp", 7, 7, True, RESHARD),
     ]  # fmt: skip
     return [
         {"engine": engine, "micro": micro, "ga": ga, "ckpt": ckpt, "model": LARGE, "flags": flags,

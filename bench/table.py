@@ -150,7 +150,8 @@ def notes_of(name: str) -> str:
     """Return lines that name the commits of a table's rows, "" if they are not recorded, and what
     its memory is."""
     results = store.read(name.partition("#")[0])
-    found = Counter(str(r.get("env", {}).get("revision") or "")[:7] for r in results)
+    ran = [r for r in results if r.get("status", "ok") == "ok"]  # others record no commit
+    found = Counter(str(r.get("env", {}).get("revision") or "")[:7] for r in ran)
     rows = [f"{commit} ({n})" if len(found) > 1 else commit for commit, n in found.items()]
     text = f"\nMeasured at {', '.join(rows)}." if all(found) else ""
     summaries = [r["summary"] for r in results if "summary" in r]

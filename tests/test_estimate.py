@@ -32,7 +32,7 @@ from llm_demo.plan import Compute
 from pp import estimate as pipeline
 from zero import estimate as zero
 
-FILES = sorted(ROOT.glob("bench/results/h200*/*.jsonl"))  # a CPU's rows have no device memory
+FILES = sorted(ROOT.glob("bench/results/h[12]00*/*.jsonl"))  # a CPU's rows have no device memory
 MEASURED = [json.loads(line) for file in FILES for line in file.read_text().splitlines()]
 
 # of rows measured before these existed; "replicas" then meant what is data_parallel now

@@ -98,8 +98,8 @@ def of_fsdp(
     sent *= (1 - 1 / cards) / (bandwidth * 1e9)
     step = accum * micro + exposed(sent, micro * (accum if reshard or on_host else 1))
     step += accum * tokens_for_experts(args, config, seq_len, bandwidth)  # over the same links
-    if on_host:  # masters and moments to the card, and back at the same time
-        step += exposed(parameters_of(config) * 12 / cards / PCIE, micro)
+    if on_host:  # masters and moments to the card, and back at the same time, beside a forward
+        step += exposed(parameters_of(config) * 12 / cards / PCIE, micro / 3)
     return step
 
 
