@@ -3,230 +3,110 @@
 Prints one line for each thing checked: ok, warning or error, and what to do about it. The exit code
 is 1 if there is an error, so that training can't work. docs/check.md explains every line."""
 
+import functools
 import itertools
 import json
 import os
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 
-from llm_demo.check import files, gpus, machine, pairs, processes
+from llm_demo.check import machine, pairs
 from llm_demo.check.machine import ERROR, OK, WARNING
-from llm_demo.check.processes import ROOT, Worker, ask, receive
+from llm_demo.check.processes import EXPERIMENTS, ROOT, Job, finish, tool
+from llm_demo.core.errors import words_of
 from llm_demo.job.parsing import PlainParser
 from llm_demo.job.process import command
 
-# Seconds for a command; most start with an import. pairs.LIMITS has the limits of groups.
-LIMIT = 90
-HEADS = [16, 8, 128, 128]  # as costs.Heads: Qwen3-0.6B's
 
+def check(output_dir: str, tell: Callable, report=False, module=EXPERIMENTS, limit=pairs.LIMIT):
+    """Run every check in order; tell(*lines) is called as soon as the next lines are known.
 
-def check(output_dir: str, tell) -> dict:
-    """Run every check in order; tell(lines) is called as soon as the next lines are known.
+    report: also ask for PyTorch's report on versions and drivers. module: of the experiments.
+    limit: see pairs.try_groups. Returns what was measured, for --json."""
+    smi = tool("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader")
+    if smi is None:
+        tell((ERROR, "driver", "nvidia-smi does not answer", "look at dmesg (xid, nvrm), reboot"))
+    tell(machine.packages())
+    with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
 
-    Returns what was measured, for --json."""
-    facts = {}
-    tell(machine.python())
-    base, disk = Worker(), Worker("llm_demo.check.files")
-    base.send("torch_facts")
-    disk.send("disk", folder=output_dir)
-    smi = gpus.nvidia()
-    torch = facts["torch"] = receive([[base]], LIMIT)[0][0]
-    tell(machine.torch_build(torch, smi))
-    if torch.get("only"):  # as the launcher does
-        tell([(OK, "gpus", torch["left_out"], "")])
-        os.environ.update([torch["only"]])
-        base = Worker()
-    devices = torch.get("devices", [])
-    if torch_works := "torch" in torch:
-        tell(machine.packages())
-        probes = start_probes(base, facts)
-        with tempfile.TemporaryDirectory(prefix="llm_demo_check_") as folder:
-            if devices:
-                check_gpus(devices, smi, folder, facts, tell)
-            else:
-                check_cpu(folder, facts, tell)
-    tell(machine.tools())
-    tell(machine.shared_memory(len(devices)))
-    tell(machine.cores(len(devices)))
-    facts["disk"] = receive([[disk]], LIMIT)[0][0]
-    tell(files.disk_line(facts["disk"], output_dir))
-    if torch_works:
-        if devices:
-            receive([[probes["block"]]], LIMIT)  # the answer to "start"
-        answers = receive([[worker] for worker in probes.values()], LIMIT)
-        facts["probes"] = {name: answer for name, (answer,) in zip(probes, answers, strict=True)}
-        tell(attention(base, facts))
-        tell(deepspeed(facts["probes"]["deepspeed"]))
-        tell(speeds(probes.get("block"), base, facts))
-    if devices and devices[0]["vendor"] == "amd":
-        tell(amd(devices, facts))
+        def start(*tasks, **env):
+            return Job(tasks, folder, module, **env)
+
+        facts = {"torch": finish([start(("torch_facts", {}))])[0][0]}
+        tell(machine.torch_build(facts["torch"], smi or ""))
+        if report:  # what PyTorch asks for in every bug report
+            facts["report"] = tool(sys.executable, "-m", "torch.utils.collect_env", limit=60)
+        if "torch" in facts["torch"]:
+            experiments(facts, start, folder, tell, limit)
+    tell(machine.disk(output_dir))
     return facts
 
 
-# ---------------------------------------------------------------- the devices
-
-
-def check_gpus(devices, smi, folder, facts, tell) -> None:
-    """Each GPU alone, each pair, all together."""
-    amd = devices[0]["vendor"] == "amd"
-    for i, device in enumerate(devices):
-        uuid = device.pop("uuid").removeprefix("GPU-")  # keep it out of public reports
-        row = smi["gpus"].get(uuid, {})
-        device["bus"] = row.get("bus") or device.get("bus", "")
-        device["index"] = row.get("index", i)
-    places = [device["bus"] for device in devices]
-    fleet, control = pairs.Fleet(len(devices), "cuda", folder), None
-    if len(devices) > 1 and os.environ.get(pairs.P2P_OFF, "0") == "0":
-        control = pairs.Fleet(len(devices), "cuda", folder, **{pairs.P2P_OFF: "1"})
-        control.start()
-    fleet.start()
-    answers, loads = fleet.products(2.0, amd, lambda: gpus.under_load(places))
-    for device, answer in zip(devices, answers, strict=True):
-        device |= answer | {"load": loads.get(device["bus"], {})}
-    tell([gpus.gpu_line(each, devices, f"gpu {i}") for i, each in enumerate(devices)])
-    tell(gpus.product_lines(devices[0]))
-    if len(devices) < 2:
-        return
-
-    names = {(a, b): kind for a, b, kind in facts["torch"]["links"]}
-    keys = [device["bus"] if amd else str(device["index"]) for device in devices]
-    kinds = {
-        (i, j): names.get((keys[i], keys[j]), "")
-        for i, j in itertools.combinations(range(len(devices)), 2)
-    }
-    expected = gpus.expected_gb(devices, kinds, gpus.nvlinks())
-    results = fleet.try_pairs()
-    fleet.measure_alone(results, expected)
-    without = control.try_pairs() if control else {}
-
-    def try_all(fleet, results) -> dict | None:
-        # If a pair fails, all GPUs would fail too, and take longer.
-        failed = any(map(pairs.failure, results.values()))
-        return fleet.try_all() if results and not failed else None
-
-    together, together_without = try_all(fleet, results), try_all(control, without)
-    facts["pairs"] = [
-        {"pair": pair, "link": kinds[pair], "expected": expected[pair]}
-        | {"result": results.get(pair), "without_p2p": without.get(pair)}
-        for pair in kinds
-    ]
-    facts["all"] = {"result": together, "without_p2p": together_without}
-    lines = pairs.pair_lines(results, without, expected, facts["torch"]["peers"])
-    tell(lines)
-    tell(gpus.iommu(places, amd, all(level != ERROR for level, *_ in lines)))
-    tell(pairs.all_line(len(devices), together, together_without))
-
-
-def check_cpu(folder, facts, tell) -> None:
-    """Two processes on the CPU, as the launchers start them."""
-    fleet = pairs.Fleet(2, "cpu", folder)
-    facts["pairs"] = [{"pair": (0, 1), "result": fleet.try_all()}]
-    tell(pairs.gloo_line(facts["pairs"][0]["result"]))
-
-
-# ---------------------------------------------------------------- what the code needs
-
-
-def start_probes(base, facts) -> dict:
-    """Start the probes that run while the devices are checked: name -> worker."""
-    choices = facts["choices"] = ask(base, LIMIT, "choices")
-    devices = facts["torch"]["devices"]
-    probes = {"deepspeed": Worker(**({} if devices else {"DS_ACCELERATOR": "cpu"}))}
-    probes["deepspeed"].send("deepspeed_facts")
-    for impl in choices.get("probes", ()):
-        probes[impl] = Worker()
-        args = [impl, choices["dtype"], *HEADS]
-        probes[impl].send("run_module", name="llm_demo.job.attention_choice", args=args)
-    if devices:
-        probes["compile"] = Worker()
-        probes["compile"].send("run_module", name="llm_demo.job.compiling", args=[])
-        probes["block"] = Worker()  # compiled while other things are checked, timed at the end
-        probes["block"].send("start", device="cuda:0")
-        probes["block"].send("compile_block", dtype=choices.get("dtype", "bf16"))
-    return probes
-
-
-def attention(base: Worker, facts: dict) -> list:
-    """dtype, attention and torch.compile: what a run would choose, and why."""
-    choices = facts["choices"]
-    problems = {name: answer.get("problem") for name, answer in facts["probes"].items()}
-    arguments = {"problems": problems, "compile_problem": problems.get("compile")}
-    chosen = ask(base, LIMIT, "choose", heads=HEADS, **arguments)
-    if problem := choices.get("problem") or chosen.get("problem"):
-        fix = f"pip install transformers=={machine.pinned('transformers')}"
-        return [(ERROR, "attention", f"choosing a backend failed: {problem}", fix)]
-
-    text = f"{choices['dtype']} by default: {choices['dtype_reason']}"
-    lines = [(OK, "dtype", text, "")]
-    packed, single = chosen["packed"], chosen["single"]
-    text = packed["impl"]
-    if packed["impl"] != single["impl"]:
-        text += f" for packed rows, {single['impl']} for one document per row"
-    if correct := [impl for impl in choices["probes"] if not problems[impl]]:
-        text += f"; tested against math: {', '.join(correct)}"
-    text += "".join(f"; not {impl}: {why}" for impl, why in choices["against"].items() if why)
-    lines.append((OK, "attention", text, ""))
-    for impl in choices["probes"]:
-        if problems[impl]:
-            fix = "nothing to do, another backend is used; a newer driver or torch may help"
-            lines.append((WARNING, "attention", f"{impl} fails: {problems[impl]}", fix))
-
-    if problem := problems.get("compile"):
-        fix = "training runs without it; it needs a C compiler: apt install gcc python3-dev"
-        lines.append((WARNING, "compile", f"torch.compile does not work here: {problem}", fix))
+def experiments(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
+    """What PyTorch can do here. start(*tasks) -> Job; the rest as in `check`."""
+    devices, dtype, go = facts["torch"]["devices"], facts["torch"].get("dtype"), f"{folder}/go"
+    if facts["torch"]["left_out"]:  # as the launcher does
+        tell((OK, "gpus", facts["torch"]["left_out"], ""))
+        start = functools.partial(start, **dict([facts["torch"]["only"]]))
+    # a cache of its own: runs remember which attention has worked, and here it is tried again
+    choosing = start(("choices", {}), LLM_DEMO_CACHE=folder)
+    if devices:  # compiles while others are checked, and measures when nothing else runs
+        measuring = start(("kernels", {"device": "cuda:0", "dtype": dtype, "go": go}))
+        check_gpus(facts, start, folder, tell, limit)
     else:
-        text = "works here; " * ("compile" in problems)
-        text += f"{'on' if packed['compile'] else 'off'} by default: {packed['why']}"
-        lines.append((OK, "compile", text, ""))
-    return lines
+        measuring = start(("host_speed", {"device": "cpu"}))
+        pair = pairs.try_groups([(0, 1)], "cpu", start, folder, limit)[0, 1]
+        facts["pairs"] = [{"pair": (0, 1), "result": pair}]
+        tell(pairs.group_line("pair", pair))
+    facts["choices"] = chosen = finish([choosing])[0][0]
+    open(go, "w").close()
+    facts["kernels"] = speed = finish([measuring])[0][0]
+    for name, answer in (("attention", chosen), ("kernels", speed)):
+        if "problem" in answer:
+            tell((ERROR, name, f"could not be tried: {answer['problem']}", machine.REINSTALL))
+    tell(*chosen.get("lines", ()))
+    if "cases" in speed:
+        tell(*machine.kernel_lines(speed, devices[0]["peak"][dtype]))
+    if "host" in speed:
+        tell(machine.host_line(speed["host"]))
+    if devices and devices[0]["vendor"] == "amd":
+        tell(machine.kernel_line())
 
 
-def deepspeed(answer: dict) -> list:
-    pin = machine.pinned("deepspeed")
-    text = answer.get("version", f"import failed: {answer.get('problem')}")
-    if not answer.get("launcher"):
-        text += f"; pipeline runs need {pin}, FSDP works without it"
-        return [(WARNING, "deepspeed", text, f"pip install deepspeed=={pin}")]
-    return [(OK, "deepspeed", f"{text}, tested with {pin}", "")]
-
-
-def speeds(block: Worker | None, base: Worker, facts: dict) -> list:
-    """Times of fused kernels beside eager ones on the first GPU, and the host's speed. Measured
-    last, when nothing else runs."""
-    dtype = facts["choices"].get("dtype", "bf16")
-    if block is None:
-        return machine.host_line(ask(base, LIMIT, "host_speed"), 0)
-    speed = facts["kernels"] = ask(block, LIMIT, "kernels", dtype=dtype)
-    lines, cases = [], {"block": "a compiled block", "loss": "the loss kernel"}
-    for name, what in cases.items() if "problem" not in speed else ():
-        found, fix, level = speed[name], "--no_compile", WARNING
-        text = f"{what} fails: {found}"
-        if isinstance(found, list):
-            eager, fused, error = found
-            text = f"{what} takes {fused:.2f} ms, eager {eager:.2f} ms; they differ by {error:.1e}"
-            if error < 0.03:  # bf16 rounds by up to 0.004
-                level, fix = OK, ""
-        lines.append((level, "kernels", text, fix))
-    return [*lines, *machine.host_line(speed, len(facts["torch"]["devices"]))]
-
-
-def amd(devices, facts) -> list:
-    """What else is asked on AMD cards; see docs/check.md."""
-    links = {pair["link"] for pair in facts.get("pairs", ())}
-    lines = machine.kernel_lines([device["bus"] for device in devices], links == {"XGMI"})
-    for i, device in enumerate(devices):
-        visible, total = (
-            gpus.amd_gb(device["bus"], name) for name in ("vis_vram_total", "vram_total")
-        )
-        if 0 < visible < total:
-            text = f"GPU {i} exposes {visible:.1f} of {total:.0f} GB on the bus: no peer-to-peer"
-            fix = "enable Above 4G Decoding and Resizable BAR in the BIOS"
-            lines.append((WARNING, "large BAR", text, fix))
-    text = f"ROCm {machine.rocm()}, RCCL {facts['torch'].get('nccl', 'unknown')}"
-    return [*lines, (OK, "rocm", f"{text}, links: {', '.join(links) or 'none'}", "")]
-
-
-# ---------------------------------------------------------------- the command
+def check_gpus(facts: dict, start: Callable, folder: str, tell: Callable, limit: float) -> None:
+    """Each GPU alone, each pair, all together. Arguments as in `experiments`."""
+    devices, jobs = facts["torch"]["devices"], []
+    for i, gpu in enumerate(devices):
+        place = {"device": f"cuda:{i}", "vendor": gpu["vendor"], "bus": gpu["bus"]}
+        jobs.append(start(("gemm", place)))
+    for gpu, (answer,) in zip(devices, finish(jobs, 30), strict=True):
+        gpu |= answer
+    everyone = tuple(range(len(devices)))
+    tell(*(machine.gpu_line(i, devices) for i in everyone), *machine.product_lines(devices[0]))
+    each = list(itertools.combinations(everyone, 2))
+    well = [g for g in each if all("rates" in devices[i] for i in g)]
+    together = [everyone] * (len(each) > 1 and well == each)
+    results = pairs.try_groups(well + together, "cuda:{}", start, folder, limit)
+    control, rates, facts["pairs"] = {}, {}, []
+    if os.environ.get(pairs.P2P_OFF, "0") == "0":  # for 0-1, 2-3, ... and all that failed
+        some = [(i, i + 1) for i in range(0, len(devices) - 1, 2)]
+        again = [g for g in well if g in some or pairs.failure(results.get(g))]
+        without = functools.partial(start, **{pairs.P2P_OFF: "1"})
+        control = pairs.try_groups(again, "cuda:{}", without, folder, limit)
+    for i, j in each:
+        kind, result = facts["torch"]["links"][i][j], results.get((i, j))
+        rates.setdefault(kind, []).append((result or {}).get("all_reduce", 0))
+        pair = {"pair": (i, j), "link": kind, "result": result}
+        facts["pairs"].append(pair | {"without_p2p": control.get((i, j))})
+    for pair in facts["pairs"]:
+        name = "pair {}-{}".format(*pair["pair"]) + f" ({pair['link']})" * bool(pair["link"])
+        best = max(rates[pair["link"]])
+        tell(pairs.group_line(name, pair["result"], pair["without_p2p"], best))
+    if len(each) > 1:
+        facts["all"] = results.get(everyone)
+        tell(pairs.group_line("together", facts["all"]))
 
 
 def make_parser() -> PlainParser:
@@ -242,23 +122,20 @@ def main() -> int:
     args = make_parser().parse_args()
     begun, lines, facts = time.monotonic(), [], {}
 
-    def tell(more):
-        lines.extend(more)
-        for level, name, text, fix in () if args.json else more:
-            print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
+    def tell(*more):
+        for level, name, text, fix in more:
+            lines.append({"level": level, "name": name, "text": text, "fix": fix})
+            if not args.json:
+                print(f"{level:<8} {name}: {text}" + f" | fix: {fix}" * bool(fix), flush=True)
 
     try:
-        facts = check(args.output_dir, tell)
+        facts = check(args.output_dir, tell, report=args.json)
     except Exception as e:  # a bug in this command is not the machine's fault
-        text = f"stopped early by a bug of its own: {processes.first_line(e)}"
-        tell([(WARNING, "check", text, "please report this output")])
-    finally:
-        processes.end_all()
-    errors, warnings = (sum(line[0] == level for line in lines) for level in (ERROR, WARNING))
+        text = f"stopped early by a bug of its own: {words_of(e)}"
+        tell((WARNING, "check", text, "please report this output"))
+    errors, warnings = (sum(line["level"] == x for line in lines) for x in (ERROR, WARNING))
     seconds = time.monotonic() - begun
     if args.json:
-        keys = ("level", "name", "text", "fix")
-        lines = [dict(zip(keys, line, strict=True)) for line in lines]
         print(json.dumps({"seconds": round(seconds, 1), "lines": lines, "facts": facts}, indent=1))
     else:
         verdict = "training will not work" if errors else "training should work"

@@ -1,212 +1,193 @@
-"""The experiments that need PyTorch. A worker runs them, because they may hang or crash."""
+"""The experiments. A process of its own runs each, because it may hang or crash."""
 
 import contextlib
 import functools
-import runpy
-import sys
+import itertools
+import os
 import time
-from datetime import timedelta
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.benchmark import Timer
 
-from llm_demo.check.processes import ROOT, first_line
-from llm_demo.core.errors import UserError
-from llm_demo.job.device import (
-    DTYPES,
-    cards,
-    link_table,
-    peak_tflops,
-    pick_dtype,
-    refuse_gpus,
-    this_device,
-)
-from llm_demo.job.dist import stay_on_loopback
+from llm_demo.check.groups import group  # noqa: F401 - a task, as the public functions below
+from llm_demo.check.machine import OK, WARNING
+from llm_demo.check.processes import ROOT, probe_root, serve, tool
+from llm_demo.core.errors import UserError, words_of
+from llm_demo.job import device as hardware
+from llm_demo.job.device import DTYPES, this_device
 
-_device = None  # this process's device, see `start`
-_block = None  # see `compile_block`
+HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as attention.Heads
+HIDDEN, WIDTHS, VOCABULARY = 1024, (3072, 151_936), 151_936  # the widths of two products
+BLOCK_FLOPS = 6 * (2 * (16 + 8) * 128 + 3 * 3072) * HIDDEN  # for a token, without attention
 
-SQUARE, ROWS = 8192, 4096  # size of a square product; token slots of the model's
-WEIGHTS = {
-    "3,072": (1024, 3072),
-    "151,936": (1024, 151_936),
-}  # two of Qwen3-0.6B's: inputs, outputs
-ADDITIONS = 3_000_000
+FIELDS = "clocks.sm,temperature.gpu,power.draw,pcie.link.gen.current,pcie.link.width.current"
+LOOK = {  # vendor -> tools, the first that is there; BUS: a GPU's address
+    "nvidia": [f"nvidia-smi -i BUS --query-gpu={FIELDS} --format=csv"],
+    "amd": ["amd-smi metric -g BUS -c -t -p", "rocm-smi -c -t -P"],
+}
 
 
 def torch_facts() -> dict:
     """Versions and devices as PyTorch sees them."""
     facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    facts |= {"devices": [], "peers": [], "unavailable": None}
+    facts |= {"devices": [], "why": "", "left_out": "", "refused": ""}
     if not torch.cuda.is_available():
-        if torch.version.cuda or torch.version.hip:
-            try:
-                torch.cuda.init()
-            except Exception as e:
-                facts["unavailable"] = str(e).strip().splitlines()[0]
+        try:
+            torch.cuda.init()
+        except Exception as e:
+            facts["why"] = str(e).strip().splitlines()[0]
         return facts
-    kept, facts["left_out"], facts["only"] = cards()
+    kept, facts["left_out"], facts["only"] = hardware.cards()
     try:
-        refuse_gpus(kept)
+        hardware.refuse_gpus(kept)
     except UserError as e:
         facts["refused"] = str(e)
-    facts["links"] = [[*pair, kind] for pair, kind in link_table().items()]
+    dtype, _ = hardware.pick_dtype("auto", this_device(kept[0]))
+    facts["dtype"] = next(name for name, d in DTYPES.items() if d == dtype)
+    for i in kept:
+        gpu, props = this_device(i), torch.cuda.get_device_properties(i)
+        peak = {name: hardware.peak_tflops(gpu, dtype) for name, dtype in DTYPES.items()}
+        place = (getattr(props, f"pci_{k}_id", 0) for k in ("domain", "bus", "device"))
+        one = {"vendor": gpu.vendor, "name": str(gpu), "peak": peak}
+        facts["devices"].append(one | {"bus": "{:04x}:{:02x}:{:02x}.0".format(*place)})
+    facts["links"] = _links([device["bus"] for device in facts["devices"]])
     with contextlib.suppress(Exception):  # a build without NCCL
         facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    for i in kept:
-        device, props = this_device(i), torch.cuda.get_device_properties(i)
-        one = {k: getattr(device, k) for k in ("vendor", "name", "arch", "memory_gb")}
-        one["peak"] = {name: peak_tflops(device, dtype) for name, dtype in DTYPES.items()}
-        one["uuid"] = str(getattr(props, "uuid", ""))
-        if hasattr(props, "pci_bus_id"):
-            place = (props.pci_domain_id, props.pci_bus_id, props.pci_device_id)
-            one["bus"] = "{:04x}:{:02x}:{:02x}.0".format(*place)
-        facts["devices"].append(one)
-    with contextlib.suppress(RuntimeError):
-        peer_access = torch.cuda.can_device_access_peer
-        facts["peers"] = [[i == j or peer_access(i, j) for j in kept] for i in kept]
     return facts
 
 
-# ---------------------------------------------------------------- what a run would choose
+def _links(places: list[str]) -> list[list[str]]:
+    """The kind of link between each two GPUs with these bus addresses, "" if unknown."""
+    table = hardware.link_table(probe_root())
+    listed = tool("nvidia-smi", "--query-gpu=pci.bus_id", "--format=csv,noheader") or ""
+    numbers = {bus.lower()[-12:]: str(i) for i, bus in enumerate(listed.split())}
+    names = [numbers.get(place, place) for place in places]  # AMD's GPUs are named by address
+    return [[table.get((a, b), "") for b in names] for a in names]
 
 
 def choices() -> dict:
-    """The default dtype, and why each attention backend can't run (None if it may)."""
-    from llm_demo.job import attention_choice as attention
+    """ "lines": what a run would choose for dtype, attention and torch.compile, and why. Attention
+    is tried on the GPU."""
+    from llm_demo.job import attention_choice, compiling
 
-    device = this_device()
-    dtype, reason = pick_dtype("auto", device)
-    against = {impl: attention.why_not(impl, device, dtype, True) for impl in attention.IMPLS}
-    able = [impl for impl, why in against.items() if why is None and not impl.endswith("math")]
-    return {
-        "dtype": next(name for name, d in DTYPES.items() if d == dtype),
-        "dtype_reason": reason,
-        "against": against,
-        "probes": able if device.type == "cuda" else [],
+    device, lines, choose = this_device(), [], attention_choice.choose_attention
+    dtype, reason = hardware.pick_dtype("auto", device)
+
+    def probe(impl, *given):
+        if problem := attention_choice.probe_backend(impl, *given):
+            fix = "nothing to do, another backend is used; a newer driver or torch may help"
+            lines.append((WARNING, "attention", f"{impl} fails: {problem}", fix))
+        return problem
+
+    for kind, single in (("one document per row", True), ("packed rows", False)):
+        impl, against = choose("auto", device, dtype, HEADS, single, probe)
+        text = f"{impl} for {kind}" + "".join(f"; not {why}" for why in against)
+        lines.append((OK, "attention", text, ""))
+    compiled, why = compiling.choose_compile(None, device, impl, lambda: None)
+    lines.append((OK, "compile", f"{'on' if compiled else 'off'} by default: {why}", ""))
+    return {"lines": [(OK, "dtype", f"{dtype} by default: {reason}", ""), *lines]}
+
+
+def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, widths=WIDTHS):
+    """TFLOP/s on a device: "rates" of square products by dtype, `seconds` for each, and "products"
+    in a model's shapes, on AMD also with hipBLASLt, in words; "subnormals": whether small
+    fp16 values survive a product; "load": what the vendor's tool says meanwhile of the GPU at this
+    bus address."""
+    rates = {}
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    with ThreadPoolExecutor() as pool:
+        looks = (tool(*look.replace("BUS", bus).split(), limit=5) for look in LOOK.get(vendor, ()))
+        load = pool.submit(lambda: next(filter(None, looks), ""))
+        for name, dtype in reversed(DTYPES.items()):
+            ones = torch.ones(256, 256, device=device, dtype=dtype)
+            if not bool((ones @ ones == 256).all()):
+                return {"problem": f"a product of ones in {dtype} is not 256 everywhere"}
+            ab = [torch.randn(square, square, device=device).to(dtype) for _ in range(2)]
+            rates[name] = _rate(*ab, seconds)
+        while not load.done():
+            _rate(*ab, 0.1)
+    products, small = [_products(device, rows, widths)], ones.half() * 2.0**-20
+    if vendor == "amd":
+        prefer = torch.backends.cuda.preferred_blas_library
+        products[0] += f"; {prefer()}"
+        with contextlib.suppress(RuntimeError):
+            asked = prefer("hipblaslt")
+            products.append(f"{_products(device, rows, widths)}; asked for hipBLASLt, {asked}")
+    # some matrix units take values below 2**-14 for zero
+    survive = bool((small @ ones.half() == 2.0**-12).all())
+    return {"rates": rates, "load": load.result(), "products": products, "subnormals": survive}
+
+
+def _seconds(run, least):
+    """Seconds that run() takes, on the current device too; measured for `least` seconds."""
+    timer = Timer("run()", globals={"run": run})  # waits for the device
+    return timer.timeit(1 + int(least / timer.timeit(1).mean)).mean
+
+
+def _rate(a, b, least):
+    out = torch.mm(a, b)
+    spent = _seconds(lambda: torch.mm(a, b, out=out), least)
+    return 2 * a.numel() * b.shape[1] / spent / 1e12
+
+
+def _products(device, rows, widths):
+    """TFLOP/s of three products with two of the model's weights, in words. The inputs are random,
+    because zeros draw less power and run faster."""
+    text = "output/input/weight gradient, TFLOP/s"
+    for name, n in itertools.product(("bf16", "fp16"), widths):
+        shapes = ((rows, HIDDEN), (n, HIDDEN), (rows, n))
+        x, w, g = (torch.randn(*s, device=device, dtype=DTYPES[name]) for s in shapes)
+        rates = (f"{_rate(*ab, 0.03):.0f}" for ab in ((x, w.T), (g, w), (g.T, x)))
+        text += f"; {name} {HIDDEN:,} x {n:,} {'/'.join(rates)}"
+    return text
+
+
+def kernels(device: str, dtype: str, go: str, rows: int = 4096) -> dict:
+    """What plain kernels and faster ones take: "cases": name -> [ms plain, ms faster, relative
+    difference of their results], or the problem; the compiled block's "tflops"; `host_speed`.
+
+    Compiles first, and measures when the file `go` exists."""
+    place = device, DTYPES[dtype], rows
+    block = _block(*place)
+    with contextlib.suppress(Exception):  # it will be reported below
+        block[1]()
+    while not os.path.exists(go):
+        time.sleep(0.02)
+    cases = {
+        "a compiled block": lambda: block,
+        "the loss kernel and a copy of logits": lambda: _losses(*place),
+        "attention by SDPA's choice": lambda: _attention(*place, sums=False),
+        "math attention with 16-bit sums": lambda: _attention(*place, sums=True),
     }
-
-
-def choose(heads: list[int], problems: dict, compile_problem: str | None) -> dict:
-    """What a run would choose. problems: backend -> what its probe reported, None if it passed."""
-    from llm_demo.job import attention_choice as attention
-    from llm_demo.job import compiling
-
-    device = this_device()
-    dtype, _ = pick_dtype("auto", device)
-    chosen = {}
-    for kind, single in (("packed", False), ("single", True)):
-        impl, _ = attention.choose_attention(
-            "auto", device, dtype, heads, single, lambda impl, *_: problems.get(impl)
-        )
-        works, why = compiling.choose_compile(None, device, impl, lambda: compile_problem)
-        chosen[kind] = {"impl": impl, "compile": works, "why": why}
-    return chosen
-
-
-def run_module(name: str, args: list) -> dict:
-    """Run `python -m name args` in this process."""
-    sys.argv = [name, *map(str, args)]
-    try:
-        runpy.run_module(name, run_name="__main__")
-    except SystemExit as e:
-        if e.code:
-            return {"problem": str(e.code)}
-    return {}
-
-
-def deepspeed_facts() -> dict:
-    import deepspeed
-    from deepspeed.launcher import launch
-
-    has = hasattr(launch, "terminate_process_tree")
-    return {"version": deepspeed.__version__, "launcher": has}
-
-
-# ---------------------------------------------------------------- one GPU
-
-
-def start(device: str) -> dict:
-    """Open a device, "cuda:0" or "cpu", so that later commands need not wait for that."""
-    global _device
-    _device = torch.device(device)
-    if _device.type == "cuda":
-        torch.cuda.set_device(_device)
-    for dtype in DTYPES.values():
-        a = torch.ones(256, 256, device=_device, dtype=dtype)
-        if not bool((a @ a == 256).all()):
-            return {"problem": f"a product of ones in {dtype} is not 256 everywhere"}
-    return {}
-
-
-def gemm(seconds: float, amd: bool) -> dict:
-    """TFLOP/s on a GPU: "rates" of square products by dtype, measured for `seconds` in total, and
-    "products" of the model's shapes, see `_products`; whether small fp16 values survive a product.
-
-    amd: also measure the model's shapes with hipBLASLt instead of the default library."""
-    answer = {"rates": {}}
-    for name, dtype in DTYPES.items():
-        a, b = (torch.randn(SQUARE, SQUARE, device=_device).to(dtype) for _ in range(2))
-        answer["rates"][name] = _rate(a, b, seconds / len(DTYPES))
-    del a, b
-    answer["products"], answer["subnormals"] = _products(), _keeps_subnormals()
-    if amd:
+    answer = host_speed(device) | {"cases": {}}
+    for name, make in cases.items():
         try:
-            before = torch.backends.cuda.preferred_blas_library()
-            after = torch.backends.cuda.preferred_blas_library("hipblaslt")
-            answer["blas"] = str(before)
-            if str(after) != str(before):
-                answer["hipblaslt"] = _products()
+            runs = make()
+            plain, faster = (run().to(torch.float32, copy=True) for run in runs)
+            error = (faster.sub_(plain).norm() / plain.norm()).item()
+            del plain, faster
+            answer["cases"][name] = [*(1e3 * _seconds(run, 0.1) for run in runs), error]
         except Exception as e:
-            answer["blas"] = first_line(e)
-    torch.cuda.empty_cache()  # for the process that times kernels
+            answer["cases"][name] = words_of(e)
+    if isinstance(spent := answer["cases"]["a compiled block"], list):
+        answer["tflops"] = BLOCK_FLOPS * rows / spent[1] / 1e9
     return answer
 
 
-def _rate(a, b, seconds):
-    out = torch.mm(a, b)
-    _wait()
-    begun, done, spent = time.perf_counter(), 0, 0.0
-    while spent < seconds:
-        for _ in range(4):
-            torch.mm(a, b, out=out)
-        _wait()
-        done += 4
-        spent = time.perf_counter() - begun
-    return 2 * a.numel() * b.shape[1] * done / spent / 1e12
-
-
-def _products():
-    """dtype -> weight -> TFLOP/s of its three products: the output, and the gradients of the input
-    and of the weight. The inputs are random, because zeros draw less power and run faster."""
-    found = {}
-    for name in ("bf16", "fp16"):
-        found[name] = {}
-        for weight, (k, n) in WEIGHTS.items():
-            shapes = ((ROWS, k), (n, k), (ROWS, n))
-            x, w, g = (torch.randn(*s, device=_device, dtype=DTYPES[name]) for s in shapes)
-            found[name][weight] = [_rate(*ab, 0.03) for ab in ((x, w.T), (g, w), (g.T, x))]
-    return found
-
-
-def _keeps_subnormals():
-    """Whether a product reads fp16 values below 2**-14 as they are: some matrix units take zero."""
-    small = torch.full((256, 256), 2.0**-20, device=_device, dtype=torch.float16)
-    one = torch.ones_like(small)
-    return bool((small @ one == 2.0**-12).all() and (one @ small == 2.0**-12).all())
-
-
-def compile_block(dtype: str) -> dict:
-    """Compile a block of Qwen3-0.6B, for `kernels`."""
-    global _block
+def _block(device, dtype, rows):
+    """A block of Qwen3-0.6B, forward and backward for 4 x rows / 4 tokens: eager, compiled."""
     from transformers import AutoConfig
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
     torch.manual_seed(0)
     folder = ROOT / "models/qwen3-0.6b"
     config = AutoConfig.from_pretrained(folder, attn_implementation="sdpa")
-    layer = Qwen3DecoderLayer(config, 0).to(_device, DTYPES[dtype])
-    x, up = (torch.randn(4, ROWS // 4, 1024, device=_device, dtype=DTYPES[dtype]) for _ in range(2))
+    layer = Qwen3DecoderLayer(config, 0).to(device, dtype)
+    x, up = (torch.randn(4, rows // 4, HIDDEN, device=device, dtype=dtype) for _ in range(2))
     x.requires_grad_()
     rotary = [torch.full_like(x[:1, :, :128], value) for value in (0.8, 0.6)]
 
@@ -214,177 +195,48 @@ def compile_block(dtype: str) -> dict:
         out = forward(x, position_embeddings=rotary)
         return torch.autograd.grad(out, [x, *layer.parameters()], up)[0]
 
-    _block = [functools.partial(run, f) for f in (layer, torch.compile(layer, dynamic=False))]
-    _block[1]()
-    return {}
+    return [functools.partial(run, f) for f in (layer, torch.compile(layer, dynamic=False))]
 
 
-def kernels(dtype: str) -> dict:
-    """What eager kernels and fused ones take for a block's forward and backward, and for the loss:
-    [ms eager, ms fused, relative difference], or the problem. Also the speed of the host."""
+def _losses(device, dtype, rows):
+    """Copies logits [rows, vocabulary]; their loss and its gradient: plain, by our kernel."""
     from llm_demo.core import loss
 
-    logits = torch.randn(ROWS, 151_936, device=_device, dtype=DTYPES[dtype])
-    targets = torch.arange(ROWS, device=_device)
+    logits = torch.randn(rows, VOCABULARY, device=device, dtype=dtype)
+    copy, targets = torch.empty_like(logits), torch.arange(rows, device=device)
 
-    def gradient(f):
-        copy = logits.clone()
-        f(copy, targets)
+    def run(loss_of_logits):
+        loss_of_logits(copy.copy_(logits), targets)
         return copy
 
-    losses = loss._loss_of_logits, loss._kernel(_device.type) or loss._loss_of_logits
-    gradients = [functools.partial(gradient, f) for f in losses]
-    in_place = [functools.partial(f, logits, targets) for f in losses]
-    answer = host_speed()
-    for name, results, runs in (("block", _block, _block), ("loss", gradients, in_place)):
-        try:
-            plain, fused = (f() for f in results)
-            norms = [x.norm(dtype=torch.float32) for x in (fused - plain, plain)]
-            error = (norms[0] / norms[1]).item()
-            del plain, fused
-            answer[name] = [*map(_ms, runs), error]
-        except Exception as e:
-            answer[name] = first_line(e)
-    return answer
+    ours = loss._kernel(torch.device(device).type) or loss._loss_of_logits
+    return [functools.partial(run, f) for f in (loss._loss_of_logits, ours)]
 
 
-def _ms(run):
-    """Milliseconds of run(): the best of five."""
-    spent = []
-    for _ in range(6):
-        _wait()
-        begun = time.perf_counter()
-        run()
-        _wait()
-        spent.append(time.perf_counter() - begun)
-    return 1e3 * min(spent[1:])
+def _attention(device, dtype, rows, sums):
+    """Attention of 4 documents of rows / 4 tokens, forward and backward: by the math kernel, and by
+    the kernel that SDPA picks or, if `sums`, by the math kernel with sums in 16 bits."""
+    shapes = [(4, n, rows // 4, 128) for n in (16, 8, 8, 16)]
+    q, k, v, up = (torch.randn(shape, device=device, dtype=dtype) for shape in shapes)
+    q.requires_grad_()
+
+    def run(math, sums):
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(sums)
+        with sdpa_kernel(SDPBackend.MATH) if math else contextlib.nullcontext():
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return torch.autograd.grad(out, q, up)[0]
+
+    return [functools.partial(run, *way) for way in ((True, False), (sums, sums))]
 
 
-def host_speed() -> dict:
-    """Seconds of 3 million additions in Python; microseconds to launch a kernel, with a GPU."""
-
-    def add():
-        total = 0
-        for i in range(ADDITIONS):
-            total += i
-
-    def launch():
-        for _ in range(1000):
-            x.add_(1)
-
-    begun = time.perf_counter()
-    add()
-    answer = {"python_s": time.perf_counter() - begun}
-    if _device is not None and _device.type == "cuda":
-        x = torch.zeros(1, device=_device)
-        answer["launch_us"] = _ms(launch)  # of 1,000
-    return answer
+def host_speed(device: str) -> dict:
+    """Seconds of 3 million additions in Python; microseconds to launch a kernel, on a GPU."""
+    speed = {"python_s": Timer("for i in range(3_000_000): total += i", "total = 0").timeit(1).mean}
+    if device != "cpu":
+        x = torch.zeros(1, device=device)
+        speed["launch_us"] = 1e6 * _seconds(lambda: x.add_(1), 0.1)
+    return {"host": speed}
 
 
-def _wait():
-    if _device.type == "cuda":
-        torch.cuda.synchronize(_device)
-
-
-# ---------------------------------------------------------------- several GPUs
-
-
-def group(rank: int, size: int, file: str, backend: str, limit: float) -> dict:
-    """Form a group of `size` processes through `file`; verify and time sends and all-reduces.
-
-    Returns "wrong": operation -> wrong elements, "elements": how many were compared, and the rates
-    in GB/s (1e9 bytes) over one GPU's link: "all_reduce" and, with two processes, "send" for each
-    direction and "latency_us" of one small send."""
-    with _process_group(rank, size, file, backend, limit):
-        wrong, elements = _verify(rank, size)
-        answer = {"wrong": wrong, "elements": elements, **_bandwidth(rank, size)}
-        if "gloo" in backend and "nccl" in backend:  # as in training, objects use gloo
-            ranks = [None] * size
-            dist.all_gather_object(ranks, rank)
-            wrong["all_gather_object"] = int(ranks != list(range(size)))
-    return answer
-
-
-@contextlib.contextmanager
-def _process_group(rank, size, file, backend, limit):
-    stay_on_loopback()
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{file}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=limit),
-        device_id=_device if _device.type == "cuda" else None,
-    )
-    yield
-    dist.all_reduce(torch.zeros(1, device=_device))  # wait until all are done
-    _wait()
-    dist.destroy_process_group()
-
-
-def _numbers(n, rank, turn):
-    """int32 [n] that depend on place, rank and turn, so that stale values are detected."""
-    numbers = torch.arange(n, dtype=torch.int32, device=_device)
-    return numbers.mul_(3).add_(1000 * turn + 7 * rank + 1)
-
-
-def _verify(rank, size):
-    """({operation: wrong elements}, elements compared)"""
-    wrong, elements, turn = {"send": 0, "all_reduce": 0}, 0, 0
-    # NCCL has different protocols for small, medium and large messages.
-    sizes = (1 << 8, 1 << 18, 1 << 24) if _device.type == "cuda" else (1 << 8, 1 << 18)
-    for n in (n for n in sizes for _ in range(2)):
-        turn += 1
-        for source in range(2) if size == 2 else ():
-            if rank == source:
-                dist.send(_numbers(n, rank, turn), dst=1 - source)
-            else:
-                got = torch.full((n,), -1, dtype=torch.int32, device=_device)
-                dist.recv(got, src=source)
-                wrong["send"] += int((got != _numbers(n, source, turn)).sum())
-                elements += n
-        total = _numbers(n, rank, turn)
-        dist.all_reduce(total)
-        expected = sum(_numbers(n, r, turn).long() for r in range(size))
-        wrong["all_reduce"] += int((total.long() != expected).sum())
-        elements += n
-    return wrong, elements
-
-
-def _bandwidth(rank, size):
-    def seconds(operation, times):
-        """Seconds of one operation: best of three batches, on the slowest process."""
-        best = float("inf")
-        for _ in range(3):
-            dist.all_reduce(one)
-            _wait()
-            begun = time.perf_counter()
-            for _ in range(times):
-                operation()
-            _wait()
-            best = min(best, (time.perf_counter() - begun) / times)
-        slowest = torch.tensor([best], device=_device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return slowest.item()
-
-    def send(source):
-        (dist.send if rank == source else dist.recv)(data, 1 - rank)
-
-    def there_and_back():
-        for source in range(2):
-            (dist.send if rank == source else dist.recv)(one, 1 - rank)
-
-    on_gpu = _device.type == "cuda"
-    one = torch.zeros(1, device=_device)
-    data = torch.zeros((16 if on_gpu else 1) << 20, device=_device)
-    # A fast link needs more data to reach its full speed; a slow one would need seconds for it.
-    if seconds(lambda: dist.all_reduce(data), 1) < 3e-3 and on_gpu:
-        data = torch.zeros(128 << 20, device=_device)
-        dist.all_reduce(data)
-    gb = data.numel() * 4 / 1e9
-    spent = seconds(lambda: dist.all_reduce(data), 3)
-    rates = {"all_reduce": gb / spent * 2 * (size - 1) / size}
-    if size == 2:
-        rates["send"] = [gb / seconds(lambda s=source: send(s), 3) for source in range(2)]
-        rates["latency_us"] = seconds(there_and_back, 20) / 2 * 1e6
-    return rates
+if __name__ == "__main__":
+    serve(globals())
