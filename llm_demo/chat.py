@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import TextStreamer
 
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import REFUSALS, stop_tokens
 from llm_demo.export import export
@@ -27,6 +27,7 @@ from llm_demo.job.foreign import load_model
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, path_of, whole
 from llm_demo.job.source import find_model, load_tokenizer, position_limit
+from llm_demo.job.text import words_of
 
 
 def make_parser() -> argparse.ArgumentParser:

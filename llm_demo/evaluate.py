@@ -22,7 +22,7 @@ from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
 from llm_demo.core.batch import label_positions
-from llm_demo.core.errors import UserError, counted, printable
+from llm_demo.core.errors import UserError, printable
 from llm_demo.core.loss import score
 from llm_demo.core.rows import Packs
 from llm_demo.core.weights import refuse_non_finite
@@ -47,6 +47,7 @@ from llm_demo.job.source import (
     load_tokenizer,
     position_limit,
 )
+from llm_demo.job.text import counted
 
 TOKENS = 1 << 16  # of a batch, including padding
 

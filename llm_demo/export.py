@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import materialise
 from llm_demo.job.adapters import (
@@ -47,6 +47,7 @@ from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.progress import size_of, watched
 from llm_demo.job.source import find_model, load_tokenizer
+from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import Weights, open_weights
 
 WEIGHTS = "model{suffix}.safetensors"

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.errors import STOPPED, Stopped, UserError, counted
+from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.job.device import refuse_gpus
 from llm_demo.job.files import disk_full
@@ -25,6 +25,7 @@ from llm_demo.job.process import (
     raise_on_ctrl_c,
     refuse_unusable_paths,
 )
+from llm_demo.job.text import STOPPED, counted
 
 
 def timeout() -> timedelta:

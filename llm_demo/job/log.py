@@ -5,7 +5,7 @@ import json
 
 import torch
 
-from llm_demo.core.errors import UserError, counted, printable
+from llm_demo.core.errors import UserError, printable
 from llm_demo.core.mesh import World
 from llm_demo.job.args import Args
 from llm_demo.job.dist import from_rank0
@@ -15,6 +15,7 @@ from llm_demo.job.folder import choose_folder, folder_gone, lock_folder, take_fo
 from llm_demo.job.process import regular
 from llm_demo.job.progress import progress
 from llm_demo.job.reader import number, read_records
+from llm_demo.job.text import counted
 from llm_demo.job.tracker import open_tracker
 
 

@@ -16,12 +16,13 @@ from transformers import (
     GenerationConfig,
 )
 
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.costs import head_widths, latent
 from llm_demo.job.files import write_json
 from llm_demo.job.source import COMPARE, describe_model, load_config, same_ids
+from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import Weights, open_weights
 
 # What transformers neither checks nor can generate with otherwise; a boolean is a number too.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import Packs, order_rows
@@ -76,6 +76,7 @@ from llm_demo.job.source import (
     window_of,
     without_window,
 )
+from llm_demo.job.text import counted
 from llm_demo.job.weights_files import Weights
 
 # Flags that may differ between nodes: what is read there is compared instead.

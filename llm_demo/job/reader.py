@@ -7,9 +7,10 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.job.process import read_text
 from llm_demo.job.summary import WARMUP
+from llm_demo.job.text import counted
 
 
 def read_run(folder: Path) -> SimpleNamespace:

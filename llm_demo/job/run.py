@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.loop import ends_early, train
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import collate
@@ -31,6 +31,7 @@ from llm_demo.job.records import Records
 from llm_demo.job.saver import Saver
 from llm_demo.job.source import describe_model
 from llm_demo.job.summary import COLUMNS, summarise
+from llm_demo.job.text import counted
 
 LOADED = "dry run: the model is loaded; trying a forward pass"
 

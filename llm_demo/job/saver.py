@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from llm_demo.core.errors import Stopped, UserError, differences
+from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World, local_part, on_device
 from llm_demo.job.adapters import refuse_other_adapters
 from llm_demo.job.args import Args
@@ -41,6 +41,7 @@ from llm_demo.job.log import Log
 from llm_demo.job.next_steps import resume
 from llm_demo.job.process import stop_signals
 from llm_demo.job.progress import size_of, watched
+from llm_demo.job.text import differences
 
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (

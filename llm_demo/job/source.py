@@ -14,13 +14,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.sources import LFS
 from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
 from llm_demo.job.files import write_json
 from llm_demo.job.foreign import read_config, refuse_adapter
 from llm_demo.job.process import regular
+from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the

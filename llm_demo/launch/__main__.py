@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from llm_demo.core.errors import STOPPED, UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.job.process import (
     PARENT,
     end_with_parent,
@@ -42,6 +42,7 @@ from llm_demo.job.process import (
     stop_signals,
     usable_cores,
 )
+from llm_demo.job.text import STOPPED, counted
 from llm_demo.launch import nodes
 from llm_demo.launch.settings import check_flags
 
