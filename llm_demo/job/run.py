@@ -25,12 +25,11 @@ from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
 from llm_demo.job.generate import generate, prompts_of
 from llm_demo.job.log import Log
-from llm_demo.job.next_steps import next_steps
+from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, configuration_of, make_plan
 from llm_demo.job.records import Records
 from llm_demo.job.saver import Saver
-from llm_demo.job.source import describe_model
-from llm_demo.job.summary import COLUMNS, summarise
+from llm_demo.job.summary import COLUMNS, next_steps, summarise
 from llm_demo.job.text import counted
 
 LOADED = "dry run: the model is loaded; trying a forward pass"

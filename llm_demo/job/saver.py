@@ -38,9 +38,9 @@ from llm_demo.job.dist import from_rank0, lost_peer, timeout
 from llm_demo.job.files import PART
 from llm_demo.job.folder import folder_gone, last_checkpoint, published
 from llm_demo.job.log import Log
-from llm_demo.job.next_steps import resume
 from llm_demo.job.process import stop_signals
 from llm_demo.job.progress import size_of, watched
+from llm_demo.job.summary import resume
 from llm_demo.job.text import differences
 
 # a change of these settings on resume is logged, since it may be intended
@@ -49,9 +49,6 @@ SETTINGS = (
     "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
     "lora_dropout", "freeze_router",
 )  # fmt: skip
-
-# entries that trainer.json must have to resume from it
-NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 
 class Saver:
@@ -93,9 +90,7 @@ class Saver:
         # the checkpoint is of this run's folder, not of another run
         self.continues = self.path is not None and self.path.parent == self.folder
         self.seconds = time.perf_counter() - started
-        self.facts = (
-            from_rank0(world, lambda: checked_facts(self.path, NEEDED)) if self.path else {}
-        )
+        self.facts = from_rank0(world, lambda: checked_facts(self.path)) if self.path else {}
         self.first_step = self.facts.get("step", 0)
         if self.path:
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
