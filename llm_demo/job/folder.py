@@ -38,7 +38,7 @@ if [[ ! $folder -ef {folder} && " $*" != *" --output"[_-]"dir"* ]]; then
 fi
 export LLM_DEMO_STARTED_IN=$PWD
 cd {cwd} || exit
-exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {launcher} {script} {argv} "$@"
+exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
 """
 
 
@@ -254,5 +254,4 @@ def describe_run(folder: Path, settings: dict, world: World) -> None:
     }  # fmt: skip
     words = {name: shlex.quote(str(word)) for name, word in words.items()}
     words["nodes"] = " ".join(f"{name}={value}" for name, value in given.items())
-    words["launcher"] = os.environ.get("LLM_DEMO_LAUNCHER", "torchrun")
     (folder / "cmd.sh").write_text(CMD.format(**words, argv=shlex.join(argv)))
