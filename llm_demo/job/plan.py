@@ -3,6 +3,7 @@
 Every script makes the same decisions from the same flags, and prints each with its reason."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -179,9 +180,9 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     usual = usual_lr(bool(source.weights), lora)
     horizon, train = pick_horizon(args, data_parallel, train, usual, earlier, say)
     packs = [p for p in (train, heldout) if p]
-    held = {f"held-out {k}": v for k, v in heldout.stats["identity"].items()} if heldout else {}
+    held = {f"held-out {k}": v for k, v in heldout.stats.identity.items()} if heldout else {}
     config = {"model configuration": fingerprint(source.config)}
-    same_on_all_nodes(world, train.stats["identity"] | held | config)
+    same_on_all_nodes(world, train.stats.identity | held | config)
     data = Data(train, heldout, max(2, *(p.max_docs for p in packs)))
     sample_tokens = args.sample_tokens
     if sample_tokens is None:
@@ -209,7 +210,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )  # fmt: skip
     identity = {
-        **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
+        **train.stats.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
     return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
@@ -281,24 +282,17 @@ def load_data(
             )
 
     def load(path: str, seq_len: int, split: str | None = None) -> Packs:
-        # all flags that are parameters of load_packs
-        options = {k: v for k, v in vars(args).items() if k in load_packs.__kwdefaults__}
-        options |= {"dataset_split": split, "seq_len": seq_len, "seq_len_limit": limit, "log": say}
-        packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
-        if not len(packs):
-            raise UserError(
-                f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}"
-            )
-        return packs
+        flags = dataclasses.replace(args, seq_len=seq_len, dataset_split=split)
+        return load_packs(path, tokenizer, flags, limit=limit, log=say)
 
     asked = seq_len or args.seq_len
     train = once_per_node(world, functools.partial(load, train_json, asked, split))
     if not asked:
-        say(f"seq_len: {train.seq_len} ({train.stats['seq_len_why']})")
-    train.stats["identity"] |= {"weights": weights, "eval_fraction": args.eval_fraction}
+        say(f"seq_len: {train.seq_len} ({train.stats.seq_len_why})")
+    train.stats.identity |= {"weights": weights, "eval_fraction": args.eval_fraction}
     if args.eval_fraction:
         train, heldout = split_off(train, args.eval_fraction, args.pack_sequences)
-        n = counted(heldout.stats["documents"], "document")
+        n = counted(len(heldout.row_docs), "document")
         say(f"held-out: {n} split off by --eval_fraction, the same in every run of this data")
         return train, heldout, "none"
     if eval_json == "none":
@@ -313,7 +307,7 @@ def load_data(
 
 def contents(packs: Packs) -> dict[str, str]:
     """The hash of each data file, by its path."""
-    paths, identity = [f["path"] for f in packs.stats["files"]], packs.stats["identity"]
+    paths, identity = [f.path for f in packs.stats.files], packs.stats.identity
     return {path: identity[f"content of data file {n}"] for n, path in enumerate(paths, 1)}
 
 
@@ -436,7 +430,7 @@ def pick_horizon(
         f"{data_parallel} data-parallel = {counted(global_batch, 'row')} = "
         f"{global_batch * train.seq_len:,} token slots a step"
     )
-    weights = train.stats["identity"].get("weights")
+    weights = train.stats.identity.get("weights")
     source = train
 
     def mixed(*length: int) -> Packs:
@@ -449,9 +443,9 @@ def pick_horizon(
     if weights:
         train = mixed(math.ceil(args.num_epochs or 1), args.max_steps * global_batch)
         first = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]]
-        for n, (file, weight) in enumerate(zip(train.stats["files"], weights, strict=True)):
+        for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
             documents = counted(int((first == n).sum()), "document")
-            say(f"data: {file['path']}, weight {weight:g}: {documents} in the first pass")
+            say(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
     n_total = None if args.max_steps else max(1, train.rows_in(args.num_epochs))
     max_steps = args.max_steps or math.ceil(n_total / global_batch)
     if max_steps > MAX_STEPS:
