@@ -36,7 +36,7 @@ class StepTimer:
     def __init__(self, world: World, comm: bool = True):
         self.device, self.times_comm = world.device, comm
         self.comm = CommTimer(world.device, world.rank, world.size)
-        self.started = self.retries = 0  # retries of the allocator, before this interval
+        self.started, self.retries = time.perf_counter(), 0  # retries: of the allocator so far
         self.restart()
 
     def begin(self) -> None:
