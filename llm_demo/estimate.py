@@ -17,7 +17,7 @@ from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.core.experts import FUSED, Routers, blocks_with_experts, sorted_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
-from llm_demo.job.attention_choice import has_fused_kernels
+from llm_demo.job.choices import has_fused_kernels
 from llm_demo.job.costs import experts_of, head_size, heads_of, latent, mixed_blocks, shared_width
 from llm_demo.job.device import this_device
 

@@ -212,6 +212,10 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     return torch.bfloat16, "needs no loss scaling"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
 def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     """Dense matrix peak in TFLOP/s of one device; None if unknown, never a guess."""
     column = list(DTYPES.values()).index(dtype)
