@@ -147,7 +147,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
     assert packs.stats["seq_len_why"].startswith("the only document has at most 2 tokens")
     args = SimpleNamespace(
         micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
-        lr_scheduler="cosine", resume=None,
+        lr_scheduler="cosine", seed=1, pack_sequences=True,
     )  # fmt: skip
     said += decide_horizon(args, 1, packs, usual_lr(True, None), {})[1]
     said.append(describe_split([1, 1], [0, 1], Qwen3Config(num_hidden_layers=2), 1, 128, False))

@@ -28,14 +28,9 @@ class Records:
     first_step: the last step before this process. dtype: the compute dtype."""
 
     def __init__(
-        self,
-        args: Args,
-        world: World,
-        log: Log,
-        first_step: int,
-        max_steps: int,
+        self, args: Args, world: World, log: Log, first_step: int, max_steps: int,
         dtype: torch.dtype,
-    ):
+    ):  # fmt: skip
         self.args, self.world, self.log = args, world, log
         self.max_steps = max_steps
         device = this_device(world.device.index or 0)
