@@ -1,38 +1,32 @@
 # shellcheck shell=bash
-# Sourced by the launchers of fsdp/, pp/, zero/ and fsdp_pp/ before their settings. launch() starts a
-# training script; llm_demo/launch/settings.py turns settings and environment into flags.
-
-stopped() {
-    echo "error: stopped by SIGINT" >&2
-    exit 130
-}
-trap stopped INT
-
+# Sourced by the launchers before their settings. launch() starts a training script;
+# llm_demo/launch/settings.py turns settings and environment into flags.
+set -euo pipefail
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+trap 'echo "error: stopped by SIGINT" >&2; exit 130' INT
 before=$(compgen -v) # the variables defined before a launcher's settings
 
-# launch torchrun|deepspeed SCRIPT [flags of the command line]
-launch() {
-    local launcher=$1 script=$2 name settings=()
-    shift 2
+launch() { # SCRIPT [flags of the command line]
+    local script=$ROOT/$1 name settings=() find
+    shift
     for name in $(compgen -v | grep '^[A-Z]'); do
         [[ $'\n'$before$'\n' == *$'\n'"$name"$'\n'* ]] || settings+=("$name=${!name}")
     done
-    if [[ -n ${PYTHON:-} ]]; then
+    if [[ -z ${PYTHON:-} ]]; then
+        trap 'exit 130' INT # setup.sh prints why
+        bash "$ROOT/setup.sh"
+        PYTHON=$ROOT/.venv/bin/python
+    else
         # Ignores Ctrl-C, which would print a traceback here; the trap handles it afterwards.
-        local find='import importlib.util as u; print(u.find_spec("torch") and "has torch")'
+        find='import importlib.util as u; print(u.find_spec("torch") and "has torch")'
         if [[ $(trap '' INT && "$PYTHON" -c "$find" 2>/dev/null) != *"has torch" ]]; then
             echo "error: PYTHON=$PYTHON is not a Python with torch: name one, install torch there," \
                 "or unset PYTHON to use .venv" >&2
             exit 2
         fi
-    else
-        trap 'exit 130' INT # setup.sh prints why
-        bash "$ROOT/setup.sh"
-        trap stopped INT
-        PYTHON=$ROOT/.venv/bin/python
     fi
     export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-    set -- "$PYTHON" -m llm_demo.launch.start "$launcher" "$script" "${settings[@]}" -- "$@"
+    set -- "$PYTHON" -m llm_demo.launch --settings "${settings[@]}" -- "$script" "$@"
     # Ctrl-C would print a traceback while Python starts: block it if env can, until it is handled.
     if env --block-signal=INT true 2>/dev/null; then set -- env --block-signal=INT "$@"; fi
     exec "$@"

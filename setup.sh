@@ -16,8 +16,8 @@ set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 VENV=$ROOT/.venv
 VENV_PYTHON=$VENV/bin/python
-OURS=$VENV/.made-by-setup-sh
-STAMP=$VENV/.setup-stamp # a checksum of what setup depends on, then the installed extras
+OURS=$VENV/.made-by-setup-sh # empty if setup was interrupted
+STAMP=$VENV/.setup-stamp     # a checksum of what setup depends on, then the installed extras
 DRY_RUN=${SETUP_DRY_RUN:-}
 PROBE_ROOT=${PROBE_ROOT:-} # tests fake other machines' /proc, /sys and /opt in this folder
 
@@ -28,24 +28,17 @@ run() {
     [[ -n $DRY_RUN ]] || "$@"
 }
 
-trap 'printf "error: stopped by SIGINT; run it again to continue\n" >&2; exit 130' INT
-
-check=
 if [[ ${1:-} == --check ]]; then
-    shift
-    check=1 check_args=("$@")
-    set --
-    exec 3>&1 >&2 # standard output is for the check only
+    trap 'exit 130' INT # set-up says why
+    bash "${BASH_SOURCE[0]}" >&2 # standard output is for the check only
+    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
+    set -- "$VENV_PYTHON" -m llm_demo.check "${@:2}"
+    if [[ -n $DRY_RUN ]]; then run "$@" >&2; else exec "$@"; fi
+    exit
 fi
+trap 'printf "error: stopped by SIGINT; run it again to continue\n" >&2; exit 130' INT
 [[ $# == 0 || $* == --dev ]] || die "unknown argument $1: setup.sh takes --dev, --check or nothing"
 extras=${1:+dev}
-check_if_asked() {
-    [[ -n $check ]] || return 0
-    set -- "$VENV_PYTHON" -m llm_demo.check ${check_args[@]+"${check_args[@]}"}
-    [[ -z $DRY_RUN ]] || { run "$@" && return; }
-    export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-    exec "$@" >&3 3>&- 9>&- # 9: release the lock on .venv
-}
 
 # ---- anything to do? ---------------------------------------------------------------------------
 fingerprint() {
@@ -56,8 +49,7 @@ ready() {
         [[ -z $extras || $(tail -n 1 "$STAMP") == "$extras" ]]
 }
 if ready; then
-    [[ -n $check ]] || say "$VENV is ready"
-    check_if_asked
+    say "$VENV is ready"
     exit
 fi
 [[ ! -e $VENV || -e $OURS ]] ||
@@ -65,16 +57,14 @@ fi
         "yourself (a PyTorch for this machine first) by" \
         "DS_BUILD_OPS=0 '$VENV_PYTHON' -m pip install -e '$ROOT'" \
         "and start the launchers with PYTHON='$VENV_PYTHON'"
-[[ -n $DRY_RUN ]] || (: >>"$ROOT/.venv.lock") 2>/dev/null ||
-    die "cannot write to $ROOT, where .venv belongs: use a copy that you can write to, or start the" \
-        "launchers with PYTHON=/path/to/python, an interpreter with the packages of requirements.txt"
-if [[ -z $DRY_RUN ]] && command -v flock >/dev/null; then
+if [[ -z $DRY_RUN ]]; then
+    (: >>"$ROOT/.venv.lock") 2>/dev/null ||
+        die "cannot write to $ROOT, where .venv belongs: use a copy that you can write to, or start" \
+            "the launchers with PYTHON=/path/to/python, an interpreter with the packages of" \
+            "requirements.txt"
     exec 9>"$ROOT/.venv.lock" # nodes that share this folder may start at the same time
-    flock 9 || true
-    if ready; then
-        check_if_asked
-        exit
-    fi
+    flock 9 2>/dev/null || true
+    if ready; then exit; fi
 fi
 if [[ -f $STAMP && -z $extras ]]; then extras=$(tail -n 1 "$STAMP"); fi
 
@@ -103,23 +93,19 @@ if [[ -s $OURS ]] && suitable "$VENV_PYTHON"; then
     [[ -z $torch ]] || say "keeping torch $torch, which .venv has"
 else
     torch=$(torch_of "$base")
-    case $torch in
-    [01].* | 2.[0-7].*)
+    if [[ $torch == [01].* || $torch == 2.[0-7].* ]]; then
         say "not using torch $torch of $base, which is older than 2.8; it stays where it is"
         torch=
-        ;;
-    ?*) say "keeping torch $torch of $base: .venv uses its packages and changes none of them" ;;
-    esac
+    elif [[ -n $torch ]]; then
+        say "keeping torch $torch of $base: .venv uses its packages and changes none of them"
+    fi
     "$base" -c 'import venv, ensurepip' 2>/dev/null ||
         die "$base lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or" \
             "name another Python: PYTHON=/path/to/python bash setup.sh"
     say "creating $VENV with $("$base" -V)"
-    if [[ -z $DRY_RUN ]]; then # an empty marker is left by an interrupted run
-        rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"
-    fi
-    errors=/dev/null # shown only on failure: Ctrl-C leaves a traceback
-    [[ -n $DRY_RUN ]] || errors=$VENV/venv.log
-    run "$base" -m venv "$VENV" 2>"$errors" || { cat "$errors" >&2 && exit 1; }
+    [[ -n $DRY_RUN ]] || { rm -rf "$VENV" && mkdir "$VENV" && touch "$OURS"; }
+    # Ctrl-C would show a traceback.
+    run "$base" -m venv "$VENV" 2>/dev/null || die "$base -m venv $VENV fails: run it to see why"
     if [[ -n $torch && -z $DRY_RUN ]]; then
         # Not --system-site-packages: from a venv, it shows the packages of the underlying Python,
         # not the venv's own. These folders come last in sys.path, so .venv's packages win.
@@ -136,11 +122,7 @@ fi
 # ---- else install PyTorch for this machine -----------------------------------------------------
 # uv --torch-backend=auto is not enough for AMD: it needs rocm_agent_enumerator, which a machine with
 # only the kernel driver lacks, and picks ROCm by GPU, not by the installed ROCm and driver.
-#
-# Many laptops have an integrated AMD GPU that no build has code for; a ROCm build would crash there.
-builds_with() { # PyTorch's ROCm builds that have this architecture, oldest first
-    sed -n "/ $1\b/s/ .*//p" "$ROOT/llm_demo/job/rocm_builds.txt"
-}
+BUILDS=$ROOT/llm_demo/job/rocm_builds.txt
 rocm_version() { # ROCm 7.14 and later have it below core
     local rocm=$PROBE_ROOT/opt/rocm
     { cat "$rocm"/.info/version "$rocm"/core{,-*}/.info/version 2>/dev/null || true; } |
@@ -152,76 +134,58 @@ amd_archs() { # from the kernel driver (90008 is gfx908, a CPU is 0), else from 
             printf "gfx%d%x%x\n", $2 / 10000, $2 / 100 % 100, $2 % 100 }' | grep . ||
         rocminfo 2>/dev/null | grep -o 'gfx[0-9a-f]*' || true
 }
-choose_build() { # sets build, release and reason
-    local arch rocm have archs other=
-    archs=$(amd_archs | sort -u)
-    release=$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")
-    if [[ -n ${TORCH_BUILD:-} ]]; then
-        [[ $TORCH_BUILD =~ ^(cpu|cuda|rocm[0-9]+\.[0-9]+)$ ]] ||
-            die "TORCH_BUILD=$TORCH_BUILD: must be cpu, cuda, or rocm and a version as in rocm6.4"
-        build=$TORCH_BUILD reason="TORCH_BUILD says so"
-    else
-        build=cpu reason="no GPU was found that PyTorch supports"
-        if nvidia-smi -L 2>/dev/null | grep -q GPU || [[ -e $PROBE_ROOT/proc/driver/nvidia/gpus ]]; then
-            build=cuda reason="an NVIDIA GPU was found"
-        fi
-        for arch in $archs; do
-            have=$(builds_with "$arch")
-            if [[ -n $have ]]; then
-                rocm=$(rocm_version)
-                reason="an AMD GPU was found ($arch, ROCm $rocm)"
-                rocm=$(grep -oE '^[0-9]+\.[0-9]+' <<<"$rocm" || true)
-                case $rocm in # wheels include ROCm, which must match the installed driver
-                6.3 | 7.[012]) build=rocm$rocm ;;
-                [7-9].* | [1-9][0-9].*) build=rocm7.2 ;;
-                *) build=rocm6.4 ;;
-                esac
-                build=$(grep -x "$build" <<<"$have" || tail -n 1 <<<"$have")
-                break
-            fi
-            other="; its AMD $arch is not one that PyTorch's ROCm wheels are built for"
-        done
-        [[ $build == rocm* ]] || reason+=$other
+choose_build() { # sets build and reason
+    local arch have rocm
+    build=cpu reason="no GPU was found that PyTorch supports"
+    if nvidia-smi -L 2>/dev/null | grep -q GPU || [[ -e $PROBE_ROOT/proc/driver/nvidia/gpus ]]; then
+        build=cuda reason="an NVIDIA GPU was found"
     fi
-    [[ $build == rocm* ]] || return 0
-    have=$(sed -n "s/^$build //p" "$ROOT/llm_demo/job/rocm_builds.txt")
     for arch in $archs; do
-        [[ " $have " == *" $arch "* ]] || reason+="; this build has no code for $arch"
+        have=$(sed -n "/ $arch\b/s/ .*//p" "$BUILDS") # those with code for it, oldest first
+        if [[ -z $have ]]; then # as for a laptop's integrated GPU: a ROCm build would crash there
+            reason+="; its AMD $arch is not one that PyTorch's ROCm wheels are built for"
+            continue
+        fi
+        rocm=$(rocm_version)
+        reason="an AMD GPU was found ($arch, ROCm $rocm)"
+        case $rocm. in # wheels include ROCm, which must match the installed driver
+        6.3.* | 7.[012].*) build=rocm${rocm:0:3} ;;
+        [7-9].* | [1-9][0-9].*) build=rocm7.2 ;;
+        *) build=rocm6.4 ;;
+        esac
+        build=$(grep -x "$build" <<<"$have" || tail -n 1 <<<"$have")
+        return
     done
-    have=${have%% *} # each ROCm version has wheels of few PyTorch releases
-    [[ ${have:-pinned} == pinned ]] || release=$have
 }
 pip=("$VENV_PYTHON" -m pip --disable-pip-version-check --no-input install)
-via_uv() { # uv knows where PyTorch's builds are
-    run "${pip[@]}" uv &&
-        run "$VENV/bin/uv" pip install --python "$VENV_PYTHON" --torch-backend="$1" "$2"
-}
-install_torch() { # tries pip's own sources first, which may have the build
-    case $build in
-    cuda)
-        via_uv auto "torch==$release" && return
-        say "trying pip's default torch, built for a recent CUDA: if it sees no GPU, update the driver"
-        run "${pip[@]}" "torch==$release"
-        ;;
-    cpu)
-        if [[ $(uname) == Linux ]]; then
-            run "${pip[@]}" "torch==$release+cpu" 2>/dev/null && return
-            via_uv cpu "torch==$release" && return
-            say "no CPU build found, trying pip's default torch: it is larger and works as well"
-        fi
-        run "${pip[@]}" "torch==$release"
-        ;;
-    rocm*)
-        run "${pip[@]}" "torch==$release+$build" 2>/dev/null && return
-        via_uv "$build" "torch==$release" && return
+install_torch() { # from pip's own sources, which may have the build; else uv knows where it is
+    local uv=("$VENV/bin/uv" pip install --python "$VENV_PYTHON")
+    [[ $build == cuda ]] || ! run "${pip[@]}" "torch==$release+$build" 2>/dev/null || return 0
+    if run "${pip[@]}" uv; then
+        run "${uv[@]}" --torch-backend="${build/cuda/auto}" "torch==$release" && return
+    fi
+    [[ $build != rocm* ]] ||
         die "found no torch $release for $build, and a CUDA build does not run here. Install a" \
             "ROCm build by hand, using the command of PyTorch's \"Get started\" page with" \
             "'$VENV_PYTHON' -m pip instead of pip; then run setup.sh again: it keeps that torch"
-        ;;
-    esac
+    say "found no $build build, trying pip's default torch, built for a recent CUDA: if it sees no" \
+        "GPU, update the driver"
+    run "${pip[@]}" "torch==$release"
 }
 if [[ -z $torch ]]; then
-    choose_build
+    archs=$(amd_archs | sort -u)
+    if [[ -z ${TORCH_BUILD:-} ]]; then
+        choose_build
+    else
+        [[ $TORCH_BUILD =~ ^(cpu|cuda|rocm[0-9]+\.[0-9]+)$ ]] ||
+            die "TORCH_BUILD=$TORCH_BUILD: must be cpu, cuda, or rocm and a version as in rocm6.4"
+        build=$TORCH_BUILD reason="TORCH_BUILD says so"
+    fi
+    read -r release has < <(sed -n "s/^$build //p" "$BUILDS") || true
+    [[ ${release:-pinned} != pinned ]] || release=$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")
+    for arch in $archs; do
+        [[ $build != rocm* || " $has " == *" $arch "* ]] || reason+="; this build has no code for $arch"
+    done
     say "PyTorch: torch $release, $build build: $reason"
     install_torch
 elif [[ -n ${TORCH_BUILD:-} ]]; then
@@ -247,4 +211,3 @@ if [[ -z $DRY_RUN ]]; then
     { fingerprint && echo "$extras"; } >"$STAMP"
     say "$VENV is ready: torch $torch"
 fi
-check_if_asked

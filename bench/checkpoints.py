@@ -29,8 +29,8 @@ from llm_demo.core.mesh import World
 from llm_demo.job import process
 from llm_demo.job.checkpoint_files import read_tensors, shapes_of
 from llm_demo.job.device import DTYPES
-from llm_demo.job.environment import environment
 from llm_demo.job.files import ROOT
+from llm_demo.job.folder import environment
 from llm_demo.job.parsing import PlainParser, whole
 from llm_demo.job.run import LOADED
 from llm_demo.job.source import load_config

@@ -169,7 +169,7 @@ def command_of(row: dict, out: Path) -> list[str]:
     command = ["bash", str(ROOT / LAUNCHERS[row["engine"]])]
     flags_of_row = row["flags"].split()
     if BALANCED in flags_of_row:
-        command = [sys.executable, "-m", "llm_demo.launch", "torchrun", "bench/balanced.py"]
+        command = [sys.executable, "-m", "llm_demo.launch", "bench/balanced.py"]
         flags_of_row.remove(BALANCED)
     if ONE_OF in flags_of_row:
         at = flags_of_row.index(ONE_OF)

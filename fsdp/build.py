@@ -19,7 +19,6 @@ from fsdp.sharding import precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards
 from fsdp.units import Unit, plain_units, sharded_units
 from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
-from llm_demo.core.errors import counted
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
@@ -29,6 +28,7 @@ from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log
+from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
 
 # Parameters. On two H200, copy engines saved 5 % of a step for units of 193M (8B), and nothing

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from fsdp.shards import adam_views
 from fsdp.units import SLICE, SLOTS, Unit
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World, local_part
-from llm_demo.core.optim import BETAS, EPS, MOMENTS, adam_steps, adam_views, decayed_or_not
+from llm_demo.core.optim import BETAS, EPS, MOMENTS, adam_steps, decayed_or_not
 from llm_demo.job.device import cores_near, free_host_memory, pin
 from llm_demo.job.process import stay_near
 
@@ -92,7 +93,7 @@ class HostAdamW(torch.optim.AdamW):
             self.ready[i].synchronize()
 
     def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-        """(parameter, its fp32 master, *its MOMENTS) of each parameter, as `optim.adam_views`."""
+        """(parameter, its fp32 master, *its MOMENTS) of each parameter, as `shards.adam_views`."""
         if self.stored:
             self.stored.synchronize()
         return adam_views(list(self.masters.items()), optimizer)

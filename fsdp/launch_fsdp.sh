@@ -1,22 +1,15 @@
 #!/usr/bin/env bash
-# Fine-tune with FSDP2 on this machine's GPUs, or on 2 CPU processes without GPUs. The first run
-# prepares .venv. Works from any folder; relative paths are relative to yours.
+# Fine-tune with FSDP2 on this machine's GPUs, or on 2 CPU processes without GPUs.
 #
-#   bash fsdp/launch_fsdp.sh                                  # the bundled small model and data
-#   bash fsdp/launch_fsdp.sh --train_json my.jsonl --lr 2e-5  # flags go to fsdp/train_fsdp.py
+#   bash fsdp/launch_fsdp.sh                            # the bundled small model and data
+#   bash fsdp/launch_fsdp.sh --train_json my.jsonl      # its flags: --help
 #   MODEL=Qwen/Qwen3-0.6B SEQ_LEN=2048 NPROC_PER_NODE=2 bash fsdp/launch_fsdp.sh
-#   bash fsdp/launch_fsdp.sh --help                           # every flag
-#   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 bash fsdp/launch_fsdp.sh --output_dir /shared/run
-#                                # and with NODE_RANK=1 on the other node
 #
-# A flag beats the environment, which beats the settings below; docs/flags.md lists all flags.
-# PYTHON=... uses that interpreter instead of .venv.
-# shellcheck disable=SC2034 # the settings are read by name, in launch_common.sh
-set -euo pipefail
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$ROOT/launch_common.sh"
+# A flag beats the environment, which beats the defaults below. An empty one is left to the script,
+# or to llm_demo/launch/settings.py for the bundled model and data. More is in docs/running.md.
+# shellcheck source=launch_common.sh disable=SC2034 # which reads the settings by name
+source "$(dirname "${BASH_SOURCE[0]}")/../launch_common.sh"
 
-# ---- settings; empty: the script decides, see docs/flags.md ------------------------------------
 MODEL=${MODEL-$ROOT/models/qwen3-tiny} # Hugging Face folder or hub id
 TRAIN_JSON=${TRAIN_JSON-$ROOT/data/first_run.jsonl}
 SEQ_LEN=${SEQ_LEN-} # tokens per row
@@ -32,7 +25,4 @@ OUTPUT_DIR=${OUTPUT_DIR-} # the folder of the run
 SAVE_EVERY=${SAVE_EVERY-} # steps between checkpoints, besides the one at the end
 RESUME=${RESUME-}         # auto: resume in OUTPUT_DIR if there is a checkpoint
 RESHARD_AFTER_FORWARD=${RESHARD_AFTER_FORWARD-} # less memory, more communication
-# With the bundled model and data, llm_demo/launch/settings.py fills SEQ_LEN, MAX_STEPS, LR and
-# LOG_EVERY if they are empty.
-# --------------------------------------------------------------------------------------------------
-launch torchrun "$ROOT/fsdp/train_fsdp.py" "$@"
+launch fsdp/train_fsdp.py "$@"

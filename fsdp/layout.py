@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -73,3 +74,11 @@ def describe(layout: Layout, args: Args, world: World, say: Callable) -> str:
         if world.local_size % n:
             say("warning: rows are spread over nodes, whose network every block then waits for")
     return name
+
+
+def from_owners(tokens: torch.Tensor, here: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """int64 [n] on every rank of a group, of which each has those that are `here`, bool [n]."""
+    merged = torch.zeros(len(here), dtype=tokens.dtype, device=tokens.device)
+    merged[here.nonzero().squeeze(1).to(tokens.device)] = tokens
+    dist.all_reduce(merged, group=group)
+    return merged

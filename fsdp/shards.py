@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llm_demo.core.mesh import local_part, on_device
-from llm_demo.core.optim import MOMENTS, adam_views
+from llm_demo.core.optim import MOMENTS
 
 
 class Shards:
@@ -62,7 +62,7 @@ def not_optimized(model: nn.Module) -> list[torch.Tensor]:
 
 def training_state(views, optimizer, mesh, low_rank, fixed=()) -> dict[str, torch.Tensor]:
     """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
-    sharded like the parameters, and what LowRank keeps. views: as `optim.adam_views`. mesh: of all
+    sharded like the parameters, and what LowRank keeps. views: as `shards.adam_views`. mesh: of all
     ranks, on the device of these tensors. fixed: as of not_optimized."""
     state = {}
     for p, *tensors in [*views(optimizer), *((p, local_part(p)) for p in fixed)]:
@@ -86,3 +86,9 @@ def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     replicated = [Replicate()] * (grid.ndim - len(like.placements))
     placements = [*replicated, *like.placements]
     return DTensor.from_local(local, grid, placements, shape=like.shape, stride=like.stride())
+
+
+def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+    """Yield (parameter, its fp32 master, *its MOMENTS) for each of `pairs`, (parameter, master)."""
+    for p, master in pairs:
+        yield p, master.detach(), *(optimizer.state[master][name] for name in MOMENTS)

@@ -15,7 +15,7 @@ import torch
 from fsdp import estimate
 from fsdp.build import build
 from fsdp.flags import GROUPS, sums_each
-from fsdp.layout import Layout, describe, layout_of, refuse_plan
+from fsdp.layout import Layout, describe, from_owners, layout_of, refuse_plan
 from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
@@ -31,7 +31,6 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import micro_batches
-from llm_demo.core.spread import from_owners
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.dist import from_rank0, start
 from llm_demo.job.dist import run as run_script

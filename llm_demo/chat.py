@@ -13,20 +13,19 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from transformers import TextStreamer
 
-from llm_demo.core.errors import UserError, words_of
-from llm_demo.core.mesh import World
+from llm_demo.core.errors import UserError
 from llm_demo.data.labels import REFUSALS, stop_tokens
-from llm_demo.export import export
+from llm_demo.export import ALONE, export
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
-from llm_demo.job.dist import run, stay_on_loopback
+from llm_demo.job.dist import run
 from llm_demo.job.foreign import load_model
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, path_of, whole
 from llm_demo.job.source import find_model, load_tokenizer, position_limit
+from llm_demo.job.text import words_of
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -77,8 +76,11 @@ def load(args, work: Path):
     if (given / "cmd.sh").is_file() and (given / "checkpoints").is_dir():  # a run
         folder = given / "hf"
         if not (folder / "config.json").is_file():  # none, or adapters
-            folder = work / "model"
-            export_run(given, folder, args.base)
+            folder, dtype = work / "model", "fp32" if this_device().type == "cpu" else "bf16"
+            checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
+            merge = bool(checked_facts(checkpoint).get("adapters"))
+            line = export(checkpoint, folder, dtype, merge=merge, base=args.base)
+            print(line, file=sys.stderr)
     elif (given / "adapter_config.json").is_file() and not (given / "config.json").is_file():
         folder, adapter = find_model(args.base or base_of(given)), given
     elif args.base:
@@ -88,13 +90,12 @@ def load(args, work: Path):
     config, weights = open_model(folder, 1, functools.partial(print, file=sys.stderr))
     if weights is None:
         raise UserError(f"{folder} has no weights: name a trained model or a run")
-    own = adapter and (adapter / "tokenizer.json").is_file()
-    tokenizer = load_tokenizer(str(adapter if own else folder), args.chat_template)
+    brings = adapter and (adapter / "tokenizer.json").is_file()
+    tokenizer = load_tokenizer(str(adapter if brings else folder), args.chat_template)
     if not tokenizer.chat_template:
         raise UserError(f"{folder} has no chat template: set one with --chat_template FILE")
     device = this_device()
-    dtype, _ = pick_dtype(args.dtype, device)
-    model = load_model(args.model, folder, config, dtype)
+    model = load_model(args.model, folder, config, pick_dtype(args.dtype, device)[0])
     if adapter:
         from peft import PeftModel  # takes a second
 
@@ -106,8 +107,8 @@ def base_of(adapter: Path) -> str:
     """The model that PEFT's adapter names. Raises UserError if it is not a LoRA in safetensors."""
     file = adapter / "adapter_config.json"
     try:
-        found = json.loads(file.read_text())
-        kind, base = found["peft_type"], found["base_model_name_or_path"]
+        content = json.loads(file.read_text())
+        kind, base = content["peft_type"], content["base_model_name_or_path"]
         if kind != "LORA" or not isinstance(base, str):
             raise ValueError(f"a LoRA of a base is supported, not {kind} of {base!r}")
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -115,20 +116,6 @@ def base_of(adapter: Path) -> str:
     if not (adapter / "adapter_model.safetensors").is_file():
         raise UserError(f"{adapter} has no adapter_model.safetensors")
     return base
-
-
-def export_run(given: Path, out: Path, base: str | None) -> None:
-    """Export a run's newest checkpoint, merged if it holds adapters."""
-    stay_on_loopback()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    alone = World(0, 1, 0, torch.device("cpu"))
-    dtype = "fp32" if this_device().type == "cpu" else "bf16"
-    try:
-        checkpoint = find_checkpoint(str(given), given, alone, lambda line: None)
-        merge = bool(checked_facts(checkpoint).get("adapters"))
-        print(export(checkpoint, out, dtype, merge=merge, base=base), file=sys.stderr)
-    finally:
-        dist.destroy_process_group()
 
 
 @torch.no_grad()

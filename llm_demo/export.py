@@ -8,22 +8,19 @@ import argparse
 import contextlib
 import copy
 import functools
-import importlib.util
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import materialise
 from llm_demo.job.adapters import (
@@ -35,9 +32,15 @@ from llm_demo.job.adapters import (
     peft_targets,
     same_base,
 )
-from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint, read_tensors, weights_of
+from llm_demo.job.checkpoint_files import (
+    checked_facts,
+    compare_shapes,
+    find_checkpoint,
+    read_tensors,
+    weights_of,
+)
 from llm_demo.job.device import DTYPES, drawn_on, this_device
-from llm_demo.job.dist import run, stay_on_loopback
+from llm_demo.job.dist import run
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.foreign import read_config
@@ -46,10 +49,15 @@ from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.progress import size_of, watched
 from llm_demo.job.source import find_model, load_tokenizer
+from llm_demo.job.text import differences, words_of
 from llm_demo.job.weights_files import Weights, in_files, matrices, open_weights
 
+ALONE = World(0, 1, 0, torch.device("cpu"))  # this process
 WEIGHTS = "model{suffix}.safetensors"
 READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has more
+SHOWN = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
+         "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
+SHOWN_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
 CARD = """---
 {head}
 tags: [sft]
@@ -74,11 +82,7 @@ print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add(
-        "source",
-        type=path_of,
-        help="a checkpoint, or a run folder for its newest complete checkpoint",
-    )
+    add("source", type=path_of, help="a checkpoint, or a run folder for its newest complete one")
     add("out", type=path_of, help="folder to create")
     add("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
     add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
@@ -96,11 +100,8 @@ def main() -> None:
     source = args.source
     if source.name == "checkpoints" and not (source / "checkpoints").exists() and source.is_dir():
         raise UserError(f"{source} holds a run's checkpoints: name the run, {source.parent}")
-    alone = World(0, 1, 0, torch.device("cpu"))
-    stay_on_loopback()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     named = os.path.join(".", args.source)  # "auto" is a folder here
-    checkpoint = find_checkpoint(named, Path(named), alone, print)
+    checkpoint = find_checkpoint(named, Path(named), ALONE, print)
     print(export(checkpoint, args.out, args.dtype, args.max_shard_size, args.merge, args.base))
     if args.push_to_hub:
         push(args.out, args.push_to_hub, private=not args.public)
@@ -126,38 +127,43 @@ def export(
         raise UserError(f"{out} is the working folder: choose another")
     refuse_inside_checkpoints(out)
     source = checkpoint.parent.parent
-    if not (source / "model/config.json").is_file():
-        raise UserError(f"{source}/model/config.json is missing: {source} is not a run folder")
-    lora = checked_facts(checkpoint).get("adapters")
+    model = source / "model"
+    if not (model / "config.json").is_file():
+        raise UserError(f"{model}/config.json is missing: {source} is not a run folder")
+    lora, weights = checked_facts(checkpoint).get("adapters"), None
     if not lora and (merge or base):
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
-    if lora and not merge and not importlib.util.find_spec("peft"):
-        raise UserError(
-            "adapters are written by peft, which is not installed: run setup.sh, or write the "
-            "whole model with --merge"
-        )
     if merge or base:
-        identity, weights = find_base(checkpoint, lora, base)
-        lora = {**lora, "base": identity}
-    part = out.with_name(f"{PART}{out.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        config, shapes, buffers = model_of(source / "model")
+        lora, weights = find_base(checkpoint, lora, base)
+    whole = merge or not lora
+    with appearing(out) as part:
+        config, shapes, buffers = model_of(model)
         held = factors_of(lora, shapes) if lora else shapes
-        refuse_other_shapes(checkpoint, held)
-        whole = merge or not lora
-        model = source / "model"
+        compare_shapes(checkpoint, weights_of(checkpoint), held, "by its configuration")
         described = copy.deepcopy(config) if whole else None
         notes = describe(model, part, load_tokenizer(str(model)), described, DTYPES[dtype])
-        if not whole:
-            n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora)
-        else:
+        if whole:
             read = merged(checkpoint, config, held, lora, weights) if lora else None
             n_bytes = write_weights(
                 checkpoint, part, shapes, DTYPES[dtype], max_shard_size, buffers, read
             )
+        else:
+            n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora)
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
+    kind = "weights" if whole else "adapters"
+    line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
+    return "\n".join([line, *notes])
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` once it is complete. Raises UserError if it can't
+    be written."""
+    part = out.with_name(f"{PART}{out.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        yield part
         os.umask(umask := os.umask(0))  # safetensors lets only the owner read
         for file in part.iterdir():
             file.chmod(0o666 & ~umask)
@@ -171,9 +177,6 @@ def export(
         raise UserError(f"cannot write {out}: {reason or e}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    kind = "weights" if whole else "adapters"
-    line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
-    return "\n".join([line, *notes])
 
 
 def model_of(folder: Path) -> tuple:
@@ -193,48 +196,43 @@ def model_of(folder: Path) -> tuple:
         raise UserError(f"{folder}/config.json: {words_of(e)}") from e
 
 
-def refuse_other_shapes(checkpoint: Path, wanted: dict[str, tuple]) -> None:
-    """Raise UserError if a checkpoint's weights are not these: {name: shape}."""
-    shapes = weights_of(checkpoint)
-    for name in sorted(shapes.keys() | wanted.keys()):
-        if shapes.get(name) != wanted.get(name):
-            raise UserError(
-                f"{checkpoint} does not match the model's configuration: {name} is "
-                f"{shapes.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
-            )
-
-
-def refuse_non_finite(checkpoint: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Raise UserError if a number is not finite in the dtype that it is written in."""
+def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path) -> None:
+    """Write safetensors. Raises UserError if a number is not finite in the dtype it is written
+    in."""
     for name, t in tensors.items():
         if not t.isfinite().all():
             raise UserError(
                 f"{checkpoint}: {name} is not finite in {t.dtype}; nothing was exported"
             )
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict) -> int:
     """Write adapters as PEFT does; returns bytes. wanted: {name: shape} of their factors; lora:
-    what Lora.facts() returned."""
-    from peft import LoraConfig  # takes a second
-
+    what Lora.facts() returned. Raises UserError without peft."""
+    try:
+        from peft import LoraConfig  # takes a second
+    except ImportError:
+        raise UserError(
+            "adapters are written by peft, which is not installed: run setup.sh, or write the "
+            "whole model with --merge"
+        ) from None
     tensors = {name: torch.empty(shape) for name, shape in wanted.items()}
     read_tensors(checkpoint, tensors)
     targets = peft_targets(tensors)
     tensors = {name: t.to(dtype) for name, t in in_peft(tensors).items()}
-    refuse_non_finite(checkpoint, tensors)
-    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_finite(tensors, folder / "adapter_model.safetensors", checkpoint)
     alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
     LoraConfig(
-        r=lora["rank"], lora_alpha=alpha, lora_dropout=lora.get("dropout", 0), **targets,
+        r=lora["rank"], lora_alpha=alpha, lora_dropout=lora["dropout"], **targets,
         base_model_name_or_path=lora["base"]["path"], task_type="CAUSAL_LM", inference_mode=True,
     ).save_pretrained(folder)  # fmt: skip
     return sum(t.nbytes for t in tensors.values())
 
 
 def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Weights | None]:
-    """(the identity of the adapters' base, its weights). base: the folder or hub id where it is
-    now, if it has moved. Raises UserError if it is gone, or another one."""
+    """(lora with the base's place now, the base's weights). lora: as Lora.facts() returned it;
+    base: the folder or hub id if it has moved. Raises UserError if it is gone, or another one."""
     name = base or lora["base"]["path"]
     try:
         folder = find_model(name)
@@ -243,13 +241,11 @@ def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Wei
             raise
         raise UserError(f"{e}; if the adapters' base has moved, name it with --base") from None
     weights = open_weights(folder)
-    found = identity_of(name, folder, weights, lora["base"].get("seed", 0), drawn_on())
-    if not same_base(found, lora["base"]):
-        raise UserError(
-            f"{checkpoint} holds adapters of another base than {folder}: weights "
-            f"{described(lora['base'])}, not {described(found)}"
-        )
-    return found, weights
+    now = identity_of(name, folder, weights, lora["base"].get("seed", 0), drawn_on())
+    if not same_base(now, lora["base"]):
+        changes = "; ".join(differences(lora["base"], now))
+        raise UserError(f"{checkpoint} holds adapters of another base than {folder}: {changes}")
+    return {**lora, "base": now}, weights
 
 
 def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights | None) -> Callable:
@@ -275,12 +271,6 @@ def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights 
     return read
 
 
-def described(base: dict) -> str:
-    """An identity in words."""
-    return ", ".join(f"{k} {v}" if k != "weights" else str(v) for k, v in base.items()
-                     if k != "path")  # fmt: skip
-
-
 def write_weights(
     checkpoint: Path,
     folder: Path,
@@ -295,43 +285,33 @@ def write_weights(
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
     checkpoint. Raises UserError if a number is not finite."""
     read = read or functools.partial(read_tensors, checkpoint)
-    plan = split_state_dict_into_shards_factory(
-        {
-            name: torch.empty(
-                shape, dtype=torch.float32 if name in buffers else dtype, device="meta"
-            )
-            for name, shape in in_files(wanted, set()).items()
-        },
-        get_storage_size=lambda t: t.nbytes,
-        filename_pattern=WEIGHTS,
-        max_shard_size=max_shard_size,
-    )
+    of_files = {
+        name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
+        for name, shape in in_files(wanted, set()).items()
+    }
+    plan = in_shards(of_files, max_shard_size)
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
             names, tensors = set(names), {}
             # a fused tensor is read whole, even if another file has some of its experts
             needed = {n: s for n, s in wanted.items() if names & in_files({n: s}, set()).keys()}
-            for group in in_groups(needed):
-                tensors |= read_group(group, names, dtype, buffers, read)
-            refuse_non_finite(checkpoint, tensors)
-            save_file(tensors, folder / file, metadata={"format": "pt"})
+            masters = {n: torch.empty(s, device="meta") for n, s in needed.items()}
+            for group in in_shards(masters, READ).filename_to_tensors.values():
+                shapes = {name: needed[name] for name in group}
+                tensors |= read_group(shapes, names, dtype, buffers, read)
+            save_finite(tensors, folder / file, checkpoint)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return plan.metadata["total_size"]
 
 
-def in_groups(shapes: dict[str, tuple]) -> Iterator[dict[str, tuple]]:
-    """{name: shape} in groups of at most READ bytes in fp32, or of one tensor that has more."""
-    group, held = {}, 0
-    for name, shape in shapes.items():
-        size = 4 * math.prod(shape)
-        if group and held + size > READ:
-            yield group
-            group, held = {}, 0
-        group[name] = shape
-        held += size
-    yield group
+def in_shards(tensors: dict[str, torch.Tensor], most):
+    """The hub's plan to split tensors, in order, into groups of at most `most` bytes, or of one
+    tensor that has more."""
+    return split_state_dict_into_shards_factory(
+        tensors, get_storage_size=lambda t: t.nbytes, filename_pattern=WEIGHTS, max_shard_size=most
+    )
 
 
 def read_group(
@@ -352,53 +332,48 @@ def read_group(
     return tensors
 
 
-def measured_later(summary: Path, step: int) -> float | None:
-    """The held-out loss of a step whose checkpoint was written before it was measured."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return float(json.loads(read_text(summary))["eval_loss"][str(step)])
-    return None
+def heldout_of(checkpoint: Path, facts: dict) -> str:
+    """The held-out figures of a checkpoint, in words. A run that was stopped in its last evaluation
+    has measured them after its last checkpoint: they are in summary.json."""
+    loss, share = facts["eval_loss"], dict(map(tuple, facts["exact"])).get(facts["step"])
+    if loss is None:
+        try:
+            summary = json.loads(read_text(checkpoint.parent.parent / "summary.json"))
+            loss = float(summary["eval_loss"][str(facts["step"])])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return "not measured"
+    answered = "" if share is None else f", {share:.1%} of the rows answered exactly"
+    return f"{loss:.4f}{answered}"
 
 
 def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
-    """A model card with the run's own facts. lora: those of adapters, if it is one of them."""
-    facts = checked_facts(checkpoint, ("step", "tokens", "label_tokens", "eval_loss"))
+    """A model card with the run's own facts. lora: those of adapters, if it is one of them. Raises
+    UserError if the run's configuration is not of this version."""
+    facts = checked_facts(checkpoint)
     file = checkpoint.parent.parent / "config.json"
     try:
         settings = json.loads(read_text(file))
-        base = Path(settings["model_name_or_path"]).name
-        data = ", ".join(
-            f"`{Path(part.strip()).name}`" for part in settings["train_json"].split(",")
-        )
+        base, parallelism = Path(settings["model_name_or_path"]).name, settings["parallelism"]
+        data = [f"`{Path(part.strip()).name}`" for part in settings["train_json"].split(",")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise UserError(f"{file} is not the configuration of a run: {e!r}") from e
-    of_old_run = "a pipeline" if "stages" in settings else "FSDP2"
-    parallelism = settings.get("parallelism", of_old_run)
     if settings.get("resumed_step"):  # only the last run's is recorded
         parallelism = f"last by {parallelism}"
-    base = f"`{base}`"
+    began = f"`{base}`"
     if settings.get("random_weights") is True:
-        base = f"random weights (configuration of {base})"
-    shown = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
-             "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
-    if settings.get("lora_rank"):
-        shown += ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
-    head = "library_name: peft" if lora else "library_name: transformers"
-    on_hub = settings.get("base_model")
-    if lora and not lora["base"]["path"].startswith("/"):  # a hub id
-        on_hub = lora["base"]["path"]
+        began = f"random weights (configuration of {began})"
+    head, on_hub = "library_name: transformers", settings.get("base_model")
+    if lora:
+        head, path = "library_name: peft", lora["base"]["path"]
+        on_hub = on_hub if path.startswith("/") else path
     if on_hub:
         head += f"\nbase_model: {on_hub}"
-    heldout = facts["eval_loss"]
-    if heldout is None:
-        heldout = measured_later(checkpoint.parent.parent / "summary.json", facts["step"])
-    exact = dict(map(tuple, facts.get("exact", []))).get(facts["step"])
-    answered = "" if exact is None else f", {exact:.1%} of the rows answered exactly"
-    title = f"{Path(settings['model_name_or_path']).name} fine-tuned on {data.replace('`', '')}"
+    shown = SHOWN + (SHOWN_OF_ADAPTERS if settings.get("lora_rank") else ())
     return CARD.format(
-        head=head, title=title, name=name,
+        head=head, title=f"{base} fine-tuned on {', '.join(data).replace('`', '')}", name=name,
         steps=facts["step"], tokens=facts["tokens"], learnt=facts["label_tokens"],
-        parallelism=parallelism, base=base, data=data,
-        heldout="not measured" if heldout is None else f"{heldout:.4f}{answered}",
+        parallelism=parallelism, base=began, data=", ".join(data),
+        heldout=heldout_of(checkpoint, facts),
         table="\n".join(f"| {key} | {settings.get(key)} |" for key in shown),
     )  # fmt: skip
 

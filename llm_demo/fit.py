@@ -32,7 +32,7 @@ from fsdp.flags import FsdpArgs
 from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.estimate import CONTEXT_GB, PROCESS
 from llm_demo.job.adapters import choose_lora
@@ -46,6 +46,7 @@ from llm_demo.job.parsing import PlainParser, whole
 from llm_demo.job.plan import Compute
 from llm_demo.job.process import command
 from llm_demo.job.source import find_model, is_mixture
+from llm_demo.job.text import counted
 from pp.cut import split
 from pp.flags import PipeArgs
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.optim import MOMENTS, CompiledAdamW, LossScale, adam_steps, clipped_step
-from llm_demo.data.sources import DECODER
+from llm_demo.job.files import DECODER
 from llm_demo.job.process import regular
 
 OLDEST, TESTED = "0.19.3", "0.19.8"

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from llm_demo.core.batch import answers_of, label_positions, to_device
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import counted
 from llm_demo.core.optim import make_adamw, set_lr
-from llm_demo.core.rows import boundaries, heldout_rows, micro_batches, share_of
+from llm_demo.core.rows import Packs, bounds_of, heldout_rows, micro_batches, share_of
 from llm_demo.core.weights import materialise
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
@@ -27,6 +26,7 @@ from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, run
 from llm_demo.job.source import refuse_experts
+from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
 from pp.cut import describe_split, given_counts, split
 from pp.flags import GROUPS
@@ -196,6 +196,12 @@ class Pipeline:
                 yield to_device(self.device, batch.input_ids)[0], labels
 
         return pairs()
+
+
+def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
+    """cu_seqlens of these rows, see Batch, without reading any tokens."""
+    lengths = [packs.lengths(int(row)) for row in rows]
+    return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
 
 
 if __name__ == "__main__":

@@ -141,9 +141,8 @@ def no_ranks(folder: Path) -> str:
     """A stand-in for the interpreter: a launcher prints its command, and starts no process."""
     stand_in = folder / "no_ranks"
     code = (
-        "import sys; sys.argv[:3] = ['start']; "
-        "from llm_demo.launch import __main__, start; "
-        "__main__.main = lambda: 0; sys.exit(start.main())"
+        "import sys; sys.argv[:3] = ['launch']; from llm_demo.launch import __main__; "
+        "__main__.launch = lambda _: 0; sys.exit(__main__.main())"
     )
     interpreter = shlex.quote(sys.executable)
     ask = f'[ "$1" = -c ] && exec {interpreter} "$@"'

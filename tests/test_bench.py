@@ -22,11 +22,11 @@ from matplotlib.text import Text
 
 from bench import checkpoints, plots, store, table
 from bench import run as bench
-from fsdp.flags import ExpertArgs, FsdpArgs
+from fsdp.flags import FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.errors import UserError
 from llm_demo.job import device
-from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.args import ExpertArgs, less_memory, parse_args
 from llm_demo.job.dist import run as run_main
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs

@@ -451,7 +451,7 @@ def test_setup_sh_runs_it(tmp_path):
     stamp = subprocess.check_output(f"cat {files} | cksum", shell=True, cwd=repo, text=True)
     (repo / ".venv/.setup-stamp").write_text(f"{stamp.strip()}\n\n")
     done = run(["bash", repo / "setup.sh", "--check"], cwd=tmp_path, SETUP_DRY_RUN="1")
-    assert done.stderr == f"+ {python} -m llm_demo.check\n" and done.returncode == 0
+    assert done.stderr.endswith(f"\n+ {python} -m llm_demo.check\n") and done.returncode == 0
     done = run(["bash", repo / "setup.sh", "--check", "--json"], cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert done.stdout == "ran -m llm_demo.check --json\n"

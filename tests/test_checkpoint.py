@@ -38,7 +38,7 @@ class Voice:
         self.said.append(text)
 
     def facts(self):
-        more = {"tokens": 0, "label_tokens": 0, "evals": self.evals, "adam_steps": 0}
+        more = {"tokens": 0, "label_tokens": 0, "evals": self.evals, "adam_steps": 0, "exact": []}
         scale = {"scale": 1.0, "good_steps": 0}
         return {"eval_loss": self.eval_loss, "loss_scale": scale, **more}
 

@@ -16,13 +16,14 @@ from tiny_tokenizer import CHATML, golden, make_tokenizer
 from transformers import Qwen3Config
 
 from llm_demo.core.batch import Part, real_tokens
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.rows import collate, order_rows, step_rows
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs
 from llm_demo.job.generate import prompts_of
 from llm_demo.job.horizon import decide_horizon, usual_lr
+from llm_demo.job.text import counted
 from pp.cut import describe_split
 
 SHARED = Path(__file__).parents[2] / "shared"

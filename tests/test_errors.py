@@ -243,8 +243,8 @@ BOTH = [
     (["--attn_impl", "flash"], "--attn_impl flash: choose from auto, sdpa, varlen"),
     (["--output_dir", "earlier run", "--overwrite"], "earlier run is not a run's folder"),
     (["--output_dir", "good.jsonl"], "good.jsonl is a file"),
-    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't be created in"),
-    (["--output_dir", "/proc/x"], "/proc/x: can't be created in /proc"),
+    (["--output_dir", "good.jsonl/x"], "good.jsonl/x: can't write to"),
+    (["--output_dir", "/proc/x"], "/proc/x: can't write to /proc"),
     (["--model_name_or_path", "finished run"], "finished run is the folder of a run, not a model"),
     (["--seed", "-1"], "--seed -1: must not be negative"),
 ]

@@ -19,8 +19,8 @@ from fsdp.train_fsdp import choose_spread
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts
+from llm_demo.core.mesh import World
 from llm_demo.job.choices import choose_product, why_not_compiled
-from llm_demo.job.dist import World
 from llm_demo.job.plan import decide_compute
 
 WORLD = World(0, 1, 0, torch.device("cpu"))

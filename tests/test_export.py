@@ -18,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from llm_demo import export
 from llm_demo.core.errors import UserError
 from llm_demo.job import checkpoint_files
-from llm_demo.job.source import describe_model, load_config, position_limit
+from llm_demo.job.model_folder import describe_model
+from llm_demo.job.source import load_config, position_limit
 
 TINY = ROOT / "models/qwen3-tiny"
-FACTS = {"step": 7, "tokens": 4096, "label_tokens": 1024, "eval_loss": 1.5}
+FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 4096,
+         "label_tokens": 1024, "evals": [], "exact": [], "eval_loss": 1.5}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,7 +48,8 @@ def trained(folder, name):
     model.config.save_pretrained(source)
     GenerationConfig(max_new_tokens=77).save_pretrained(source)
     describe_model(source, AutoTokenizer.from_pretrained(TINY), folder / "model")
-    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "lr": 0.1, "stages": 2}
+    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "lr": 0.1}
+    settings["parallelism"] = "a pipeline"
     (folder / "config.json").write_text(json.dumps(settings))
     return model, folder
 
@@ -128,26 +131,20 @@ def test_transformers_4_finds_what_it_reads(kind, tmp_path):
     assert kind == "default" or not torch.equal(logits(again), logits(model.eval()))
 
 
-@pytest.mark.parametrize(
-    "more, said",
-    [
-        ({"parallelism": "ring of 3"}, "ring of 3"),
-        ({}, "a pipeline"),  # an older run: with stages, or without
-        ({"stages": None}, "FSDP2"),
-    ],
-)
-def test_the_card_says_how_it_was_trained(more, said, tmp_path):
-    """In the script's own words: a new one is no FSDP2."""
+def test_the_card_says_how_it_was_trained(tmp_path):
+    """In the script's own words. A run of an earlier version, which has none, is refused."""
     _, folder = trained(tmp_path, "tied")
-    settings = json.loads((folder / "config.json").read_text()) | more
-    settings = {key: value for key, value in settings.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(settings))
+    settings = json.loads((folder / "config.json").read_text())
     card = export.card(folder / "checkpoints/step_00000007", "mine")
-    assert f"Fine-tuned with llm_demo, {said}, 7 optimizer steps" in card
+    assert "Fine-tuned with llm_demo, a pipeline, 7 optimizer steps" in card
     assert "base_model" not in card
     (folder / "config.json").write_text(json.dumps(settings | {"base_model": "a/base"}))
     card = export.card(folder / "checkpoints/step_00000007", "mine")
     assert "library_name: transformers\nbase_model: a/base\n" in card
+    del settings["parallelism"]
+    (folder / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="is not the configuration of a run: .*'parallelism'"):
+        export.card(folder / "checkpoints/step_00000007", "mine")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +215,7 @@ def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):
 def test_a_configuration_of_another_model_is_refused(tmp_path):
     _, folder = trained(tmp_path / "run", "tied")
     MODELS["untied"].save_pretrained(folder / "model")
-    with pytest.raises(UserError, match="lm_head.weight is missing, expected"):
+    with pytest.raises(UserError, match="lm_head.weight is missing there, .* by its config"):
         export.export(folder / "checkpoints/step_00000007", tmp_path / "out")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
@@ -354,10 +351,14 @@ def test_ranks_wait_for_an_export_that_takes_longer_than_one_operation_may(tmp_p
 
 def test_a_loss_measured_after_the_checkpoint_is_on_the_card(tmp_path):
     """A run stopped in its last evaluation repeats it, but writes no other checkpoint."""
-    summary = tmp_path / "summary.json"
-    assert export.measured_later(summary, 4) is None
+    step, summary = tmp_path / "checkpoints/step_00000004", tmp_path / "summary.json"
+    facts = {"step": 4, "eval_loss": None, "exact": []}
+    assert export.heldout_of(step, facts) == "not measured"
     summary.write_text('{"eval_loss": {"0": 5.0, "4": 1.25}}')
-    assert export.measured_later(summary, 4) == 1.25 and export.measured_later(summary, 3) is None
+    assert export.heldout_of(step, facts) == "1.2500"
+    assert export.heldout_of(step, facts | {"step": 3}) == "not measured"
     for broken in ("", "[]", '{"eval_loss": null}', '{"eval_loss": {"4": "x"}}'):
         summary.write_text(broken)
-        assert export.measured_later(summary, 4) is None
+        assert export.heldout_of(step, facts) == "not measured"
+    measured = facts | {"eval_loss": 2.0, "exact": [[4, 0.5]]}
+    assert export.heldout_of(step, measured) == "2.0000, 50.0% of the rows answered exactly"

@@ -38,7 +38,7 @@ def started(shell, *flags, **environ):
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("+ "))
-    return flags_of(shlex.split(line)[6:])
+    return flags_of(shlex.split(line)[5:])
 
 
 def from_script(monkeypatch, *flags):

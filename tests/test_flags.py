@@ -19,10 +19,12 @@ from llm_demo.data import records
 from llm_demo.job import args
 from llm_demo.job.folder import INPUTS
 from llm_demo.job.parsing import choices, env_of, groups_of
-from llm_demo.launch.settings import FIRST_RUN
+from llm_demo.launch.settings import FIRST_RUN, without_effect
 
 GROUPS = {kind: groups_of(ROOT / kind) for kind in ("fsdp", "pp", "zero", "fsdp_pp")}
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in GROUPS}
+# "ddp" starts the same script as "fsdp"
+ALL = {"ddp": "fsdp/launch_ddp.sh", **{kind: LAUNCHERS[kind] for kind in sorted(LAUNCHERS)}}
 # Variables that people's scripts set.
 PUBLIC = """
     MODEL TRAIN_JSON EVAL_JSON INPUT_KEY TARGET_KEY SEQ_LEN MICRO_BATCH_SIZE GRAD_ACCUM_STEPS
@@ -60,7 +62,7 @@ def start(launcher, *flags, python=sys.executable, **environ):
 def flags_in(output):
     """{name: value} of the command that a launcher prints, where the last one counts."""
     (line,) = (line for line in output.splitlines() if line.startswith("+ "))
-    words = shlex.split(line)[6:]
+    words = shlex.split(line)[5:]
     return {words[i].removeprefix("--"): words[i + 1] for i in range(0, len(words), 2)}
 
 
@@ -324,20 +326,19 @@ def test_out_of_memory_advice_is_only_what_the_flags_allow(kind, flags, names):
 def test_a_misspelt_variable_and_flags_of_other_trainers(tmp_path):
     """A variable close to a setting's name, or of a flag that the script refuses, has no effect,
     which is said; common flags of other trainers are translated."""
-    from llm_demo.launch.settings import misspelt, of_others
-
     script = ROOT / "fsdp/train_fsdp.py"
     wrong = {"MAX_STEP": "3", "GRAD_ACUM_STEPS": "1", "LR": "1", "MAX_STEPS": "2", "HOME_DIR": "/"}
-    assert misspelt(script, wrong) == {
-        "MAX_STEP": "MAX_STEPS",
-        "GRAD_ACUM_STEPS": "GRAD_ACCUM_STEPS",
+    assert {*without_effect(script, wrong)} == {
+        "MAX_STEP is not a setting; did you mean MAX_STEPS?",
+        "GRAD_ACUM_STEPS is not a setting; did you mean GRAD_ACCUM_STEPS?",
     }
     environ = {"LORA_RANK": "8", "REPLICAS": "2", "OPTIMIZER_ON_HOST": "0", "RUN_AHEAD": "1"}
-    assert of_others(script, environ) == {"RUN_AHEAD": ["fsdp_pp/"]}
-    assert of_others(ROOT / "pp/pp_train.py", environ) == {
-        "LORA_RANK": ["fsdp/"],
-        "REPLICAS": ["fsdp/"],
-        "RUN_AHEAD": ["fsdp_pp/"],
+    elsewhere = "{} has no effect here: only for {}".format
+    assert without_effect(script, environ) == [elsewhere("RUN_AHEAD", "fsdp_pp/")]
+    assert {*without_effect(ROOT / "pp/pp_train.py", environ)} == {
+        elsewhere("LORA_RANK", "fsdp/"),
+        elsewhere("REPLICAS", "fsdp/"),
+        elsewhere("RUN_AHEAD", "fsdp_pp/"),
     }
     done = start(ROOT / LAUNCHERS["pp"], "--stage", "1", LORA_RANK="8")
     assert "warning: LORA_RANK has no effect here: only for fsdp/\n" in done.stderr

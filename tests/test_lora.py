@@ -335,7 +335,7 @@ def test_an_export_names_the_layers_that_have_adapters(tmp_path, monkeypatch):
 
 
 def test_adapters_are_written_by_peft(run_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "peft", None)  # as if it were not installed
     with pytest.raises(UserError, match="by peft, which is not installed: run setup.sh, or write"):
         export(at(run_folder, 4), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -17,8 +17,8 @@ from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.weights import materialise
 from llm_demo.job.costs import block_costs, flops_of_slot, head_cost, param_count, unit_sizes
-from llm_demo.job.model_folder import describe, open_model, try_describe
-from llm_demo.job.source import describe_model, find_model, load_config, load_tokenizer
+from llm_demo.job.model_folder import describe, describe_model, open_model, try_describe
+from llm_demo.job.source import find_model, load_config, load_tokenizer
 from llm_demo.job.weights_files import open_weights
 
 CPU = torch.device("cpu")

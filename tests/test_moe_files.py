@@ -15,6 +15,7 @@ from conftest import ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
+from test_export import FACTS
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,8 +39,8 @@ from llm_demo.job.costs import (
     parameters_of,
     unit_sizes,
 )
-from llm_demo.job.model_folder import find_source, short
-from llm_demo.job.source import describe_model, load_config
+from llm_demo.job.model_folder import describe_model, find_source, short
+from llm_demo.job.source import load_config
 from llm_demo.job.weights_files import open_weights
 from pp.cut import costs, describe_split, parameters, split
 
@@ -428,13 +429,12 @@ def trained(name, folder, without=()):
     state |= {f"{n}.exp_avg": torch.ones_like(p) for n, p in model.named_parameters()}
     state = {n: t for n, t in state.items() if n not in without}
     (folder / "checkpoints").mkdir(parents=True)
-    facts = {"step": 7, "tokens": 4096, "label_tokens": 1024, "eval_loss": None}
-    checkpoint_files.write(folder / "checkpoints/.part", state, facts, WORLD)
+    checkpoint_files.write(folder / "checkpoints/.part", state, FACTS, WORLD)
     checkpoint_files.publish(folder / "checkpoints/.part", folder / "checkpoints/step_00000007")
     model.config.save_pretrained(folder / "source")
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
     describe_model(folder / "source", tokenizer, folder / "model")
-    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "lr": 0.1}
+    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "parallelism": "FSDP2"}
     (folder / "config.json").write_text(json.dumps(settings))
     return model, folder / "checkpoints/step_00000007"
 
@@ -502,6 +502,6 @@ def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch, alone
 def test_a_checkpoint_without_the_bias_is_refused(tmp_path, alone):
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     _, checkpoint = trained("deepseek", tmp_path / "run", without=[bias])
-    with pytest.raises(UserError, match=f"{bias} is missing, expected"):
+    with pytest.raises(UserError, match=f"{bias} is missing there"):
         export.export(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -12,8 +12,8 @@ import pytest
 from conftest import ROOT, python, run
 
 from llm_demo import evaluate, export
-from llm_demo.job import next_steps, progress
-from llm_demo.job.next_steps import resume
+from llm_demo.job import progress
+from llm_demo.job.summary import next_steps, resume
 from llm_demo.job.weights_files import loading, open_weights
 
 
@@ -36,7 +36,7 @@ def said(folder, steps=3, best=None, **settings):
         "dataset_config": None, "learn_reasoning": True,
     }  # fmt: skip
     best = folder / f"checkpoints/step_{best or steps:08d}"
-    lines = next_steps.next_steps(folder, argparse.Namespace(**of_a_run | settings), steps, best)
+    lines = next_steps(folder, argparse.Namespace(**of_a_run | settings), steps, best)
     return dict(re.match(r"  ([\w ]+): +(.*)", line).groups() for line in lines)
 
 

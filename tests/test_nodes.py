@@ -1,7 +1,9 @@
 """Several nodes find each other, or all of them end with one clear line."""
 
 import contextlib
+import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -20,15 +22,22 @@ def port():
     return free_port()
 
 
+def hello(rank, count, **more):
+    return {"node": rank, "nodes": count, "facts": {}, "processes": 1, **more}
+
+
 def meet_all(port, *who, seconds=20.0, facts=(), processes=()):
     """What each node's meet() raised, or returned, with node 0 last to start. facts, processes: of
     each node."""
     outcomes = [None] * len(who)
 
     def meet(i, rank, count):
+        told = {"facts": facts[i] if facts else {}, "processes": processes[i] if processes else 1}
         try:
-            more = facts[i] if facts else None, processes[i] if processes else 1
-            outcomes[i] = nodes.meet(rank, count, "localhost", port, seconds, *more)
+            with nodes.listen("", port) if rank == 0 else contextlib.nullcontext() as listener:
+                outcomes[i] = nodes.meet(
+                    "localhost", port, seconds, hello(rank, count, **told), listener
+                )
         except UserError as e:
             outcomes[i] = str(e)
 
@@ -42,29 +51,65 @@ def meet_all(port, *who, seconds=20.0, facts=(), processes=()):
     return outcomes
 
 
-def test_nodes_meet_and_leave_the_port_free(port):
+def test_nodes_meet(port):
     for _ in range(2):  # twice: the same port again at once
         assert meet_all(port, (0, 3), (1, 3), (2, 3), processes=(1, 4, 2)) == [7] * 3
-    with socket.create_server(("", port)):
-        pass
 
 
-def test_a_stranger_at_the_port_is_ignored(port):
-    def scan():
-        for words in (b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b"\xff\xfe\n", b""):
-            for _ in range(50):
-                with (
-                    contextlib.suppress(OSError),
-                    socket.create_connection(("localhost", port)) as s,
-                ):
-                    s.sendall(words)
-                    break
-                time.sleep(0.05)
+def talk(port, pieces, every):
+    """Say so much in pieces to who listens there, until it hangs up. Returns how many it took."""
+    for _ in range(100):
+        with contextlib.suppress(ConnectionRefusedError):
+            connection = socket.create_connection(("localhost", port))
+            break
+        time.sleep(0.02)
+    sent = 0
+    with connection, contextlib.suppress(OSError):
+        for piece in pieces:
+            connection.sendall(piece)
+            sent += 1
+            time.sleep(every)
+    return sent
 
-    scanner = threading.Thread(target=scan)
-    scanner.start()
+
+def wrong(**said):
+    return json.dumps(hello(1, 2) | said).encode() + b"\n"
+
+
+STRANGERS = [
+    *(b"GET / HTTP/1.0\r\n\r\n", b"[1]\n", b"\xff\xfe\n", b"", b"[" * 4000 + b"\n"),
+    *(b'{"node": ' + b"1" * 4000 + b"}\n", wrong(node=57), wrong(node=-1), wrong(node=1.0)),
+    *(wrong(node=True), wrong(processes="1"), wrong(processes=10**9), wrong(facts=[1])),
+    wrong(processes=float("inf")),
+]
+
+
+def test_strangers_are_ignored(port, record_property):
+    record_property("bad inputs", len(STRANGERS))
+    for words in STRANGERS:
+        threading.Thread(target=talk, args=(port, [words], 0.5)).start()
+    (said,) = meet_all(port, (0, 2), seconds=3.0)
+    assert said.startswith("1 of 2 nodes joined in 3 s, missing: 1")  # nobody was taken for node 1
+
+
+@pytest.mark.parametrize("how", ["a byte a second", "a gigabyte"])
+def test_a_slow_or_endless_client_stretches_nothing(how, port):
+    """Nor does it keep other nodes from meeting, nor fill the memory."""
+    slow = how == "a byte a second"
+    pieces = [b"{"] * 8 if slow else [bytes(1 << 20)] * 1000
+    took, before = [], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    client = threading.Thread(target=lambda: took.append(talk(port, pieces, slow)))
+    client.start()
+    begun = time.monotonic()
+    (said,) = meet_all(port, (0, 2), seconds=4.0)
+    assert time.monotonic() - begun < 6 and said.startswith("1 of 2 nodes joined in 4 s")
+    client.join(10)
+    assert took and took[0] <= (4 if slow else 20)  # it was hung up on
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # kB
+    client = threading.Thread(target=talk, args=(port, pieces, slow))
+    client.start()
     assert meet_all(port, (0, 2), (1, 2)) == [2] * 2
-    scanner.join()
+    client.join(40)
 
 
 def test_a_missing_node_is_named_on_all_that_are_there(port):
@@ -84,8 +129,8 @@ def test_a_node_that_left_is_missing(port):
 def join_and_leave(port):
     for _ in range(50):
         with contextlib.suppress(OSError), socket.create_connection(("localhost", port)) as s:
-            nodes._send(s, node=1, nodes=3, facts={})
-            return nodes._receive(s)
+            s.sendall(json.dumps(hello(1, 3)).encode() + b"\n")
+            return time.sleep(0.5)
         time.sleep(0.05)
 
 
@@ -117,7 +162,7 @@ def test_other_versions_or_other_code_are_named_on_all_nodes(port, tmp_path, rec
     }.items():  # fmt: skip
         started = time.monotonic()
         found = meet_all(port, (0, 2), (1, 2), facts=[ours, ours | {name: other}])
-        words = f"{name} {ours[name]} on node 0, but {name} {other} on node 1"
+        words = f"{name}={ours[name]} on node 0, but {name}={other} on node 1"
         assert len(set(found)) == 1 and found[0].startswith(words) and "\n" not in found[0]
         assert time.monotonic() - started < 10
 
@@ -141,18 +186,18 @@ def test_a_name_without_an_address_and_a_port_without_a_listener(port, capsys, r
     with pytest.raises(UserError, match="can't reach node 0 at MASTER_ADDR=none.invalid"):
         nodes.resolve("none.invalid", port, 0.5)
     with pytest.raises(UserError, match=r"can't reach .*MASTER_ADDR=localhost.*refused"):
-        nodes.meet(1, 2, "localhost", port, 0.5)
+        nodes.meet("localhost", port, 0.5, hello(1, 2))
     with socket.create_server(("", port)) as other:  # accepts, and is not ours
         threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
         with pytest.raises(UserError, match="another program answers there"):
-            nodes.meet(1, 2, "localhost", port, 0.5)
+            nodes.meet("localhost", port, 0.5, hello(1, 2))
     assert capsys.readouterr().err == ""
 
 
 def test_waiting_is_said_with_its_reason(port, monkeypatch, capsys):
     monkeypatch.setattr(nodes, "NOTICE", 0.2)
     with pytest.raises(UserError):
-        nodes.meet(1, 2, "localhost", port, 0.5)
+        nodes.meet("localhost", port, 0.5, hello(1, 2))
     said = capsys.readouterr().err
     assert said.startswith(
         f"waiting for node 0 at MASTER_ADDR=localhost, MASTER_PORT={port}, up to"
@@ -160,10 +205,9 @@ def test_waiting_is_said_with_its_reason(port, monkeypatch, capsys):
     assert "refused" in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("kind", ["torchrun", "deepspeed"])
 @pytest.mark.parametrize("addr", ["none.invalid", "127.0.0.1"])
-def test_a_master_that_cant_be_reached_is_one_line(kind, addr, port, tmp_path, record_property):
-    """An address is looked up before torch is imported; then both launchers wait for node 0."""
+def test_a_master_that_cant_be_reached_is_one_line(addr, port, tmp_path, record_property):
+    """An address is looked up before torch is imported; then the launcher waits for node 0."""
     record_property("bad inputs", 1)
     (tmp_path / "script.py").touch()
     path = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
@@ -172,7 +216,7 @@ def test_a_master_that_cant_be_reached_is_one_line(kind, addr, port, tmp_path, r
         path = f"{tmp_path}:{path}"
     env = {**os.environ, "PYTHONPATH": path, "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": addr}
     env |= {"MASTER_PORT": str(port), "JOIN_SECONDS": "1", "NPROC_PER_NODE": "1"}
-    command = [sys.executable, "-m", "llm_demo.launch", kind, str(tmp_path / "script.py")]
+    command = [sys.executable, "-m", "llm_demo.launch", str(tmp_path / "script.py")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     expected = f"error: can't reach node 0 at MASTER_ADDR={addr}, MASTER_PORT={port} ("

@@ -9,13 +9,14 @@ from conftest import ROOT
 
 from bench.presets import BALANCED, ONE_OF
 from bench.run import make_parser
-from fsdp.flags import ExpertArgs, FsdpArgs
+from fsdp.flags import FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import chat, evaluate, export, fit
 from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.data import records
 from llm_demo.job import args
+from llm_demo.job.args import ExpertArgs
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 

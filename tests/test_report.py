@@ -41,7 +41,7 @@ def record(step, ranks=2, **more):
 def write(folder, records, config=None, env=None, ended=True):
     """A run's folder as a run leaves it."""
     folder.mkdir(parents=True)
-    config = {"max_steps": 12, "dtype": "fp32", "seq_len": 256, "fsdp": True} | (config or {})
+    config = {"max_steps": 12, "dtype": "fp32", "seq_len": 256} | (config or {})
     env = {"device": "CPU, 2 cores", "world_size": 2, "revision": "abc123"} | (env or {})
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "env.json").write_text(json.dumps(env))
@@ -58,7 +58,7 @@ def make(out, *runs):
 
 def charts(page):
     """{title: the chart's element tree}; an <svg> that is no XML fails here."""
-    found = re.findall(r"<h3>([^<]*)</h3>(?:<div.*?>)*(<svg.*?</svg>)", page, re.S)
+    found = re.findall(r"<h3>([^<]*)</h3>(<svg.*?</svg>)", page, re.S)
     return {html.unescape(title): ET.fromstring(svg) for title, svg in found}
 
 
@@ -78,7 +78,8 @@ def assert_drawn(found, expected):
     assert abs(slope) > 0
 
 
-NOISE = {"lr_scheduler": "cosine", "output_dir": "x", "seed": 1, "global_batch": 8, "export": "hf"}
+NOISE = {"lr_scheduler": "cosine", "output_dir": "x", "seed": 1, "global_batch": 8, "export": "hf",
+         "parallelism": "FSDP2"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,14 @@ def two(tmp_path_factory):
     pp = write(
         folder / "pp",
         pipe,
-        {"lr_scheduler": "cosine", "stages": 2, "lr": 2e-3, "schedule": "1f1b", "seed": 2},
+        {
+            "lr_scheduler": "cosine",
+            "stages": 2,
+            "lr": 2e-3,
+            "schedule": "1f1b",
+            "seed": 2,
+            "parallelism": "pipeline of 2",
+        },
     )
     return fsdp, pp, make(folder / "two.html", fsdp, pp)
 
@@ -104,151 +112,90 @@ def two(tmp_path_factory):
 def test_lines_are_the_numbers_of_the_files(two):
     fsdp, pp, page = two
     drawn = charts(page)
-    assert len(drawn) == 6
+    assert len(drawn) == 4
     steps = list(range(1, 13))
-    for name, losses in (("A", [8 / s**0.3 for s in steps]), ("B", [7 / s**0.2 for s in steps])):
-        for over in ("steps", "learnt tokens"):
-            line = points(drawn[f"Loss over {over}"], f"{name}-loss")
-            assert_drawn(line[:, 0], steps)
-            assert_drawn(line[:, 1], losses)
-    # both lines share the axes: where one is twice as far, it is drawn so
-    a, b = (points(drawn["Loss over learnt tokens"], f"{name}-loss")[:, 0] for name in "AB")
-    assert_drawn(np.concatenate([a, b]), [s * 60 for s in steps] + [s * 90 for s in steps])
-    a, b = (points(drawn["Loss over steps"], f"{name}-loss")[:, 1] for name in "AB")
-    heldout = points(drawn["Loss over steps"], "A-heldout")
     both = [8 / s**0.3 for s in steps] + [7 / s**0.2 for s in steps]
-    assert_drawn(np.concatenate([a, b, heldout[:, 1]]), [*both, 9, 7.5, 6])
-    heldout = points(drawn["Loss over learnt tokens"], "A-heldout")[:, 0]
-    line = points(drawn["Loss over learnt tokens"], "A-loss")[:, 0]
-    assert_drawn(np.concatenate([line, heldout]), [60 * s for s in steps] + [0, 360, 720])
+    a, b = (points(drawn["Loss"], f"{name}-loss") for name in "AB")
+    heldout = points(drawn["Loss"], "A-heldout")
+    # all lines share the axes: where one is twice as far, it is drawn so
+    assert_drawn(np.concatenate([a, b, heldout])[:, 0], [*steps, *steps, 0, 6, 12])
+    assert_drawn(np.concatenate([a, b, heldout])[:, 1], [*both, 9, 7.5, 6])
     assert_drawn(points(drawn["Tokens per second"], "A-speed")[:, 1], steps)
-    norms = points(drawn["Gradient norm and skipped steps"], "B-norm")
+    norms = points(drawn["Gradient norm"], "B-norm")
     assert_drawn(norms[:, 1], [1 + 1 / s for s in steps if s != 5])
-    crosses = drawn["Gradient norm and skipped steps"].iter(f"{SVG}use")
-    xs = {float(use.get("x")) for use in crosses}
-    alone = set(np.round(norms[:, 0], 4)) ^ {round(x, 4) for x in xs}
-    assert any(abs(x - (norms[3, 0] + norms[4, 0]) / 2) < 0.1 for x in alone)
-    assert "(A: 0; B: 1)" in page
 
 
 def test_bars_are_the_numbers_of_the_files(two):
-    drawn = charts(two[2])
+    chart = charts(two[2])["Where a step's time goes"]
 
-    def size(chart, name, axis):
-        corners = points(drawn[chart], name)[:, axis]
+    def width(name):
+        corners = points(chart, name)[:, 0]
         return corners.max() - corners.min()
 
-    memory = [
-        size("Memory of each rank", f"{run}-memory-{rank}", 1) for run in "AB" for rank in (0, 1)
-    ]
-    assert memory == pytest.approx(np.array([1.5, 2.5, 1.5, 2.5]) * memory[0] / 1.5, abs=1e-3)
     parts = {"A-0": (80, 15, 5), "B-0": (120, 25, 5), "B-1": (110, 35, 5)}
-    unit = size("Where a step's time goes", "A-0-compute", 0) / 80
+    unit = width("A-0-compute") / 80
     for name, expected in parts.items():
-        widths = [size("Where a step's time goes", f"{name}-{part}", 0) for part in report.PARTS]
+        widths = [width(f"{name}-{part}") for part in report.PARTS]
         assert widths == pytest.approx(np.array(expected) * unit, abs=1e-3)
-    table = two[2].split("Where a step's time goes")[-1]
-    assert re.search("150.0</td>.*?>110.0<.*?>35.0<.*?>5.0<.*?>30.0<.*?>5.0<", table)
+    said = [t.text for t in chart.iter(f"{SVG}text")]
+    assert {"80", "15", "120", "25", "110", "35", "A rank 0", "B rank 1"} <= set(said)
+    assert {name for name, _ in report.PARTS.values()} <= set(said)
 
 
-def test_a_share_measured_once_is_not_called_the_end(tmp_path):
+def rows_of(part):
+    """{first cell: the others} of the first table in a part of the page."""
+    rows = re.findall(r'<tr><th scope="row">(.*?)</th>(.*?)</tr>', part.split("</table>")[0])
+    return {name: re.findall("<td>(.*?)</td>", cells) for name, cells in rows}
+
+
+def test_a_share_measured_once_is_said_once(tmp_path):
     records = [{"step": 0, "eval/loss": 8.0, "eval/exact": 0.0}, record(1), record(2)]
-    page = make(tmp_path / "page.html", write(tmp_path / "run", records))
-    assert "0.0% at the start" in page and "at the end" not in page
-    begun = write(tmp_path / "begun", records[:1], ended=False)
-    assert "0.0% at the start" in make(tmp_path / "begun.html", begun)
+    for name, ended in (("run", True), ("begun", False)):
+        run = write(tmp_path / name, records if ended else records[:1], ended=ended)
+        page = make(tmp_path / f"{name}.html", run)
+        assert rows_of(page)["held-out answers exact"] == ["0.0%"]
 
 
-def test_cards_and_settings(two):
+def test_the_table_of_runs_and_the_settings_that_differ(two):
     page = two[2]
-    for said in (
-        "FSDP", "pipeline of 2 stages", "2 × CPU, 2 cores", "abc123", "finished, 12 steps",
-        "6.0000", "6.0000 at step 12", "1.01k", "2.5 GB", "100 ms", "40 %",
-        "0:02:05 h", "0.001, cosine", "1.2k tokens, 720 learnt",
-        "1 of 12 logged steps", "0.0% at the start, 75.0% at the end",
-    ):  # fmt: skip
-        assert f">{said}<" in page, said
-    said = "B is as fast as A; a held-out loss of both is missing. Less than 1% is a tie."
-    assert f'<p class="verdict">{said}</p></header>' in page
-    assert page.count("held-out answers exact") == 1  # the other run did not record it
+    rows = rows_of(page)
+    for name, said in {
+        "status": ["finished, 12 steps"] * 2, "held-out loss": ["6.0000", "–"],
+        "best held-out loss": ["6.0000", "–"],
+        "held-out answers exact": ["0.0% → 75.0%", ""],
+        "tokens per second": ["1.01k", "1.01k (1.00 x A)"], "peak memory": ["1.5 / 2.5 GB"] * 2,
+        "step": ["100 ms", "150 ms"], "MFU": ["40 %"] * 2, "duration": ["0:02:05 h"] * 2,
+        "seen": ["1.2k tokens, 720 learnt", "1.2k tokens, 1.08k learnt"],
+        "skipped": ["0 of 12 logged steps", "1 of 12 logged steps"],
+        "learning rate": ["0.001, cosine", "0.002, cosine"],
+        "parallelism": ["FSDP2", "pipeline of 2"], "device": ["2 × CPU, 2 cores"] * 2,
+        "commit": ["abc123"] * 2,
+    }.items():  # fmt: skip
+        assert rows[name] == said, name
     differ = page.split("Settings that differ</h2>")[1]
-    rows = re.findall(r'<th scope="row">(.*?)</th><td .*?>(.*?)</td><td .*?>(.*?)</td>', differ)
-    absent = '<span class="absent">absent</span>'
-    assert rows == [
-        ("lr", "0.001", "0.002"), ("stages", absent, "2"), ("schedule", absent, "1f1b")
-    ]  # fmt: skip
-
-
-def test_heads_are_letters_and_a_legend_names_the_runs(two):
-    differ = two[2].split("Settings that differ</h2>")[1]
-    assert re.findall("<th>(.*?)</th>", differ.replace("</b>", "").replace("<b ", ""))[1:] == [
-        f'class="badge" style="background: {color}">{letter}'
-        for letter, color in zip("AB", report.COLORS, strict=False)
-    ]
-    assert [str(folder) in differ.split("<table>")[0] for folder in two[:2]] == [True, True]
-    assert "Not compared: output_<wbr>dir" in differ
-
-
-@pytest.mark.parametrize("change, settings, said", [
-    ({}, {}, "B is as fast as A, at the same held-out loss (4.0000, A: 4.0000). Less than 1% is a "
-     "tie."),
-    ({"perf/toks_per_s": 1250.0, "eval/loss": 4.03}, {}, "B is 1.25 x as fast as A, at the same "),
-    ({"perf/toks_per_s": 800.0, "eval/loss": 4.05}, {}, "B is 0.80 x as fast as A, at a higher "),
-    ({"perf/toks_per_s": 1009.0, "eval/loss": 3.95}, {}, "B is as fast as A, at a lower held-out "),
-    ({"data/label_tokens": 900}, {}, "(4.0000, A: 4.0000) after 1.50 x as many learnt tokens."),
-    ({"eval/loss": None}, {}, "as fast as A; a held-out loss of both is missing."),
-    ({"perf/toks_per_s": None}, {}, "B: no speed to compare with A's, at the same held-out loss"),
-    ({}, {"eval_json": "other"}, "; their held-out losses are of different data or tokens."),
-    ({}, {"model_name_or_path": "other"}, "their held-out losses are of different data or tokens"),
-    ({}, {"max_steps": 99}, "Less than 1% is a tie. B: not finished, so far only."),
-    ({"steps": 2}, {}, "B is as fast as A (few steps are logged), at the same held-out loss"),
-])  # fmt: skip
-def test_the_verdict_compares_speed_and_loss(change, settings, said, tmp_path):
-    def records(more):
-        more, steps = dict(more), more.get("steps", 12)
-        loss = more.pop("eval/loss", 4.0)
-        of = {"perf/toks_per_s": 1000.0, "data/label_tokens": 600}
-        return [*(record(s, **of | more) | {"step": s} for s in range(1, steps + 1)),
-                {"step": steps, "eval/loss": loss}]  # fmt: skip
-
-    runs = write(tmp_path / "a", records({})), write(tmp_path / "b", records(change), settings)
-    assert said in report.verdict(report.read_runs(runs))
-
-
-def test_the_verdict_on_one_run(tmp_path):
-    cases = {
-        "lost": ([record(12)], "training loss of 3.7961 after 12 steps. It has no held-out loss."),
-        "held": ([{"step": 0, "eval/loss": 9.0}, record(12), {"step": 12, "eval/loss": 2.0}],
-                 "held-out loss of 2.0000, from 9.0000 at step 0, after 12 steps."),
-        "nan": ([record(12), {"step": 12, "eval/loss": None}], "Its held-out loss is not finite."),
-        "part": ([record(3)], "It is not finished."), "none": ([], "No step is logged yet."),
+    assert rows_of(differ) == {
+        "lr": ["0.001", "0.002"], "stages": ['<span class="absent">absent</span>', "2"],
+        "schedule": ['<span class="absent">absent</span>', "1f1b"],
     }  # fmt: skip
-    for name, (records, said) in cases.items():
-        run = write(tmp_path / name, records, ended=name != "part")
-        assert said in report.verdict(report.read_runs([run])), name
+    assert "Not compared: output_<wbr>dir" in differ
+    for part, names in ((page, [f"{folder}</span>" for folder in two[:2]]), (differ, ["", ""])):
+        heads = re.findall("<th>(.*?)</th>", part.split("</tr>")[0])[1:]
+        for head, letter, color, name in zip(heads, "AB", report.COLORS, names, strict=False):
+            assert f'style="background: {color}">{letter}</b>' in head and name in head
 
 
-def test_sample_answers_are_those_of_the_log(tmp_path):
-    said = "prompt   {0}\nanswer   {1}\nexpected {0}!\n\n"
-    runs = [write(tmp_path / name, [record(1)]) for name in "abc"]
-    (runs[0] / "train.log").write_text(said.format("1 < 2", "old") + said.format("1 < 2", "<b>"))
-    (runs[1] / "train.log").write_text("x" * 200_000 + "\n" + said.format("other", "yes"))
-    page = make(tmp_path / "page.html", *runs)
-    rows = re.findall('scope="row">(.*?)</th>(.*?)</tr>', page.split("Sample answers")[1])
-    assert [(name, re.findall("<td .*?>(.*?)</td>", cells)) for name, cells in rows][:2] == [
-        ("1 &lt; 2", ["1 &lt; 2!", "&lt;b&gt;", "–", "–"]), ("other", ["other!", "–", "yes", "–"])
-    ]  # fmt: skip
-    os.mkfifo(runs[2] / "train.log")
-    assert "Sample answers" not in make(tmp_path / "page.html", runs[2])  # and does not wait
+@pytest.mark.parametrize("speed, ratio", [(1250.0, "1.25k (1.25 x A)"), (None, "– (nan x A)")])
+@pytest.mark.parametrize("key", ["eval_json", "model_name_or_path", "max_steps"])
+def test_a_run_is_compared_with_the_first(speed, ratio, key, tmp_path):
+    def records(**more):
+        return [record(1, **{"perf/toks_per_s": 1000.0} | more), {"step": 1, "eval/loss": 4.0}]
 
-
-def test_a_card_says_how_a_run_trained(tmp_path):
-    """In the script's own words; older runs have their settings only."""
-    of = [{"parallelism": "ring of 3"}, {}, {"fsdp": False}, {"stages": 4}]
-    runs = [write(tmp_path / str(i), [record(1)], config) for i, config in enumerate(of)]
-    page = make(tmp_path / "page.html", *runs)
-    said = re.findall("<dt>parallelism</dt><dd>(.*?)</dd>", page)
-    assert said == ["ring of 3", "FSDP", "one process", "pipeline of 4 stages"]
+    a = write(tmp_path / "a", records())
+    b = write(tmp_path / "b", records(**{"perf/toks_per_s": speed}), {key: "other"})
+    rows = rows_of(make(tmp_path / "page.html", a, b))
+    assert rows["tokens per second"] == ["1k", ratio]
+    other = " (of other data or tokens than A&#x27;s)" * (key != "max_steps")
+    assert rows["held-out loss"] == ["4.0000", "4.0000" + other]
 
 
 def test_the_page_needs_nothing_but_itself(two):
@@ -274,12 +221,10 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
         keys = {"perf/comm_exposed_ms": [exposed] * 2, "perf/comm_wait_ms": [wait] * 2}
         for rank in parts(**keys):
             assert sum(rank[part] for part in report.PARTS) == rank["step"] == 100
-            assert rank["waiting"] == min(exposed, wait) and rank["wait"] == wait
+            assert rank["waiting"] == min(exposed, wait)
             assert min(rank.values()) >= 0
-    # of an older run that did not record it, and of one that did not measure
-    assert parts(**{"perf/comm_exposed_ms": None}) == []
-    untimed = report.SimpleNamespace(steps=[record(1)], config={"comm_timer": False})
-    assert reader.step_parts(untimed) == []
+    untimed = {"perf/comm_exposed_ms": None, "perf/comm_wait_ms": None}  # as a run writes it
+    assert parts(**untimed) == parts(**{"perf/comm_exposed_ms": None}) == []
     # the first steps are slow; then the run went on with three ranks
     steps = [record(s, ranks=2, **{"perf/step_ms": 1e6}) for s in (1, 2)] + [record(3)]
     steps += [record(s, ranks=3) for s in (4, 5)]
@@ -292,21 +237,21 @@ def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path)
     live = write(tmp_path / "live", map(record, range(1, 8)), ended=False)
     whole = (live / "metrics.jsonl").read_bytes()
     (found,) = report.read_runs([live])
-    assert report.status(found) == ("unfinished", "running or interrupted at step 7 of 12")
+    assert report.status(found) == "running or interrupted at step 7 of 12"
     last = len(whole) - whole[:-1].rindex(b"\n") - 2
     for cut in (1, 2, last // 2, last - 1):  # a line may end anywhere
         (live / "metrics.jsonl").write_bytes(whole[:-cut])
         (found,) = report.read_runs([live])
         torn = cut > 1
         assert found.notes == ["1 unreadable line of metrics.jsonl skipped"] * torn
-        assert f"running or interrupted at step {7 - torn} of 12" in report.status(found)
+        assert report.status(found) == f"running or interrupted at step {7 - torn} of 12"
     page = make(tmp_path / "live.html", live)
     assert "running or interrupted at step 6 of 12" in page and "1 unreadable line" in page
-    assert len(points(charts(page)["Loss over steps"], "A-loss")) == 6
+    assert len(points(charts(page)["Loss"], "A-loss")) == 6
     # longer than its summary says: resumed with more steps
     (live / "summary.json").write_text('{"steps": 5}')
     (found,) = report.read_runs([live])
-    assert report.status(found)[0] == "unfinished"
+    assert report.status(found).startswith("running or interrupted")
 
 
 def test_a_run_without_a_step_yet(tmp_path, two):
@@ -316,10 +261,10 @@ def test_a_run_without_a_step_yet(tmp_path, two):
     (new / "metrics.jsonl").unlink()
     assert "No step is logged yet" in make(tmp_path / "new.html", new)  # replaced
     page = make(tmp_path / "new.html", two[0], new)
-    assert "no step logged yet" in page and len(charts(page)) == 6
+    assert "no step logged yet" in page and len(charts(page)) == 4
 
 
-def test_an_old_run_and_broken_files(tmp_path):
+def test_broken_files_and_missing_numbers(tmp_path):
     old = []
     for step in range(1, 6):
         keys = ("step", "train/loss", "train/grad_norm", "perf/step_ms", "perf/peak_mem_gb")
@@ -336,15 +281,14 @@ def test_an_old_run_and_broken_files(tmp_path):
     assert "7 unreadable lines" in page
     assert "config.json could not be read" in page and "env.json could not be read" in page
     drawn = charts(page)
-    assert drawn.keys() == {
-        "Loss over steps", "Gradient norm and skipped steps", "Memory of each rank"
-    }  # fmt: skip
-    assert page.count("Not recorded in these runs") == 3
-    assert len(points(drawn["Loss over steps"], "A-loss")) == 3  # 1, 2 and 5
+    assert drawn.keys() == {"Loss", "Gradient norm"}
+    assert page.count("Not recorded in these runs") == 2
+    assert len(points(drawn["Loss"], "A-loss")) == 3  # 1, 2 and 5
     bad = [record(s, **{"train/loss": None, "train/grad_norm": None, "train/skipped": True,
                         "perf/step_ms": None}) for s in range(1, 5)]  # fmt: skip
     page = make(tmp_path / "bad.html", write(tmp_path / "bad", bad))
-    assert "not finite" in page and "(A: 4)" in page
+    assert rows_of(page)["training loss"] == ["not finite"]
+    assert rows_of(page)["skipped"] == ["4 of 4 logged steps"]
 
 
 class Texts(HTMLParser):
@@ -379,7 +323,7 @@ def test_what_files_say_is_text(tmp_path):
     assert tags.isdisjoint({"script", "img", "iframe", "object", "link"})
     assert not any(key.startswith("on") for _, attributes in found.tags for key in attributes)
     assert EVIL in found.text and "a/<script>alert(1)<|script>" in "".join(found.text)
-    assert len(charts(page)) == 6
+    assert len(charts(page)) == 4
 
 
 def test_a_long_run_is_a_small_page(tmp_path):
@@ -396,7 +340,7 @@ def test_a_long_run_is_a_small_page(tmp_path):
     long = write(tmp_path / "long", records, {"max_steps": 30_000})
     out = tmp_path / "long.html"
     drawn = charts(make(out, long))
-    chart = drawn["Loss over steps"]
+    chart = drawn["Loss"]
     assert out.stat().st_size < 600_000
     band = points(chart, "A-loss-range")
     top = band[band[:, 1].argmin()]  # the spike is there, in its place
@@ -425,27 +369,25 @@ def test_many_ranks_and_many_runs(tmp_path):
     page = make(tmp_path / "many.html", big, *others[:6])
     for rank in (0, 31, 63):
         points(charts(page)["Where a step's time goes"], f"A-{rank}-compute")
-    assert "rank 40</th>" in page
+    assert "A rank 40" in page
     assert ">G</b>" in page and report.COLORS[5] in page
 
 
 def test_a_page_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
-    def half(file, text, **_):
-        with open(file, "w") as f:
-            f.write(text[:100])
+    def full(_):
         raise OSError(28, "No space left on device")
 
     good, out = write(tmp_path / "good", map(record, range(1, 4))), tmp_path / "page.html"
     before = make(out, good)
     with monkeypatch.context() as m, pytest.raises(UserError, match="page.html: No space left"):
-        m.setattr("pathlib.Path.write_text", half)
+        m.setattr("os.fsync", full)
         make(out, good)
     assert out.read_text() == before
     assert {p.name for p in tmp_path.iterdir()} == {"good", "page.html"}
 
 
 @pytest.mark.parametrize("case", ["no run", "a model", "missing", "a file", "twice",
-                                  "out is a folder", "out has no folder",
+                                  "out is a folder", "out has no folder", "out is a pipe",
                                   "out is no report", "metrics.jsonl", "env.json", "config.json",
                                   "summary.json"])  # fmt: skip
 def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path, record_property):
@@ -456,6 +398,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path, record_pro
     (tmp_path / "hf/config.json").write_text('{"model_type": "qwen3"}')
     before = (good / "metrics.jsonl").read_text()
     out = tmp_path / "page.html"
+    os.mkfifo(tmp_path / "pipe")
     piped = write(tmp_path / "piped", map(record, range(1, 4)))
     if "." in case:
         (piped / case).unlink(missing_ok=True)
@@ -468,6 +411,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(case, tmp_path, record_pro
         "a file": ([good / "config.json"], out, "is a file: name the run's folder"),
         "twice": ([good, tmp_path / "empty/../good"], out, "is given twice"),
         "out is a folder": ([good], tmp_path / "empty", "is a folder: name a file in it"),
+        "out is a pipe": ([good], tmp_path / "pipe", "pipe is not a regular file"),
         "out has no folder": ([good], tmp_path / "a/b.html", f"folder {tmp_path}/a does not exist"),
         "out is no report": ([good], good / "metrics.jsonl", "is not a report: choose another"),
     }[case]
@@ -489,7 +433,7 @@ def test_the_command(two, tmp_path):
     assert done.returncode == 0, done.stderr
     assert (
         done.stdout == "report: report.html\n"
-        and "Loss over steps" in (tmp_path / "report.html").read_text()
+        and "<h3>Loss</h3>" in (tmp_path / "report.html").read_text()
     )
     assert sorted(two[0].iterdir()) == before
     assert {p.name for p in tmp_path.iterdir()} == {"matplotlibrc", "report.html"}
@@ -523,7 +467,6 @@ for (const [which, text] of pages.entries()) for (const width of widths) {
     found.push({which, width, client: root.clientWidth, scroll: root.scrollWidth,
       svgs: svgs.map(b => [b.width, b.height]),
       columns: new Set(boxes(".grid > figure").map(b => b.left)).size,
-      cut: [...d.querySelectorAll(".scroll")].filter(e => e.scrollWidth > e.clientWidth).length,
       inked: d.querySelectorAll("svg path").length, outside, title: d.title,
       background: getComputedStyle(d.body).backgroundColor,
       filter: getComputedStyle(d.querySelector("svg")).filter});
@@ -551,7 +494,6 @@ def test_in_a_browser(two, tmp_path):
     """Laid out at the width of a desk, a tablet and a phone, and no script of a file's runs."""
     steps = [record(s, **{"train/loss": 1 + math.sin(s) ** 2}) for s in range(1, 400)]
     long = write(tmp_path / f"{'long' * 40}", steps, {"a": "x" * 500, "train_json": EVIL})
-    (long / "train.log").write_text(f"prompt   {EVIL}\nanswer   {'x' * 500}\nexpected y\n")
     many = [write(tmp_path / f"{'run' * 9}-{i}", steps[:9], {"lr": i / 7}) for i in range(7)]
     pages = [make(tmp_path / "many.html", *two[:2], *many), make(tmp_path / "long.html", long)]
     measure = tmp_path / "measure.html"
@@ -563,10 +505,9 @@ def test_in_a_browser(two, tmp_path):
     for one in found:
         assert one["client"] == pytest.approx(one["width"], abs=20)
         assert one["scroll"] <= one["client"], one  # nothing is wider than the page
-        assert len(one["svgs"]) == 6 and one["inked"] > 80
+        assert len(one["svgs"]) == 4 and one["inked"] > 80
         assert all(w > 240 and h > 80 for w, h in one["svgs"]), one
         assert one["columns"] == (1 if one["width"] < 400 else 2)
-        assert not one["cut"] or one["width"] > 400, one
         assert not one["outside"]
         assert one["title"].startswith("llm_demo report")
     assert {one["background"] for one in found} == {"rgb(20, 23, 28)"}  # a dark page

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from conftest import ROOT, python, run, smaller_model
-from test_launch import SCRIPTS, launch, script  # noqa: F401  script is a fixture
+from test_launch import launch, script  # noqa: F401  script is a fixture
 from test_resume import steps_of
 
 from bench.checkpoints import tensors
@@ -36,15 +36,16 @@ slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "kind, trained",
+    "trained",
     [
-        ("torchrun", "fsdp/train_fsdp.py"),
-        pytest.param("deepspeed", "pp/pp_train.py", marks=slow),
-        pytest.param("deepspeed", "zero/train_zero.py", marks=slow),
-        pytest.param("torchrun", "fsdp_pp/train_fsdp_pp.py", marks=slow),
+        "fsdp/train_fsdp.py",
+        *(
+            pytest.param(name, marks=slow)
+            for name in ("pp/pp_train.py", "zero/train_zero.py", "fsdp_pp/train_fsdp_pp.py")
+        ),
     ],
 )
-def test_a_rank_killed_at_random_changes_no_bit(kind, trained, script, tmp_path):  # noqa: F811
+def test_a_rank_killed_at_random_changes_no_bit(trained, script, tmp_path):  # noqa: F811
     seed = int(os.environ.get("KILL_SEED") or random.randrange(10**6))
     draw = random.Random(seed)
     # a step is logged during the next one, and takes 30 ms or more
@@ -60,7 +61,7 @@ def test_a_rank_killed_at_random_changes_no_bit(kind, trained, script, tmp_path)
         flags += f"--train_json {ROOT}/data/sft_en.jsonl --micro_batch_size 1 --resume auto"
         command = [folder / "metrics.jsonl", who, step, wait, ROOT / trained, *flags.split()]
         done = launch(
-            kind, script(KILLED), *command, "--output_dir", folder, RESTARTS=restarts,
+            script(KILLED), *command, "--output_dir", folder, RESTARTS=restarts,
             TORCHELASTIC_RESTART_COUNT="0",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -92,7 +93,7 @@ time.sleep(60)
 @pytest.mark.parametrize("code, attempts", [(7, 3), (2, 1), (75, 1), (143, 1)])
 def test_only_failures_are_restarted(code, attempts, script, tmp_path):  # noqa: F811
     """Not bad input, nor a run that has saved and ended because of a signal."""
-    done = launch("torchrun", script(ENDS), tmp_path / "ports", code, RESTARTS="2")
+    done = launch(script(ENDS), tmp_path / "ports", code, RESTARTS="2")
     assert done.returncode == code
     ports = (tmp_path / "ports").read_text().split()
     assert len(ports) == len({*ports}) == attempts  # each meets in a store of its own
@@ -112,7 +113,7 @@ time.sleep(60)
 
 
 def test_a_run_stopped_after_a_restart_saves_and_ends(script):  # noqa: F811
-    command = [python(), "-m", "llm_demo.launch", "torchrun", str(script(SAVES))]
+    command = [python(), "-m", "llm_demo.launch", str(script(SAVES))]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "RESTARTS": "5", "NPROC_PER_NODE": "2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=env, **pipes) as process:
@@ -140,7 +141,7 @@ def test_a_run_stopped_after_a_restart_saves_and_ends(script):  # noqa: F811
 )
 def test_where_restarts_cant_work_is_one_line(flags, env, words, record_property):
     record_property("bad inputs", 1)
-    command = [sys.executable, "-m", "llm_demo.launch", "torchrun", ROOT / SCRIPTS["torchrun"]]
+    command = [sys.executable, "-m", "llm_demo.launch", ROOT / "fsdp/train_fsdp.py"]
     done = run([*command, *flags.split()], **{"RESTARTS": "2", **env})
     assert done.returncode == 2 and done.stderr.startswith(f"error: {words}"), done.stderr
     assert done.stderr.count("\n") == 1

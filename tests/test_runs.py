@@ -5,13 +5,13 @@ import fcntl
 import importlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,17 +25,16 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
 from test_security import sign
 
-from llm_demo import export, report
+from llm_demo import export
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.optim import LossScale
 from llm_demo.data import packs as data
-from llm_demo.evaluate import refuse_unwritable
 from llm_demo.job import checkpoint_files, files, log, records, saver
 from llm_demo.job import folder as run_folder
-from llm_demo.job.environment import environment
 from llm_demo.job.files import disk_full
+from llm_demo.job.folder import environment
 from llm_demo.job.source import load_tokenizer
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
@@ -407,7 +406,7 @@ def test_overwrite_deletes_no_more_than_a_run(tmp_path, monkeypatch):
     for name in ("/", "..", home, home.parent, repository, repository.parent):
         with pytest.raises(UserError, match="--overwrite would delete .*, in --output_dir "):
             run_folder.choose_folder(args_with(output_dir=str(name), overwrite=True), "fsdp")
-    with pytest.raises(UserError, match="--output_dir / is not empty|: can't be created in /"):
+    with pytest.raises(UserError, match="--output_dir / is not empty|: can't write to /"):
         run_folder.choose_folder(args_with(output_dir="/"), "fsdp")
     assert contents(tmp_path) == before
 
@@ -422,7 +421,7 @@ def test_nothing_is_written_into_another_run(train, tmp_path):
         with pytest.raises(UserError, match="is inside .*out/checkpoints, where a run keeps"):
             export.export(step, inside)
         with pytest.raises(UserError, match="is inside .*out/checkpoints, where a run keeps"):
-            refuse_unwritable(inside)
+            run_folder.refuse_inside_checkpoints(inside)
 
 
 WRITTEN = ("cmd.sh", "train.log", "metrics.jsonl", "config.json", "env.json", "summary.json",
@@ -457,12 +456,9 @@ def test_a_pipe_in_a_runs_folder_is_refused(tmp_path):
 
 def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
     (tmp_path / "mine").write_text("mine")
-    for name in (".part-a.json", ".part-report.html"):
-        (tmp_path / name).symlink_to(tmp_path / "mine")
+    (tmp_path / ".part-a.json").symlink_to(tmp_path / "mine")
     files.write_text(tmp_path / "a.json", "new")
-    report.replace(tmp_path / "report.html", "new")
-    names = ("mine", "a.json", "report.html")
-    assert [(tmp_path / name).read_text() for name in names] == ["mine", "new", "new"]
+    assert [(tmp_path / name).read_text() for name in ("mine", "a.json")] == ["mine", "new"]
 
 
 def test_no_secret_of_the_environment_is_written_down(monkeypatch):
@@ -486,23 +482,13 @@ def test_what_chooses_devices_and_kernels_is_written_down(name, monkeypatch):
 
 def test_runs_of_the_same_second_have_names_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "ROOT", tmp_path)
-    monkeypatch.setattr(
-        run_folder, "datetime", SimpleNamespace(now=lambda: datetime(2026, 1, 2, 3, 4, 5))
-    )
     args = args_with(model_name_or_path="m")
-    chosen = [run_folder.choose_folder(args, "fsdp")]
+    chosen = [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
+    assert len(set(chosen)) == 3 and not (tmp_path / "runs").exists()
+    assert all(re.fullmatch(r"fsdp-m-\d{8}-\d{6}-\d{6}", folder.name) for folder in chosen)
     run_folder.take_folder(chosen[0], args, None).close()
-    chosen += [run_folder.choose_folder(args, "fsdp") for _ in range(3)]
-    names = [f"fsdp-m-20260102-030405{suffix}" for suffix in ("", "-2", "-3", "-4")]
-    assert [folder.name for folder in chosen] == names
-    for folder in chosen[1:3]:
-        run_folder.take_folder(folder, args, None).close()
-    (mark,) = (f for f in (tmp_path / "runs").iterdir() if f.name not in names)
-    os.utime(mark, (0, 0))  # the fourth ended before step 1
-    args.dry_run = True  # creates nothing
-    assert run_folder.choose_folder(args, "fsdp").name == names[0]
-    args.dry_run = False
-    assert run_folder.choose_folder(args, "fsdp").name == names[3]
+    with pytest.raises(UserError, match="another run is using it"):
+        run_folder.take_folder(chosen[0], args, None)
 
 
 def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):

@@ -29,15 +29,15 @@ from llm_demo.export import find_base
 from llm_demo.job import checkpoint_files, saver
 from llm_demo.job.folder import choose_folder
 from llm_demo.job.foreign import load_model
-from llm_demo.job.model_folder import find_source
-from llm_demo.job.source import describe_model, find_model, load_config, load_tokenizer
+from llm_demo.job.model_folder import describe_model, find_source
+from llm_demo.job.source import find_model, load_config, load_tokenizer
 from llm_demo.job.weights_files import open_weights
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 TINY = ROOT / "models/qwen3-tiny"
 ADAPTERS = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj"], "base": {"path": "a"}}
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 9,
-         "label_tokens": 5, "evals": [[0, 2.5]], "eval_loss": 1.5}  # fmt: skip
+         "label_tokens": 5, "evals": [[0, 2.5]], "exact": [], "eval_loss": 1.5}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,7 +63,7 @@ def good(tmp_path_factory):
     checkpoint_files.publish(part, folder / "checkpoints/step_00000007")
     config.save_pretrained(folder / "source")
     describe_model(folder / "source", AutoTokenizer.from_pretrained(TINY), folder / "model")
-    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl"}
+    settings = {"model_name_or_path": "a/base", "train_json": "x.jsonl", "parallelism": "FSDP2"}
     (folder / "config.json").write_text(json.dumps(settings))
     return folder
 

@@ -20,9 +20,9 @@ from tokenizers import (
 from transformers import AutoConfig, AutoTokenizer
 
 from llm_demo.data.packs import load_packs
-from llm_demo.job.model_folder import describe
+from llm_demo.job.model_folder import describe, describe_model
 from llm_demo.job.plan import date_of
-from llm_demo.job.source import describe_model, fix_date, load_tokenizer
+from llm_demo.job.source import fix_date, load_tokenizer
 
 TEXT = "In 2024 there were 14161 cats;  it's\n\n <e>hello <e> 650841823 <b>"
 CORPUS = [f"in {n} there were {n * n} cats, it's hello" for n in range(900, 2100)]

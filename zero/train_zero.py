@@ -15,7 +15,6 @@ import torch
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import label_positions, to_device
 from llm_demo.core.decoder import DecoderLoss, compile_forward, make_units, skeleton
-from llm_demo.core.errors import counted
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import micro_batches
@@ -26,6 +25,7 @@ from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, run
 from llm_demo.job.source import refuse_experts
+from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
 from zero.flags import GROUPS
 

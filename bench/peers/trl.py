@@ -12,7 +12,9 @@ import time
 
 import torch
 
-from llm_demo.job.summary import SETTLED, WARMUP
+from llm_demo.job.folder import environment
+from llm_demo.job.reader import WARMUP
+from llm_demo.job.summary import SETTLED
 
 PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON
@@ -114,7 +116,6 @@ def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> No
 
     from llm_demo.core.mesh import World
     from llm_demo.core.timer import memory_peaks
-    from llm_demo.job.environment import environment
 
     row = json.loads(os.environ[ROW])
     rank, size, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))

@@ -15,9 +15,9 @@ from collections.abc import Callable
 from llm_demo.check import machine, pairs
 from llm_demo.check.machine import ERROR, OK, WARNING
 from llm_demo.check.processes import EXPERIMENTS, ROOT, Job, finish, tool
-from llm_demo.core.errors import words_of
 from llm_demo.job.parsing import PlainParser
 from llm_demo.job.process import command
+from llm_demo.job.text import words_of
 
 
 def check(output_dir: str, tell: Callable, report=False, module=EXPERIMENTS, limit=pairs.LIMIT):

@@ -15,9 +15,10 @@ from torch.utils.benchmark import Timer
 from llm_demo.check.groups import group  # noqa: F401 - a task, as the public functions below
 from llm_demo.check.machine import OK, WARNING
 from llm_demo.check.processes import ROOT, probe_root, serve, tool
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.job import device as hardware
 from llm_demo.job.device import DTYPES, this_device
+from llm_demo.job.text import words_of
 
 HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as attention.Heads
 HIDDEN, WIDTHS, VOCABULARY = 1024, (3072, 151_936), 151_936  # the widths of two products

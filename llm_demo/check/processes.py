@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from llm_demo.core.errors import words_of
 from llm_demo.job.files import ROOT
 from llm_demo.job.process import LIBC, PARENT
+from llm_demo.job.text import words_of
 
 EXPERIMENTS = "llm_demo.check.experiments"
 

@@ -1,4 +1,4 @@
-"""Measure communication time (busy, exposed, waiting) cheaply enough for the whole run.
+"""Measures communication time (busy, exposed, waiting) cheaply enough for the whole run.
 
 The Python entry points of torch.distributed are wrapped, and a pair of events is recorded on the
 communicating stream: the compute stream, or a side stream, also one of autograd's threads. On a CPU
@@ -12,13 +12,11 @@ the clock is read instead.
              operation on any of its ranks; a send and its receive count as one operation, matched
              by order; a wait for a signal of copy_engines.py is all wait
 
-profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
-which no kernel runs although one is launched. The two differ where the host is late: events know
-nothing of launches, and count a wait from the moment it is requested.
+    doubt    how far busy may be off because the stream was idle while the host was still launching:
+             at most what the host took from recording an operation's first event to its second
 
-    doubt    how far busy may be off because the stream was idle while the host was still launching.
-             An operation lies between its two events, and fills the time between them except for
-             what the host took from recording the first to recording the second
+profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
+which no kernel runs although one is launched: events know nothing of launches.
 """
 
 import contextlib

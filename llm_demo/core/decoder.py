@@ -50,11 +50,6 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
 
 
-def keeping(operators: list):
-    """For `checkpoint`: what these operators return is kept, and all else computed again."""
-    return partial(create_selective_checkpoint_contexts, operators)
-
-
 class Blocks(nn.Module):
     """Consecutive decoder blocks, compiled, sharded or sent to a stage as one unit.
 
@@ -83,7 +78,7 @@ class Blocks(nn.Module):
                 if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
                     kept = [*kept, CHOICE]
                 if kept:
-                    options["context_fn"] = keeping(kept)
+                    options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
                 hidden = checkpoint(block, hidden, **options, **inputs)
             else:
                 hidden = block(hidden, **inputs)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -156,12 +156,6 @@ def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
                     state[name] = torch.zeros_like(p, dtype=torch.float32)
 
 
-def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-    """Yield (parameter, its fp32 master, *its MOMENTS) for each of `pairs`, (parameter, master)."""
-    for p, master in pairs:
-        yield p, master.detach(), *(optimizer.state[master][name] for name in MOMENTS)
-
-
 def adam_steps(optimizer: torch.optim.AdamW) -> int:
     """Steps that AdamW has taken, not counting skipped ones."""
     return int(next(iter(optimizer.state.values()))["step"])
@@ -237,10 +231,6 @@ def global_norm(parts: list[tuple]) -> torch.Tensor:
     return total.sqrt().float()
 
 
-def grads_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-
-
 @torch.no_grad()
 def clipped_step(
     optimizer: torch.optim.AdamW,
@@ -255,7 +245,10 @@ def clipped_step(
     The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
     ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.
     Nothing waits for the device: scale, clip factor and skip reach AdamW as tensors."""
-    norm = global_norm(norm_of or [(grads_of(optimizer), None)]) / loss_scale.scale
+    if norm_of is None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        norm_of = [([p.grad for p in params if p.grad is not None], None)]
+    norm = global_norm(norm_of) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:

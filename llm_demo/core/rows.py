@@ -190,12 +190,6 @@ def collate(packs: Packs, rows, max_docs: int) -> Batch:
     return Batch(*map(torch.from_numpy, arrays))
 
 
-def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
-    """cu_seqlens of these rows, see Batch, without reading any tokens."""
-    lengths = [packs.lengths(int(row)) for row in rows]
-    return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
-
-
 def bounds_of(lengths: Sequence[list[int]], seq_len: int, max_docs: int) -> np.ndarray:
     """cu_seqlens, see Batch. lengths: those of each row's documents, see Packs.row."""
     ends = list(itertools.accumulate(itertools.chain(*lengths)))

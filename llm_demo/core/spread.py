@@ -144,14 +144,6 @@ def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
         model.model.rotary_emb.part = Part(group.rank(), group.size())
 
 
-def from_owners(tokens: torch.Tensor, here: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
-    """int64 [n] on every rank of a group, of which each has those that are `here`, bool [n]."""
-    merged = torch.zeros(len(here), dtype=tokens.dtype, device=tokens.device)
-    merged[here.nonzero().squeeze(1).to(tokens.device)] = tokens
-    dist.all_reduce(merged, group=group)
-    return merged
-
-
 def attend_spread(impl: str, module, q, k, v, attention_mask, *, documents=None, **kwargs):
     """As `attention.attend`, of this rank's slices: q [B, H, s, D], k [B, KV, s, D], v [B, KV, s,
     E] -> [B, s, H, E]. documents: of whole rows [B, S]."""

@@ -17,7 +17,7 @@ import time
 import numpy as np
 
 from llm_demo.core.batch import IGNORE_INDEX
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
 from llm_demo.data.build import TEXT_ARGUMENTS, build, read_meta
 from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
@@ -25,6 +25,7 @@ from llm_demo.data.packing import LONGEST_DEFAULT
 from llm_demo.data.records import LEARNT, REAL, ROLES
 from llm_demo.data.sources import content_of, find_files, split_name, table_of
 from llm_demo.job.files import cache_folder, disk_full
+from llm_demo.job.text import counted
 
 BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
 DAY = 24 * 3600

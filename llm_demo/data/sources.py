@@ -15,8 +15,9 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.job.files import DECODER, digest
+from llm_demo.job.text import counted
 
 FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")  # searched for in a folder
 

@@ -6,10 +6,11 @@ from pathlib import Path
 import torch
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, differences
+from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.lora import Lora, matrices_of, target_of
 from llm_demo.job.costs import experts_of
+from llm_demo.job.text import differences
 from llm_demo.job.weights_files import Weights
 
 ALL = "all-linear"  # PEFT's name for it

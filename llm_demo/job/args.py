@@ -9,9 +9,10 @@ import re
 import sys
 from typing import Literal
 
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.job.files import ROOT
 from llm_demo.job.parsing import flag, parser_of, refuse_unknown, shown, value_of
+from llm_demo.job.text import counted
 
 MAX_STEPS = 99_999_999  # the names of checkpoints have eight digits
 

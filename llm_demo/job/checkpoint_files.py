@@ -39,8 +39,9 @@ def on_all_ranks(act, world: World, group=None) -> list:
         mine = act()
     except Exception as e:
         error = reason_of(e)
-    ranks = [None] * world.size
-    dist.all_gather_object(ranks, (mine, error), group=group)
+    ranks = [(mine, error)] * world.size
+    if world.size > 1:
+        dist.all_gather_object(ranks, (mine, error), group=group)
     if errors := [e for _, e in ranks if e]:
         raise OSError(errors[0])
     return [result for result, _ in ranks]
@@ -104,16 +105,15 @@ def facts_of(path: Path) -> dict:
     return {}
 
 
-def checked_facts(path: Path, needed: tuple = ("step",)) -> dict:
-    """A checkpoint's trainer.json, validated. Raises UserError if an entry of `needed` is missing
-    or any entry has the wrong type: the file may come from elsewhere."""
+def checked_facts(path: Path) -> dict:
+    """A checkpoint's trainer.json, validated. Raises UserError if an entry is missing or has the
+    wrong type: the file may come from elsewhere, or from an earlier version."""
     facts = facts_of(path)
-    for name in needed:
-        if name not in facts:
-            raise UserError(
-                f"{path} is not a checkpoint of this project: trainer.json has no {name}"
-            )
-    for name, fits in FACTS.items():
+    if missing := [name for name in NEEDED if name not in facts]:
+        raise UserError(
+            f"{path} is not a checkpoint of this version: trainer.json has no {missing[0]}"
+        )
+    for name, fits in {**NEEDED, **OTHERS}.items():
         if name in facts and not fits(facts[name]):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
     rows = facts.get("identity", {}).get("rows of a step", 1)
@@ -136,69 +136,67 @@ def _pairs(x) -> bool:
     )
 
 
+def _loss_scale(x) -> bool:
+    numbers = isinstance(x, dict) and all(_number(n) and 0 <= n < 2**128 for n in x.values())
+    return numbers and {"scale", "good_steps"} <= x.keys() and x["scale"] > 0
+
+
 def _adapters(x) -> bool:
     """Whether x has the form of what model.lora.Lora.facts() returns."""
-    if not isinstance(x, dict) or not {"rank", "alpha", "targets", "base"} <= x.keys():
-        return False
-    numbers = [x["rank"], x["alpha"], x.get("dropout", 0)]
-    numbers = (
-        _count(x["rank"]) and x["rank"] and all(_number(n) and 0 <= n < 2**53 for n in numbers)
-    )
-    targets, base = x["targets"], x["base"]
-    named = isinstance(targets, list) and all(isinstance(t, str) for t in targets)
-    return numbers and named and isinstance(base, dict) and isinstance(base.get("path"), str)
+    match x:
+        case {"rank": rank, "alpha": alpha, "targets": [*names], "base": {"path": str()}}:
+            numbers = all(_number(n) and 0 <= n < 2**53 for n in (alpha, x.get("dropout", 0)))
+            texts = all(isinstance(name, str) for name in names)
+            return _count(rank) and rank > 0 and numbers and texts
+    return False
 
 
-FACTS = {  # entry of trainer.json -> check of its value
+NEEDED = {  # entry that trainer.json must have -> check of its value
     **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
+    **dict.fromkeys(("evals", "exact"), _pairs),
+    "loss_scale": _loss_scale,
+    "eval_loss": lambda x: x is None or _number(x),
+}
+OTHERS = {  # entry that it may have -> check of its value
     **dict.fromkeys(("identity", "settings", "model"), lambda x: isinstance(x, dict)),
     "adapters": _adapters,
-    "eval_loss": lambda x: x is None or _number(x),
-    "evals": _pairs,
-    "exact": _pairs,
-    "loss_scale": lambda x: (
-        isinstance(x, dict)
-        and {"scale", "good_steps"} <= x.keys()
-        and all(_number(n) and 0 <= n < 2**128 for n in x.values())
-        and x["scale"] > 0
-    ),
 }
+
+
+def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
+    """{file: (bytes, SHA-256)} of a checkpoint, whose files have these sizes. Raises UserError for
+    what a stranger may have written: nothing outside the folder is opened, no device, no pipe."""
+    try:
+        files = json.loads(read_text(path / "manifest.json"))["files"]
+        files = {name: (size, str(sha)) for name, (size, sha) in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise UserError(f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}") from None
+    for name, (size, _) in files.items():
+        if Path(name).name != name or type(size) is not int:
+            raise UserError(f"manifest.json: {name[:80]!r} is not a checkpoint file")
+        try:
+            status = (path / name).stat()
+        except (OSError, ValueError) as e:
+            raise UserError(f"{name}: {getattr(e, 'strerror', None) or e}") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{name} is not a regular file")
+        if status.st_size != size:
+            raise UserError(f"{name} has {status.st_size:,} bytes instead of {size:,}")
+    if missing := {".metadata", "trainer.json"} - files.keys():
+        raise UserError(f"manifest.json does not list {min(missing)}")
+    return files
 
 
 def problem_of(path: Path, world: World, tensors: bool = True) -> str | None:
     """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it. tensors:
     read their files too, which takes long."""
-
-    def look():
-        try:
-            files = json.loads(read_text(path / "manifest.json"))["files"]
-            named = {name: (size, str(sha)) for name, (size, sha) in files.items()}
-        except UserError as e:
-            return {}, str(e)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
-            return {}, f"manifest.json: {getattr(e, 'strerror', None) or repr(e)}"
-        for name, (size, _) in named.items():
-            # the manifest is not trusted: nothing outside the folder, no device, no pipe
-            if Path(name).name != name or type(size) is not int:
-                return {}, f"manifest.json: {name[:80]!r} is not a checkpoint file"
-            try:
-                status = (path / name).stat()
-            except (OSError, ValueError) as e:
-                return {}, f"{name}: {getattr(e, 'strerror', None) or e}"
-            if not stat.S_ISREG(status.st_mode):
-                return {}, f"{name} is not a regular file"
-            if status.st_size != size:
-                return {}, f"{name} has {status.st_size:,} bytes instead of {size:,}"
-        if missing := {".metadata", "trainer.json"} - named.keys():
-            return {}, f"manifest.json does not list {min(missing)}"
-        return named, None
-
-    files, problem = from_rank0(world, look)
-    if problem:
-        return problem
-    if not tensors:
-        files = {name: of for name, of in files.items() if not name.endswith(".distcp")}
-    for name in sorted(files)[world.rank :: world.size]:
+    try:
+        files = from_rank0(world, lambda: manifest_of(path))
+    except UserError as e:
+        return str(e)
+    names = sorted(name for name in files if tensors or not name.endswith(".distcp"))
+    problem = None
+    for name in names[world.rank :: world.size]:
         try:
             if digest(path / name) != files[name][1]:
                 problem = f"{name} has changed since it was written: its SHA-256 differs"
@@ -238,10 +236,10 @@ def find_checkpoint(
     return None
 
 
-def shapes_of(path: Path, rng: bool = False) -> dict[str, tuple]:
-    """{name: shape} of a checkpoint's weights and moments, or of its random generators."""
+def shapes_of(path: Path) -> dict[str, tuple]:
+    """{name: shape} of a checkpoint's weights and moments."""
     tensors = read_metadata(path).state_dict_metadata
-    return {name: tuple(t.size) for name, t in tensors.items() if name.startswith("rng.") == rng}
+    return {name: tuple(t.size) for name, t in tensors.items() if not name.startswith("rng.")}
 
 
 def weights_of(path: Path) -> dict[str, tuple]:
@@ -250,19 +248,20 @@ def weights_of(path: Path) -> dict[str, tuple]:
     return {name: shape for name, shape in shapes_of(path).items() if not name.endswith(ends)}
 
 
-def compare_shapes(path: Path, saved: dict[str, tuple], wanted: dict[str, tuple]) -> set[str]:
+def compare_shapes(
+    path: Path, saved: dict[str, tuple], wanted: dict[str, tuple], where: str = "in this run"
+) -> set[str]:
     """The names of what PowerSGD keeps that differ or are missing on either side. Raises UserError
-    if anything else does. saved: {name: shape} of a checkpoint; wanted: this run's."""
-    unused = set()
-    for name in sorted({*wanted, *saved}):
-        if wanted.get(name) != saved.get(name) and name.endswith(PSGD):
-            unused.add(name)
-        elif wanted.get(name) != saved.get(name):
+    if anything else does. saved: {name: shape} of a checkpoint; wanted: {name: shape} of what it is
+    for, and `where` they come from."""
+    names = {n for n in {*wanted, *saved} if wanted.get(n) != saved.get(n)}
+    for name in sorted(names):
+        if not name.endswith(PSGD):
             raise UserError(
                 f"{path} is of another model: the shape of {name} is {saved.get(name, 'missing')} "
-                f"there, {wanted.get(name, 'missing')} in this run"
+                f"there, {wanted.get(name, 'missing')} {where}"
             )
-    return unused
+    return names
 
 
 def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None:
@@ -304,7 +303,7 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
 
 
 def rng_state(world: World) -> dict[str, torch.Tensor]:
-    """This rank's random generator states, under names of their own. Training uses none of them."""
+    """{name: state} of this rank's random generators. Only --lora_dropout draws from them."""
     state = {f"rng.cpu.{world.rank}": torch.get_rng_state()}
     if world.device.type == "cuda":
         state[f"rng.cuda.{world.rank}"] = torch.cuda.get_rng_state()
@@ -313,8 +312,9 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 def load_rng(path: Path, world: World) -> None:
     """Restore the generators, if the checkpoint has states for this rank."""
-    saved = shapes_of(path, rng=True)
-    state = {name: t for name, t in rng_state(world).items() if saved.get(name) == tuple(t.shape)}
+    saved = read_metadata(path).state_dict_metadata
+    state = {name: t for name, t in rng_state(world).items() if name in saved}
+    state = {name: t for name, t in state.items() if saved[name].size == t.shape}
     read_tensors(path, state)
     with contextlib.suppress(RuntimeError):  # from another kind of device
         for name, t in state.items():

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.errors import STOPPED, Stopped, UserError, counted
+from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.job.device import refuse_gpus
 from llm_demo.job.files import disk_full
@@ -25,6 +25,7 @@ from llm_demo.job.process import (
     raise_on_ctrl_c,
     refuse_unusable_paths,
 )
+from llm_demo.job.text import STOPPED, counted
 
 
 def timeout() -> timedelta:
@@ -113,6 +114,9 @@ def from_rank0(world: World, make: Callable, long: bool = False):
     """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
 
     long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
+    if world.size == 1:  # perhaps without a process group
+        with refuse_unusable_paths():
+            return make()
     group = _patient_group() if long else None
     box = [None, None]
     if world.rank == 0:

@@ -29,24 +29,29 @@ def disk_full(
     the limit of `ulimit -f`; else None.
 
     folder: where the write went, if known; otherwise output_dir is one of the candidates."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    unlimited = limit == resource.RLIM_INFINITY
     while error:
         number = getattr(error, "errno", None)
         if rust := re.search(r"\(os error (\d+)\)", str(error)):  # a library in Rust
             number = int(rust[1])
         elif SILENT.search(str(error)):
-            number = _guess(folder)
+            number = errno.ENOSPC if unlimited or _nearly_full(folder) else errno.EFBIG
         if number in FULL:
-            return _describe(number, getattr(error, "filename", None) or folder, output_dir)
+            break
         error = error.__cause__ or error.__context__
-    return None
+    else:
+        return None
+    reason = os.strerror(number)
+    if number == errno.EFBIG and not unlimited:
+        reason += f" (ulimit -f allows {limit / 1e6:,.1f} MB)"
+    hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
+    places = (output_dir, cache_folder(), hub, "/tmp", "/dev/shm")
+    full = next(filter(_nearly_full, places), "--output_dir or the cache")
+    return f"{reason}: {getattr(error, 'filename', None) or folder or full}"
 
 
-def _guess(folder) -> int:
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return errno.ENOSPC if limit == resource.RLIM_INFINITY or _nearly_full(folder) else errno.EFBIG
-
-
-def _nearly_full(folder) -> bool:
+def _nearly_full(folder: Path | str | None) -> bool:
     """Whether this folder's disk is nearly full."""
     try:
         path = Path(folder).absolute()
@@ -54,19 +59,6 @@ def _nearly_full(folder) -> bool:
         return shutil.disk_usage(existing).free < 1 << 20
     except (TypeError, OSError):
         return False
-
-
-def _describe(number: int, where, output_dir: str | None) -> str:
-    reason = os.strerror(number)
-    if number == errno.EFBIG:
-        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if limit != resource.RLIM_INFINITY:
-            reason += f" (ulimit -f allows {limit / 1e6:,.1f} MB)"
-    if not where:
-        hub = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
-        places = [p for p in (output_dir, cache_folder(), hub, "/tmp", "/dev/shm") if p]
-        where = next((p for p in places if _nearly_full(p)), "--output_dir or the cache")
-    return f"{reason}: {where}"
 
 
 def cache_folder() -> str:
@@ -91,11 +83,14 @@ def write_text(file: Path, text: str) -> None:
     """Replace a small file atomically: a reader sees either the old text or the new one."""
     part = file.with_name(f"{PART}{file.name}")
     part.unlink(missing_ok=True)
-    with open(part, "x") as f:  # never through a link that lies there
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    part.replace(file)
+    try:
+        with open(part, "x", encoding="utf-8") as f:  # never through a link that lies there
+            f.write(text)
+            f.flush()
+            os.fsync(f.fileno())
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

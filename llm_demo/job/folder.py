@@ -1,29 +1,60 @@
-"""Choose a run's folder, and lock it so that only one run uses it. args: the flags."""
+"""A run's folder: chosen, locked so that only one run uses it, and described.
 
-import contextlib
+args: the flags."""
+
 import fcntl
 import glob
-import itertools
 import os
+import platform
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
-import time
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import PART, ROOT
+from llm_demo.core.mesh import World
+from llm_demo.job.device import KERNEL_VARIABLES, links, this_device
+from llm_demo.job.files import ROOT, write_json
 from llm_demo.job.process import regular
 
 # flags that name what a run reads; not every script has all of them
 INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
           "eval_json", "deepspeed_config")  # fmt: skip
 
+# Not through the launcher script: its defaults would fill flags that this run left open. With exec,
+# because a resumed run rewrites this file while bash is still reading it.
+CMD = """\
+#!/usr/bin/env bash
+folder=$(cd "$(dirname "$0")" && pwd)
+if [[ ! $folder -ef {folder} && " $*" != *" --output"[_-]"dir"* ]]; then
+    echo {moved} "$folder" >&2
+    exit 2
+fi
+export LLM_DEMO_STARTED_IN=$PWD
+cd {cwd} || exit
+exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
+"""
+
+
+# Environment variables to record, by prefix. SECRET: in a name, it keeps the value out.
+RECORDED = (
+    "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
+    "GPU_MAX_HW_QUEUES", *KERNEL_VARIABLES,
+)  # fmt: skip
+SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CRED|AUTH")
+
 
 def choose_folder(args, script: str) -> Path:
     """The run's folder, not yet created or emptied. Raises UserError if it can't be used."""
     model = Path(args.model_name_or_path).name
-    name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S}"
+    name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"  # runs may begin together
     folder = Path(args.output_dir) if args.output_dir else ROOT / "runs" / name
     if folder.is_symlink() and not folder.exists():
         raise UserError(
@@ -32,16 +63,9 @@ def choose_folder(args, script: str) -> Path:
         )
     if args.overwrite:
         _refuse_places_in(folder)
-    place = folder.absolute()
-    above = next((p for p in place.parents if p.exists()), place)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder} is a file: choose another name")
-    try:  # access() allows root everything, even in /proc
-        os.rmdir(tempfile.mkdtemp(prefix=".llm_demo-", dir=above))
-    except OSError as e:
-        raise UserError(f"--output_dir {folder}: can't be created in {above}: {e.strerror}") from e
+    refuse_unwritable(folder, "--output_dir")
     if not args.output_dir:
-        return folder if args.dry_run or args.estimate else _reserve(folder)
+        return folder
     for run in filter(is_run, folder.resolve().parents):
         raise UserError(f"--output_dir {folder} is inside {run}, the folder of another run")
     if args.overwrite:
@@ -68,6 +92,18 @@ def is_run(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("cmd.sh", "config.json"))
 
 
+def refuse_unwritable(folder: Path, flag: str) -> None:
+    """Raise UserError if what a flag names can't be a folder to write to. Creates nothing."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{flag} {folder} is a file: name a folder")
+    place = folder.absolute()
+    above = next(p for p in (place, *place.parents) if p.exists())
+    try:  # access() allows root everything, even in /proc
+        os.rmdir(tempfile.mkdtemp(prefix=".llm_demo-", dir=above))
+    except OSError as e:
+        raise UserError(f"{flag} {folder}: can't write to {above}: {e.strerror}") from e
+
+
 def refuse_inside_checkpoints(out: Path) -> None:
     """Raise UserError if a tool would write into a run's checkpoints, which the run deletes."""
     for above in out.resolve().parents:
@@ -86,31 +122,6 @@ def _refuse_links(folder: Path) -> None:
                     "the run would write elsewhere: remove it"
                 )
         folders[:] = [name for name in folders if name != "wandb"]  # has links of its own
-
-
-def _reserve(folder: Path) -> Path:
-    """The folder, or with -2, -3, ... if a run that began in the same second has it. An empty file
-    beside it keeps the name until the folder exists."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    for left in folder.parent.glob(f"{PART}name-*"):  # of runs that ended before step 1
-        with contextlib.suppress(OSError):
-            if left.stat().st_mtime < time.time() - 3600:  # that second does not come again
-                left.unlink()
-    for n in itertools.count(2):
-        mark = _mark(folder)
-        try:
-            mark.touch(exist_ok=False)
-            if not folder.exists():
-                return folder
-            mark.unlink()
-        except FileExistsError:
-            pass
-        folder = folder.with_name(f"{folder.name.removesuffix(f'-{n - 1}')}-{n}")
-
-
-def _mark(folder: Path) -> Path:
-    folder = folder.absolute()  # "." has no name
-    return folder.with_name(f"{PART}name-{folder.name}")
 
 
 def _refuse_places_in(folder: Path) -> None:
@@ -132,8 +143,8 @@ def _refuse_inputs_in(folder: Path, args) -> None:
         for name in filter(None, (getattr(args, flag, None) or "").split(",")):
             path = str(Path(name.strip()).expanduser())
             paths = (path, path.rpartition("*")[0] or path)  # it may have a weight
-            for found in (Path(p) for p in paths for p in glob.glob(p, recursive=True) or [p]):
-                if found.exists() and folder in (found.resolve(), *found.resolve().parents):
+            for file in (Path(p) for p in paths for p in glob.glob(p, recursive=True) or [p]):
+                if file.exists() and folder in (file.resolve(), *file.resolve().parents):
                     raise UserError(
                         f"--overwrite would delete --{flag} {name}: choose another folder"
                     )
@@ -168,7 +179,6 @@ def take_folder(folder: Path, args, held):
         elif held:
             return held
         folder.mkdir(parents=True, exist_ok=True)
-        _mark(folder).unlink(missing_ok=True)
         if published(folder / "checkpoints"):
             raise FileExistsError
         return _lock(folder / "cmd.sh", "a" if args.resume == "auto" else "x")
@@ -195,3 +205,54 @@ def last_checkpoint(folder: Path) -> str:
 def published(folder: Path) -> list[Path]:
     """Checkpoints in a folder, newest first, intact or not."""
     return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
+
+
+def environment(world: World) -> dict:
+    """Versions, hardware and revision of this run."""
+    versions = {"python": platform.python_version()}
+    core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy")
+    for package in (*core, "flash_attn"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # git is not installed
+        revision = None
+    return {
+        "versions": versions,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "device": str(this_device(world.device.index or 0)),
+        "link": next(iter(links()), None) if world.device.type == "cuda" else None,
+        "world_size": world.size,
+        "platform": platform.platform(),
+        # set by hand where the files were copied without .git
+        "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
+        "environment": {
+            k: "left out" if SECRET.search(k) else v
+            for k, v in sorted(os.environ.items())
+            if k.startswith(RECORDED)
+        },
+    }
+
+
+def describe_run(folder: Path, settings: dict, world: World) -> None:
+    """Write config.json, env.json and cmd.sh."""
+    write_json(folder / "config.json", settings, indent=2, default=str)
+    write_json(folder / "env.json", environment(world), indent=2, default=str)
+    argv = [a for a in sys.argv[1:] if not a.startswith("--local_rank")]
+    several = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: os.environ[name] for name in several if {name, "NNODES"} <= os.environ.keys()}
+    given["NPROC_PER_NODE"] = world.local_size
+    path = folder.absolute()
+    words = {
+        "folder": path, "moved": f"error: this run was moved from {path}: add --output_dir",
+        "cwd": os.getcwd(), "root": ROOT, "python": sys.executable,
+        "script": os.path.abspath(sys.argv[0]),
+    }  # fmt: skip
+    words = {name: shlex.quote(str(word)) for name, word in words.items()}
+    words["nodes"] = " ".join(f"{name}={value}" for name, value in given.items())
+    (folder / "cmd.sh").write_text(CMD.format(**words, argv=shlex.join(argv)))

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
+from llm_demo.job.text import words_of
 
 
 def refuse_adapter(name: str, folder: Path) -> None:

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.core.rows import Packs, order_rows
 from llm_demo.data.choose import mix
 from llm_demo.job.args import MAX_STEPS, Args
+from llm_demo.job.text import counted
 
 ABOUT_STEPS = 100  # what a run takes if no flag sets its length
 FEW_STEPS = 30  # fewer learn little, so smaller steps are proposed

@@ -52,7 +52,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
     file = checkpoint / ".metadata"
     try:
         with open(file, "rb") as opened:
-            return _checked(_Unpickler(opened).load())
+            return _metadata(_Unpickler(opened).load())
     except OSError as e:
         raise UserError(f"{file} can't be read: {e.strerror or e}") from None
     except _Refused as e:
@@ -75,11 +75,10 @@ class _Record:
         self.state = state
 
 
-def _member(kind, name):
+def _member(kind, _name):
     """Stands in for getattr, by which Python 3.11.0 to 3.11.3 pickles members of an enum."""
     if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING" or not issubclass(kind, _Record):
         raise _Refused("it refers to builtins.getattr, which no checkpoint needs")
-    return _Record(_text(name))
 
 
 class _Unpickler(pickle.Unpickler):
@@ -88,66 +87,46 @@ class _Unpickler(pickle.Unpickler):
         self.stand_ins = {}  # classes of this file only: a pickle may also modify a class
 
     def find_class(self, module, name):
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if name not in NAMES.get(module, ()):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in NAMES.get(module, ()):
             raise _Refused(f"it refers to {module}.{name}, which no checkpoint needs")
         return self.stand_ins.setdefault(name, type(name, (_Record,), {}))
 
 
-def _checked(raw) -> Metadata:
-    _is("Metadata", raw)
+def _metadata(record: _Record) -> Metadata:
+    """DCP's own object with the same places and sizes. Dtypes are read with the tensors. Raises if
+    a value has the wrong type: no record, number or text is taken for another."""
     tensors, storage = {}, {}
-    for name, t in raw.state["state_dict_metadata"].items():
-        _is("TensorStorageMetadata", t)
-        properties = _is("TensorProperties", t.state["properties"])
-        if not isinstance(properties.state[0], torch.dtype):
-            raise TypeError(f"{name} has no dtype")
-        chunks = [
-            ChunkStorageMetadata(_size(c.state["offsets"]), _size(c.state["sizes"]))
-            for c in t.state["chunks"]
-        ]
-        tensors[_text(name)] = TensorStorageMetadata(
-            TensorProperties(dtype=properties.state[0]), _size(t.state["size"]), chunks
-        )
-    for index, where in raw.state["storage_data"].items():
-        _is("MetadataIndex", index)
-        _is("_StorageInfo", where)
-        file = _text(where.state["relative_path"])
+    for name, tensor in record.state["state_dict_metadata"].items():
+        chunks = [chunk.state for chunk in tensor.state["chunks"]]
+        chunks = [ChunkStorageMetadata(_size(c["offsets"]), _size(c["sizes"])) for c in chunks]
+        size = _size(tensor.state["size"])
+        tensors[_a(str, name)] = TensorStorageMetadata(TensorProperties(), size, chunks)
+    for index, place in record.state["storage_data"].items():
+        index, place = index.state, place.state
+        file, offset = _a(str, place["relative_path"]), index.get("offset")
         if not re.fullmatch(r"__\d+_\d+\.distcp", file):
             raise _Refused(f"it names {file!r}, which is not a checkpoint file")
-        if where.state.get("transform_descriptors"):
+        if place.get("transform_descriptors"):
             raise _Refused(f"it asks to transform {file}")
-        offset = index.state.get("offset")
-        key = MetadataIndex(
-            _text(index.state["fqn"]),
-            offset and _size(offset),
-            None if index.state.get("index") is None else _count(index.state["index"]),
-        )
-        start, length = _count(where.state["offset"]), _count(where.state["length"])
-        storage[key] = _StorageInfo(file, start, length)
+        key = MetadataIndex(_a(str, index["fqn"]), offset and _size(offset))
+        storage[key] = _StorageInfo(file, _count(place["offset"]), _count(place["length"]))
     return Metadata(tensors, storage_data=storage, storage_meta=StorageMeta())
 
 
-def _is(name: str, record):
-    if type(record).__name__ != name or not isinstance(record, _Record):
-        raise TypeError(f"expected {name}, found {type(record).__name__}")
-    return record
-
-
-def _size(record) -> torch.Size:
-    return torch.Size(map(_count, _is("Size", record).args[0]))
+def _a(kind: type, value):
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {value!r}")
+    return value
 
 
 def _count(n) -> int:
-    if type(n) is not int or n < 0:
-        raise TypeError(f"expected a number, found {n!r}")
+    if _a(int, n) < 0:
+        raise ValueError(f"{n} is negative")
     return n
 
 
-def _text(s) -> str:
-    if type(s) is not str:
-        raise TypeError(f"expected a name, found {s!r}")
-    return s
+def _size(record: _Record) -> torch.Size:
+    return torch.Size(map(_count, record.args[0]))

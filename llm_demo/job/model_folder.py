@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import (
     GenerationConfig,
 )
 
-from llm_demo.core.errors import UserError, counted, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.labels import stop_tokens
@@ -28,13 +29,13 @@ from llm_demo.job.dist import from_rank0, once_per_node
 from llm_demo.job.files import write_json
 from llm_demo.job.source import (
     COMPARE,
-    describe_model,
     find_model,
     load_config,
     load_tokenizer,
     position_limit,
     same_ids,
 )
+from llm_demo.job.text import counted, words_of
 from llm_demo.job.weights_files import Weights, open_weights
 
 # What transformers neither checks nor can generate with otherwise; a boolean is a number too.
@@ -131,6 +132,28 @@ def open_model(
     return config, weights
 
 
+def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
+    """Save what an export needs besides weights with the run: the model's folder may disappear.
+    config: the model's, with more positions if rows are longer, and untied if its head is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).is_file():
+            shutil.copyfile(model / name, folder / name)
+    if config:
+        described = json.loads((folder / "config.json").read_text())
+        positions = "max_position_embeddings"
+        longest = max(described.get(positions, 0), getattr(config, positions, 0))
+        changed = described | ({positions: longest} if longest else {})
+        if described.get("tie_word_embeddings"):
+            changed["tie_word_embeddings"] = config.tie_word_embeddings
+        if changed != described:
+            write_json(folder / "config.json", changed, indent=2)
+    if template := getattr(tokenizer, "undated_template", None):
+        tokenizer = copy.copy(tokenizer)
+        tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+
+
 def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat16) -> list[str]:
     """Write all that an export holds besides weights and model card: tokenizer, chat template and,
     for a whole model, configurations. Returns lines for the log. model: the model/ folder of a run.
@@ -178,8 +201,7 @@ def try_describe(model: Path, tokenizer, config) -> list[str]:
 def describe_for_version_4(folder: Path) -> None:
     """Add the keys that transformers 4, and servers that use it, read in config.json. Without them
     it silently takes defaults. Version 5 reads the same model from both."""
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads((folder / "config.json").read_text())
     config.pop("auto_map", None)  # names code that is not in this folder
     config["torch_dtype"] = config["dtype"]
     if "num_local_experts" in config:
@@ -189,22 +211,20 @@ def describe_for_version_4(folder: Path) -> None:
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}
     if kind == "longrope":
-        key = "original_max_position_embeddings"
-        config[key] = rope[key]
-    write_json(file, config, indent=2)
+        config["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
+    write_json(folder / "config.json", config, indent=2)
 
 
 def name_tokenizer_for_version_4(folder: Path) -> None:
     """Name a tokenizer's class and special tokens as transformers 4 does, which version 5 reads
     too."""
-    file = folder / "tokenizer_config.json"
-    config = json.loads(file.read_text())
+    config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("auto_map", None)
     if config["tokenizer_class"] == "TokenizersBackend":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if tokens := config.pop("extra_special_tokens", None):
         config["additional_special_tokens"] = tokens
-    write_json(file, config, indent=2)
+    write_json(folder / "tokenizer_config.json", config, indent=2)
 
 
 def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[str]]:
@@ -216,8 +236,8 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
         if file.is_file():
             config = GenerationConfig.from_pretrained(folder)
         ids = [config.eos_token_id, config.bos_token_id, config.pad_token_id]
-        own, *others = [t if isinstance(t, list) else [t] * (t is not None) for t in ids]
-        for token in itertools.chain(own, *others):
+        ends, *others = [t if isinstance(t, list) else [t] * (t is not None) for t in ids]
+        for token in itertools.chain(ends, *others):
             if type(token) is not int:
                 raise ValueError(f"{token!r} is not a token id")
         for key in NUMBERS:
@@ -228,12 +248,11 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
         except ValueError as e:
             refused = re.findall(r"^- `(\w+)`", str(e), re.M)
             shown = ", ".join(f"{key} {getattr(config, key)}" for key in refused)
-            for key in refused:
-                setattr(config, key, None)
+            config.update(**dict.fromkeys(refused))
             config.validate(strict=True)
             notes.append(f"generation_config.json: without {shown}, which transformers refuses")
         config.to_json_string()
     except Exception as e:  # from transformers, which checks few types
         raise UserError(f"{file}: {words_of(e)}; {COMPARE}") from e
-    config.eos_token_id = list(dict.fromkeys([*own, *stop_tokens(tokenizer)])) or None
+    config.eos_token_id = list(dict.fromkeys([*ends, *stop_tokens(tokenizer)])) or None
     return config, notes

@@ -18,18 +18,13 @@ import numpy as np
 import torch
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import Packs
 from llm_demo.data.choose import split_off
-from llm_demo.data.packs import (
-    LONGEST_DEFAULT,
-    describe_example,
-    heldout_beside,
-    load_packs,
-    refuse_unknown_tokens,
-)
+from llm_demo.data.packing import LONGEST_DEFAULT
+from llm_demo.data.packs import describe_example, heldout_beside, load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import hub_parts, weighted
 from llm_demo.job.adapters import choose_lora, factors_of, identity_of, refuse_other_adapters
 from llm_demo.job.args import Args
@@ -74,6 +69,7 @@ from llm_demo.job.source import (
     window_of,
     without_window,
 )
+from llm_demo.job.text import counted
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import errno
 import logging
-import math
 import os
 import re
 import signal
@@ -34,8 +33,7 @@ YEAR = 365 * 24 * 60  # minutes; no wait may be longer
 def number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1) -> int:
     """A whole number from the environment. Raises UserError for anything else."""
     text = os.environ.get(name) or str(default)
-    digits = text.isascii() and text.isdecimal()
-    if not digits or len(text) > 10 or int(text) < at_least:
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) < at_least:
         raise UserError(f"{name}={text[:80]}: must be a whole number, {at_least} or more")
     if int(text) > at_most:
         raise UserError(f"{name}={text}: must be at most {at_most}")
@@ -45,13 +43,10 @@ def number(name: str, default: int, at_least: int = 0, at_most: int = 2**31 - 1)
 def minutes(name: str, default: float) -> float:
     """A time in minutes from the environment. Raises UserError for anything else."""
     text = os.environ.get(name) or str(default)
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= YEAR:
-        raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0 < (value := float(text)) <= YEAR:
+            return value
+    raise UserError(f"{name}={text[:80]}: must be a number of minutes, above 0, at most {YEAR}")
 
 
 def usable_cores() -> list[int]:

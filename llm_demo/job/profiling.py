@@ -10,7 +10,8 @@ import json
 import math
 import re
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -81,37 +82,61 @@ def analyse(trace: dict, steps: int) -> dict:
     (start, end)} of all steps, in microseconds; kernels {name: (ms, count)}, kinds {kind: (ms,
     count, bytes)} of one step."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    rank = trace.get("distributedInfo", {}).get("rank")
+    work, on_cpu = work_of(events)
+    comm = [e for e in work if COMMUNICATES.search(e["name"])]
+    kernels = [e for e in work if not COMMUNICATES.search(e["name"])]
+    begin = min((e["ts"] for e in work), default=0)
+    total = max(map(end_of, work), default=0) - begin
+    copied = copies(comm)
+    spans, under_way = list(map(span_of, kernels)), [*map(span_of, comm), *sum(copied, [])]
+    busy, for_host = union(under_way), []
+    if on_cpu:  # an operation blocks everything else
+        compute, exposed = union(spans + list(map(span_of, comm))) - busy, busy
+    else:
+        compute, for_host = union(spans), waits_for_host(kernels, events, begin)
+        running = bridged(sorted(for_host + spans))
+        exposed = union(running + under_way) - union(running)
+    times = {
+        "total": total, "compute": compute, "comm": busy, "exposed": exposed,
+        "idle": total - compute - exposed, "host": union(for_host),
+    }  # fmt: skip
+    operations, kinds = operations_of(comm, trace.get("distributedInfo", {}).get("rank"))
+    for stream, intervals in enumerate(copied):
+        operations |= {("copies", str(stream), n): span for n, span in enumerate(intervals)}
+    return {
+        **{name: us / (1e3 * steps) for name, us in times.items()},
+        "operations": operations,
+        "kernels": per_step(((e["name"], e["dur"], 1) for e in kernels), steps),
+        "kinds": per_step(kinds, steps),
+        "steps": steps,
+    }
+
+
+def work_of(events: list[dict]) -> tuple[list[dict], bool]:
+    """(what the device did, in order, whether it is a CPU). A CPU's work are its operations, except
+    for the trainer's own reading of numbers."""
     work = [e for e in events if e.get("cat") in DEVICE_WORK]
     on_cpu = not work
     if on_cpu:
         work = [e for e in events if e.get("cat") in ("cpu_op", "user_annotation")]
-        muted = [(e["ts"], e["ts"] + e["dur"]) for e in work if e["name"] == MUTED]
+        muted = [span_of(e) for e in work if e["name"] == MUTED]
         work = [e for e in work if not any(begin <= e["ts"] <= end for begin, end in muted)]
         work = [e for e in work if not e["name"].startswith(("record_param_comms", "c10d::"))]
-    comm = [e for e in work if COMMUNICATES.search(e["name"])]
-    comm.sort(key=lambda e: e["ts"])
-    rest = [e for e in work if not COMMUNICATES.search(e["name"])]
-    rest.sort(key=lambda e: e["ts"])
-    begin = min((e["ts"] for e in work), default=0)
-    end = max((e["ts"] + e["dur"] for e in work), default=0)
+    return sorted(work, key=lambda e: e["ts"]), on_cpu
 
-    def spans(chosen):
-        return [(e["ts"], e["ts"] + e["dur"]) for e in chosen]
 
-    copied = copies(comm)
-    under_way = spans(comm) + sum(copied, [])
-    busy, for_host = union(under_way), []
-    if on_cpu:  # an operation blocks everything else
-        compute, exposed = union(spans(work)) - busy, busy
-    else:
-        compute, for_host = union(spans(rest)), waits_for_host(rest, events, begin)
-        running = bridged(sorted(for_host + spans(rest)))
-        exposed = union(running + under_way) - union(running)
-    kernels, kinds, operations, counts = {}, {}, {}, defaultdict(int)
-    for e in rest:
-        ms, n = kernels.get(e["name"], (0.0, 0))
-        kernels[e["name"]] = ms + e["dur"] / 1e3 / steps, n + 1
+def end_of(event: dict) -> float:
+    return event["ts"] + event["dur"]
+
+
+def span_of(event: dict) -> tuple[float, float]:
+    return event["ts"], end_of(event)
+
+
+def operations_of(comm: list[dict], rank: int | None) -> tuple[dict, list[tuple]]:
+    """({(kind, group, count): (start, end)} of NCCL's operations, [(kind, microseconds, 1, bytes)]
+    of all). A send and its receive have one group."""
+    operations, kinds, counts = {}, [], Counter()
     for e in comm:
         args = e.get("args", {})
         match = KIND.search(str(args.get("Collective name", ""))) or KIND.search(e["name"])
@@ -119,33 +144,25 @@ def analyse(trace: dict, steps: int) -> dict:
         kind = kind if kind == AWAIT else kind.replace("_", "")
         group = str(args.get("Process Group Name", ""))
         if kind in ("send", "recv"):
-            me, peer = rank, args.get("Dst Rank", args.get("Src Rank"))
-            group = f"{me}>{peer}" if kind == "send" else f"{peer}>{me}"
+            peer = args.get("Dst Rank", args.get("Src Rank"))
+            group = f"{rank}>{peer}" if kind == "send" else f"{peer}>{rank}"
             kind = "sendrecv"
         size = SIZES.get(args.get("dtype"), 0)
         size *= max(args.get("In msg nelems", 0), args.get("Out msg nelems", 0))
-        size += args.get("bytes", 0)  # of a copy
-        ms, n, total = kinds.get(kind, (0.0, 0, 0))
-        kinds[kind] = ms + e["dur"] / 1e3 / steps, n + 1, total + size
+        kinds.append((kind, e["dur"], 1, size + args.get("bytes", 0)))  # bytes: of a copy
         if not BY_ENGINES.search(e["name"]):
-            operations[kind, group, counts[kind, group]] = e["ts"], e["ts"] + e["dur"]
+            operations[kind, group, counts[kind, group]] = span_of(e)
             counts[kind, group] += 1
-    for stream, intervals in enumerate(copied):
-        for n, span in enumerate(intervals):
-            operations["copies", str(stream), n] = span
-    per_step = 1e3 * steps
-    return {
-        "total": (end - begin) / per_step,
-        "compute": compute / per_step,
-        "comm": busy / per_step,
-        "exposed": exposed / per_step,
-        "idle": (end - begin - compute - exposed) / per_step,
-        "host": union(for_host) / per_step,
-        "operations": operations,
-        "kernels": {k: (ms, n / steps) for k, (ms, n) in kernels.items()},
-        "kinds": {k: (ms, n / steps, size / steps) for k, (ms, n, size) in kinds.items()},
-        "steps": steps,
-    }
+    return operations, kinds
+
+
+def per_step(rows: Iterable[tuple], steps: int) -> dict[str, tuple]:
+    """{name: (ms, count, ...) of one step} from rows (name, microseconds, 1, ...)."""
+    sums = {}
+    for name, us, *more in rows:
+        values = us / 1e3, *more
+        sums[name] = tuple(map(sum, zip(sums.get(name, (0,) * len(values)), values, strict=True)))
+    return {name: tuple(value / steps for value in values) for name, values in sums.items()}
 
 
 def copies(comm: list[dict]) -> list[list[tuple]]:
@@ -162,7 +179,7 @@ def copies(comm: list[dict]) -> list[list[tuple]]:
             begun.setdefault(stream, e["ts"])
             copied.add(stream)
         elif stream in copied:
-            operations.append((begun.pop(stream), e["ts"] + e["dur"]))
+            operations.append((begun.pop(stream), end_of(e)))
             copied.remove(stream)
         else:
             begun[stream] = e["ts"]
@@ -180,10 +197,10 @@ def waits_for_host(kernels: list[dict], events: list[dict], begin: float) -> lis
     # for each kernel the earliest launch of it and the later ones, which may be on other streams
     earliest = list(itertools.accumulate(reversed(times), min))[::-1]
     waits, reached = [], begin
-    for e, own, first in zip(kernels, times, earliest, strict=True):
-        if own < math.inf and first > reached:
+    for e, launch, first in zip(kernels, times, earliest, strict=True):
+        if launch < math.inf and first > reached:
             waits.append((reached, min(first + LAUNCH_GAP, e["ts"])))
-        reached = max(reached, e["ts"] + e["dur"])
+        reached = max(reached, end_of(e))
     return waits
 
 

@@ -16,23 +16,18 @@ EVERY = 10  # seconds between lines if stderr is not a terminal
 
 
 def progress(
-    iterable: Iterable | None = None,
-    what: str = "",
-    total: float | None = None,
-    unit: str = "it",
-    show: bool = True,
+    iterable: Iterable | None = None, what: str = "", total: float | None = None, unit: str = "it"
 ) -> tqdm:
     """Show the progress of `what` on stderr once it has taken DELAY seconds; rank 0 only.
 
     Iterate over it, or use it as a context manager and call update(n). total: default is the
     iterable's length. unit "B": bytes, shown as kB, MB, GB."""
     size = shutil.get_terminal_size()  # 80 x 24 if the terminal reports none; tqdm shows nothing
-    shown = tqdm if sys.stderr.isatty() else _Lines
-    return shown(
+    bar = sys.stderr.isatty()
+    return (tqdm if bar else _Lines)(
         iterable, desc=what, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY,
-        file=sys.stderr, disable=not show or os.environ.get("RANK", "0") != "0",
-        ncols=size.columns, nrows=size.lines,
-        mininterval=0.1 if shown is tqdm else EVERY,
+        file=sys.stderr, disable=os.environ.get("RANK", "0") != "0", ncols=size.columns,
+        nrows=size.lines, mininterval=0.1 if bar else EVERY,
     )  # fmt: skip
 
 
@@ -76,14 +71,10 @@ class _Lines(tqdm):
     said = None  # the amount on the last line
 
     def display(self, msg=None, pos=None):
-        self.said, d = self.n, self.format_dict
-        amount = tqdm.format_sizeof if d["unit_scale"] else "{:,}".format
-        text = f"{self.desc}: {amount(d['n'])}"
-        if d["total"]:
-            text += f" of {amount(d['total'])}"
-        text += d["unit"] if d["unit_scale"] else f" {d['unit']}"
-        text += f", {d['n'] / d['total']:.0%}" if d["total"] else ""
-        print(f"{text}, {tqdm.format_interval(d['elapsed'])}", file=self.fp, flush=True)
+        self.said, unit = self.n, self.unit if self.unit_scale else f" {self.unit}"
+        amounts = "{n_fmt} of {total_fmt}%s, {percentage:.0f}%%" if self.total else "{n_fmt}%s"
+        form = {"bar_format": "{desc}: " + amounts % unit + ", {elapsed}"}
+        print(self.format_meter(**self.format_dict | form), file=self.fp, flush=True)
 
     def close(self):
         if not self.disable:

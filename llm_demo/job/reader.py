@@ -1,4 +1,4 @@
-"""Reads a run's folder back: its settings, the records of its steps, their medians."""
+"""A run's folder read back: its settings, the records of its steps, their medians."""
 
 import contextlib
 import json
@@ -8,10 +8,12 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.job.parsing import MAX_INT
 from llm_demo.job.process import read_text
-from llm_demo.job.summary import WARMUP
+from llm_demo.job.text import counted
+
+WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
 
 
 def read_run(folder: Path) -> SimpleNamespace:
@@ -98,52 +100,50 @@ def column(records: list[dict], key: str) -> list[float]:
     return [number(record.get(key)) for record in records]
 
 
-def finite(values) -> list[float]:
+def finite_of(values) -> list[float]:
     return [v for v in values if math.isfinite(v)]
 
 
 def middle(values) -> float:
     """Median of the finite values; NaN if there are none."""
-    return statistics.median(finite(values) or [math.nan])
+    return statistics.median(finite_of(values) or [math.nan])
 
 
-def median(run, key: str) -> float:
-    return middle(column(run.steps[WARMUP:] or run.steps, key))
+def median(steps: list[dict], key: str) -> float:
+    """The median of the records of steps, without the first WARMUP of them; NaN if none has it."""
+    return middle(column(steps[WARMUP:] or steps, key))
 
 
-def of_ranks(run, key: str) -> list[float]:
-    """Median of each rank; empty if not recorded. After a resume with a different number of ranks,
-    only those steps count."""
-    records = run.steps[WARMUP:] or run.steps
-    lists = [record[key] for record in records if isinstance(record.get(key), list)]
+def of_ranks(steps: list[dict], key: str) -> list[float]:
+    """The same for each rank; empty if not recorded. After a resume with a different number of
+    ranks, only those steps count."""
+    lists = [r[key] for r in steps[WARMUP:] or steps if isinstance(r.get(key), list)]
     ranks = [map(number, values) for values in lists if len(values) == len(lists[-1])]
     return [middle(values) for values in zip(*ranks, strict=True)]
 
 
-def peak_memory(run) -> list[float]:
-    """Peak of each rank so far, in 2^30 bytes; empty if not recorded."""
-    lists = [gb for r in run.steps if isinstance(gb := r.get("perf/peak_mem_gb"), list)]
-    return list(map(number, lists[-1])) if lists else []
+def peaks_of(record: dict) -> list | None:
+    """Peak memory of each rank so far in 2^30 bytes: reserved on a GPU, resident on a CPU."""
+    return record.get("perf/reserved_gb") or record.get("perf/peak_mem_gb")
 
 
 def step_parts(run) -> list[dict[str, float]]:
     """One dict per rank of where a step's time went, medians in ms: compute, transfer and waiting,
-    which add up to `step`; `comm` and `wait` in total, hidden behind compute or not. Empty if
-    communication was not timed. How much waiting was hidden behind compute is not recorded, so as
-    much of it as fits is counted as exposed. That is exact if all communication is exposed, as in a
-    pipeline or on a CPU; otherwise `waiting` is an upper bound and `transfer` a lower one."""
-    keys = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")
-    comm, exposed, wait = (of_ranks(run, key) for key in keys)
-    step = median(run, "perf/step_ms")
-    timed = comm and exposed and wait and run.config.get("comm_timer") is not False
-    if not timed or math.isnan(sum([step, *comm, *exposed, *wait])):
+    which add up to `step`. Empty if communication was not timed. How much waiting was hidden behind
+    compute is not recorded, so as much of it as fits is counted as exposed. That is exact if all
+    communication is exposed, as in a pipeline or on a CPU; otherwise `waiting` is an upper bound
+    and `transfer` a lower one."""
+    keys = ("perf/comm_exposed_ms", "perf/comm_wait_ms")
+    exposed, wait = (of_ranks(run.steps, key) for key in keys)
+    step = median(run.steps, "perf/step_ms")
+    if len(exposed) != len(wait) or math.isnan(sum([step, *exposed, *wait])):
         return []
     ranks = []
-    for c, e, w in zip(comm, exposed, wait, strict=True):
+    for e, w in zip(exposed, wait, strict=True):
         e = min(e, step)
         waiting = min(w, e)
         parts = {"compute": step - e, "transfer": e - waiting, "waiting": waiting}
-        ranks.append({**parts, "step": step, "comm": c, "wait": w})
+        ranks.append({**parts, "step": step})
     return ranks
 
 
@@ -151,12 +151,12 @@ def skipped(run) -> list[int]:
     return [record["step"] for record in run.steps if record.get("train/skipped") is True]
 
 
-def status(run) -> tuple[str, str]:
-    """(finished, unfinished or empty; the same as a text for the reader)."""
+def status(run) -> str:
+    """Whether a run has finished, for the reader."""
     if not run.steps:
-        return "empty", "no step logged yet"
+        return "no step logged yet"
     last, wanted = run.steps[-1]["step"], number(run.config.get("max_steps"))
     if number(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
-        return "finished", f"finished, {last:,} steps"
+        return f"finished, {last:,} steps"
     total = f" of {wanted:,.0f}" if wanted > 0 else ""
-    return "unfinished", f"running or interrupted at step {last:,}{total}"
+    return f"running or interrupted at step {last:,}{total}"

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import Timings, peak_host_gb
 from llm_demo.job.args import Args, less_memory, parse_steps
@@ -19,6 +19,7 @@ from llm_demo.job.folder import last_checkpoint
 from llm_demo.job.log import Log
 from llm_demo.job.profiling import StepProfiler, waiting
 from llm_demo.job.summary import History, timed_while_profiled
+from llm_demo.job.text import counted
 
 
 class Records:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.errors import UserError, counted
+from llm_demo.core.errors import UserError
 from llm_demo.core.loop import ends_early, train
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import collate
@@ -27,12 +27,12 @@ from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
 from llm_demo.job.generate import generate, prompts_of
 from llm_demo.job.log import Log
-from llm_demo.job.next_steps import next_steps
+from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, make_plan
 from llm_demo.job.records import Records
 from llm_demo.job.saver import Saver
-from llm_demo.job.source import describe_model
-from llm_demo.job.summary import COLUMNS, summarise
+from llm_demo.job.summary import COLUMNS, next_steps, summarise
+from llm_demo.job.text import counted
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
 # which weights an untrained one starts with.

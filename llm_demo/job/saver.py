@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
-from llm_demo.core.errors import Stopped, UserError, differences
+from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World, local_part, on_device
 from llm_demo.job.adapters import refuse_other_adapters
 from llm_demo.job.args import Args
@@ -38,9 +38,10 @@ from llm_demo.job.dist import from_rank0, lost_peer, timeout
 from llm_demo.job.files import PART
 from llm_demo.job.folder import folder_gone, last_checkpoint, published
 from llm_demo.job.log import Log
-from llm_demo.job.next_steps import resume
 from llm_demo.job.process import stop_signals
 from llm_demo.job.progress import size_of, watched
+from llm_demo.job.summary import resume
+from llm_demo.job.text import differences
 
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
@@ -48,9 +49,6 @@ SETTINGS = (
     "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
     "lora_dropout", "freeze_router",
 )  # fmt: skip
-
-# entries that trainer.json must have to resume from it
-NEEDED = ("step", "adam_steps", "loss_scale", "tokens", "label_tokens", "evals")
 
 
 class Saver:
@@ -88,7 +86,7 @@ class Saver:
         self.seconds = time.perf_counter() - started
         self.facts, self.first_step = {}, 0
         if self.path:
-            self.facts = from_rank0(world, lambda: checked_facts(self.path, NEEDED))
+            self.facts = from_rank0(world, lambda: checked_facts(self.path))
             self.first_step = self.facts["step"]
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
             self._compare_models()

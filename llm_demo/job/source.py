@@ -1,10 +1,9 @@
 """Finds and checks a model's folder, configuration and tokenizer."""
 
-import copy
 import json
 import os
-import shutil
 import string
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
@@ -14,13 +13,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.core.errors import UserError, words_of
+from llm_demo.core.errors import UserError
 from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.sources import LFS
 from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
-from llm_demo.job.files import write_json
 from llm_demo.job.foreign import read_config, refuse_adapter
 from llm_demo.job.process import regular
+from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
@@ -100,10 +99,9 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
     project can't train it exactly."""
     try:
         raw, blocks = (folder / "config.json").read_text(encoding="utf-8"), "num_hidden_layers"
-        refuse_sizes(folder, {blocks: json.loads(raw).get(blocks)})  # transformers lists them all
+        for problem in odd_sizes({blocks: json.loads(raw).get(blocks)}):
+            raise ValueError(problem)  # transformers makes a list of them
         config = read_config(folder)
-    except UserError:
-        raise
     except Exception as e:  # several libraries check it, each with exceptions of its own
         raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if config.model_type not in FAMILIES:
@@ -112,23 +110,7 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
         )
     if getattr(config, "attention_dropout", 0):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
-    refuse_sizes(folder, {name: getattr(config, name, None) for name in (*SIZES, *FURTHER_SIZES)})
-    if missing := [name for name in SIZES if getattr(config, name, None) is None]:
-        raise UserError(f"{folder}/config.json: {missing[0]} is missing")
-    for name in ("rms_norm_eps", "initializer_range"):
-        if not isinstance(value := getattr(config, name, 0), int | float) or not 0 <= value <= 1:
-            raise UserError(f"{folder}/config.json: {name} {value} is not a number from 0 to 1")
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise UserError(f"{folder}: num_attention_heads must be a multiple of num_key_value_heads")
-    if str(config.hidden_act) not in ACT2FN:
-        raise UserError(f"{folder}/config.json: hidden_act {config.hidden_act} is unknown")
-    if getattr(config, "quantization_config", None):
-        raise UserError(
-            f"{folder}: its weights are quantized (quantization_config): give a copy in bf16"
-        )
-    if is_mixture(config) and (problem := problem_of_experts(config)):
-        raise UserError(f"{folder}/config.json: {problem}")
-    if problem := problem_of_rope(config):
+    for problem in problems_of(config):
         raise UserError(f"{folder}/config.json: {problem}")
     limit = position_limit(config)
     if limit and max_len > limit:
@@ -137,78 +119,89 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
     return config
 
 
-def refuse_sizes(folder: Path, config: dict) -> None:
-    """Raise UserError if one of the sizes that a configuration has is none."""
+def odd_sizes(config: dict) -> Iterator[str]:
+    """What is wrong with the sizes that a configuration has."""
     for name in (*SIZES, *FURTHER_SIZES):
         value, most = config.get(name), MOST_BLOCKS if name == "num_hidden_layers" else LARGEST
         if value is not None and (type(value) is not int or not 1 <= value <= most):
-            raise UserError(
-                f"{folder}/config.json: {name} {str(value)[:80]} is not a positive number of at "
-                f"most {most:,}"
-            )
+            yield f"{name} {str(value)[:80]} is not a positive number of at most {most:,}"
 
 
-def problem_of_experts(config) -> str | None:
-    """Why the experts of a configuration can't be trained exactly, if so."""
+def problems_of(config) -> Iterator[str]:
+    """Why a configuration of a known family can't be trained exactly, if so. Only the first is
+    sure: it may be the cause of the next."""
+    yield from odd_sizes({name: getattr(config, name, None) for name in (*SIZES, *FURTHER_SIZES)})
+    for name in SIZES:
+        if getattr(config, name, None) is None:
+            yield f"{name} is missing"
+    for name in ("rms_norm_eps", "initializer_range"):
+        if not isinstance(value := getattr(config, name, 0), int | float) or not 0 <= value <= 1:
+            yield f"{name} {value} is not a number from 0 to 1"
+    if config.num_attention_heads % config.num_key_value_heads:
+        yield "num_attention_heads must be a multiple of num_key_value_heads"
+    if str(config.hidden_act) not in ACT2FN:
+        yield f"hidden_act {config.hidden_act} is unknown"
+    if getattr(config, "quantization_config", None):
+        yield "its weights are quantized (quantization_config): give a copy in bf16"
+    if is_mixture(config):
+        yield from problems_of_experts(config)
+    yield from problems_of_rope(config)
+
+
+def problems_of_experts(config) -> Iterator[str]:
     n, chosen = experts_of(config), config.num_experts_per_tok
     if n < 1 or chosen is None or not 1 <= chosen <= n:
-        return f"num_experts_per_tok {chosen} does not choose from {n} experts"
+        yield f"num_experts_per_tok {chosen} does not choose from {n} experts"
     if config.model_type in ("qwen2_moe", "qwen3_moe"):
         if config.decoder_sparse_step < 1:
-            return f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
+            yield f"decoder_sparse_step {config.decoder_sparse_step} is not positive"
         if not any(mixed_blocks(config)):
-            return "mlp_only_layers and decoder_sparse_step leave no block with experts"
+            yield "mlp_only_layers and decoder_sparse_step leave no block with experts"
         width = shared_width(config)
         if width < 1 and config.model_type == "qwen2_moe":
-            return f"shared_expert_intermediate_size {width}: at least 1 is supported"
-        return None
+            yield f"shared_expert_intermediate_size {width}: at least 1 is supported"
+        return
     # transformers reads none of these, and computes as if they were so
     known = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
     for name, value in known.items():
         if getattr(config, name, value) != value:
-            return f"{name} {getattr(config, name)} is not supported, only {value}"
+            yield f"{name} {getattr(config, name)} is not supported, only {value}"
     if config.num_key_value_heads != config.num_attention_heads:
-        return "num_key_value_heads differs from num_attention_heads in latent attention"
+        yield "num_key_value_heads differs from num_attention_heads in latent attention"
     if config.n_shared_experts < 1:
-        return f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
+        yield f"n_shared_experts {config.n_shared_experts}: at least 1 is supported"
     if config.qk_rope_head_dim % 2:
-        return f"qk_rope_head_dim {config.qk_rope_head_dim} is odd, and can't be rotated"
+        yield f"qk_rope_head_dim {config.qk_rope_head_dim} is odd, and can't be rotated"
     if config.v_head_dim is None:
-        return "v_head_dim is missing"
-    dense = config.first_k_dense_replace
+        yield "v_head_dim is missing"
+    dense, blocks = config.first_k_dense_replace, config.num_hidden_layers
     if dense is None or dense < 0:
-        return f"first_k_dense_replace {dense} is not a number of blocks"
+        yield f"first_k_dense_replace {dense} is not a number of blocks"
     if not any(mixed_blocks(config)):
-        return (
-            f"first_k_dense_replace {dense} leaves none of {config.num_hidden_layers} blocks "
-            "with experts"
-        )
+        yield f"first_k_dense_replace {dense} leaves none of {blocks} blocks with experts"
     groups, kept = config.n_group, config.topk_group
     if not groups or n % groups or n // groups < 2:
-        return f"n_group {groups} does not divide {n} experts into groups of at least 2"
+        yield f"n_group {groups} does not divide {n} experts into groups of at least 2"
     if not kept or kept > groups or kept * (n // groups) < chosen:
-        return f"topk_group {kept} of n_group {groups} has too few experts to choose {chosen} from"
-    return None
+        yield f"topk_group {kept} of n_group {groups} has too few experts to choose {chosen} from"
 
 
-def problem_of_rope(config) -> str | None:
+def problems_of_rope(config) -> Iterator[str]:
     """What is wrong with rope_parameters, as far as transformers would not say so itself."""
-    rope = getattr(config, "rope_parameters", None)
+    rope, known = getattr(config, "rope_parameters", None), ("default", *ROPE_INIT_FUNCTIONS)
     if not isinstance(rope, dict):
-        return f"rope_parameters {rope} is not an object"
-    known = ("default", *ROPE_INIT_FUNCTIONS)
+        yield f"rope_parameters {rope} is not an object"
     if (kind := rope.get("rope_type", "default")) not in known:
-        return f"the rotary type {kind} is not one of {', '.join(known)}"
+        yield f"the rotary type {kind} is not one of {', '.join(known)}"
     for name in ("factor", "original_max_position_embeddings"):
         value = rope.get(name)
         if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST):
-            return f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST:,}"
+            yield f"{name} {value} in rope_parameters is not a number from 1 to {LARGEST:,}"
     if kind == "longrope":
         try:
             LongRope(config)
         except (KeyError, TypeError, ValueError, RuntimeError) as e:
-            return f"longrope in rope_parameters: {e}"
-    return None
+            yield f"longrope in rope_parameters: {e}"
 
 
 def is_mixture(config) -> bool:
@@ -228,15 +221,11 @@ def refuse_experts(config) -> None:
 def check_experts(args, config) -> None:
     """Raise UserError for flags that this model has no use for, or that don't work with it."""
     name, experts = config.model_type, experts_of(config)
+    flags = ("freeze_router", "router_bias_update", "router_aux_loss", "expert_parallel")
     if not is_mixture(config):
-        for flag_name in (
-            "freeze_router",
-            "router_bias_update",
-            "router_aux_loss",
-            "expert_parallel",
-        ):
-            if getattr(args, flag_name):
-                raise UserError(f"--{flag_name}: this model has no experts")
+        for flag in flags:
+            if getattr(args, flag):
+                raise UserError(f"--{flag}: this model has no experts")
     elif args.router_aux_loss and name == "deepseek_v3":
         raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
     elif args.router_bias_update and name != "deepseek_v3":
@@ -307,33 +296,14 @@ def load_tokenizer(name: str, chat_template: str | None = None):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         # transformers makes the rules of other classes itself, and ignores those of the file
         if type(tokenizer) is not PreTrainedTokenizerFast and whole.is_file():
-            if not same_ids(own := Tokenizer.from_file(str(whole)), tokenizer):
+            if not same_ids(file := Tokenizer.from_file(str(whole)), tokenizer):
                 tokens = tokenizer.special_tokens_map.items()  # some are the class's defaults
-                tokens = {name: text for name, text in tokens if own.token_to_id(text) is not None}
+                tokens = {name: text for name, text in tokens if file.token_to_id(text) is not None}
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, **tokens)
     except Exception as e:  # several libraries read it, each with exceptions of its own
-        problem = e
-        if whole.is_file():
-            try:
-                Tokenizer.from_file(str(whole))
-            except Exception as of_file:  # says more
-                problem = of_file
-        elif (folder / "tokenizer.model").is_file():
-            raise UserError(
-                f"{folder} has no tokenizer.json, and its tokenizer.model can't be read "
-                f"({words_of(e)}): pip install sentencepiece protobuf, then write it with python "
-                f"-c 'from transformers import AutoTokenizer as A; A.from_pretrained("
-                f'"{folder}").save_pretrained("{folder}")\''
-            ) from e
-        raise UserError(
-            f"{folder}: the tokenizer can't be read: {words_of(problem)}; compare its files with "
-            "the published ones"
-        ) from e
-    if not isinstance(tokenizer.model_max_length, (int, float)):
-        raise UserError(
-            f"{folder}/tokenizer_config.json: model_max_length {tokenizer.model_max_length!r} is "
-            "not a number"
-        )
+        raise UserError(f"{folder}{problem_of_tokenizer(folder, e)}") from e
+    if not isinstance(limit := tokenizer.model_max_length, (int, float)):
+        raise UserError(f"{folder}/tokenizer_config.json: model_max_length {limit!r} is no number")
     if chat_template:
         tokenizer.chat_template = read_chat_template(Path(chat_template), tokenizer)
     elif tokenizer.chat_template:
@@ -347,6 +317,26 @@ def load_tokenizer(name: str, chat_template: str | None = None):
                 "--chat_template"
             ) from e
     return tokenizer
+
+
+def problem_of_tokenizer(folder: Path, error: Exception) -> str:
+    """Why a tokenizer can't be read, to follow the name of its folder."""
+    if (folder / "tokenizer.json").is_file():
+        try:
+            Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as of_file:  # says more
+            error = of_file
+    elif (folder / "tokenizer.model").is_file():
+        return (
+            f" has no tokenizer.json, and its tokenizer.model can't be read ({words_of(error)}): "
+            "pip install sentencepiece protobuf, then write it with python -c 'from transformers "
+            "import AutoTokenizer as A; "
+            f'A.from_pretrained("{folder}").save_pretrained("{folder}")\''
+        )
+    return (
+        f": the tokenizer can't be read: {words_of(error)}; compare its files with the published "
+        "ones"
+    )
 
 
 def same_ids(file: Tokenizer, tokenizer) -> bool:
@@ -365,8 +355,8 @@ def fix_date(tokenizer, day: str) -> bool:
     """If the chat template prints today's date (strftime_now), let it print this one, YYYY-MM-DD:
     its text then begins with a function of that name, so that what depends on the template depends
     on the date. Returns whether it does. `describe_model` saves the template as it was."""
-    own = tokenizer.chat_template or ""
-    templates = own if isinstance(own, dict) else {"": own}
+    plain = tokenizer.chat_template or ""
+    templates = plain if isinstance(plain, dict) else {"": plain}
     if not any("strftime_now" in template for template in templates.values()):
         return False
     printed, text = date.fromisoformat(day), "format.replace('%%', '\\0')"
@@ -375,8 +365,8 @@ def fix_date(tokenizer, day: str) -> bool:
             text += f".replace('{code}', {printed.strftime(code)!r})"
     macro = "{% macro strftime_now(format) %}{{ " + text + ".replace('\\0', '%') }}{% endmacro %}\n"
     dated = {name: macro + template for name, template in templates.items()}
-    tokenizer.own_template = own
-    tokenizer.chat_template = dated if isinstance(own, dict) else dated[""]
+    tokenizer.undated_template = plain
+    tokenizer.chat_template = dated if isinstance(plain, dict) else dated[""]
     return True
 
 
@@ -404,28 +394,6 @@ def try_template(tokenizer, template: str) -> None:
         raise
     except Exception:  # it may reject this conversation but accept the data's
         pass
-
-
-def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
-    """Save what an export needs besides weights with the run: the model's folder may disappear.
-    config: the model's, with more positions if rows are longer, and untied if its head is."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("config.json", "generation_config.json"):
-        if (model / name).is_file():
-            shutil.copyfile(model / name, folder / name)
-    if config:
-        described, changes = json.loads((folder / "config.json").read_text()), {}
-        key, tied = "max_position_embeddings", "tie_word_embeddings"
-        if described.get(key, 0) < (limit := getattr(config, key, 0)):
-            changes[key] = limit
-        if described.get(tied) and not config.tie_word_embeddings:
-            changes[tied] = False
-        if changes:
-            write_json(folder / "config.json", described | changes, indent=2)
-    if own := getattr(tokenizer, "own_template", None):
-        tokenizer = copy.copy(tokenizer)
-        tokenizer.chat_template = own
-    tokenizer.save_pretrained(folder)
 
 
 def length_dependent_rope(config) -> bool:

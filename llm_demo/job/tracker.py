@@ -21,32 +21,31 @@ def open_tracker(name: str) -> tuple[Callable, Callable]:
     except ImportError as e:
         raise UserError(f"--report_to {name}: run pip install {name}") from e
 
-    opened = {}  # "writer" or "run", from the first record on
+    opened = []  # the writer or the run, from the first record on
 
     def to_tensorboard(folder: Path, record: dict) -> None:
         if not opened:
-            opened["writer"] = SummaryWriter(folder / "tb")
+            opened.append(SummaryWriter(folder / "tb"))
             config = json.loads((folder / "config.json").read_text())
             rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
-            opened["writer"].add_text("config", f"| setting | value |\n|---|---|\n{rows}")
+            opened[0].add_text("config", f"| setting | value |\n|---|---|\n{rows}")
         for key, value in numbers(record).items():
-            opened["writer"].add_scalar(key, value, record["step"])
-        opened["writer"].flush()
+            opened[0].add_scalar(key, value, record["step"])
+        opened[0].flush()
 
     def to_wandb(folder: Path, record: dict) -> None:
         if not opened:
             project = os.environ.get("WANDB_PROJECT", "llm_demo")
             config = json.loads((folder / "config.json").read_text())
-            opened["run"] = wandb.init(project=project, name=folder.name, dir=folder, config=config)
+            opened.append(wandb.init(project=project, name=folder.name, dir=folder, config=config))
+            opened.append(0)  # the newest step
         # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
-        opened["step"] = max(opened.get("step", 0), record["step"])
-        opened["run"].log(numbers(record), step=opened["step"])
+        opened[1] = max(opened[1], record["step"])
+        opened[0].log(numbers(record), step=opened[1])
 
     def close() -> None:
-        if "writer" in opened:
-            opened["writer"].close()
-        if "run" in opened:
-            opened["run"].finish()
+        if opened:
+            opened[0].close() if name == "tensorboard" else opened[0].finish()
         opened.clear()
 
     return to_tensorboard if name == "tensorboard" else to_wandb, close
@@ -54,5 +53,5 @@ def open_tracker(name: str) -> tuple[Callable, Callable]:
 
 def numbers(record: dict) -> dict:
     """The numbers of a record: of a list, such as one of each rank, the largest."""
-    found = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
-    return {k: v for k, v in found.items() if isinstance(v, (int, float)) and k != "step"}
+    largest = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
+    return {k: v for k, v in largest.items() if isinstance(v, (int, float)) and k != "step"}

@@ -45,49 +45,38 @@ def flags_of(script: Path, settings: dict, environ: dict, given: list[str]) -> l
     named = {word[2:].replace("-", "_") for word in words}
     values = {**settings, **{name: environ[name] for name in names if name in environ}}
 
-    # A number of epochs replaces the default number of steps.
-    if "num_epochs" in named:
-        values.update(NUM_EPOCHS="", MAX_STEPS="")
-    elif values.get("NUM_EPOCHS") and "MAX_STEPS" not in environ:
-        values["MAX_STEPS"] = ""
-    by_epochs = "num_epochs" in named or values.get("NUM_EPOCHS")
-
     root = script.parent.parent
     bundled = all(values.get(name) == f"{root}/{path}" for name, path in BUNDLED.items())
     if bundled and not named & {names[name] for name in BUNDLED}:
-        for name, value in FIRST_RUN.items():
-            if not values.get(name) and name not in environ:
-                if not (name == "MAX_STEPS" and by_epochs):
-                    values[name] = value
+        missing = [name for name in FIRST_RUN if not values.get(name) and name not in environ]
+        values |= {name: FIRST_RUN[name] for name in missing}
+    # A number of epochs replaces the default number of steps.
+    if "num_epochs" in named or values.get("NUM_EPOCHS") and "MAX_STEPS" not in environ:
+        values["MAX_STEPS"] = ""
 
     # what the command line sets is left out: it wins
     set_by_name = [(f, values.get(name)) for name, f in names.items() if f not in named]
     return [word for flag, value in set_by_name if value for word in (f"--{flag}", value)] + given
 
 
-def misspelt(script: Path, environ: dict) -> dict[str, str]:
-    """{environment variable: the setting that its name resembles}, of variables without effect."""
-    settings, near = names_of(script), {}
+def without_effect(script: Path, environ: dict) -> list[str]:
+    """A line about each environment variable that resembles a setting's name, or sets a flag that
+    only other scripts have. Not about those that hold its default or false."""
+    settings, lines = names_of(script), []
     for name in environ.keys() - settings.keys():
-        if "_" in name and (matches := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
-            near[name] = matches[0]
-    return near
-
-
-def of_others(script: Path, environ: dict) -> dict[str, list[str]]:
-    """{environment variable: the scripts with its flag}, of variables without effect: this script
-    lacks the flag. Without those that hold its default or false."""
-    own, found = names_of(script), {}
+        if "_" in name and (near := difflib.get_close_matches(name, settings, 1, cutoff=0.9)):
+            lines.append(f"{name} is not a setting; did you mean {near[0]}?")
     for field in (field for fields in own_fields().values() for field in fields):
         name, off = env_of(field), ("", "0", "false", shown(field.default))
-        if name not in own and environ.get(name, "") not in off:
-            found[name] = scripts_with(field.name)
-    return found
+        if name not in settings and environ.get(name, "") not in off:
+            scripts = " and ".join(scripts_with(field.name))
+            lines.append(f"{name} has no effect here: only for {scripts}")
+    return list(dict.fromkeys(lines))  # two scripts may have the flag
 
 
 def read_launcher(launcher: Path) -> tuple[Path, dict[str, str]]:
     """(training script, {setting: default}) of a launcher such as fsdp/launch_fsdp.sh."""
     root, text = str(launcher.parent.parent), launcher.read_text()
     settings = re.findall(r"^(\w+)=\$\{\1-(.*?)\}", text, re.M)
-    script = re.search(r'^launch \w+ "\$ROOT/(.*?)"', text, re.M)[1]
+    script = re.search(r'^launch (\S+) "\$@"', text, re.M)[1]
     return Path(root, script), {name: value.replace("$ROOT", root) for name, value in settings}
