@@ -19,6 +19,7 @@ from fsdp.layout import Layout, describe, from_owners, layout_of, refuse_plan
 from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
+from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import label_positions, real_tokens, to_device
 from llm_demo.core.loop import heldout_batches
@@ -32,10 +33,10 @@ from llm_demo.core.optim import (
 )
 from llm_demo.core.rows import micro_batches
 from llm_demo.job.args import less_memory, parse_args
-from llm_demo.job.dist import from_rank0, start
 from llm_demo.job.dist import run as run_script
+from llm_demo.job.dist import start
 from llm_demo.job.run import Job, run
-from llm_demo.job.source import check_experts, is_mixture
+from llm_demo.job.source import check_experts
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 
@@ -48,16 +49,16 @@ def main() -> None:
     job.log.resolved(fsdp=layout.sharded, parallelism=parallelism)
     job.decide(layout.data_parallel, functools.partial(check_experts, args))
     refuse_plan(args, layout, job.plan)
-    layout = choose_spread(job, layout)
+    layout = layout._replace(spread=estimate.choose_spread(*job.planned(), world, job.log))
+    how = layout.n_shards, layout.sharded, layout.spread
     if args.use_activation_checkpointing:
-        choose_attention_kept(job, layout)
-    planned = args, job.plan.source.config, job.plan.compute, job.plan.data.train, layout.n_shards
+        job.plan = estimate.choose_attention_kept(job, *how)
     if args.estimate:
-        how = {"sharded": layout.sharded, "replicas": layout.replicas, "spread": layout.spread}
-        job.log.say(estimate.table(*planned, **how))
+        ranks = estimate.held(*job.planned(), *how) * layout.replicas
+        job.log.say(memory.report(ranks, *job.planned()))
         return
     if layout.replicas > 1:
-        estimate.refuse_replicas(*planned, layout.replicas)
+        estimate.refuse_replicas(*job.planned(), layout.n_shards, layout.replicas)
     if job.open():
         run(job, Fsdp(job, layout))
 
@@ -179,42 +180,6 @@ class Fsdp:
             self.forward(batch, torch.zeros(1, dtype=torch.int64))
         scale = self.loss_scale.scale
         self.aux_loss = self.model.routers.set_push(self.args.router_aux_loss, scale)
-
-
-def choose_spread(job: Job, layout: Layout) -> Layout:
-    """The layout with the number of ranks that each block's experts are spread over. Logs why."""
-    args, world, plan = job.args, job.world, job.plan
-    n, config = args.expert_parallel, plan.source.config
-    if not is_mixture(config) or world.size == 1 and not n:
-        return layout
-    why = "as requested"
-    if not n and args.replicas != "1":
-        n, why = 1, "because of --replicas"
-    elif not n:
-        choose = functools.partial(
-            estimate.choose_spread, args, config, plan.compute, plan.data.train, world
-        )
-        n, why = from_rank0(world, choose)
-    where = "all on each rank" if n == 1 else f"spread over {n} ranks"
-    job.log.say(f"experts: {where} ({why})")
-    job.log.resolved(expert_parallel=n)
-    return layout._replace(spread=n)
-
-
-def choose_attention_kept(job: Job, layout: Layout) -> None:
-    """Set the number of blocks that keep their attention. Logs why."""
-    config, compute = job.plan.source.config, job.plan.compute
-    choose = functools.partial(
-        estimate.choose_attention_kept, job.args, config, compute, job.plan.data.train,
-        layout.n_shards, sharded=layout.sharded, spread=layout.spread,
-    )  # fmt: skip
-    kept, why = from_rank0(job.world, choose)
-    where = "computed again in the backward"
-    if kept:
-        where = f"kept for the backward of {kept} of {config.num_hidden_layers} blocks"
-    job.log.say(f"attention: {where} ({why})")
-    job.log.resolved(attention_kept=kept)
-    job.plan = job.plan._replace(compute=compute._replace(attention_kept=kept))
 
 
 if __name__ == "__main__":

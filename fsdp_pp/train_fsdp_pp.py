@@ -24,6 +24,7 @@ from fsdp_pp.build import build
 from fsdp_pp.flags import GROUPS
 from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
+from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import label_positions, to_device
 from llm_demo.core.loop import heldout_batches
@@ -76,8 +77,8 @@ def main() -> None:
     if args.reshard_after_forward and layout.n_shards == 1:
         job.log.say("warning: --reshard_after_forward has no effect: no stage is sharded")
     if args.estimate:
-        compute = job.plan.compute
-        job.log.say(estimate.table(args, config, compute, train, layout.n_shards, counts))
+        ranks = estimate.held(*job.planned(), layout.n_shards, counts)
+        job.log.say(memory.report(ranks, *job.planned()))
     elif job.open():
         run(job, ShardedPipeline(job, layout, counts))
 

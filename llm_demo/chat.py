@@ -16,7 +16,8 @@ import torch
 from transformers import TextStreamer
 
 from llm_demo.core.errors import UserError
-from llm_demo.data.labels import REFUSALS, stop_tokens
+from llm_demo.data.labels import stop_tokens
+from llm_demo.data.turns import REFUSALS
 from llm_demo.export import ALONE, export
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device

@@ -148,9 +148,9 @@ def evaluate(name: str, args, device: torch.device, dtype: torch.dtype) -> dict:
     tokenizer = load_tokenizer(str(folder))
     if fix_date(tokenizer, args.date):
         log(f"{name}: the chat template prints the date, here {args.date}")
-    options = {key: getattr(args, key) for key in DATA}
+    flags = DataArgs(pack_sequences=False, **{key: getattr(args, key) for key in DATA})
     paths = find_files(args.data, say=log)
-    data = [load_packs(path, tokenizer, pack=False, log=log, **options) for path in paths]
+    data = [load_packs(path, tokenizer, flags, log=log) for path in paths]
     refuse_unknown_tokens(data, config.vocab_size)
     model = load_model(name, folder, config, dtype).to(device)
     for key, weight in model.state_dict().items():

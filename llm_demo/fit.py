@@ -33,8 +33,7 @@ from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
 from llm_demo.core.errors import UserError
-from llm_demo.core.lora import Lora
-from llm_demo.estimate import CONTEXT_GB, PROCESS
+from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, Held, fullest
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import parse_args
 from llm_demo.job.choices import choose_compile, has_fused_kernels
@@ -47,22 +46,26 @@ from llm_demo.job.plan import Compute
 from llm_demo.job.process import command
 from llm_demo.job.source import find_model, is_mixture
 from llm_demo.job.text import counted
+from pp import estimate as pp_estimate
 from pp.cut import split
 from pp.flags import PipeArgs
 
-FREE = 0.05  # share of a card's memory, for what the estimate leaves out
 LARGEST = 64  # micro-batch size
 ADAPTERS = 16  # rank of those offered if nothing else fits
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
 TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
 NVLINK, PCIE = 200, 20  # GB/s between cards
 LINKED = ("h100", "h200", "a100")  # by NVLink
+FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
+FLAGS = {FSDP: FsdpArgs, PP: PipeArgs, FSDP_PP: FsdpPipeArgs}
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
     "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread", "pipeline",
     "FSDP pipeline",
 )  # fmt: skip
-LAUNCHERS = {PIPE: "pp/launch_pp.sh", GRID: "fsdp_pp/launch_fsdp_pp.sh"}
-FLAGS = {PIPE: PipeArgs, GRID: FsdpPipeArgs}  # for the others: FsdpArgs
+WAY_OF = {  # by launcher, or else by the first of these flags
+    PP: PIPE, FSDP_PP: GRID, "expert_parallel": EXPERTS, "sequence_parallel": SPREAD,
+    "optimizer_on_host": HOST, "use_activation_checkpointing": CKPT,
+}  # fmt: skip
 NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
 LONG = 8192  # tokens of a row from which on it may be spread over cards
 SHORT = {
@@ -75,7 +78,7 @@ SHORT = {
 
 
 class Choice(NamedTuple):
-    way: str  # one of WAYS
+    launcher: str
     flags: dict
     seconds: float  # estimated time of a step, see above
     tokens: int  # per step
@@ -86,6 +89,11 @@ class Choice(NamedTuple):
     def memory(self) -> float:
         return sum(self.parts.values())
 
+    @property
+    def way(self) -> str:
+        """One of WAYS."""
+        return next((WAY_OF[k] for k in WAY_OF if k in (self.launcher, *self.flags)), DEVICE)
+
     def __str__(self):
         words = [f"{SHORT[k]} {'' if v is True else v}".strip() for k, v in self.flags.items()]
         return ", ".join(words)
@@ -93,62 +101,52 @@ class Choice(NamedTuple):
 
 def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
-    lora, rank = None, {}
+    compute = ask.compute
     if ask.lora_rank:
-        rank = {"lora_rank": ask.lora_rank}
-        lora = choose_lora(dataclasses.replace(flags_of(FsdpArgs), **rank), config, {})
-    # a copy with the same values: transformers takes 2 us to look one up
-    names = (*config.to_dict(), *config.attribute_map)
-    copy = {n: getattr(config, n) for n in names if hasattr(config, n)}
-    config = SimpleNamespace(**copy, whole=config)
+        args = dataclasses.replace(flags_of(FsdpArgs), lora_rank=ask.lora_rank)
+        compute = compute._replace(lora=choose_lora(args, config, {}))
+    for launcher, flags in settings(config, ask, pipeline):
+        yield from batches(config, ask, compute, launcher, flags)
+
+
+def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
+    """(launcher, flags) to consider, without the sizes of batches."""
+    mixture, lora = is_mixture(config), {"lora_rank": ask.lora_rank} if ask.lora_rank else {}
     ckpt = {"use_activation_checkpointing": True}
-    savings = [{}, *[{"activation_memory_budget": 0.6}] * ask.compute.compile, ckpt]
-    if ask.seq_len >= LONG:
-        savings.append({**ckpt, "activations_on_host": True})
-    for saved in savings:
-        grid = (False, True), (False, True), spreads(config, ask), expert_spreads(config, ask)
-        for reshard, host, rows, experts in itertools.product(*grid):
-            on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-            on["sequence_parallel"] = rows if rows > 1 else 0
-            on["expert_parallel"] = experts if experts > 1 else 0
-            refused = is_mixture(config) and "activation_memory_budget" in saved
-            refused |= host and bool(lora)
-            if (ask.cards > 1 or not reshard) and not refused:
-                flags = {**rank, **saved, **{k: v for k, v in on.items() if v}}
-                yield from batches(config, ask, DEVICE, flags, lora)
-        refused = is_mixture(config) and "activation_memory_budget" in saved
-        refused |= bool(lora) or "activations_on_host" in saved
-        if pipeline and not refused and ask.cards % 2 == 0:
-            yield from pipelines(config, ask, saved)
-
-
-def pipelines(config, ask, saved: dict) -> Iterator[Choice]:
-    """DeepSpeed's pipeline, which takes no experts, and FSDP inside a pipeline where that differs:
-    by sharded stages or by the interleaved schedule."""
-    deepspeed = not is_mixture(config) and importlib.util.find_spec("deepspeed")
-    for stages in sorted({2, ask.cards}):
-        if stages * 2 > config.num_hidden_layers:
-            continue
-        flags = {**saved, "stages": stages}
-        for kind in ("1f1b", "dualpipev") if deepspeed else ():
-            yield from batches(config, ask, PIPE, {**flags, "schedule": kind})
-        if ask.cards > stages or not deepspeed:
-            yield from batches(config, ask, GRID, {**flags, "schedule": "1f1b"})
-        if ask.cards > stages:
-            resharded = {**flags, "schedule": "1f1b", "reshard_after_forward": True}
-            yield from batches(config, ask, GRID, resharded)
-        yield from batches(config, ask, GRID, {**flags, "schedule": "interleaved"})
+    savings = [{}, ckpt]
+    if ask.compute.compile and not mixture:
+        savings.insert(1, {"activation_memory_budget": 0.6})
+    on_host = [{**ckpt, "activations_on_host": True}] * (ask.seq_len >= LONG)
+    either = (False, True)
+    for saved, reshard, host, rows, experts in itertools.product(
+        savings + on_host, either[: ask.cards], either[: 2 - bool(lora)],
+        spreads(config, ask), expert_spreads(config, ask),
+    ):  # fmt: skip
+        on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
+        over = {"sequence_parallel": rows, "expert_parallel": experts}
+        flags = {k: v for k, v in on.items() if v} | {k: v for k, v in over.items() if v > 1}
+        yield FSDP, lora | saved | flags
+    if lora or not pipeline or ask.cards % 2:
+        return
+    # DeepSpeed's pipeline takes no experts. FSDP inside a pipeline is considered where it differs:
+    # by sharded stages or by the interleaved schedule.
+    deepspeed = bool(not mixture and importlib.util.find_spec("deepspeed"))
+    for saved, stages in itertools.product(savings, sorted({2, ask.cards})):
+        plain, sharded = {**saved, "stages": stages, "schedule": "1f1b"}, ask.cards > stages
+        each = [(PP, plain), (PP, plain | {"schedule": "dualpipev"})] * deepspeed
+        each += [(FSDP_PP, plain)] * (sharded or not deepspeed)
+        each += [(FSDP_PP, plain | {"reshard_after_forward": True})] * sharded
+        each += [(FSDP_PP, plain | {"schedule": "interleaved"})]
+        yield from each if stages * 2 <= config.num_hidden_layers else ()
 
 
 def spreads(config, ask) -> list[int]:
     """Over how many cards a row may be spread."""
-    if ask.seq_len < LONG:
-        return [1]
     possible = []
-    for n in (n for n in range(1, ask.cards + 1) if ask.cards % n == ask.seq_len % n == 0):
+    for n in range(1, ask.cards + 1) if ask.seq_len >= LONG else [1]:
         with contextlib.suppress(UserError):
             share_of_heads(heads_of(config), n)
-            possible.append(n)
+            possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
     return possible
 
 
@@ -158,52 +156,35 @@ def expert_spreads(config, ask) -> list[int]:
     return [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
 
 
-def batches(config, ask, way: str, flags: dict, lora: Lora | None = None) -> Iterator[Choice]:
+def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
-    compute, stages = ask.compute._replace(lora=lora), flags.get("stages", 1)
-    defaults = flags_of(FLAGS.get(way, FsdpArgs))
+    stages, S = flags.get("stages", 1), ask.seq_len
     cards = ask.cards // stages  # that each hold a part of the same stage
-    experts_over = flags.get("expert_parallel", 1)
     replicas = cards // flags.get("sequence_parallel", 1)
-    rows = math.ceil(ask.tokens_a_step / ask.seq_len / replicas)
-    train = SimpleNamespace(
-        seq_len=ask.seq_len, longest=ask.seq_len, single=True, doc_start=np.array([0, ask.seq_len])
-    )
+    rows = math.ceil(ask.tokens_a_step / S / replicas)
+    train = SimpleNamespace(seq_len=S, longest=S, single=True, doc_start=np.array([0, S]))
     smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}
     for accum, micro in smallest.items():
+        possible = {"dualpipev": accum >= 2 * stages, "interleaved": accum % stages == 0}
+        if not possible.get(flags.get("schedule"), True):
+            continue
         batch = {"micro_batch_size": micro, "grad_accum_steps": accum}
-        args, host = dataclasses.replace(defaults, **batch, **flags), 0.0
-        speed = ask.seq_len, cards, ask.tflops, ask.bandwidth
-        if stages > 1:
-            if args.schedule == "dualpipev" and accum < 2 * stages:
-                continue
-            if args.schedule == "interleaved" and accum % stages:
-                continue
-            parts = of_stages(way, args, config, compute, train, replicas)
-            seconds = step_time.of_pipeline(args, config, *speed)
+        limits = {"seq_len": S, "device_memory_gb": ask.memory - CONTEXT_GB}
+        args = dataclasses.replace(flags_of(FLAGS[launcher]), **limits, **batch, **flags)
+        job, speed = (args, config, compute, train), (ask.tflops * 1e12, ask.bandwidth * 1e9)
+        if launcher == FSDP:
+            how = cards, cards > 1, flags.get("expert_parallel", 1)
+            if args.use_activation_checkpointing:
+                kept, _ = estimate.attention_kept(*job, *how)
+                job = args, config, compute._replace(attention_kept=kept), train
+            ranks = estimate.held(*job, *how)
+            seconds = step_time.of_fsdp(args, config, job[2], cards, *speed)
         else:
-            if args.use_activation_checkpointing and train.longest >= estimate.LONG:
-                within = dataclasses.replace(args, device_memory_gb=ask.memory)
-                blocks, _ = estimate.choose_attention_kept(
-                    within, config, compute, train, cards, cards > 1, experts_over
-                )
-                compute = compute._replace(attention_kept=blocks)
-            parts = estimate.of_fsdp(args, config, compute, train, cards, cards > 1, experts_over)
-            way = CKPT if args.use_activation_checkpointing else DEVICE
-            adapters = lora and lora.active
-            not_recomputed = compute.attention_kept / config.num_hidden_layers
-            seconds = step_time.of_fsdp(args, config, *speed, adapters, not_recomputed)
-            if args.optimizer_on_host:
-                way = HOST
-            if replicas < cards:
-                way = SPREAD
-            if experts_over > 1:
-                way = EXPERTS
-            if args.optimizer_on_host or args.activations_on_host:
-                host = estimate.of_host(args, config, compute, train, cards)
-        tokens = micro * accum * replicas * ask.seq_len
-        fullest = max(parts, key=lambda parts: sum(parts.values()))
-        yield Choice(way, {**batch, **flags}, seconds, tokens, fullest, host)
+            ranks = of_stages(launcher, *job, replicas)
+            seconds = step_time.of_pipeline(args, config, compute, replicas, *speed)
+        host = sum(held.host for held in ranks) / GB
+        tokens, parts = micro * accum * replicas * S, fullest(ranks, *job)
+        yield Choice(launcher, {**batch, **flags}, seconds, tokens, parts, host)
 
 
 @functools.cache
@@ -211,19 +192,13 @@ def flags_of(group: type):
     return parse_args("", group, argv=[])
 
 
-def of_stages(way: str, args, config, compute, train, replicas: int) -> list[dict[str, float]]:
+def of_stages(launcher: str, args, config, compute, train, replicas: int) -> list[Held]:
+    """What the ranks of a pipeline hold."""
+    B, S, checkpointing = args.micro_batch_size, args.seq_len, args.use_activation_checkpointing
     pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
-    counts = split(
-        config, pieces, args.partition,
-        args.micro_batch_size, train.seq_len, args.use_activation_checkpointing,
-    )  # fmt: skip
-    if way == GRID:
-        return fsdp_pp_estimate.of_stages(args, config, compute, train, replicas, counts)
-    from pp import estimate as pp_estimate  # after the flags: importing DeepSpeed takes seconds
-
-    steady = min(args.grad_accum_steps, 4 * args.stages)  # more hold no more at once
-    held = pp_estimate.pieces_held(args.schedule, args.stages, counts, steady)
-    return pp_estimate.of_pipeline(args, config, compute, train, replicas, held)
+    counts = split(config, pieces, args.partition, B, S, checkpointing)
+    job = args, config, compute, train, replicas, counts
+    return fsdp_pp_estimate.held(*job) if launcher == FSDP_PP else pp_estimate.held(*job)
 
 
 def lacking(choice: Choice, ask) -> float:
@@ -233,15 +208,13 @@ def lacking(choice: Choice, ask) -> float:
 
 
 def usable(ask) -> float:
-    return ask.memory * (1 - FREE)
+    return ask.memory * USABLE
 
 
 def best(found: list[Choice], ask) -> tuple[Choice, bool]:
     """(the fastest that fits, or else the one that comes nearest; whether it fits)."""
-    fitting = [choice for choice in found if not lacking(choice, ask)]
-    if not fitting:
-        return min(found, key=lambda choice: (lacking(choice, ask), choice.seconds)), False
-    return min(fitting, key=lambda c: (c.seconds, len(c.flags), c.memory)), True
+    key = lambda c: (lacking(c, ask), c.seconds, len(c.flags), c.memory)  # noqa: E731
+    return (choice := min(found, key=key)), not lacking(choice, ask)
 
 
 # ---------------------------------------------------------------- what is printed
@@ -249,7 +222,7 @@ def best(found: list[Choice], ask) -> tuple[Choice, bool]:
 
 def line(choice: Choice, ask) -> str:
     """The command to paste."""
-    launcher = ROOT / LAUNCHERS.get(choice.way, "fsdp/launch_fsdp.sh")
+    launcher = ROOT / choice.launcher
     if launcher.is_relative_to(Path.cwd()):
         launcher = launcher.relative_to(Path.cwd())
     flags = {"model_name_or_path": ask.model, "seq_len": ask.seq_len, **choice.flags}
@@ -263,64 +236,61 @@ def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
     dtype = next(name for name, kind in DTYPES.items() if kind == ask.compute.dtype)
-    runs = f"{ask.name}: {dtype}, {ask.compute.attn_impl} attention"
-    runs += ", compiled" if ask.compute.compile else ", not compiled"
+    compiled = "compiled" if ask.compute.compile else "not compiled"
     on_host = ["masters and moments"] * ("optimizer_on_host" in first.flags)
     on_host += ["inputs of blocks"] * ("activations_on_host" in first.flags)
-    host = f"{first.host:.1f} GiB for {' and '.join(on_host)}"
-    if not on_host:
-        host = f"about {ask.cards * PROCESS:.0f} GiB; the optimizer is on the cards"
-    unknown = ", if the host has that: see --host_memory" * (not ask.host_memory and first.host > 0)
+    host = f"about {ask.cards * PROCESS:.0f} GiB; the optimizer is on the cards"
+    if on_host:
+        unknown = ", if the host has that: see --host_memory" * (not ask.host_memory)
+        host = f"{first.host:.1f} GiB for {' and '.join(on_host)}{unknown}"
     rows = counted(first.tokens // ask.seq_len, "row")
     lines = [
         line(first, ask),
         "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
         f"tokens per step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
-        f"card: {runs}",
+        f"card: {ask.name}: {dtype}, {ask.compute.attn_impl} attention, {compiled}",
         f"estimated time of a step: {first.seconds:.2g} s, at {ask.tflops:.0f} TFLOP/s a card and "
         f"{ask.bandwidth:g} GB/s between cards",
         f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
-        f"host memory: {host}{unknown}",
+        f"host memory: {host}",
         "considered (the fastest of each kind by the estimated time of a step):",
     ]
     for way in WAYS:
         if candidates := [choice for choice in found if choice.way == way]:
             choice, fits = best(candidates, ask)
-            slower = f"{choice.seconds / first.seconds:.2f} x the time"
-            why = "chosen" if choice is first else slower if fits else shortage(choice, ask)
+            why = f"{choice.memory - usable(ask):.1f} GiB too much"
+            if fits:
+                why = f"{choice.seconds / first.seconds:.2f} x the time"
+            elif choice.memory <= usable(ask):
+                why = f"needs {choice.host:.1f} GiB of the host's"
+            why = "chosen" if choice is first else why
             lines.append(f"  {way:15} {choice.memory:6.1f} GiB  {why:28} {choice}")
     return "\n".join(lines)
 
 
-def shortage(choice: Choice, ask) -> str:
-    over = choice.memory - usable(ask)
-    return f"{over:.1f} GiB too much" if over > 0 else f"needs {choice.host:.1f} GiB of the host's"
-
-
 def nothing(found: list[Choice], config, ask) -> str:
     """What comes nearest, and what would help."""
+
+    def would_fit(**other) -> bool:
+        those = argparse.Namespace(**vars(ask) | other)
+        return best([*choices(config, those, pipeline=False)], those)[1]
+
     choice, _ = best(found, ask)
     memory = f"{choice.memory:.1f} GiB a card, where {usable(ask):.1f} may be used"
     memory += f", and {choice.host:.1f} GiB of host memory" * (choice.host > 0)
-    needs = []
-    if choice.memory > usable(ask):
-        needs.append(f"cards of {math.ceil(choice.memory / (1 - FREE))} GiB")
+    needs = [f"cards of {math.ceil(choice.memory / USABLE)} GiB"] * (choice.memory > usable(ask))
     if ask.host_memory and choice.host > ask.host_memory:
         memory += f", of {ask.host_memory:g}"
         needs.append(f"{math.ceil(choice.host)} GiB of host memory")
     helps = [" with ".join(needs)]
-    adapters = argparse.Namespace(**{**vars(ask), "lora_rank": ADAPTERS})
-    if not ask.lora_rank and best(list(choices(config, adapters, pipeline=False)), adapters)[1]:
+    if not ask.lora_rank and would_fit(lora_rank=ADAPTERS):
         helps.insert(0, f"adapters only (--lora_rank {ADAPTERS})")
-    for cards in (2 * ask.cards, 4 * ask.cards, 8 * ask.cards):
-        larger = argparse.Namespace(**{**vars(ask), "cards": cards})
-        if best(list(choices(config, larger, pipeline=False)), larger)[1]:
-            helps.append(f"{cards} such cards")
-            break
+    more = (ask.cards * times for times in (2, 4, 8))
+    helps += [f"{n} such cards" for n in more if would_fit(cards=n)][:1]
     if enough := [c.host for c in found if c.memory <= usable(ask)]:
         helps.append(f"{math.ceil(min(enough))} GiB of host memory")
-    helps = " or ".join(dict.fromkeys(helps))
     note = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
+    helps = " or ".join(dict.fromkeys(helps))
     return f"nothing fits; nearest: {choice}: {memory}; what would help: {helps}{note}"
 
 

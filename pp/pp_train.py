@@ -14,6 +14,7 @@ import llm_demo  # noqa: F401  first: it catches what imports refuse
 import torch
 import torch.distributed as dist
 
+from llm_demo import estimate as memory
 from llm_demo.core.batch import answers_of, label_positions, to_device
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.optim import make_adamw, set_lr
@@ -58,12 +59,14 @@ def main() -> None:
     parallelism = f"pipeline of {counted(args.stages, 'stage')}"
     job.log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
     job.log.say(f"pipeline: {describe_split(counts, where, config, *cost)}")
+    bucket = switches.get("zero_optimization", {}).get("reduce_bucket_size", estimate.BUCKET)
+    ranks = estimate.held(*job.planned(), replicas, counts, bucket)
     if args.estimate:
-        zero = switches.get("zero_optimization", {})
-        table = estimate.table(args, config, job.plan.compute, train, replicas, counts, zero)
-        job.log.say(table)
+        job.log.say(memory.report(ranks, *job.planned()))
     elif job.open(copies=replicas > 1):
-        estimate.check_host(args, config, replicas, counts, world)
+        if replicas > 1:  # one does without copies where they don't fit
+            advice = "use fewer replicas, more nodes or a smaller model"
+            memory.check_host(ranks, args, world, job.log.say, advice)
         run(job, Pipeline(job, switches, counts))
 
 

@@ -222,7 +222,7 @@ def test_same_bits_as_on_the_device(processes, tmp_path):
 
 
 def settings(**more):
-    on = {"use_activation_checkpointing": True, "reshard_after_forward": True}
+    on = {"use_activation_checkpointing": True, "reshard_after_forward": True, "replicas": "1"}
     return args_with(**on | more)
 
 
@@ -248,16 +248,16 @@ def test_estimates(monkeypatch):
     for count in (1, n):
         kept = compute._replace(attention_kept=count)
         assert of(kept) - of(compute) == pytest.approx(count * more)
-    assert "host memory: 74.2 GiB for all ranks, with inputs of blocks" in estimate.table(
-        settings(activations_on_host=True), config, compute, train, 2, True, 1
-    )
-
-    (parts, _) = estimate.of_fsdp(settings(), config, kept, train, 2, True)
-    need = sum(parts.values())
+    job = settings(activations_on_host=True), config, compute, train
+    ranks = estimate.held(*job, 2, True)
+    said = "host memory: 74.2 GiB for what is offloaded, for all ranks"
+    assert said in memory.report(ranks, *job)
     # while the first block's activations are computed again, all others' gradients are there
-    (parts, _) = estimate.of_fsdp(settings(activations_on_host=True), config, compute, train, 2, 1)
+    parts = memory.peak(ranks[0], *job)
     assert parts["gradients"] > 14 and parts["activations"] > 10
-    choose = lambda train=train, attn="sdpa", **more: estimate.choose_attention_kept(  # noqa: E731
+    job = settings(), config, kept, train
+    need = memory.need(estimate.held(*job, 2, True), *job)
+    choose = lambda train=train, attn="sdpa", **more: estimate.attention_kept(  # noqa: E731
         settings(**more), config, compute._replace(attn_impl=attn), train, 2, True, 1
     )
 

@@ -7,12 +7,13 @@ import multiprocessing
 import os
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from tiny_tokenizer import CHATML, golden, make_tokenizer
+from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped
 from transformers import Qwen3Config
 
 from llm_demo.core.batch import Part, real_tokens
@@ -20,7 +21,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import collate, order_rows, step_rows
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
-from llm_demo.data.packs import describe_example, heldout_beside, load_packs
+from llm_demo.data.packs import describe_example, heldout_beside
 from llm_demo.job.generate import prompts_of
 from llm_demo.job.horizon import decide_horizon, usual_lr
 from llm_demo.job.text import counted
@@ -37,7 +38,7 @@ def write(path, texts=TEXTS):
 
 def load(path, tokenizer=None, seq_len=32, **options):
     options = {"cache_dir": os.path.dirname(path) + "/cache", "log": lambda line: None} | options
-    return load_packs(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
+    return packs_of(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
 
 
 def documents(packs):
@@ -66,11 +67,11 @@ def test_packs_hold_every_document_once_with_its_labels(tmp_path, pack):
     packs = load(write(tmp_path / "x.jsonl"), pack=pack)
     expected = [golden(f"{text[0]}⟦{text[1:]}<E>⟧") for text in TEXTS]
     assert sorted(documents(packs)) == sorted(expected)
-    assert packs.stats["documents"] == packs.stats["rows_read"] == len(TEXTS)
-    assert packs.stats["tokens"] == packs.token_counts.sum() == sum(len(t) + 1 for t in TEXTS)
-    assert packs.stats["label_tokens"] == packs.label_counts.sum() == sum(map(len, TEXTS))
+    assert len(packs.row_docs) == packs.stats.files[0].rows == len(TEXTS)
+    assert packs.token_counts.sum() == sum(len(t) + 1 for t in TEXTS)
+    assert packs.label_counts.sum() == sum(map(len, TEXTS))
     if pack:
-        assert packs.stats["fill"] > 0.98
+        assert packs.token_counts.sum() / (len(packs) * packs.seq_len) > 0.98
     else:
         assert len(packs) == len(TEXTS) and packs.max_docs == 2
         assert documents(packs) == expected
@@ -117,10 +118,10 @@ def test_overlong(tmp_path, overlong, pieces):
     file = write(tmp_path / "x.jsonl", [LONG, "xy"])
     packs = load(file, seq_len=8, overlong=overlong, log=said.append)
     assert sorted(documents(packs)) == sorted(golden(piece) for piece in [*pieces, "x⟦y<E>⟧"])
-    assert packs.stats["truncated"] == (overlong == "truncate")
-    assert packs.stats["split"] == (overlong == "split")
+    assert packs.stats.cut.get("truncate", 0) == (overlong == "truncate")
+    assert packs.stats.cut.get("split", 0) == (overlong == "split")
     dropped = {"longer than seq_len": 1} if overlong == "drop" else {}
-    assert packs.stats["skipped"] == dropped
+    assert skipped(packs) == dropped
     cut = "1 document longer than 8 tokens was truncated: 11 tokens cut off, 11 of them learnt"
     assert any(cut in line for line in said) == (overlong == "truncate")
 
@@ -145,7 +146,7 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
     said, path = [], write(tmp_path / "x.jsonl", ["a"])
     packs = load(path, seq_len=0, log=said.append)
     assert any("1 document, 2 tokens (1 learnt) in 1 row of 128" in line for line in said)
-    assert packs.stats["seq_len_why"].startswith("the only document has at most 2 tokens")
+    assert packs.stats.seq_len_why.startswith("the only document has at most 2 tokens")
     args = SimpleNamespace(
         micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
         lr_scheduler="cosine", seed=1, pack_sequences=True,
@@ -170,7 +171,7 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tmp_path):
     packs = load(str(path), log=lines.append)
     assert documents(packs) == [golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")]
     empty = "the assistant turn is empty"
-    assert packs.stats["skipped"] == {empty: 1, "nothing to learn within seq_len": 1}
+    assert skipped(packs) == {empty: 1, "nothing to learn within seq_len": 1}
     assert any(f"skipped 1 row: {empty} (first {path}:2)" in line for line in lines)
     path.write_text(json.dumps(rows[1]) + "\n")
     with pytest.raises(UserError, match=f"the only row was skipped: 1 x {empty}"):
@@ -308,16 +309,15 @@ def test_collate(tmp_path):
 def test_cache_is_keyed_by_content(tmp_path):
     path = write(tmp_path / "x.jsonl")
     first = load(path)
-    assert not first.stats["cache_hit"]
+    assert not first.stats.cache_hit
     again = load(path)
-    assert again.stats == first.stats | {"cache_hit": True}
+    assert again.stats == replace(first.stats, cache_hit=True)
     assert documents(again) == documents(first)
     copy = write(tmp_path / "copy.jsonl")
     hit = load(copy)
-    assert hit.stats["cache_hit"] and hit.stats["files"][0]["path"] == copy
+    assert hit.stats.cache_hit and hit.stats.files[0].path == copy
     changed = [
         {"seq_len": 16},
-        {"pack": False},
         {"train_on_prompt": True},
         {"overlong": "drop"},
         {"data_format": "text"},
@@ -326,9 +326,11 @@ def test_cache_is_keyed_by_content(tmp_path):
         {"tokenizer": make_tokenizer(bos="<B>")},
     ]
     for change in changed:
-        assert not load(path, **change).stats["cache_hit"], change
+        assert not load(path, **change).stats.cache_hit, change
+    single = load(path, pack=False)  # rows are made of the same documents
+    assert single.stats.cache_hit and len(single) == len(TEXTS)
     write(tmp_path / "x.jsonl", [*TEXTS[:-1], "other"])
-    assert not load(path).stats["cache_hit"]
+    assert not load(path).stats.cache_hit
 
 
 def test_the_same_bytes_are_other_rows_in_another_kind_of_table(tmp_path):
@@ -348,11 +350,13 @@ def test_a_cache_hit_names_the_present_file(tmp_path):
     row["messages"][1]["weight"] = 0
     rows = [{"messages": row["messages"][:1]}, row]
     (tmp_path / "old.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    built = load(str(tmp_path / "old.jsonl"), seq_len=256).stats
+    said = [], []
+    built = load(str(tmp_path / "old.jsonl"), seq_len=256, log=said[0].append).stats
     (tmp_path / "old.jsonl").rename(tmp_path / "new.jsonl")
-    hit = load(str(tmp_path / "new.jsonl"), seq_len=256).stats
-    assert hit["cache_hit"] and built["first_skipped"] and built["turns"]
-    assert json.loads(json.dumps(built).replace("/old.", "/new.")) | {"cache_hit": True} == hit
+    hit = load(str(tmp_path / "new.jsonl"), seq_len=256, log=said[1].append).stats
+    assert hit.cache_hit and built.skipped and built.turns
+    hit = [line.replace("; from /", "; cached in /") for line in said[1]]
+    assert [line.replace("/old.", "/new.") for line in said[0]] == hit
 
 
 def test_cache_folder_from_the_environment(tmp_path, monkeypatch):
@@ -379,7 +383,7 @@ def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
     (tmp_path / "cache/building-dead").mkdir()  # what a killed process leaves
     (tmp_path / "cache/building-dead/meta.json").write_text("{")
     packs = load(path)
-    assert not packs.stats["cache_hit"] and len(documents(packs)) == len(TEXTS)
+    assert not packs.stats.cache_hit and len(documents(packs)) == len(TEXTS)
 
 
 def test_what_killed_builds_have_left_is_removed(tmp_path):
@@ -425,7 +429,7 @@ def test_another_process_hits_the_cache(tmp_path):
     path = write(tmp_path / "x.jsonl")
     stats = load(path).stats
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(_stats, [path]) == stats | {"cache_hit": True}
+        assert pool.apply(_stats, [path]) == replace(stats, cache_hit=True)
 
 
 def test_describe_example(tmp_path, monkeypatch):
@@ -457,7 +461,7 @@ def test_gsm8k_fills_98_percent(tmp_path):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/qwen3-tokenizer")
-    packs = load_packs(
+    packs = packs_of(
         str(SHARED / "data/gsm8k/train.jsonl"),
         tokenizer,
         seq_len=1024,
@@ -465,6 +469,6 @@ def test_gsm8k_fills_98_percent(tmp_path):
         target_key="answer",
         cache_dir=str(tmp_path),
     )
-    assert packs.stats["documents"] == 7473 and packs.stats["skipped"] == {}
-    assert packs.stats["fill"] >= 0.98
+    assert len(packs.row_docs) == 7473 and skipped(packs) == {}
+    assert packs.token_counts.sum() / (len(packs) * packs.seq_len) >= 0.98
     assert Counter(packs.row_docs.tolist()) == Counter(range(7473))

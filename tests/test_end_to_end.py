@@ -17,10 +17,10 @@ import pytest
 import torch
 from conftest import ROOT, free_port, python, run
 from test_evaluate import transformers_loss
+from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from llm_demo.core.rows import step_rows
-from llm_demo.data.packs import load_packs
 
 LAUNCHERS = {"fsdp": ROOT / "fsdp/launch_fsdp.sh", "pp": ROOT / "pp/launch_pp.sh"}
 FILES = {"config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json"}
@@ -182,7 +182,7 @@ def test_mi100_path_checkpointing_and_flag_beats_environment(kind, first_runs, f
     # MFU by hand. A block has 98,304 weights in attention and 294,912 in its MLP, and attends to
     # a slot's document with 6 heads of 32; there are 6 blocks, and a head of 192 x 4,096.
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
-    packs = load_packs(str(folder / "my data.jsonl"), tokenizer, seq_len=128)
+    packs = packs_of(str(folder / "my data.jsonl"), tokenizer, seq_len=128)
     seed = json.loads((folder / f"math {kind}/config.json").read_text())["seed"]
     steps = [r for r in metrics(folder / f"math {kind}") if "train/loss" in r]
     attended = set()  # the mean length of a slot's document, which each step has of its own

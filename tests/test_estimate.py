@@ -1,6 +1,7 @@
 """The memory expected, against the peaks measured on GPUs that are kept under bench/results."""
 
 import functools
+import itertools
 import json
 import re
 from types import SimpleNamespace
@@ -24,12 +25,12 @@ from llm_demo.core.batch import position_ids
 from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
-from llm_demo.core.lora import apply_lora
+from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import allocate, materialise
 from llm_demo.job import choices
 from llm_demo.job.adapters import choose_lora
-from llm_demo.job.costs import Cost, param_count, parameters_of
+from llm_demo.job.costs import Cost, parameters_of
 from llm_demo.job.device import DTYPES
 from llm_demo.job.plan import Compute
 from llm_demo.job.source import load_config
@@ -44,7 +45,8 @@ BEFORE = {"optimizer_on_host": False, "psgd_rank": 0, "copy_engines": False}
 DOCUMENTS = np.random.default_rng(0).lognormal(5.0, 0.35, 1638).astype(int)  # as bench.run's
 
 
-def expected(row, config_of_run):
+def held_by(row, config_of_run):
+    """(what each rank of a measured row holds, what `peak` is asked with)."""
     before = {**BEFORE, "data_parallel": config_of_run.get("replicas")}
     args = args_with(**{**before, **config_of_run})
     lengths = [args.seq_len] if row["data"] == "full" else DOCUMENTS
@@ -56,27 +58,27 @@ def expected(row, config_of_run):
         seq_len=args.seq_len, single=row["data"] == "full", doc_start=np.cumsum([0, *lengths]),
         longest=65_536 if row["data"] == "mixed" else max(lengths),
     )  # fmt: skip
+    job = args, config, compute, train
     if row["engine"] == "fsdp":
         ranks = args.data_parallel * args.sequence_parallel
         replicas = ranks if getattr(args, "replicas", 1) == "all" else 1
         kept = config_of_run.get("attention_kept", 0)
         if row["seq_len"] > 65_536 and "attention_kept" not in config_of_run:  # it was chosen
             args.device_memory_gb = 140
-            kept, _ = fsdp.choose_attention_kept(
-                args, config, compute, train, ranks, sharded=args.fsdp, spread=1
-            )
-        compute = compute._replace(attention_kept=kept)
-        parts = fsdp.of_fsdp(args, config, compute, train, ranks // replicas, args.fsdp)
-        return parts * replicas
+            kept, _ = fsdp.attention_kept(*job, ranks, args.fsdp, 1)
+        job = args, config, compute._replace(attention_kept=kept), train
+        return fsdp.held(*job, ranks // replicas, args.fsdp) * replicas, job
     if row["engine"] == "zero":
-        switches = switches_of(args.deepspeed_config)
-        return zero.of_zero(args, config, compute, train, args.data_parallel, switches)
+        return zero.held(*job, args.data_parallel, switches_of(args.deepspeed_config)), job
     counts = [int(c) for c in args.partition.split(",")]
     if row["engine"] == "fsdp_pp":
-        return fsdp_pp.of_stages(args, config, compute, train, args.data_parallel, counts)
-    held = pipeline.pieces_held(args.schedule, args.stages, counts, args.grad_accum_steps)
+        return fsdp_pp.held(*job, args.data_parallel, counts), job
     bucket = switches_of(args.deepspeed_config)["reduce_bucket_size"]
-    return pipeline.of_pipeline(args, config, compute, train, args.data_parallel, held, bucket)
+    return pipeline.held(*job, args.data_parallel, counts, bucket), job
+
+
+def peaks(ranks, job):
+    return [memory.peak(held, *job) for held in ranks]
 
 
 def earlier_loss_bytes(args, config, compute, train):
@@ -103,7 +105,7 @@ def test_within_a_tenth_of_what_was_measured(result, monkeypatch):
         monkeypatch.setattr(memory, "loss_bytes", earlier_loss_bytes)
     if not result["summary"].get("reserved_gb"):  # before resharding summed each micro-batch
         monkeypatch.setattr(fsdp, "sums_each", lambda args: args.optimizer_on_host)
-    ranks = expected(result["row"], config)
+    ranks = peaks(*held_by(result["row"], config))
     assert len(ranks) == len(measured)
     for parts, peak in zip(ranks, measured, strict=True):
         counted = sum(size for name, size in parts.items() if name not in beside)
@@ -116,218 +118,172 @@ ON_HOST = [r for r in ON_HOST if r["status"] == "ok"]
 
 @pytest.mark.parametrize("result", ON_HOST, ids=lambda result: name_of(result["row"]))
 def test_host_memory_within_a_tenth(result):
-    config = load_config(ROOT / result["row"]["model"], result["row"]["seq_len"])
-    measured = result["summary"]["peak_host_gb"]
-    assert host_memory(result, config, len(measured)) == pytest.approx(sum(measured), rel=0.1)
-
-
-def host_memory(result, config, ranks):
-    compute = SimpleNamespace(dtype=DTYPES[result["config"]["dtype"]])
-    if result["row"]["engine"] == "fsdp":
-        args = args_with(**{**BEFORE, **result["config"]})
-        return fsdp.of_host(args, config, compute, args, ranks)
-    return zero.of_host(config, compute, switches_of(result["config"]["deepspeed_config"]), ranks)
+    measured = sum(result["summary"]["peak_host_gb"])
+    ranks, _ = held_by(result["row"], result["config"])
+    assert sum(held.host for held in ranks) / 2**30 == pytest.approx(measured, rel=0.1)
 
 
 def switches_of(file):
     return json.loads((ROOT / file).read_text())["zero_optimization"]
 
 
+EIGHT = load_config(ROOT / "models/qwen3-8b", 1024)
+TOTAL, FULL = parameters_of(EIGHT), SimpleNamespace(seq_len=1024, single=True, longest=1024)
+BF16 = Compute(torch.bfloat16, "sdpa", compile=True)
+
+
 def test_pinned_memory_is_rounded_up():
-    config = load_config(ROOT / "models/qwen3-8b", 1024)
-    n, compute = (
-        param_count(skeleton(config, "sdpa")) / 2**30,
-        SimpleNamespace(dtype=torch.bfloat16),
-    )
-    switches = switches_of("zero/ds_zero3_offload.json")
-    pinned = zero.of_host(config, compute, switches, 2)
+    n, switches = TOTAL / 2**30, switches_of("zero/ds_zero3_offload.json")
+    pinned = 2 * zero.host_bytes(TOTAL / 2, 2, switches, 2) / 2**30
     for offload in (switches["offload_optimizer"], switches["offload_param"]):
         offload["pin_memory"] = False
-    plain = zero.of_host(config, compute, switches, 2)
+    plain = 2 * zero.host_bytes(TOTAL / 2, 2, switches, 2) / 2**30
     assert plain == pytest.approx(24 * n + 2 * memory.PROCESS, rel=1e-3)
     # a rank's weights 8, gradients 16; masters, and gradients again, four times 4 and the rest 0.5
-    assert pinned == pytest.approx(
-        2 * (8 + 16 + 2 * 16.5) + (2 + 8) * n + 2 * memory.PROCESS, rel=1e-3
-    )
+    pinned_by_hand = 2 * (8 + 16 + 2 * 16.5) + (2 + 8) * n + 2 * memory.PROCESS
+    assert pinned == pytest.approx(pinned_by_hand, rel=1e-3)
 
 
-EIGHT = load_config(ROOT / "models/qwen3-8b", 1024)
-BF16 = SimpleNamespace(dtype=torch.bfloat16)
-SAVES, READS, NEITHER = (
-    SimpleNamespace(save=save, resume=resume, device_memory_gb=0)
-    for save, resume in ((True, None), (False, "auto"), (False, None))
-)
+def flags(**more):
+    """Flags of every script."""
+    given = dict(
+        micro_batch_size=1, grad_accum_steps=4, stages=2, schedule="1f1b", save=True, save_every=0,
+        save_async=True, resume=None, device_memory_gb=0, blocks_per_unit=0, eval_batch_size=1,
+        use_activation_checkpointing=True, activation_memory_budget=1.0, run_ahead=0,
+        reshard_after_forward=True, optimizer_on_host=False, psgd_rank=0, copy_engines=False,
+        replicas="1",
+    )  # fmt: skip
+    return args_with(**given | more)
 
 
-def zero2(name=""):
-    """(settings, GB of the host with 4 ranks, GB of a checkpoint)."""
-    zero_settings = switches_of(f"zero/ds_zero2{name}.json")
-    host = zero.of_host(EIGHT, BF16, zero_settings, 4)
-    return {"zero_optimization": zero_settings}, host, 12 * parameters_of(EIGHT) / 2**30
-
-
-def test_the_copies_of_zeros_checkpoints_are_named(monkeypatch):
-    """12 bytes per parameter over all ranks, unless nothing is saved or read."""
-    monkeypatch.setattr(zero, "of_zero", lambda *_: [{"weights": 1.0}])
-    (offload, host, copies), (on_device, *_) = zero2("_offload"), zero2()
-    for args, settings, said in (
-        (SAVES, offload, f"{host:.1f} GiB for all ranks, and {copies:.1f} GiB more while a checkp"),
-        (
-            READS,
-            on_device,
-            f"{copies:.1f} GiB more for all ranks while a checkpoint is saved or re",
-        ),
-        (NEITHER, offload, f"{host:.1f} GiB for all ranks"),
+def test_host_memory_is_named(monkeypatch):
+    monkeypatch.setattr(memory, "peak", lambda *_: {"weights": 1.0})
+    for host, copies, said in (
+        (2, 0, "host memory: 4.0 GiB for what is offloaded, for all ranks"),
+        (0, 3, "host memory: 6.0 GiB while a checkpoint is saved or read, for all ranks"),
+        (2, 3, "4.0 GiB for what is offloaded and 6.0 GiB while a checkpoint is saved or read, fo"),
+        (0, 0, None),
     ):
-        last = zero.table(args, EIGHT, BF16, None, 4, settings).splitlines()[-1]
-        assert last.startswith(f"host memory: {said}"), last
-    assert ", and" not in last
-    assert "host memory" not in zero.table(NEITHER, EIGHT, BF16, None, 4, on_device)
+        held = memory.Held(0, [], [], host=host * 2**30, copies=copies * 2**30)
+        text = memory.report([held] * 2, flags(), None, None, None)
+        assert said in text if said else "host memory" not in text
+
+
+@pytest.mark.parametrize("more, fsdps, zeros, replicas, both", [
+    ({}, 0, 1, 1, 0),
+    ({"save_every": 5}, 1, 1, 1, 1),
+    ({"save_every": 5, "save_async": False}, 0, 1, 1, 0),
+    ({"save": False, "save_every": 5}, 0, 0, 0, 0),
+    ({"save": False, "resume": "auto"}, 0, 1, 2, 0),
+    ({"resume": "auto"}, 0, 1, 2, 0),
+])  # fmt: skip
+def test_copies_of_checkpoints(more, fsdps, zeros, replicas, both):
+    """12 bytes per parameter. fsdps: and of `fsdp_pp`; replicas: of two of a pipeline; both: of a
+    pipeline's two stages."""
+    job = flags(**more), EIGHT, BF16, FULL
+    switches = switches_of("zero/ds_zero2.json")
+    for times, ranks in (
+        (fsdps, fsdp.held(*job, 2, True)),
+        (fsdps, fsdp_pp.held(*job, 2, [26, 10])),
+        (zeros, zero.held(*job, 4, switches)),
+        (replicas, pipeline.held(*job, 2, [26, 10])),
+        (both, pipeline.held(*job, 1, [26, 10])),
+    ):
+        assert sum(held.copies for held in ranks) == pytest.approx(12 * TOTAL * times, rel=1e-3)
+    lora = Lora(16, 32.0, 0.0, ("q_proj",), 1000, {})
+    ranks = fsdp.held(job[0], EIGHT, BF16._replace(lora=lora), FULL, 2, True)
+    assert sum(held.copies for held in ranks) == 12_000 * fsdps
+
+
+def node_needs(ranks, args, world, monkeypatch):
+    """(GiB that a node's check asks for, what it says with 0.1 GiB less)."""
+    need = sum(max(0, h.host / 2**30 - memory.PROCESS) + h.copies / 2**30 for h in ranks)
+    said = []
+    monkeypatch.setattr(memory, "once_per_node", lambda world, check: check())
+    monkeypatch.setattr(memory, "free_host_memory", lambda: (need + 0.1) * 2**30)
+    memory.check_host(world[1], args, world[0], said.append, "use more nodes")
+    monkeypatch.setattr(memory, "free_host_memory", lambda: (need - 0.1) * 2**30)
+    error = ""
+    if need:
+        with pytest.raises(UserError, match=f"and {need - 0.1:.1f} GiB are free: .*use more") as e:
+            memory.check_host(world[1], args, world[0], said.append, "use more nodes")
+        error = str(e.value)
+    return need, error, said
 
 
 def test_zero_checks_the_memory_of_each_node(monkeypatch):
     """Of two with two ranks each. The processes are there already."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(zero, "once_per_node", lambda world, check: check())
-    world, said = World(0, 4, 0, torch.device("cpu")), []
-    (offload, host, copies), (on_device, *_) = zero2("_offload"), zero2()
-    for args, settings, need in (
-        (SAVES, offload, (host + copies) / 2 - 2 * memory.PROCESS),
-        (NEITHER, offload, host / 2 - 2 * memory.PROCESS),
-        (READS, on_device, copies / 2),
-        (NEITHER, on_device, 0),
-    ):
-        monkeypatch.setattr(zero, "free_host_memory", lambda need=need: (need + 0.1) * 2**30)
-        zero.check_host(args, EIGHT, BF16, settings, world, said.append)
-        if need:
-            monkeypatch.setattr(zero, "free_host_memory", lambda need=need: (need - 0.1) * 2**30)
-            with pytest.raises(UserError, match=rf"ZeRO needs .* {need - 0.1:.1f} GiB are free"):
-                zero.check_host(args, EIGHT, BF16, settings, world, said.append)
-    assert len(said) == 2 and "GiB for what is offloaded, of" in said[1]
+    world = World(0, 4, 0, torch.device("cpu"))
+    for name, more in (("_offload", {}), ("_offload", {"save": False}), ("", {"resume": "auto"})):
+        args, switches = flags(**more), switches_of(f"zero/ds_zero2{name}.json")
+        ranks = zero.held(args, EIGHT, BF16, FULL, 4, switches)
+        need, error, said = node_needs(ranks[:2], args, (world, ranks), monkeypatch)
+        copies = 12 * TOTAL / 2**30 / 2 * (more.get("save", True))
+        host = 2 * ranks[0].host / 2**30
+        assert need == pytest.approx(max(0, host - 2 * memory.PROCESS) + copies)
+        assert ("GiB for what is offloaded" in error) == bool(name)
+        assert ("GiB while a checkpoint is saved or read" in error) == (copies > 0)
+        assert len(said) == bool(name) and all("offloaded" in line for line in said)
 
 
 def test_only_copies_that_do_not_fit_are_spared_by_not_saving(monkeypatch):
-    monkeypatch.setattr(zero, "once_per_node", lambda world, check: check())
-    settings, host, copies = zero2("_offload")
-    world, fits = World(0, 4, 0, torch.device("cpu")), host - 4 * memory.PROCESS
-    both = SimpleNamespace(save=True, resume="auto")
-    for args, free, hint in ((SAVES, fits, True), (SAVES, fits - 1, False), (both, fits, False)):
-        monkeypatch.setattr(zero, "free_host_memory", lambda free=free: (free + 0.1) * 2**30)
+    monkeypatch.setattr(memory, "once_per_node", lambda world, check: check())
+    world, switches = World(0, 4, 0, torch.device("cpu")), switches_of("zero/ds_zero2_offload.json")
+    for more, less, hint in (({}, 0, True), ({}, 1, False), ({"resume": "auto"}, 0, False)):
+        args = flags(**more)
+        ranks = zero.held(args, EIGHT, BF16, FULL, 4, switches)
+        fits = 4 * (ranks[0].host / 2**30 - memory.PROCESS)
+        free = (fits + 0.1 - less) * 2**30
+        monkeypatch.setattr(memory, "free_host_memory", lambda free=free: free)
         with pytest.raises(UserError, match="use more nodes") as error:
-            zero.check_host(args, EIGHT, BF16, settings, world, print)
+            memory.check_host(ranks, args, world, print, "use more nodes")
         assert ("add --no_save, or use more nodes" in str(error.value)) == hint
-
-
-def pipe(**more):
-    """Flags of two stages."""
-    flags = dict(stages=2, schedule="1f1b", grad_accum_steps=4, save=True, save_every=0)
-    flags |= dict(save_async=True, resume=None, device_memory_gb=0)
-    return SimpleNamespace(**{**flags, **more})
 
 
 def test_a_pipeline_checks_what_its_checkpoints_copy(monkeypatch):
     """Three replicas of two stages on two nodes with three ranks each: a stage to each node. Its
     first replica gathers what is saved; all read a checkpoint."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    monkeypatch.setattr(pipeline, "once_per_node", lambda world, check: check())
-    counts, cpu = [26, 10], torch.device("cpu")
-    held = pipeline.pieces_held("1f1b", 2, counts, 4)
-    stages = pipeline.parameters_of_stages(EIGHT, held)
-    assert sum(stages) == pytest.approx(parameters_of(EIGHT), rel=1e-3)
-    for stage, parameters in enumerate(stages):
-        world, whole = World(3 * stage + 1, 6, 1, cpu), 12 * parameters / 2**30
-        for need, more, hint in (
-            (whole, {}, "add --no_save, or "),
-            (3 * whole, {"resume": "auto"}, ""),
-            (0, {"save": False}, None),
+    for stage in range(2):
+        world = World(3 * stage + 1, 6, 1, torch.device("cpu"))
+        for times, more, hint in (
+            (1, {}, True),
+            (3, {"resume": "auto"}, False),
+            (0, {"save": 0}, 0),
         ):
-            monkeypatch.setattr(
-                pipeline, "free_host_memory", lambda need=need: (need + 0.1) * 2**30
-            )
-            pipeline.check_host(pipe(**more), EIGHT, 3, counts, world)
-            monkeypatch.setattr(
-                pipeline, "free_host_memory", lambda need=need: (need - 0.1) * 2**30
-            )
-            if need:
-                said = f"needs {need:.1f} GiB on this node, and .* free: {hint}use fewer replicas"
-                with pytest.raises(UserError, match=said):
-                    pipeline.check_host(pipe(**more), EIGHT, 3, counts, world)
-            pipeline.check_host(pipe(**more), EIGHT, 1, counts, world)  # not copied so
-
-
-def test_a_pipelines_copies_are_named(monkeypatch):
-    monkeypatch.setattr(pipeline, "of_pipeline", lambda *_: [{"weights": 1.0}])
-    copies = 12 * parameters_of(EIGHT) / 2**30
-    for more, replicas, said in (
-        ({}, 1, None),
-        ({"save_every": 5}, 1, f"{copies:.1f} GiB more for all ranks while a checkpoint is saved"),
-        ({"save_every": 5, "save_async": False}, 1, None),
-        ({}, 2, f"{copies:.1f} GiB more for all ranks while a checkpoint is saved"),
-        (
-            {"resume": "x"},
-            2,
-            f"{2 * copies:.1f} GiB more for all ranks while a checkpoint is saved ",
-        ),
-    ):
-        text = pipeline.table(pipe(**more), EIGHT, BF16, None, replicas, [26, 10], {})
-        assert (f"host memory: {said}" in text) if said else "host memory" not in text
-
-
-def test_the_copies_of_fsdps_checkpoints_are_named(monkeypatch):
-    monkeypatch.setattr(fsdp, "of_fsdp", lambda *_: [{"weights": 1.0}])
-    compute = Compute(torch.bfloat16, "sdpa", compile=False)
-    copies = 12 * parameters_of(EIGHT) / 2**30
-    flags = dict(activations_on_host=False, optimizer_on_host=False, resume=None)
-    for more, said in (
-        ({}, f"host memory: {2 * copies:.1f} GiB more for all ranks while checkpoints are written"),
-        (
-            {"optimizer_on_host": True},
-            f"masters and moments; {2 * copies:.1f} GiB more while check",
-        ),
-        ({"save_every": 0}, None),
-        ({"save": False}, None),
-    ):
-        args = pipe(**{**flags, "save_every": 5, **more})
-        text = fsdp.table(args, EIGHT, compute, None, 2, True, 2)
-        assert said in text if said else "host memory" not in text
+            args = flags(**more)
+            ranks = pipeline.held(args, EIGHT, BF16, FULL, 3, [26, 10])
+            node = ranks[3 * stage : 3 * stage + 3]
+            need, error, said = node_needs(node, args, (world, ranks), monkeypatch)
+            whole = 3 * node[0].optimizer / 8 * 12 / 2**30  # of a stage
+            assert need == pytest.approx(times * whole) and not said
+            assert ("add --no_save, or use" in error) == bool(hint)
 
 
 def test_buckets_of_a_pipeline_in_other_dtypes_than_bf16():
     """In bytes, of a model smaller than a bucket: one at the loss, two while it reduces."""
     config = load_config(ROOT / "models/qwen3-tiny", 128)
-    held = pipeline.pieces_held("1f1b", 2, [3, 3], 4)
-    args = args_with(
-        micro_batch_size=2, seq_len=128, grad_accum_steps=4, use_activation_checkpointing=False
-    )
+    args = flags(micro_batch_size=2, seq_len=128, use_activation_checkpointing=False)
     train = SimpleNamespace(seq_len=128, single=True)
     for dtype, buckets in ((torch.bfloat16, 0), (torch.float16, 2), (torch.float32, 2)):
-        compute, found = Compute(dtype, "sdpa", compile=False), []
+        job, totals = (args, config, Compute(dtype, "sdpa", compile=False), train), []
         for bucket in (0, 1e8):
-            parts = pipeline.of_pipeline(args, config, compute, train, 1, held, bucket)
-            found.append([sum(stage.values()) - stage[memory.UNUSED] for stage in parts])
+            parts = peaks(pipeline.held(*job, 1, [3, 3], bucket), job)
+            totals.append([sum(stage.values()) - stage[memory.UNUSED] for stage in parts])
         more = buckets * 4e8 / 2**30
-        for without, with_bucket in zip(*found, strict=True):
+        for without, with_bucket in zip(*totals, strict=True):
             assert 0.9 * more <= with_bucket - without <= more
 
 
 def test_zero_shards_more_with_each_stage():
     """8B on two processes."""
-    row = {"engine": "zero", "model": "models/qwen3-8b", "data": "full"}
-    config = load_config(ROOT / row["model"], 1024)
-    n = param_count(skeleton(config, "sdpa")) / 2**30
-    kept, host = {}, {}
+    n, kept, host = TOTAL / 2**30, {}, {}
     for name, (_, file) in ZERO.items():
-        settings = {
-            "seq_len": 1024, "micro_batch_size": 4, "use_activation_checkpointing": True,
-            "dtype": "bf16", "attn_impl": "sdpa", "compile": True, "activation_memory_budget": 1.0,
-            "blocks_per_unit": 0, "data_parallel": 2, "deepspeed_config": file,
-        }  # fmt: skip
-        first, second = expected(row, settings)
+        job = flags(micro_batch_size=4, grad_accum_steps=1), EIGHT, BF16, FULL
+        first, second = zero.held(*job, 2, switches_of(file))
         assert first == second
-        kept[name] = first
-        host[name] = zero.of_host(
-            config, SimpleNamespace(dtype=torch.bfloat16), switches_of(file), 2
-        )
+        kept[name], host[name] = memory.peak(first, *job), 2 * first.host / 2**30
     approx = functools.partial(pytest.approx, rel=1e-3)  # norms are not counted
     whole = {name: sum(parts.values()) for name, parts in kept.items()}
     assert whole["zero1"] > whole["zero2"] > whole["zero3"] > whole["zero3_offload"]
@@ -345,16 +301,27 @@ def test_there_are_measured_peaks():
     assert len(MEASURED) >= 8
 
 
-def test_what_a_schedule_holds():
-    one = pipeline.pieces_held("1f1b", 2, [18, 10], 8)
-    assert one == [[(range(18), 2, True, False)], [(range(18, 28), 1, False, True)]]
-    assert pipeline.pieces_held("1f1b", 2, [18, 10], 1)[0] == [(range(18), 1, True, False)]
-    four = pipeline.pieces_held("1f1b", 4, [2, 2, 1, 1], 8)
-    assert [stage[0][1] for stage in four] == [4, 3, 2, 1]
-    v = pipeline.pieces_held("dualpipev", 2, [9, 9, 9, 1], 8)
-    assert [len(piece[0]) for stage in v for piece in stage] == [9, 1, 9, 9]
-    assert [piece[0].start for stage in v for piece in stage] == [0, 27, 9, 18]
-    assert v[0][1][3] and v[0][0][2] and not any(last for *_, last in v[1])
+@pytest.mark.parametrize("kind", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
+def test_what_a_schedule_holds(kind, stages):
+    """As DeepSpeed's own schedules have it, whatever pieces are larger."""
+    from deepspeed.runtime.pipe import schedule
+
+    v = kind == "dualpipev"
+    for accum in [n for n in (1, 2, 3, 8, 16, 24) if not v or n >= 2 * stages]:
+        for stage, larger in itertools.product(range(stages), (0, 1)):
+            make = schedule.DualPipeVSchedule if v else schedule.TrainSchedule
+            pieces = [stage, 2 * stages - 1 - stage][: 1 + v]
+            now, most, blocks = dict.fromkeys(pieces, 0), {}, 0
+            for instruction in (i for step in make(accum, stages, stage).steps() for i in step):
+                if type(instruction) in (schedule.ForwardPass, schedule.BackwardPass):
+                    piece = pieces[getattr(instruction, "phase", 0)]
+                    now[piece] += 1 if type(instruction) is schedule.ForwardPass else -1
+                    sizes = [3 + (i == larger) for i in range(len(pieces))]
+                    held = sum(size * now[p] for size, p in zip(sizes, pieces, strict=True))
+                    if held > blocks:
+                        blocks, most = held, dict(now)
+            assert pipeline.in_flight(kind, stages, stage, accum) == most
 
 
 @pytest.mark.parametrize("impl, documents_of", [("sdpa", 128), ("bucketed", 64)])
@@ -385,7 +352,7 @@ def test_a_plain_block_keeps_what_a_real_one_keeps(impl, documents_of):
         kept.pop(p.untyped_storage().data_ptr(), None)
     real = sum(size for _, size in kept.values()) / 256
     assert out.shape == hidden.shape
-    blocks = memory._saved_uncompiled(config, compute, train)
+    blocks = memory.saved_bytes(args_with(), config, compute, train)
     assert blocks == [pytest.approx(real, rel=0.02)] * config.num_hidden_layers
 
 
@@ -394,38 +361,30 @@ def test_replicas_of_a_pipeline_share_masters_and_moments():
     config = load_config(ROOT / "models/qwen3-tiny", 128)
     # a stage: three blocks of 393,216 matrix weights, and the tied embedding, 4096 x 192
     params = 3 * 393_216 + 786_432
-    held = pipeline.pieces_held("1f1b", 2, [3, 3], 4)
-    args = args_with(
-        micro_batch_size=2, seq_len=128, grad_accum_steps=4, use_activation_checkpointing=False
-    )
+    args = flags(micro_batch_size=2, seq_len=128, use_activation_checkpointing=False)
     train = SimpleNamespace(seq_len=128, single=True)
-    compute = Compute(torch.bfloat16, "sdpa", compile=False)
+    job = args, config, Compute(torch.bfloat16, "sdpa", compile=False), train
     for replicas in (1, 2, 4):
-        for parts in pipeline.of_pipeline(args, config, compute, train, replicas, held):
-            found = {k: parts[k] * 2**30 / params for k in ("weights", "optimizer", "gradients")}
+        ranks = pipeline.held(*job, replicas, [3, 3])
+        assert len(ranks) == 2 * replicas
+        for parts in peaks(ranks, job):
+            each = {k: parts[k] * 2**30 / params for k in ("weights", "optimizer", "gradients")}
             # bytes: bf16 weights here and fp32 ones shared, two fp32 moments shared, fp32 sums here
             share = {"weights": 2 + 4 / replicas, "optimizer": 8 / replicas, "gradients": 4}
-            assert found == pytest.approx(share)
+            assert each == pytest.approx(share)
 
 
 def test_copies_that_do_not_fit_are_refused_and_errors_of_psgd_counted():
-    config = load_config(ROOT / "models/qwen3-8b", 1024)
-    train = SimpleNamespace(seq_len=1024, single=True)
-    compute = Compute(torch.bfloat16, "sdpa", compile=True)
-    args = args_with(
-        micro_batch_size=1, grad_accum_steps=1, blocks_per_unit=0,
-        use_activation_checkpointing=True, activation_memory_budget=1.0,
-        reshard_after_forward=True, optimizer_on_host=False, psgd_rank=0,
-        device_memory_gb=80.0, replicas="all",
-    )  # fmt: skip
-    fsdp.refuse_replicas(args, config, compute, train, 2, 2)  # two GPUs to a copy
+    args = flags(grad_accum_steps=1, device_memory_gb=80.0, replicas="all")
+    job = args, EIGHT, BF16, FULL
+    fsdp.refuse_replicas(*job, 2, 2)  # two GPUs to a copy
     with pytest.raises(UserError, match=r"copy on 1 GPU\(s\) needs .* fewer replicas than 4"):
-        fsdp.refuse_replicas(args, config, compute, train, 1, 4)
-    plain = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"]
+        fsdp.refuse_replicas(*job, 1, 4)
+    plain = fsdp.held(*job, 2, True)[0].optimizer
     args.psgd_rank = 32
-    errors = fsdp.of_fsdp(args, config, compute, train, 2, True)[0]["optimizer"] - plain
+    errors = fsdp.held(*job, 2, True)[0].optimizer - plain
     halves = 8_190_735_360 / 2, 151_936 * 4096 / 2  # all, and the largest matrix
-    assert errors == pytest.approx((4 * halves[0] + 8 * halves[1]) / 2**30, rel=1e-3)
+    assert errors == pytest.approx(4 * halves[0] + 8 * halves[1], rel=1e-3)
 
 
 def test_the_flag_prints_and_makes_nothing(tmp_path, kind="pp/launch_pp.sh"):
@@ -543,7 +502,7 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
     real = really_kept(config, impl, dtype, block, documents_of)
     compute = Compute(dtype, impl, compile=False)
     train = SimpleNamespace(seq_len=128, single=documents_of == 128)
-    found = memory._saved_uncompiled(config, compute, train)
+    found = memory.saved_bytes(args_with(), config, compute, train)
     assert len(found) == config.num_hidden_layers
     assert found[block] == pytest.approx(real, rel=0.02)
 
@@ -595,40 +554,36 @@ def test_a_stage_has_its_own_blocks(of, size, monkeypatch):
     config = mixed()
     costs = [Cost(n * size, n * size, 0) for n in (1, 8, 8)]
     monkeypatch.setattr(of, "block_costs", lambda config, seq_len: costs)
-    args = args_with(
-        use_activation_checkpointing=False, activation_memory_budget=1.0, micro_batch_size=2,
-        grad_accum_steps=8, stages=2, schedule="1f1b", run_ahead=0, blocks_per_unit=1,
-        reshard_after_forward=False, copy_engines=False,
+    args = flags(
+        use_activation_checkpointing=False, micro_batch_size=2, grad_accum_steps=8,
+        blocks_per_unit=1, reshard_after_forward=False,
     )  # fmt: skip
     compute = Compute(torch.bfloat16, "sdpa", compile=True)
-    train = SimpleNamespace(seq_len=1024, single=True)
-    if of is pipeline:
-        held = pipeline.pieces_held("1f1b", 2, [1, 2], 8)
-        found = pipeline.of_pipeline(args, config, compute, train, 1, held)
-    else:
-        found = fsdp_pp.of_stages(args, config, compute, train, 1, [1, 2])
+    job = args, config, compute, FULL
+    found = peaks(of.held(*job, 1, [1, 2]), job)
+    if of is fsdp_pp:
         copies = args_with(**{**vars(args), "copy_engines": True, "eval_batch_size": 3})
-        more = fsdp_pp.of_stages(copies, config, compute, train, 1, [1, 2])
+        more = peaks(of.held(copies, *job[1:], 1, [1, 2]), job)
         if size == 1:  # 4 slots of 3 rows
             added = [b["activations"] - a["activations"] for a, b in zip(found, more, strict=True)]
             assert added == pytest.approx([4 * 3 * 1024 * 256 * 2 / 2**30] * 2)
         copies.copy_engines = None  # they may be chosen
-        assert fsdp_pp.of_stages(copies, config, compute, train, 1, [1, 2]) == more
+        assert peaks(of.held(copies, *job[1:], 1, [1, 2]), job) == more
     parameters = [(n * size + 512 * 256) / 2**30 for n in (1, 16)]  # with an end of the model
     weights = 6 if of is pipeline else 4
     assert [parts["optimizer"] for parts in found] == [8 * n for n in parameters]
     assert [parts["weights"] for parts in found] == [weights * n for n in parameters]
     if size == 1:
-        dense, sparse, _ = memory.saved_bytes(args, config, compute, train)
-        first, last = memory.passing_bytes(args, config, compute, train)[:2]
+        dense, sparse, _ = memory.saved_bytes(*job)
+        first, last = memory.passing_bytes(*job)[:2]
         held = [2, 1]  # micro-batches of 2,048 tokens
         sent = [0, 0] if of is pipeline else [2048 * 256 * 2 * count for count in held]
         kept = [held[0] * 2048 * dense, held[1] * 2048 * 2 * sparse]
-        loss = memory.loss_bytes(args, config, compute, train)
+        loss = memory.loss_bytes(*job)
         kept[0] += 2048 * first + sent[0]
         kept[1] += max(loss, 2048 * last) + sent[1]
-        peaks = [parts["activations"] + parts["loss"] for parts in found]
-        assert peaks == pytest.approx([x / 2**30 for x in kept])
+        total = [parts["activations"] + parts["loss"] for parts in found]
+        assert total == pytest.approx([x / 2**30 for x in kept])
 
 
 def test_the_largest_unit():

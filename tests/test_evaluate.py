@@ -11,11 +11,11 @@ import pytest
 import torch
 from conftest import ROOT, run
 from test_parity import MODELS
+from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from llm_demo import evaluate
 from llm_demo.core.errors import UserError
-from llm_demo.data.packs import load_packs
 
 ROWS = [
     {"question": "why " * (1 + i % 5), "answer": f"word {i} " * (1 + i % 3) + f"#### {1000 + i:,}"}
@@ -47,7 +47,7 @@ def transformers_loss(model_folder, data, seq_len, **keys):
     """(mean loss over the learnt tokens, their number) by transformers, a document at a time."""
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    packs = load_packs(str(data), tokenizer, seq_len=seq_len, pack=False, **keys)
+    packs = packs_of(str(data), tokenizer, seq_len=seq_len, pack=False, **keys)
     total = tokens = 0
     for i in range(len(packs)):
         ids, labels, lengths = packs.row(i)

@@ -11,8 +11,10 @@ from tokenizers import processors
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import labels
-from llm_demo.data.labels import encode, make_codec
+from llm_demo.data import turns as reasons
+from llm_demo.data.labels import Codec, encode
 from llm_demo.data.records import Record, detect_format, to_record
+from llm_demo.job.args import DataArgs
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -103,7 +105,7 @@ def call(name="f", arguments=None, content="", **extra):
 
 def one(record, tokenizer, **options):
     """(ids, shifted labels) of one record, or the reason why it is skipped."""
-    (sample,) = encode(make_codec(tokenizer, **options), [record])
+    ((sample, _),) = encode(Codec(tokenizer, **options), [record])
     if isinstance(sample, str):
         return sample
     ids, is_label = sample
@@ -335,7 +337,7 @@ def test_reasoning_as_context():
     assert one(dropped, make_tokenizer(drops), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
     assert one(given, make_tokenizer(), **codec) == golden(PAIR + "⟦yo<E>⟧\n")
     only = chat("hi", "<think>r</think>")
-    assert one(only, make_tokenizer(QWEN3), **codec) == labels.EMPTY_TURN
+    assert one(only, make_tokenizer(QWEN3), **codec) == reasons.EMPTY_TURN
     marked = make_tokenizer(TAGGED)
     expected = golden(PAIR + "<think>r</think>\n⟦yo<E>⟧\n")
     assert one(chat("hi", "<think>r</think>\nyo"), marked, **codec) == expected
@@ -348,41 +350,41 @@ SKIPPED = {
     "reasoning lost in the only answer": (
         QWEN3,
         chat("hi", "<think>\nr\n</think>\n\nyo", "b"),
-        labels.NO_REASONING,
+        reasons.NO_REASONING,
     ),
     "template changes the text": (
         CHATML.replace("m.content", "m.content | upper"),
         chat("hi", "yo"),
-        labels.REWRITTEN,
+        reasons.REWRITTEN,
     ),
     "tool call not rendered": (
         CHATML,
         chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
         labels.NO_CALLS,
     ),
-    "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), labels.ENDS_INSIDE),
+    "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
     "tags and dropped reasoning": (
         TAGGED,
         chat("hi", "yo", reasoning_content="r"),
-        labels.NO_REASONING,
+        reasons.NO_REASONING,
     ),
     "a call and dropped reasoning": (
         SPECIAL_CALLS,
         call(content="so", reasoning_content="r"),
-        labels.NO_REASONING,
+        reasons.NO_REASONING,
     ),
-    "tags and a stop token inside": (TAGGED, chat("hi", "a<E>b"), labels.ENDS_INSIDE),
+    "tags and a stop token inside": (TAGGED, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
     "template adds to the reasoning": (
         QWEN3.replace("'<think>\n' + think", "'<think>\nand ' + think"),
         chat("hi", "<think>\nr\n</think>\n\nyo"),
-        labels.REWRITTEN,
+        reasons.REWRITTEN,
     ),
     "template writes another number": (
         AS_XML.replace("(v | string)", "(v | string) + '9'"),
         call(arguments={"n": 1}),
-        labels.REWRITTEN,
+        reasons.REWRITTEN,
     ),
-    "a tag in prose": (QWEN3, chat("hi", "end with </think> please"), labels.REWRITTEN),
+    "a tag in prose": (QWEN3, chat("hi", "end with </think> please"), reasons.REWRITTEN),
     "template drops a turn whose text is elsewhere": (
         CHATML.replace("{{ '<S>' +", "{{ '' if m.role == 'tool' else '<S>' +"),
         Record(
@@ -392,42 +394,42 @@ SKIPPED = {
         labels.LEFT_OUT.format(role="tool"),
     ),
     "half a surrogate pair in a name": (AS_JSON, call("\ud800"), labels.NO_TEXT),
-    "stop token inside an argument": (AS_JSON, call(arguments={"x": "<E>"}), labels.ENDS_INSIDE),
+    "stop token inside an argument": (AS_JSON, call(arguments={"x": "<E>"}), reasons.ENDS_INSIDE),
     "template adds to the text": (
         CHATML.replace("m.content + ", "m.content + '2' + "),
         chat("hi", "4"),
-        labels.REWRITTEN,
+        reasons.REWRITTEN,
     ),
-    "template cuts the arguments": (CUT, call(arguments={"x": 1, "y": 234567}), labels.REWRITTEN),
+    "template cuts the arguments": (CUT, call(arguments={"x": 1, "y": 234567}), reasons.REWRITTEN),
     "template drops the text beside a call": (
         MISTRAL,
         call(content="so"),
-        labels.REWRITTEN,
+        reasons.REWRITTEN,
     ),
     "only the next turn begins with a special token": (
         CHATML.replace("<E>", ""),
         chat("hi", "yo", "b"),
-        labels.UNSTOPPED,
+        reasons.UNSTOPPED,
     ),
     "generation tags around nothing": (
         TAGGED.replace("{{ m.content + '<E>\n' }}{% endgen", "{% endgen").replace(
             "{% endgeneration %}", "{% endgeneration %}{{ m.content + '<E>\n' }}"
         ),
         chat("hi", "yo"),
-        labels.UNMARKED,
+        reasons.UNMARKED,
     ),
-    "newline token reaches into the answer": (CHATML, chat("hi", "\nyo"), labels.STRADDLED),
-    "no stop token": (CHATML.replace("<E>", ""), chat("hi", "yo"), labels.UNSTOPPED),
-    "template raises": ("{{ raise_exception('no') }}", chat("hi", "yo"), f"{labels.REFUSED}: no"),
-    "begins with an answer": (CHATML, Record(chat("hi", "yo").messages[1:]), labels.NO_PROMPT),
-    "answers all blank": (CHATML, chat("hi", " \n"), labels.EMPTY_TURN),
+    "newline token reaches into the answer": (CHATML, chat("hi", "\nyo"), reasons.STRADDLED),
+    "no stop token": (CHATML.replace("<E>", ""), chat("hi", "yo"), reasons.UNSTOPPED),
+    "template raises": ("{{ raise_exception('no') }}", chat("hi", "yo"), f"{reasons.REFUSED}: no"),
+    "begins with an answer": (CHATML, Record(chat("hi", "yo").messages[1:]), reasons.NO_PROMPT),
+    "answers all blank": (CHATML, chat("hi", " \n"), reasons.EMPTY_TURN),
     "no answer": (CHATML, chat("hi"), labels.NOTHING),
     "no messages": (CHATML, Record([]), labels.NOTHING),
     "blank text": (CHATML, Record(None, text=" "), labels.NOTHING),
     "tags and a rewritten answer": (
         TAGGED.replace("m.content + '<E>\n' }}{% endgen", "'x<E>\n' }}{% endgen"),
         chat("hi", "yo"),
-        labels.REWRITTEN,
+        reasons.REWRITTEN,
     ),
 }
 
@@ -444,7 +446,7 @@ def test_generation_tags_with_context_turns_and_with_untagged_turns():
     assert one(record, make_tokenizer(TAGGED)) == expected
     last_only = TAGGED.replace("m.role == 'assistant'", "m.role == 'assistant' and loop.last")
     assert one(record, make_tokenizer(last_only)) == expected  # only the last turn has marks
-    assert one(chat("hi", "yo", "b"), make_tokenizer(last_only)) == labels.UNMARKED
+    assert one(chat("hi", "yo", "b"), make_tokenizer(last_only)) == reasons.UNMARKED
 
 
 def test_two_answers_without_a_word_between_them():
@@ -471,9 +473,10 @@ def test_long_answers_take_no_longer_than_their_length(template):
 
 
 def test_one_skipped_row_leaves_the_others():
-    codec = make_codec(make_tokenizer())
-    good, bad, again = encode(codec, [chat("hi", "yo"), chat("hi", "\nyo"), chat("hi", "yo")])
-    assert bad == labels.STRADDLED
+    codec = Codec(make_tokenizer())
+    rows = [chat("hi", "yo"), chat("hi", "\nyo"), chat("hi", "yo")]
+    good, bad, again = (sample for sample, _ in encode(codec, rows))
+    assert bad == reasons.STRADDLED
     assert good.ids.tolist() == again.ids.tolist() == golden(PAIR + "yo<E>\n")[0]
 
 
@@ -510,7 +513,7 @@ def test_without_a_template():
     assert one(chat("", "yo"), with_bos) == golden("<B>⟦yo<E>⟧")
     assert one(chat("hi", "yo"), with_bos, train_on_prompt=True) == golden("<B>⟦hi\nyo<E>⟧")
     assert one(chat("hi\n", "yo"), plain) == golden("hi\n\n⟦yo<E>⟧")
-    assert one(chat("hi", "\nyo"), plain) == labels.STRADDLED
+    assert one(chat("hi", "\nyo"), plain) == reasons.STRADDLED
 
 
 def test_pad_equal_to_eos_is_still_learnt():
@@ -545,9 +548,9 @@ def test_unfit_tokenizers_are_refused():
         is_fast, name_or_path = False, "slow/model"
 
     with pytest.raises(UserError, match="slow/model is not a fast tokenizer"):
-        make_codec(Slow())
+        Codec(Slow())
     with pytest.raises(UserError, match="neither a chat template nor an eos token"):
-        make_codec(make_tokenizer(None, eos=None))
+        Codec(make_tokenizer(None, eos=None))
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared")
@@ -555,11 +558,13 @@ def test_gsm8k_masks_decode_to_answer_and_stop_token():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models/qwen3-tokenizer")
-    codec = make_codec(tokenizer)
+    codec = Codec(tokenizer)
     lines = (SHARED / "data/gsm8k/train.jsonl").read_text().splitlines()[:1000]
     rows = [json.loads(line) for line in lines]
-    row_format = detect_format(rows[0], "x:1", input_key="question", target_key="answer")
-    samples = encode(codec, [to_record(row, row_format, "x:1") for row in rows])
+    flags = DataArgs(input_key="question", target_key="answer")
+    row_format = detect_format(rows[0], "x:1", flags)
+    encoded = encode(codec, [to_record(row, row_format, "x:1") for row in rows])
+    samples = [sample for sample, _ in encoded]
     for row, (ids, is_label) in zip(rows, samples, strict=True):
         assert tokenizer.decode(ids[is_label]) == row["answer"] + "<|im_end|>"
     whole = tokenizer.apply_chat_template(

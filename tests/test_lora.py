@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conftest import ROOT, run, torchrun
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_parity import assert_equal, plain_loop, train
+from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,7 +23,6 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
 from llm_demo.core.lora import Factor, Lora, LoraLinear
-from llm_demo.data.packs import load_packs
 from llm_demo.export import export, write_adapter
 from llm_demo.job.adapters import choose_lora, factors_of
 from llm_demo.job.source import find_model
@@ -107,7 +107,7 @@ def work(tmp_path_factory):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-        packs = load_packs(data, tokenizer, seq_len=parity.SEQ_LEN, pack=PACKED[name])
+        packs = packs_of(data, tokenizer, seq_len=parity.SEQ_LEN, pack=PACKED[name])
         found = plain_loop(with_peft(folder, name), packs)
         found["grads"] = [{ours(k): v for k, v in step.items()} for step in found["grads"]]
         found["params"] = {ours(k): v for k, v in found["params"].items()}
@@ -213,7 +213,7 @@ def last_loss(run):
 def loss_of(model, folder):
     """The same of a Hugging Face model, one document at a time."""
     tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=False)
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=False)
     total = count = 0
     with torch.no_grad():
         for row in range(len(packs)):

@@ -25,6 +25,7 @@ from test_lora import (
     with_peft,
 )
 from test_parity import assert_equal, plain_loop, train
+from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +37,6 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.weights import materialise
-from llm_demo.data.packs import load_packs
 from llm_demo.export import write_adapter
 from llm_demo.job.adapters import choose_lora, factors_of, merge_into
 from llm_demo.job.checkpoint_files import read_tensors, weights_of
@@ -51,7 +51,7 @@ def mixtures(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixtures")
     models, tokenizer = parity.smaller_vocabulary(moe.MODELS, folder / "tokenizer")
     parity.write_rows(folder / "data.jsonl")
-    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
     for name in ("qwen", "deepseek", "shared"):
         torch.manual_seed(0)
         models[name].moe_intermediate_size = 40

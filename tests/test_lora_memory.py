@@ -26,7 +26,9 @@ def test_blocks_with_adapters_keep_what_real_ones_keep(dtype, targets):
     lora = Lora(64, 32.0, 0.0, lora_of(parity.MODELS["tied"], targets).targets, 0, {})
     real = really_kept(config, "sdpa", dtype, 1, lora=lora)
     compute = Compute(dtype, "sdpa", compile=False, lora=lora)
-    found = memory._saved_uncompiled(config, compute, SimpleNamespace(seq_len=128, single=True))
+    found = memory.saved_bytes(
+        args_with(), config, compute, SimpleNamespace(seq_len=128, single=True)
+    )
     assert found[1] == pytest.approx(real, rel=0.02)
 
 
@@ -36,9 +38,9 @@ def test_blocks_with_adapters_keep_what_real_ones_keep(dtype, targets):
 def test_plain_blocks_keep_inputs_of_experts_adapters(kind, targets):
     lora, how = lora_of(KINDS[kind], targets, rank=64), torch.bfloat16
     real = really_kept(KINDS[kind], "sdpa", how, 1, lora=lora)
-    compute = SimpleNamespace(dtype=how, attn_impl="sdpa", lora=lora)
+    compute = Compute(how, "sdpa", compile=False, lora=lora)
     train = SimpleNamespace(seq_len=128, single=True)
-    found = memory._saved_uncompiled(KINDS[kind], compute, train)
+    found = memory.saved_bytes(args_with(), KINDS[kind], compute, train)
     assert found[1] == pytest.approx(real, rel=0.02)
 
 
@@ -91,7 +93,8 @@ def test_a_frozen_8b_takes_two_bytes_a_weight():
         reshard_after_forward=False, optimizer_on_host=False,
     )  # fmt: skip
     compute = Compute(torch.bfloat16, "varlen", compile=True, lora=lora)
-    (parts,) = estimate.of_fsdp(args, config, compute, train, 1, False)
+    job = args, config, compute, train
+    (parts,) = (memory.peak(held, *job) for held in estimate.held(*job, 1, False))
     total, own = 8_190_427_136, lora.parameters  # without norms
     assert parts["weights"] == pytest.approx((2 * total + 4 * own) / 2**30, rel=1e-6)
     assert parts["optimizer"] == pytest.approx(8 * own / 2**30)
@@ -99,9 +102,9 @@ def test_a_frozen_8b_takes_two_bytes_a_weight():
     logits = loss_bytes(args, config, compute, train)
     assert logits == 4096 // SLIM * 151_936 * 2 < parts["activations"] * 2**30
     assert sum(parts.values()) < 22
-    shards = estimate.of_fsdp(args, config, compute, train, 2, True)
+    shards = memory.peak(estimate.held(*job, 2, True)[0], *job)
     gathered = 2 * total + 2 * own + 2 * 151_936 * 4096  # with a buffer for embedding or head
-    assert shards[0]["weights"] == pytest.approx((total + 2 * own + gathered) / 2**30, rel=1e-6)
+    assert shards["weights"] == pytest.approx((total + 2 * own + gathered) / 2**30, rel=1e-6)
 
 
 def test_flops_leave_out_the_gradients_of_frozen_weights():
@@ -122,16 +125,15 @@ def test_adapters_on_experts_are_counted():
     assert lora.parameters == blocks * 16 * (attention + 128 * expert)
     assert lora.routed == blocks * 16 * 128 * expert
     assert lora.active == blocks * 16 * (attention + 8 * expert)
-    args = SimpleNamespace(
+    args = args_with(
         micro_batch_size=1, grad_accum_steps=2, blocks_per_unit=0, psgd_rank=0,
         use_activation_checkpointing=True, activation_memory_budget=1.0, sequence_parallel=1,
         reshard_after_forward=False, optimizer_on_host=False, activations_on_host=False,
     )  # fmt: skip
     train = SimpleNamespace(seq_len=1024, single=True)
     compute = Compute(torch.bfloat16, "varlen", True, lora=lora)
-    one, two = (
-        estimate.of_fsdp(args, config, compute, train, 2, True, spread)[0] for spread in (1, 2)
-    )
+    job = args, config, compute, train
+    one, two = (memory.peak(estimate.held(*job, 2, True, n)[0], *job) for n in (1, 2))
     assert one["optimizer"] == two["optimizer"] == pytest.approx(4 * lora.parameters / 2**30)
     frozen = sum(block.routed for block in block_costs(config, 0))
     gathered = 2 * (frozen + lora.routed) / 2  # in 16 bits, the half that is not here

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
 from test_security import sign
+from tiny_tokenizer import packs_of
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,7 +24,6 @@ from transformers import (
 
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import step_rows
-from llm_demo.data.packs import load_packs
 from llm_demo.job.checkpoint_files import read_tensors, shapes_of
 
 STEPS = 5
@@ -93,7 +93,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
     parity.write_rows(folder / "data.jsonl")
-    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
     results = {}
     for name in MODELS:
         model = made(name)
@@ -182,9 +182,7 @@ def expected(work):
 
     @functools.cache
     def once(name, pack, auxiliary=0.0):
-        packs = load_packs(
-            str(work[0] / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=pack
-        )
+        packs = packs_of(str(work[0] / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN, pack=pack)
         model = made(name)
         if not (work[0] / name).exists():
             model.save_pretrained(work[0] / name)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from bench.checkpoints import tensors
 from fsdp import build, estimate
 from fsdp.fsdp2 import autograd_accumulates
+from llm_demo import estimate as memory
 from llm_demo.core import optim
 from llm_demo.core.masters import Masters
 from llm_demo.core.optim import LossScale, clipped_step, join, make_adamw, split
@@ -130,8 +131,8 @@ def test_the_plain_path_is_expected_to_need_less(micro, accum):
     )  # fmt: skip
     totals = []
     for sharded in (False, True):
-        (parts,) = estimate.of_fsdp(args, config, compute, train, 1, sharded)
-        totals.append(sum(parts.values()))
+        job = args, config, compute, train
+        totals.append(memory.need(estimate.held(*job, 1, sharded), *job))
     assert totals[0] < totals[1]
 
 

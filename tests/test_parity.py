@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
+from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import step_rows
-from llm_demo.data.packs import load_packs
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.1
 TOLERANCE = 1e-5
@@ -59,7 +59,7 @@ def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
     models, tokenizer = smaller_vocabulary(MODELS, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
-    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
     results = {}
     for name, config in models.items():
         torch.manual_seed(0)
@@ -449,7 +449,7 @@ def test_two_pieces_on_each_of_four_stages(work):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "eight")
     tokenizer.save_pretrained(folder / "eight")
-    packs = load_packs(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
     expected, cases = plain_loop(model.to(DEVICE), packs), {}
     for schedule in ("v", "interleaved"):
         flags = ["--stages", "4", "--schedule", schedule]

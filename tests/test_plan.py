@@ -31,7 +31,11 @@ def ruin(folder, how):
     elif how == "truncated":
         tokens.write_bytes(tokens.read_bytes()[:-4])
     elif how == "lost":
-        (folder / "row_docs.npy").unlink()
+        (folder / "documents.npy").unlink()
+    elif how == "no sums":
+        (folder / "crc32.json").unlink()
+    elif how == "other sums":
+        (folder / "crc32.json").write_text("[]")
     elif how == "no meta":
         meta.unlink()
     elif how == "half a meta":
@@ -45,6 +49,7 @@ def ruin(folder, how):
 
 
 HOW = ("zeroed", "one bit", "truncated", "lost", "no meta", "half a meta", "garbage")
+HOW += ("no sums", "other sums")
 
 
 @pytest.mark.parametrize("how", [*HOW, "another meta", "changed meta"])
@@ -56,11 +61,11 @@ def test_a_damaged_pack_is_built_again(tmp_path, how):
     before = [whole.row(i)[0].copy() for i in range(len(whole))]
     ruin(folder, how)
     again = load(path, said=said, seq_len=64)
-    assert not again.stats["cache_hit"]
+    assert not again.stats.cache_hit
     assert all((again.row(i)[0] == ids).all() for i, ids in enumerate(before))
     lines = [line for line in said if "is damaged" in line]
     assert len(lines) == 1 and str(folder) in lines[0] and "\n" not in lines[0]
-    assert load(path, seq_len=64).stats["cache_hit"]
+    assert load(path, seq_len=64).stats.cache_hit
     assert [f.name for f in (tmp_path / "cache").iterdir()] == [folder.name]
 
 

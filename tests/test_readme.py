@@ -46,6 +46,7 @@ FILES_OF_A_RUN = {
 }  # fmt: skip
 FILES_OF_A_CHECKPOINT = {"trainer.json", "manifest.json"}
 OTHER_FILES = {  # of profiles, caches, exports, models, llama.cpp
+    "crc32.json",
     "profile.txt", "meta.json", "adapter_config.json", "generation_config.json", "tokenizer.json",
     "tokenizer_config.json", "convert_hf_to_gguf.py",
 }  # fmt: skip

@@ -4,11 +4,10 @@ import json
 
 import pytest
 from test_labels import AS_JSON, AS_TEXT, QWEN3
-from tiny_tokenizer import golden, make_tokenizer
+from tiny_tokenizer import golden, make_tokenizer, packs_of, skipped
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import build
-from llm_demo.data.packs import load_packs
 from llm_demo.data.records import FORMATS
 from llm_demo.data.sources import find_files, read_rows
 
@@ -35,7 +34,7 @@ def write(path, *rows):
 
 def load(path, tokenizer=None, seq_len=64, **options):
     options = {"cache_dir": path + ".cache", "log": lambda line: None} | options
-    return load_packs(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
+    return packs_of(path, tokenizer or make_tokenizer(), seq_len=seq_len, **options)
 
 
 def first_document(packs, row=0):
@@ -49,7 +48,7 @@ def test_every_format_is_the_same_conversation(tmp_path, name, data_format):
     path = write(tmp_path / "x.jsonl", SAME_ROW[name])
     packs = load(path, data_format=name if data_format == "explicit" else "auto")
     assert first_document(packs) == golden("<S>user\nhi<E>\n<S>assistant\n⟦yo<E>⟧\n")
-    assert packs.stats["files"][0]["format"] == name
+    assert packs.stats.files[0].format == name
 
 
 def test_text_is_learnt_whole_and_ends_with_eos(tmp_path):
@@ -69,12 +68,12 @@ def test_tokens_are_taken_as_they_are(tmp_path):
     packs = load(path, pack=False)
     assert first_document(packs, 0) == ([5, 6, 7], [6, 7, -100])
     assert first_document(packs, 1) == ([5, 6, 7, 8], [-100, 7, 8, -100])
-    assert packs.stats["skipped"] == {"nothing to learn": 1}
+    assert skipped(packs) == {"nothing to learn": 1}
     for row, message in (
         ({"input_ids": "abc"}, "'input_ids' must be a list of integers"),
         ({"input_ids": [1, -2]}, "not a token id"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "not shifted"),
-        ({"input_ids": [1, 2], "labels": [1]}, "not shifted"),
+        ({"input_ids": [1, 2], "labels": [1]}, "'labels' must be a list of integers, one for each"),
     ):
         with pytest.raises(UserError, match=f":1: .*{message}"):
             load(write(tmp_path / "y.jsonl", row))
@@ -169,7 +168,7 @@ def test_keys_of_tokenised_rows_that_are_refused(tmp_path, case):
 def test_a_row_of_padding_is_skipped(tmp_path):
     row = {"input_ids": IDS, "attention_mask": [0] * 5}
     packs = load(write(tmp_path / "x.jsonl", row, {"input_ids": IDS}))
-    assert packs.stats["skipped"] == {"nothing to learn": 1}
+    assert skipped(packs) == {"nothing to learn": 1}
 
 
 QUESTIONS = [
@@ -189,7 +188,7 @@ def test_pairs_of_columns_that_are_detected(tmp_path, keys):
         packs = load(write(tmp_path / "y.jsonl", row | {"context": "c", "input": ""}))
         expected = golden("<S>user\nhi\n\nc<E>\n<S>assistant\n⟦yo<E>⟧\n")
         assert first_document(packs) == expected
-        assert packs.stats["files"][0]["used"] == {"context": 1}
+        assert packs.stats.files[0].noted["also used"] == {"context": 1}
 
 
 ROLES = [("User", "Assistant"), ("human", "model"), ("USER", "chatgpt"), (" user ", "bot")]
@@ -313,7 +312,7 @@ def test_reading_tolerates_bom_blank_lines_and_crlf(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\n   \n" + line)
     rows = list(read_rows(str(path)))
-    assert rows == [(f"{path}:1", {"text": "é"}), (f"{path}:4", {"text": "é"})]
+    assert rows == [(1, {"text": "é"}), (4, {"text": "é"})]
 
 
 def test_files_by_list_and_glob(tmp_path):
@@ -481,8 +480,8 @@ def test_tables_that_datasets_wrote(kind, tmp_path):
     getattr(Dataset.from_dict(rows), f"to_{kind}")(tmp_path / f"x.{kind}")
     path = str(tmp_path / f"x.{kind}")
     assert list(read_rows(path)) == [
-        (f"{path}, row 1", {"question": "1 + 1?", "answer": "2"}),
-        (f"{path}, row 2", {"question": "Why?", "answer": "Because."}),
+        (1, {"question": "1 + 1?", "answer": "2"}),
+        (2, {"question": "Why?", "answer": "Because."}),
     ]
 
 

@@ -10,13 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from test_labels import QWEN3
-from tiny_tokenizer import CHATML, golden, make_tokenizer
+from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import labels, sources
+from llm_demo.data import turns as reasons
 from llm_demo.data.packing import choose_seq_len
-from llm_demo.data.packs import heldout_beside, load_packs
+from llm_demo.data.packs import heldout_beside
 from llm_demo.data.sources import find_files, read_rows
+from llm_demo.job.args import DataArgs
 from llm_demo.job.plan import load_data
 from llm_demo.job.source import load_tokenizer
 
@@ -39,7 +41,7 @@ def write(path, *rows):
 def load(path, template=CHATML, said=None, **options):
     options = {"cache_dir": f"{os.path.dirname(path)}/cache", "seq_len": 256} | options
     log = (lambda line: None) if said is None else said.append
-    return load_packs(path, make_tokenizer(template), log=log, **options)
+    return packs_of(path, make_tokenizer(template), log=log, **options)
 
 
 def first(packs, row=0):
@@ -73,7 +75,6 @@ def test_alpaca_system_and_history(tmp_path, form):
     assert found in said
     last = before.replace("⟦", "").replace("⟧", "") + f"d<E>\n{YO}"
     assert first(load(path, learn_turns="last")) == golden(last)
-    assert load(path).stats["identity"]["reading"] == {"system": 1, "history": 1}
 
 
 def test_system_beside_a_prompt_and_beside_messages(tmp_path):
@@ -105,14 +106,13 @@ def test_a_turn_marked_so_is_not_learnt(tmp_path, mark, key):
     line = f"data: 1 turn in 1 row is not learnt: {labels.MARKED} (first {path}:1)"
     assert line in said
     said.clear()
-    assert load(path, template, said).stats["cache_hit"] and line in said
+    assert load(path, template, said).stats.cache_hit and line in said
 
 
 def test_marks_that_cannot_be_done(tmp_path):
     turns = [{"role": "user", "content": "hi", "weight": 1}, {"role": "assistant", "content": "yo"}]
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
-    assert first(packs) == golden(YO) and list(packs.stats["turns"]) == [labels.NOT_OURS]
-    assert packs.stats["identity"]["reading"] is None
+    assert first(packs) == golden(YO) and list(packs.stats.turns) == [labels.NOT_OURS]
     for bad in (0.5, "no", [1, 0], -1, float("nan")):
         turns[1]["weight"] = bad
         path = write(tmp_path / "x.jsonl", {"messages": turns})
@@ -172,13 +172,12 @@ def test_turns_that_cannot_be_learnt_are_counted(tmp_path):
     start = "<S>user\na<E>\n<S>assistant\n"
     text = f"{start}b<E>\n<S>user\nc<E>\n<S>assistant\nd<E>\n<S>user\ne<E>\n<S>assistant\n"
     assert first(packs) == golden(f"{text}⟦<think>\nr\n</think>\n\nf<E>⟧\n")
-    assert f"data: 2 turns in 1 row are not learnt: {labels.NO_REASONING} (first {path}:1)" in said
-    assert f"data: 1 turn in 1 row is not learnt: {labels.EMPTY_TURN} (first {path}:2)" in said
-    assert "--chat_template" in labels.NO_REASONING and packs.stats["skipped"] == {}
+    assert f"data: 2 turns in 1 row are not learnt: {reasons.NO_REASONING} (first {path}:1)" in said
+    assert f"data: 1 turn in 1 row is not learnt: {reasons.EMPTY_TURN} (first {path}:2)" in said
+    assert "--chat_template" in reasons.NO_REASONING and skipped(packs) == {}
     keeps = load(path, CHATML, pack=False)  # what the line advises
     learnt = f"{start}⟦{think('b')}<E>⟧\n<S>user\nc<E>\n<S>assistant\n⟦{think('d')}<E>⟧\n"
     assert first(keeps) == golden(f"{learnt}<S>user\ne<E>\n<S>assistant\n⟦{think('f')}<E>⟧\n")
-    assert keeps.stats["identity"]["reading"] == {labels.EMPTY_TURN: 1}
 
 
 def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
@@ -187,7 +186,7 @@ def test_one_turn_that_cannot_be_learnt_leaves_the_others(tmp_path):
     turns = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=True)]
     packs = load(write(tmp_path / "x.jsonl", {"messages": turns}))
     assert first(packs) == golden(f"<S>user\na<E>\n<S>assistant\nb<E>c<E>\n{YO}")
-    assert packs.stats["turns"][labels.ENDS_INSIDE]["turns"] == 1
+    assert packs.stats.turns[reasons.ENDS_INSIDE].turns == 1
 
 
 def test_an_answer_without_a_question_is_context(tmp_path):
@@ -196,12 +195,10 @@ def test_an_answer_without_a_question_is_context(tmp_path):
     path, said = write(tmp_path / "x.jsonl", {"messages": turns}), []
     packs = load(path, said=said)
     assert first(packs) == golden(f"<S>assistant\na<E>\n{YO}")
-    assert f"data: 1 turn in 1 row is not learnt: {labels.NO_PROMPT} (first {path}:1)" in said
-    reading = {labels.REFUSED: 1}  # what checkpoints of earlier versions hold
-    assert packs.stats["identity"]["reading"] == reading
+    assert f"data: 1 turn in 1 row is not learnt: {reasons.NO_PROMPT} (first {path}:1)" in said
 
 
-def test_a_row_with_all_turns_marked_is_named_and_part_of_the_identity(tmp_path):
+def test_a_row_with_all_turns_marked_is_named(tmp_path):
     marked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
     said = []
     path = write(
@@ -210,8 +207,7 @@ def test_a_row_with_all_turns_marked_is_named_and_part_of_the_identity(tmp_path)
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
     )
     packs = load(path, CHATML, said)
-    assert packs.stats["skipped"] == {labels.MARKED: 1}
-    assert packs.stats["identity"]["reading"] == {labels.MARKED: 1}
+    assert skipped(packs) == {labels.MARKED: 1}
 
 
 # ------------------------------------------------------------------ files
@@ -236,7 +232,7 @@ def test_csv_cells_are_text(tmp_path):
         ("a;b\n1;2\n", "x.csv: the header is one cell, 'a;b': separate .* commas, not semicolons"),
         ("a\tb\n1\t2\n", "x.csv: the header is one cell, .*: separate .* by commas, not tabs"),
         ("a,a\n1,2\n", "two columns are named 'a'"),
-        ('a,b\n1,"2\n', "x.csv, row 1: not valid CSV: unexpected end of data"),
+        ('a,b\n1,"2\n', "x.csv, row 1: damaged or truncated .csv file: unexpected end of data"),
         ("a,b\n", "is empty"),
     ):
         (tmp_path / "x.csv").write_text(content)
@@ -300,7 +296,9 @@ def test_what_save_to_disk_writes(tmp_path):
     refused(str(tmp_path / "splits"), "no such split: .*splits/dev; .*: test, train$",
             dataset_split="dev")  # fmt: skip
     (tmp_path / "one/data-00001-of-00002.arrow").write_bytes(b"\xff\xff\xff\xff1234")
-    refused(str(tmp_path / "one"), "data-00001-of-00002.arrow is not a valid Arrow file")
+    refused(
+        str(tmp_path / "one"), "data-00001-of-00002.arrow, row 1: damaged or truncated .arrow file"
+    )
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.xz", "x.zip", "x.bz2", "x.tar.gz"])
@@ -395,7 +393,7 @@ def test_parquet_files_that_are_unlike_json(tmp_path):
     path = str(tmp_path / "x.parquet")
     pairs = pa.array([[("k", 1)], []], pa.map_(pa.string(), pa.int64()))
     pq.write_table(pa.table({"prompt": ["a", "b"], "completion": ["c", "d"], "map": pairs}), path)
-    assert load(path).stats["documents"] == 2
+    assert len(load(path).row_docs) == 2
     for prompts, message in (
         (pa.array([], pa.string()), "x.parquet is empty: it has no rows to train on"),
         ([None, "b"], "x.parquet, row 1: prompt must be text, not null"),
@@ -408,7 +406,7 @@ def test_parquet_files_that_are_unlike_json(tmp_path):
             load(path)
     table = {"messages": [None], "prompt": ["a"], "completion": ["b"]}
     pq.write_table(pa.table(table), path)
-    assert load(path).stats["files"][0]["format"] == "prompt"
+    assert load(path).stats.files[0].format == "prompt"
 
 
 @pytest.fixture
@@ -437,33 +435,24 @@ def hub(tmp_path, monkeypatch):
     sources._hub_rows.cache_clear()
 
 
-class Args:
-    """The flags that load_data reads."""
-
-    def __init__(self, **flags):
-        from llm_demo.job.args import DataArgs
-
-        self.__dict__ |= vars(DataArgs()) | flags
-
-
 def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
     keys = {"input_key": "question", "target_key": "answer", "train_json": "openai/gsm8k"}
 
     def load_both(said, **flags):
-        return load_data(Args(**keys, **flags), None, make_tokenizer(), said.append)[:2]
+        return load_data(DataArgs(**keys, **flags), None, make_tokenizer(), said.append)[:2]
 
     said = []
     train, heldout = load_both(said, dataset_config="main", eval_json="openai/gsm8k:test")
-    assert (train.stats["documents"], heldout.stats["documents"]) == (3, 2)
+    assert (len(train.row_docs), len(heldout.row_docs)) == (3, 2)
     assert said[0].startswith("data: openai/gsm8k:main:train: question/answer (--input_key,")
     assert first(train) == golden("<S>user\ntrain 0?<E>\n<S>assistant\n⟦0<E>⟧\n")
     said.clear()
     train, heldout = load_both(said, dataset_config="main", dataset_split="train[:2]")
-    assert train.stats["documents"] == 2 and heldout is None and not train.stats["cache_hit"]
+    assert len(train.row_docs) == 2 and heldout is None and not train.stats.cache_hit
     train, heldout = load_both([], eval_json="openai/gsm8k:main:train")  # the one configuration
-    assert train.stats["cache_hit"] and heldout.stats["documents"] == 3  # a hit by its rows
+    assert train.stats.cache_hit and len(heldout.row_docs) == 3  # a hit by its rows
     for flags, message in (
         ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: name the split"),
         ({"dataset_split": "validation"}, "openai/gsm8k:validation: .*the hub failed: .*split"),
@@ -478,7 +467,7 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
         ),
     ):
         with pytest.raises(UserError, match=message) as error:
-            load_data(Args(**(keys | flags)), None, make_tokenizer(), print)
+            load_data(DataArgs(**(keys | flags)), None, make_tokenizer(), print)
         assert "\n" not in str(error.value)
     (tmp_path / "openai").mkdir()  # then it is a path, possibly a mistyped one
     with pytest.raises(UserError, match="no such data file: openai/gsm8k"):
@@ -489,7 +478,7 @@ def test_a_file_that_is_trained_and_evaluated_on_is_named(tmp_path, monkeypatch)
     monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
     path, said = write(tmp_path / "x.jsonl", PAIR), []
     for same in (path, f"{tmp_path}/./x.jsonl", shutil.copy(path, tmp_path / "copy.txt")):
-        args = Args(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
+        args = DataArgs(train_json=f"{tmp_path}/*.jsonl", eval_json=str(same))
         load_data(args, None, make_tokenizer(), said.append)
         line = f"held-out: {same} is also in the training data, so its loss is not a held-out loss"
         assert line in said
@@ -546,22 +535,22 @@ def test_seq_len_holds_99_percent(tmp_path):
     rows = [{"text": "a" * (150 if i == 7 else 3)} for i in range(200)]
     path = write(tmp_path / "x.jsonl", *rows)
     packs = load(path, seq_len=0)
-    assert packs.seq_len == 128 and packs.stats["truncated"] == 1
+    assert packs.seq_len == 128 and packs.stats.cut.get("truncate", 0) == 1
     asked = load(path, seq_len=128)
-    assert not asked.stats["cache_hit"]
+    assert not asked.stats.cache_hit
     for name in ("tokens", "is_label", "doc_start", "row_docs", "row_start", "label_counts"):
         assert (getattr(asked, name) == getattr(packs, name)).all(), name
-    assert asked.stats["identity"] == packs.stats["identity"]
+    assert asked.stats.identity == packs.stats.identity
     again = load(path, seq_len=0)
-    assert again.stats["cache_hit"] and again.seq_len == 128
-    assert load(path, seq_len=0, seq_len_limit=64).seq_len == 64
+    assert again.stats.cache_hit and again.seq_len == 128
+    assert load(path, seq_len=0, limit=64).seq_len == 64
 
 
 def test_seq_len_of_a_plan(tmp_path, monkeypatch):
     monkeypatch.setattr("llm_demo.job.plan.once_per_node", lambda world, build: build())
     write(tmp_path / "x.heldout.jsonl", {"text": "b" * 300})
     path, said = write(tmp_path / "x.jsonl", *[{"text": "a" * 140}] * 9), []
-    args = Args(train_json=path)
+    args = DataArgs(train_json=path)
     train, heldout, _ = load_data(args, None, make_tokenizer(), said.append, 2048)
     assert train.seq_len == heldout.seq_len == 256
     why = "99% of 9 documents have at most 141 tokens, rounded up to a multiple of 128"

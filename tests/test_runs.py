@@ -24,13 +24,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
 from test_security import sign
+from tiny_tokenizer import packs_of
 
 from llm_demo import export
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.optim import LossScale
-from llm_demo.data import packs as data
 from llm_demo.job import checkpoint_files, files, log, records, saver
 from llm_demo.job import folder as run_folder
 from llm_demo.job.files import disk_full
@@ -676,7 +676,7 @@ def fill(folder, tmp_path):
         "numpy": lambda: np.save(folder / "x.npy", np.zeros(10**6)),
         "torch": lambda: torch.save(big, folder / "x.pt"),
         "text": lambda: (folder / "x.txt").write_text("x" * 10**7),
-        "packs": lambda: data.load_packs(
+        "packs": lambda: packs_of(
             str(rows), tokenizer, seq_len=64, cache_dir=str(folder / "cache")
         ),
     }

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT, args_with, run
+from tiny_tokenizer import packs_of
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     MetadataIndex,
@@ -24,7 +25,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, model
 from llm_demo import evaluate, export, fit, report
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.data import packs as data
 from llm_demo.export import find_base
 from llm_demo.job import checkpoint_files, saver
 from llm_demo.job.folder import choose_folder
@@ -487,7 +487,7 @@ def test_a_chat_template_runs_in_a_sandbox(template, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
     with pytest.raises(UserError) as raised:
-        data.load_packs(str(rows), tokenizer, seq_len=64, cache_dir=str(tmp_path / "cache"))
+        packs_of(str(rows), tokenizer, seq_len=64, cache_dir=str(tmp_path / "cache"))
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "marker").exists()
 
@@ -496,7 +496,7 @@ def test_packs_of_a_shared_cache_are_not_unpickled(tmp_path, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
     tokenizer, cache = AutoTokenizer.from_pretrained(TINY), tmp_path / "cache"
-    load = lambda: data.load_packs(str(rows), tokenizer, seq_len=64, cache_dir=str(cache))  # noqa: E731
+    load = lambda: packs_of(str(rows), tokenizer, seq_len=64, cache_dir=str(cache))  # noqa: E731
     load()
     import numpy as np
 

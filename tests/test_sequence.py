@@ -13,6 +13,7 @@ import test_parity as parity
 import torch
 from conftest import ROOT, torchrun
 from test_parity import assert_equal, plain_loop, train
+from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
 
 from bench.checkpoints import tensors
@@ -22,7 +23,6 @@ from llm_demo import estimate as memory
 from llm_demo.core.batch import Part
 from llm_demo.core.errors import UserError
 from llm_demo.core.rotary import LongRope
-from llm_demo.data.packs import load_packs
 from llm_demo.job import plan
 from llm_demo.job.args import parse_args
 from llm_demo.job.costs import Heads, share_of_heads
@@ -74,7 +74,7 @@ def work(tmp_path_factory):
     write_rows(folder / "data.jsonl")
     data, results = str(folder / "data.jsonl"), {}
     packed, single = (
-        load_packs(data, tokenizer, seq_len=parity.SEQ_LEN, pack=pack) for pack in (True, False)
+        packs_of(data, tokenizer, seq_len=parity.SEQ_LEN, pack=pack) for pack in (True, False)
     )
     assert single.longest > 0.8 * parity.SEQ_LEN
     lengths = np.diff(packed.doc_start)
@@ -234,7 +234,8 @@ def test_an_estimate_counts_the_tokens_of_a_slice():
     for n in (1, 2, 4):
         flags = ["--use_activation_checkpointing", "--sequence_parallel", str(n)]
         args = parse_args("", FsdpArgs, argv=flags)
-        found.append(estimate.of_fsdp(args, config, compute, train, 4, True)[0])
+        job = args, config, compute, train
+        found.append(memory.peak(estimate.held(*job, 4, True)[0], *job))
         kept = 4 * config.hidden_size * 2 * train.seq_len / n
         again = memory.passing_bytes(args, config, compute, train)[0] * train.seq_len / n
         assert found[-1]["activations"] == pytest.approx((kept + again) / 2**30)

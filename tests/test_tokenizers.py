@@ -6,7 +6,7 @@ import json
 import pytest
 from conftest import ROOT
 from test_one_process import train  # noqa: F401, a fixture
-from tiny_tokenizer import CHATML, make_tokenizer
+from tiny_tokenizer import CHATML, make_tokenizer, packs_of
 from tokenizers import (
     Regex,
     Tokenizer,
@@ -19,7 +19,6 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoTokenizer
 
-from llm_demo.data.packs import load_packs
 from llm_demo.job.model_folder import describe, describe_model
 from llm_demo.job.plan import date_of
 from llm_demo.job.source import fix_date, load_tokenizer
@@ -148,8 +147,8 @@ def test_rows_of_another_day_are_other_rows(tmp_path):
         tokenizer = make_tokenizer("{{ strftime_now('%d') }}" + CHATML)
         fix_date(tokenizer, day)
         options = {"seq_len": 64, "cache_dir": str(tmp_path / "cache"), "log": lambda line: None}
-        packs = load_packs(str(rows), tokenizer, **options)
-        found.append((packs.stats["identity"]["chat template"], packs.stats["cache_hit"]))
+        packs = packs_of(str(rows), tokenizer, **options)
+        found.append((packs.stats.identity["chat template"], packs.stats.cache_hit))
     assert found[0][0] == found[2][0] != found[1][0]
     assert [hit for _, hit in found] == [False, False, True]
 

@@ -1,9 +1,14 @@
-"""A tokenizer a test can predict: one id a byte, one merge (two newlines), four special tokens."""
+"""A tokenizer a test can predict: one id a byte, one merge (two newlines), four special tokens.
+
+Also rows of a data file with any tokenizer."""
 
 import re
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from llm_demo.data.packs import load_packs
+from llm_demo.job.args import DataArgs
 
 SPECIAL = {"<B>": 257, "<S>": 258, "<E>": 259, "<P>": 260}  # bos, start of turn, end of turn, pad
 TWO_NEWLINES = 256
@@ -53,3 +58,14 @@ def golden(marked: str) -> tuple[list[int], list[int]]:
         ids += new
         learnt += [on] * len(new)
     return ids, [i if on else -100 for i, on in zip(ids[1:], learnt[1:], strict=True)] + [-100]
+
+
+def packs_of(path, tokenizer, *, pack=True, limit=4096, cache_dir=None, log=print, **flags):
+    """load_packs with these flags, and the others at their defaults."""
+    flags = DataArgs(pack_sequences=pack, **flags)
+    return load_packs(path, tokenizer, flags, limit=limit, cache_dir=cache_dir, log=log)
+
+
+def skipped(packs) -> dict[str, int]:
+    """Skipped rows by reason."""
+    return {reason: rows.rows for reason, rows in packs.stats.skipped.items()}

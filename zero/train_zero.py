@@ -12,6 +12,7 @@ import llm_demo  # noqa: F401  first: it catches what imports refuse
 # isort: split
 import torch
 
+from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import label_positions, to_device
 from llm_demo.core.decoder import DecoderLoss, compile_forward, make_units, skeleton
@@ -49,11 +50,12 @@ def main() -> None:
         switches, plan.compute.dtype, micro=args.micro_batch_size, accum=args.grad_accum_steps,
         clip=args.max_grad_norm, compiled=plan.compute.compile,
     )  # fmt: skip
-    planned = args, plan.source.config, plan.compute
+    ranks = estimate.held(*job.planned(), world.size, settings["zero_optimization"])
     if args.estimate:
-        job.log.say(estimate.table(*planned, plan.data.train, world.size, settings))
+        job.log.say(memory.report(ranks, *job.planned()))
     elif job.open(copies=True):
-        estimate.check_host(*planned, settings, world, job.log.say)
+        advice = "use more nodes, a smaller model, or fsdp/, which needs less"
+        memory.check_host(ranks, args, world, job.log.say, advice)
         run(job, Zero(job, settings))
 
 

@@ -22,10 +22,11 @@ class Packs:
     max_docs: int  # most documents in one row; a padding tail counts as one
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
     token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
-    stats: dict  # plain JSON, see load_packs
+    stats: object  # data.stats.Stats: what was read, for the log and the identity
     tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
     is_label: np.ndarray  # bool [all tokens]
     doc_start: np.ndarray  # int64 [documents + 1], into tokens
+    doc_labels: np.ndarray  # int64 [documents], label tokens of each
     row_docs: np.ndarray  # int64 [documents], document numbers, row after row, rising in each
     row_start: np.ndarray  # int64 [rows + 1], into row_docs
     doc_file: np.ndarray  # int64 [documents], number of the file that each is from

@@ -1,6 +1,8 @@
-"""Builds rows of exactly seq_len slots from data files, streamed to flat files.
+"""Turns data files into documents of at most seq_len tokens, streamed to flat files.
 
-Only a few numpy tables grow with the data: ten million rows need no ten million Python objects."""
+Only a few numpy tables grow with the data: ten million rows need no ten million Python objects.
+The flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
+list column costs a lookup and a conversion."""
 
 import contextlib
 import functools
@@ -8,215 +10,139 @@ import itertools
 import json
 import os
 import re
-import zlib
 from array import array
 from collections import Counter
-from typing import NamedTuple
 
 import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import Codec, encode
-from llm_demo.data.packing import best_fit, choose_seq_len, fit
-from llm_demo.data.records import (
-    REAL,
-    Record,
-    RowFormat,
-    Sample,
-    detect_format,
-    to_record,
-    unused_keys,
-    used_keys,
-)
-from llm_demo.data.sources import hub_parts, read_rows, row_prefix
+from llm_demo.data.packing import choose_seq_len, fit
+from llm_demo.data.records import REAL, Record, RowFormat, Sample, detect_format, keys_of, to_record
+from llm_demo.data.sources import hub_parts, place_of, read_rows
+from llm_demo.data.stats import File, LeftOut, Stats
 from llm_demo.job.progress import progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
-
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
-
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
+TOKENS, LEARNT = "tokens.int32", "learnt.bool"  # the flat files
 
 
-def build(
-    folder: str,
-    files: list[str],
-    codec: Codec,
-    format_flags: tuple,
-    seq_len: int,
-    pack: bool,
-    overlong: str,
-    limit: int = 0,
-) -> None:
-    """Write to `folder` everything data.Packs reads: tokens and which of them are labels, one
-    document after another, the table of rows, and meta.json. format_flags: (data_format, input_key,
-    target_key). seq_len 0: see choose_seq_len.
-
-    Flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
-    list column costs a lookup and a conversion. Raises UserError if no row has anything to learn.
-    """
-    documents, stats = _tokenise(folder, files, codec, format_flags)
-    if not seq_len and len(documents.lengths):
-        seq_len, stats["seq_len_why"] = choose_seq_len(documents.lengths, limit)
-    if documents.lengths.max(initial=0) > seq_len:
-        documents = _cut(folder, documents, files, seq_len, overlong, stats)
-    lengths = documents.lengths
-    if not len(lengths):
-        first = stats["first_skipped"]
-        why = "; ".join(
-            f"{n:,} x {reason} (first {first[reason]})" for reason, n in stats["skipped"].items()
-        )
-        n = stats["rows_read"]
+def build(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
+    """Write to `folder` the tokens of all documents, one after another, which of them are learnt,
+    documents.npy, int64 [4, documents]: tokens, learnt ones, number of the file, and line or row in
+    it, and meta.json. flags, limit: see load_packs. Raises UserError if no row has anything to
+    learn."""
+    documents, stats = _tokenise(folder, files, codec, flags)
+    seq_len, lengths = flags.seq_len, documents[0]
+    if not seq_len and len(lengths):
+        seq_len, stats.seq_len_why = choose_seq_len(lengths, limit)
+    if lengths.max(initial=0) > seq_len:
+        documents = _cut(folder, documents, seq_len, flags.overlong, stats)
+    if not documents.size:
+        n = sum(file.rows for file in stats.files)
         rows = "the only row was" if n == 1 else f"all {n:,} rows were"
+        reasons = stats.skipped.items()
+        why = "; ".join(f"{s.rows:,} x {reason} ({stats.first(s)})" for reason, s in reasons)
         raise UserError(f"{', '.join(files)}: {rows} skipped: {why}")
-    row_of = best_fit(lengths, seq_len) if pack else np.arange(len(lengths))
-    docs_in = np.bincount(row_of)
-    token_counts = np.bincount(row_of, weights=lengths).astype(np.int64)
-    tables = {
-        "doc_start": np.append(0, np.cumsum(lengths)),
-        "row_docs": np.argsort(row_of, kind="stable"),
-        "row_start": np.append(0, np.cumsum(docs_in)),
-        "token_counts": token_counts,
-        "label_counts": np.bincount(row_of, weights=documents.label_counts).astype(np.int64),
-        "doc_file": documents.file,
-        "doc_row": documents.row,
-    }
-    for name, table in tables.items():
-        np.save(f"{folder}/{name}.npy", table)
+    np.save(f"{folder}/documents.npy", documents)
     tokenizer = codec.tokenizer
     pads = [i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None]
-    stats |= {
-        "documents": len(lengths),
-        "packed_rows": len(docs_in),
-        "tokens": int(lengths.sum()),
-        "label_tokens": int(documents.label_counts.sum()),
-        "fill": float(lengths.sum() / (len(docs_in) * seq_len)),
-    }
-    meta = {
-        "seq_len": seq_len,
-        "pad_id": pads[0],
-        "max_docs": int((docs_in + (token_counts < seq_len)).max()),
-        "stats": stats,
-    }
-    write_meta(folder, meta)
-
-
-def write_meta(folder: str, meta: dict) -> None:
-    """Write meta.json, with the size and CRC-32 of each file and a CRC-32 of its own contents."""
-    files = {name: _fingerprint(f"{folder}/{name}") for name in sorted(os.listdir(folder))}
-    body = json.dumps({"meta": meta, "files": files})
     with open(f"{folder}/meta.json", "w") as file:
-        json.dump({"crc32": zlib.crc32(body.encode()), **json.loads(body)}, file, indent=1)
+        json.dump({"seq_len": seq_len, "pad_id": pads[0], "stats": stats}, file, default=vars)
 
 
-def read_meta(folder: str) -> dict:
-    """Contents of meta.json, after verifying every file of the pack; stats["content"] is a checksum
-    of tokens and labels. Raises OSError or ValueError if a file is damaged: a pack with zeroed
-    tokens would otherwise be trained on."""
-    with open(f"{folder}/meta.json") as file:
-        body = json.load(file)
-    crc = body.pop("crc32", None) if isinstance(body, dict) else None
-    if crc != zlib.crc32(json.dumps(body).encode()):
-        raise ValueError("meta.json has a wrong checksum")
-    for name, (size, crc) in body["files"].items():
-        if os.path.getsize(f"{folder}/{name}") != size:
-            raise ValueError(f"{name} should have {size:,} bytes")
-        if _fingerprint(f"{folder}/{name}")[1] != crc:
-            raise ValueError(f"{name} has a wrong checksum")
-    meta, sums = body["meta"], [body["files"][n][1] for n in ("tokens.int32", "learnt.bool")]
-    meta["stats"]["content"] = "-".join(f"{crc:08x}" for crc in sums)
-    return meta
+def open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, which of them are learnt) of all documents, mapped."""
+    # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
+    kinds = ((TOKENS, np.int32), (LEARNT, bool))
+    return tuple(np.asarray(np.memmap(f"{folder}/{name}", kind, "r")) for name, kind in kinds)
 
 
-def _fingerprint(path: str) -> list[int]:
-    crc = size = 0
-    with open(path, "rb") as file:
-        while chunk := file.read(2**22):
-            crc, size = zlib.crc32(chunk, crc), size + len(chunk)
-    return [size, crc]
+class _Writer:
+    """Writes documents to the flat files, which change once it is closed. stack: closes what it
+    opens if that fails."""
+
+    def __init__(self, folder: str, stack: contextlib.ExitStack):
+        self.paths = [f"{folder}/{name}" for name in (TOKENS, LEARNT)]
+        self.files = [stack.enter_context(open(f"{path}.part", "wb")) for path in self.paths]
+        self.columns = [array("q") for _ in range(4)]  # not lists: there may be millions
+
+    def add(self, sample: Sample, file: int, row: int) -> None:
+        for out, part in zip(self.files, sample, strict=True):
+            out.write(part)
+        values = (len(sample.ids), int(sample.is_label.sum()), file, row)
+        for column, value in zip(self.columns, values, strict=True):
+            column.append(value)
+
+    def close(self) -> np.ndarray:
+        """The table of documents, see `build`."""
+        for out, path in zip(self.files, self.paths, strict=True):
+            out.close()
+            os.replace(f"{path}.part", path)
+        return np.array(self.columns, np.int64)
 
 
-class Documents(NamedTuple):
-    """The documents in the flat files, in order, and their origin."""
-
-    lengths: np.ndarray  # int64 [documents], tokens
-    label_counts: np.ndarray  # int64 [documents], label tokens
-    file: np.ndarray  # int64 [documents], file number
-    row: np.ndarray  # int64 [documents], line or row in that file
-
-
-def _tokenise(folder, files, codec, format_flags) -> tuple[Documents, dict]:
-    """Write all documents, uncut, to the flat files; return their table and stats."""
-    documents = Documents(*map(array, "iiiq"))  # not lists: there may be millions
-    skipped, first_skipped, turns, described = Counter(), {}, {}, []
+def _tokenise(folder: str, files: list[str], codec: Codec, flags) -> tuple[np.ndarray, Stats]:
+    """Write all documents, uncut; return their table."""
+    stats = Stats()
     size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
     with (
-        open(f"{folder}/tokens.int32", "wb") as tokens_out,
-        open(f"{folder}/learnt.bool", "wb") as is_label_out,
+        contextlib.ExitStack() as stack,
         progress(what="tokenising", total=size, unit="B") as bar,
     ):
+        out = _Writer(folder, stack)
         for number, path in enumerate(files):
-            rows, row_format, n_rows = read_rows(path, bar), None, 0
-            keys = {"used": Counter(), "unused": Counter(), "unused_in_turns": Counter()}
+            rows, place, row_format = read_rows(path, bar), f"{path}{place_of(path)}", None
             while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
-                row_format = row_format or detect_format(chunk[0][1], chunk[0][0], *format_flags)
-                n_rows += len(chunk)
-                records, not_learnt = [], []
-                for where, row in chunk:
-                    records.append(to_record(row, row_format, where))
-                    _count_keys(keys, row, row_format, records[-1], codec.template)
-                samples = encode(codec, records, not_learnt)
-                for (where, _), sample, reasons in zip(chunk, samples, not_learnt, strict=True):
+                if not row_format:
+                    n, row = chunk[0]
+                    row_format = detect_format(row, f"{place}{n}", flags)
+                    file = File(path, place_of(path), *row_format)
+                    stats.files.append(file)
+                file.rows += len(chunk)
+                records = [to_record(row, row_format, f"{place}{n}") for n, row in chunk]
+                for (_, row), record in zip(chunk, records, strict=True):
+                    _count_keys(file, row, row_format, record, codec.template)
+                for (n, _), encoded in zip(chunk, encode(codec, records), strict=True):
+                    sample, reasons = encoded
                     if isinstance(sample, str):
-                        skipped[sample] += 1
-                        first_skipped.setdefault(sample, where)
+                        stats.skip(sample, number, n)
                         continue
-                    for reason, n in (+reasons).items():
-                        counts = turns.setdefault(reason, {"turns": 0, "rows": 0, "first": where})
-                        counts["turns"] += n
-                        counts["rows"] += 1
-                    tokens_out.write(sample.ids)
-                    is_label_out.write(sample.is_label)
-                    line = int(re.search(r"\d+$", where)[0])
-                    values = (len(sample.ids), int(sample.is_label.sum()), number, line)
-                    for column, value in zip(documents, values, strict=True):
-                        column.append(value)
-            described.append({"path": path, **row_format._asdict(), "rows": n_rows, **keys})
-    stats = {
-        "rows_read": sum(file["rows"] for file in described),
-        "skipped": dict(skipped),
-        "first_skipped": first_skipped,
-        "turns": turns,
-        "truncated": 0,
-        "split": 0,
-        "files": described,
-    }
-    return Documents(*(np.array(column, np.int64) for column in documents)), stats
+                    for reason, turns in (+reasons).items():
+                        left_out = stats.turns.setdefault(reason, LeftOut(number, n))
+                        left_out.turns += turns
+                        left_out.rows += 1
+                    out.add(sample, number, n)
+        return out.close(), stats
 
 
 def _count_keys(
-    keys: dict, row: dict, row_format: RowFormat, record: Record, template: str
+    file: File, row: dict, row_format: RowFormat, record: Record, template: str
 ) -> None:
     """Count a row under each optional key that it uses and each key that nothing uses."""
-    used = used_keys(row, row_format)
-    if record.tokens and len(record.tokens[0]) == len(row[row_format.keys[0]]):
+    value, (used, unused) = row[row_format.keys[0]], keys_of(row, row_format)
+    if record.tokens and len(record.tokens[0]) == len(value):
         used = [key for key in used if key != REAL]  # there is no padding
-    dropped = [key for key in used if key == "tools" and not _mentions(template, key)]
-    keys["used"].update(key for key in used if key not in dropped)
-    keys["unused"].update([*unused_keys(row, row_format), *dropped])
-    if record.messages and any(map(_text_arguments, row[row_format.keys[0]])):
-        keys["used"][TEXT_ARGUMENTS] += 1
+    if "tools" in used and not _mentions(template, "tools"):
+        used.remove("tools")
+        unused.append("tools")
+    if record.messages and any(map(_text_arguments, value)):
+        used.append(TEXT_ARGUMENTS)
     in_turns = {key for m in record.messages or () for key, value in m.items() if value is not None}
-    in_turns = sorted(in_turns - TURN_KEYS)
-    keys["unused_in_turns"].update(key for key in in_turns if not _mentions(template, key))
+    in_turns = [k for k in sorted(in_turns - TURN_KEYS) if not _mentions(template, k)]
+    for rows, keys in zip(file.noted.values(), (used, unused, in_turns), strict=True):
+        for key in keys:
+            rows[key] = rows.get(key, 0) + 1
 
 
 def _text_arguments(turn) -> bool:
     """Whether a turn of a row has a tool call whose arguments are JSON text."""
     calls = (turn.get("tool_calls") or []) if isinstance(turn, dict) else []
-    if isinstance(calls, str):
-        return True
-    return any(isinstance(call.get("function", call).get("arguments"), str) for call in calls)
+    return isinstance(calls, str) or any(
+        isinstance(call.get("function", call).get("arguments"), str) for call in calls
+    )
 
 
 @functools.cache
@@ -224,47 +150,18 @@ def _mentions(template: str, key: str) -> bool:
     return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
-def _cut(
-    folder, documents: Documents, files, seq_len: int, overlong: str, stats: dict
-) -> Documents:
-    """Rewrite the flat files with documents of at most seq_len tokens; return their table. Adds the
-    numbers of cut and dropped documents to stats."""
-    flat = {
-        "tokens.int32": np.memmap(f"{folder}/tokens.int32", np.int32, "r"),
-        "learnt.bool": np.memmap(f"{folder}/learnt.bool", bool, "r"),
-    }
-    cut, lost, copied, parts = Counter(), Counter(), 0, []  # copied: documents so far
-    starts = np.append(0, np.cumsum(documents.lengths))
+def _cut(folder: str, documents: np.ndarray, seq_len: int, overlong: str, stats: Stats):
+    """Rewrite the flat files with documents of at most seq_len tokens; return their table."""
+    flat, begin, stats.cut = open_flat(folder), 0, Counter()
     with contextlib.ExitStack() as stack:
-        outs = [stack.enter_context(open(f"{folder}/{name}.cut", "wb")) for name in flat]
-
-        def copy_until(document: int) -> None:
-            for out, source in zip(outs, flat.values(), strict=True):
-                out.write(source[starts[copied] : starts[document]])
-            parts.append(Documents(*(column[copied:document] for column in documents)))
-
-        for i in np.flatnonzero(documents.lengths > seq_len).tolist():
-            copy_until(i)
-            copied = i + 1
-            span = slice(starts[i], starts[i + 1])
-            sample = Sample(*(source[span].copy() for source in flat.values()))
-            pieces = fit(sample, seq_len, overlong, cut)
+        out = _Writer(folder, stack)
+        for length, _, file, row in map(np.ndarray.tolist, documents.T):  # lazily
+            span = slice(begin, begin + length)
+            begin += length
+            pieces = fit(Sample(*(part[span] for part in flat)), seq_len, overlong, stats.cut)
             if isinstance(pieces, str):
-                stats["skipped"][pieces] = stats["skipped"].get(pieces, 0) + 1
-                if pieces not in stats["first_skipped"]:
-                    where = f"{row_prefix(files[documents.file[i]])}{documents.row[i]}"
-                    stats["first_skipped"][pieces] = where
+                stats.skip(pieces, file, row)
                 continue
-            lost["tokens"] += len(sample.ids) - sum(len(piece.ids) for piece in pieces)
-            lost["learnt"] += int(documents.label_counts[i] - sum(p.is_label.sum() for p in pieces))
             for piece in pieces:
-                for out, part in zip(outs, piece, strict=True):
-                    out.write(part)
-                counts = (len(piece.ids), piece.is_label.sum(), documents.file[i], documents.row[i])
-                parts.append(Documents(*(np.array([n], np.int64) for n in counts)))
-        copy_until(len(documents.lengths))
-    for name in flat:
-        os.replace(f"{folder}/{name}.cut", f"{folder}/{name}")
-    stats |= {"truncated": cut["truncate"], "split": cut["split"]}
-    stats |= {"cut_tokens": lost["tokens"], "cut_learnt": lost["learnt"]}
-    return Documents(*map(np.concatenate, zip(*parts, strict=True)))
+                out.add(piece, file, row)
+        return out.close()

@@ -7,7 +7,7 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
-from llm_demo.data.packing import best_fit
+from llm_demo.data.packing import rows_of, tables_of
 
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 
@@ -29,7 +29,9 @@ def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
     held_out[np.random.default_rng(SPLIT_SEED).permutation(total)[:chosen]] = True
     held_out = held_out[document_of]
     parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
-    return tuple(_repacked(packs, [_rows_of(packs, part, pack)]) for part in parts)
+    return tuple(
+        _of_passes(packs, [rows_of(packs.doc_start, part, packs.seq_len, pack)]) for part in parts
+    )
 
 
 def mix(
@@ -51,10 +53,10 @@ def mix(
         chosen = np.sort(np.concatenate(documents))
         if not len(chosen):
             raise UserError(f"the weights {weights} of --train_json leave no document to train on")
-        passes.append(_rows_of(packs, chosen, pack))
+        passes.append(rows_of(packs.doc_start, chosen, packs.seq_len, pack))
         n_rows += len(passes[-1][1]) - 1
         if epoch + 1 >= epochs and n_rows >= rows:
-            return _repacked(packs, passes)
+            return _of_passes(packs, passes)
 
 
 def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) -> np.ndarray:
@@ -68,35 +70,7 @@ def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) ->
     return np.concatenate([documents[:0], *parts])
 
 
-def _rows_of(packs: Packs, documents: np.ndarray, pack: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(documents row after row, where each row begins) of one pass."""
-    lengths = np.diff(packs.doc_start)[documents]
-    row_of = best_fit(lengths, packs.seq_len) if pack else np.arange(len(documents))
-    starts = np.append(0, np.cumsum(np.bincount(row_of)))
-    return documents[np.argsort(row_of, kind="stable")], starts
-
-
-def _repacked(packs: Packs, passes: list[tuple[np.ndarray, np.ndarray]]) -> Packs:
-    """Packs of these passes, each from `_rows_of`."""
-    row_docs, row_start, begins = [], [np.zeros(1, np.int64)], [0]
-    for docs, starts in passes:
-        row_docs.append(docs)
-        row_start.append(row_start[-1][-1] + starts[1:])
-        begins.append(begins[-1] + len(starts) - 1)
-    row_docs, row_start = np.concatenate(row_docs), np.concatenate(row_start)
-    lengths, learnt = np.diff(packs.doc_start), np.append(0, np.cumsum(packs.is_label))
-    of_docs = learnt[packs.doc_start[1:]] - learnt[packs.doc_start[:-1]]
-    tokens, labels = (np.add.reduceat(x[row_docs], row_start[:-1]) for x in (lengths, of_docs))
-    n_docs = np.diff(row_start) + (tokens < packs.seq_len)
-    stats = packs.stats | {
-        "documents": len(row_docs),
-        "packed_rows": len(n_docs),
-        "tokens": int(tokens.sum()),
-        "label_tokens": int(labels.sum()),
-        "fill": float(tokens.sum() / (len(n_docs) * packs.seq_len)),
-    }
-    return dataclasses.replace(
-        packs, row_docs=row_docs, row_start=row_start, token_counts=tokens, label_counts=labels,
-        max_docs=int(n_docs.max()), passes=np.array(begins) if len(passes) > 1 else None,
-        stats=stats,
-    )  # fmt: skip
+def _of_passes(packs: Packs, passes: list[tuple]) -> Packs:
+    """Packs of these passes, each from rows_of."""
+    tables = tables_of(packs.doc_start, packs.doc_labels, packs.seq_len, passes)
+    return dataclasses.replace(packs, **tables)

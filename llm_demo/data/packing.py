@@ -27,20 +27,25 @@ def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
 
 
 def fit(sample: Sample, seq_len: int, overlong: str, cut: Counter) -> list[Sample] | str:
-    """Pieces of at most seq_len tokens with something to learn, or why there are none."""
+    """Pieces of at most seq_len tokens with something to learn, or why there are none. cut: counts
+    the documents that are cut and the tokens that are lost, see Stats."""
     if len(sample.ids) <= seq_len:
         return [sample]
     if overlong == "drop":
         return "longer than seq_len"
     end = seq_len if overlong == "truncate" else len(sample.ids)
-    ends = range(seq_len, end + seq_len, seq_len)
-    pieces = [Sample(*(part[at - seq_len : min(at, end)] for part in sample)) for at in ends]
-    for piece in pieces:
+    pieces = []
+    for at in range(0, end, seq_len):
+        piece = Sample(*(part[at : min(at + seq_len, end)].copy() for part in sample))
         piece.is_label[0] = False  # nothing in its piece predicts it
-    pieces = [piece for piece in pieces if piece.is_label.any()]
+        if piece.is_label.any():
+            pieces.append(piece)
     if not pieces:
         return "nothing to learn within seq_len"
     cut[overlong] += 1
+    cut["tokens"] += len(sample.ids) - sum(len(piece.ids) for piece in pieces)
+    learnt = sum(int(piece.is_label.sum()) for piece in pieces)
+    cut["learnt"] += int(sample.is_label.sum()) - learnt
     return pieces
 
 
@@ -88,3 +93,38 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
             put_back(size - last * n, rows[used - 1 : used])
             put_back(size, rows[used:])
     return row_of
+
+
+def rows_of(
+    doc_start: np.ndarray, documents: np.ndarray, seq_len: int, pack: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of one pass over these documents: (their numbers row after row, where each row
+    begins). pack: several documents in a row. doc_start: of all documents, see Packs."""
+    lengths = np.diff(doc_start)[documents]
+    row_of = best_fit(lengths, seq_len) if pack else np.arange(len(documents))
+    starts = np.append(0, np.cumsum(np.bincount(row_of)))
+    return documents[np.argsort(row_of, kind="stable")], starts
+
+
+def tables_of(
+    doc_start: np.ndarray, doc_labels: np.ndarray, seq_len: int, passes: list[tuple]
+) -> dict[str, object]:
+    """The fields of Packs that describe the rows of these passes, each from rows_of. doc_start,
+    doc_labels: see Packs."""
+    ends = np.cumsum([starts[-1] for _, starts in passes])
+    parts = [starts[:-1] + end - starts[-1] for (_, starts), end in zip(passes, ends, strict=True)]
+    row_docs = np.concatenate([documents for documents, _ in passes])
+    row_start = np.append(np.concatenate(parts), ends[-1])
+    tokens, labels = (
+        np.add.reduceat(counts[row_docs], row_start[:-1])
+        for counts in (np.diff(doc_start), doc_labels)
+    )
+    begins = np.cumsum([0, *(len(starts) - 1 for _, starts in passes)])
+    return {
+        "row_docs": row_docs,
+        "row_start": row_start,
+        "token_counts": tokens,
+        "label_counts": labels,
+        "max_docs": int((np.diff(row_start) + (tokens < seq_len)).max()),
+        "passes": begins if len(passes) > 1 else None,
+    }

@@ -1,116 +1,153 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
-file -> records (records.py) -> samples (labels.py) -> rows of exactly seq_len slots (packing.py),
-memory-mapped from a cache folder -> the rows of step k, and their tensors (steps.py)"""
+file -> records (records.py) -> documents (labels.py), memory-mapped from a cache folder -> rows of
+exactly seq_len slots (packing.py) -> the rows of step k, and their tensors (steps.py)"""
 
 import contextlib
 import fcntl
 import glob
 import hashlib
+import itertools
 import json
 import os
-import re
 import shutil
 import tempfile
 import time
+import zlib
 
 import numpy as np
 
 from llm_demo.core.batch import IGNORE_INDEX
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
-from llm_demo.data.build import TEXT_ARGUMENTS, build, read_meta
-from llm_demo.data.labels import LEFT_OUT, MARKED, NO_PROMPT, NOT_OURS, REFUSED, make_codec
-from llm_demo.data.packing import LONGEST_DEFAULT
-from llm_demo.data.records import LEARNT, REAL, ROLES
-from llm_demo.data.sources import content_of, find_files, split_name, table_of
+from llm_demo.data.build import LEARNT, TOKENS, build, open_flat
+from llm_demo.data.labels import Codec
+from llm_demo.data.packing import LONGEST_DEFAULT, rows_of, tables_of
+from llm_demo.data.sources import content_of, find_files, split_name, suffix_of
+from llm_demo.data.stats import Stats
 from llm_demo.job.files import cache_folder, disk_full
-from llm_demo.job.text import counted
 
+FORMAT = 7  # of a pack; increase it when the same files are read, labelled or stored differently
 BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
 DAY = 24 * 3600
-CACHE_VERSION = 6  # increase it when the same files are read, labelled or packed differently
 SHOWN = 400  # tokens from each end of a long example
+SUMS = "crc32.json"  # the CRC-32 of every other file of a pack
+# Flags that the rows of a step depend on; with the file's content they identify them.
+FLAGS = (
+    "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
+    "overlong", "learn_turns", "learn_reasoning",
+)  # fmt: skip
 
 
 def load_packs(
     train_json: str,
     tokenizer,
+    flags,
     *,
-    seq_len: int = 0,
-    seq_len_limit: int = LONGEST_DEFAULT,
-    pack: bool = True,
-    train_on_prompt: bool = False,
-    input_key: str | None = None,
-    target_key: str | None = None,
-    data_format: str = "auto",
-    overlong: str = "truncate",
-    learn_turns: str = "all",
-    learn_reasoning: bool = True,
-    dataset_config: str | None = None,
-    dataset_split: str | None = None,
+    limit: int = LONGEST_DEFAULT,
     cache_dir: str | None = None,
     log=print,
 ) -> Packs:
-    """Packs of all files that find_files finds, built once and then read from the cache, after
-    verifying its checksums.
+    """Packs of all files that find_files finds. Their documents are built once and then read from
+    the cache, after verifying its checksums; packing them into rows takes a moment.
 
-    seq_len 0: fits 99 % of the documents, rounded up to a multiple of 128, at most seq_len_limit.
-    pack: best fit of whole documents into rows; otherwise one padded document per row.
-    overlong, for documents of over seq_len tokens: "truncate" keeps the first seq_len; "split"
-    makes pieces of seq_len that do not see each other (a piece's first token has no context and is
-    not learnt, and its last slot predicts nothing); "drop" skips the document.
-    learn_turns: "last" learns only the last answer of each conversation.
-    learn_reasoning: False makes reasoning (<think>) context of the answer.
+    flags: a DataArgs. Its seq_len 0: fits 99 % of the documents, rounded up to a multiple of 128,
+    at most `limit`. pack_sequences: best fit of whole documents into rows; otherwise one padded
+    document per row. overlong, for documents of over seq_len tokens: "truncate" keeps the first
+    seq_len; "split" makes pieces of seq_len that do not see each other (a piece's first token has
+    no context and is not learnt, and its last slot predicts nothing); "drop" skips the document.
     cache_dir: default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
-    the same packs at once; letting one per node go first saves work.
-    Packs.stats: rows_read, documents, packed_rows, skipped {reason: rows}, first_skipped {reason:
-    "file:line"}, turns {reason they are not learnt: {turns, rows, first}} of the rows that are not
-    skipped, truncated and split (documents), tokens, label_tokens, fill (0..1), files [{path,
-    format, keys, why, rows, and rows by key: used, unused, unused_in_turns}], cache_hit.
+    the same packs at once; letting one per node go first saves work. Packs.stats: a Stats.
+
     The commands check the flags; raises UserError for files or tokenizers that can't be used."""
-    files = find_files(train_json, dataset_config, dataset_split, log)
-    codec = make_codec(tokenizer, train_on_prompt, learn_turns == "last", learn_reasoning)
-    format_flags = (data_format, input_key, target_key)
-    flags = {  # in hashing order
-        "seq_len": seq_len,
-        "pack_sequences": pack,
-        "train_on_prompt": train_on_prompt,
-        "data_format": data_format,
-        "input_key": input_key,
-        "target_key": target_key,
-        "overlong": overlong,
-        "learn_turns": None if learn_turns == "all" else learn_turns,  # as in older checkpoints
-        "learn_reasoning": None if learn_reasoning else False,
-    }
-    key, identity = _content_key(files, codec, flags, 0 if seq_len else seq_len_limit)
+    files = find_files(train_json, flags.dataset_config, flags.dataset_split, log)
+    last_only = flags.learn_turns == "last"
+    codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
+    key, identity = _identify(files, codec, flags, limit)
     root = cache_dir or cache_folder()
     folder = os.path.join(root, f"packs-{key}")
-    packs = None
-    if os.path.isdir(folder):
-        try:
-            packs = _open(folder, files, True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            log(f"data: the cached pack {folder} is damaged ({error}); rebuilding it")
-    if packs is None:
-        settings = (files, codec, format_flags, seq_len, pack, overlong, seq_len_limit)
-        _build_in(root, folder, settings)
-        try:
-            packs = _open(folder, files, False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{folder} is damaged ({error}) and could not be replaced: delete it, or set "
-                "LLM_DEMO_CACHE to another folder"
-            ) from None
-    content = packs.stats.pop("content")
-    identity |= {"seq_len": packs.seq_len, "reading": _reading(packs.stats)}
-    identity["tokens and labels"] = content
-    packs.stats["identity"] = identity
-    _report(packs.stats, packs.seq_len, folder, codec, log)
+    packs, problem = _open(folder, files, flags.pack_sequences)
+    hit = packs is not None
+    if problem:
+        log(f"data: the cached pack {folder} is damaged ({problem}); rebuilding it")
+    if not hit:
+        _build_in(root, folder, files, codec, flags, limit)
+        packs, problem = _open(folder, files, flags.pack_sequences)
+    if not packs:
+        raise UserError(
+            f"{folder} is damaged ({problem}) and could not be replaced: delete it, or set "
+            "LLM_DEMO_CACHE to another folder"
+        )
+    packs.stats.cache_hit = hit
+    packs.stats.identity = identity | {"seq_len": packs.seq_len} | packs.stats.identity
+    eos = None if codec.template else codec.tokenizer.eos_token
+    for line in packs.stats.lines(packs, eos, folder):
+        log(line)
     return packs
 
 
-def _build_in(root: str, folder: str, settings: tuple) -> None:
+def _identify(files: list[str], codec: Codec, flags, limit: int) -> tuple[str, dict]:
+    """(the name of the pack: a hash of everything that it depends on, what a run compares of that
+    when it is resumed). Of contents, not names and dates, so a copy hits the cache; but the same
+    bytes are other rows in a file of another kind."""
+    tokenizer = codec.tokenizer
+    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
+    specials = json.dumps([tokenizer.special_tokens_map, ids], default=str)
+    contents = list(map(content_of, files))
+    identity = {f"content of data file {n}": text[:16] for n, text in enumerate(contents, 1)}
+    identity["tokenizer"] = _hash(codec.backend.to_str() + specials)[:16]
+    identity["chat template"] = _hash(str(tokenizer.chat_template))[:16]
+    identity |= {name: getattr(flags, name) for name in FLAGS}
+    for name, default in (("learn_turns", "all"), ("learn_reasoning", True)):
+        if identity[name] == default:
+            identity[name] = None  # as checkpoints have it
+    facts = identity | {"pack_sequences": None, "limit": 0 if flags.seq_len else limit}
+    key = [FORMAT, contents, list(map(suffix_of, files)), facts]
+    return _hash(json.dumps(key))[:24], identity
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _open(folder: str, files: list[str], pack: bool) -> tuple[Packs | None, object]:
+    """(the packs in a folder or None, what is wrong with it: None if it does not exist). Their
+    identity is a checksum of tokens and labels."""
+    if not os.path.isdir(folder):
+        return None, None
+    try:
+        with open(f"{folder}/{SUMS}") as file:
+            sums = json.load(file)
+        if bad := dict(sums.items() ^ _sums(folder).items()):
+            return None, f"{', '.join(sorted(bad))}: wrong checksum"
+        with open(f"{folder}/meta.json") as file:
+            meta = json.load(file)
+        lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
+        stats = Stats.of(meta["stats"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, error
+    for file, path in zip(stats.files, files, strict=True):
+        file.path = path  # the same bytes may have been cached under another name
+    stats.identity["tokens and labels"] = f"{sums[TOKENS]}-{sums[LEARNT]}"
+    seq_len, doc_start = meta["seq_len"], np.append(0, np.cumsum(lengths))
+    tokens, is_label = open_flat(folder)
+    rows = rows_of(doc_start, np.arange(len(lengths)), seq_len, pack)
+    packs = Packs(
+        seq_len=seq_len, pad_id=meta["pad_id"], stats=stats, tokens=tokens, is_label=is_label,
+        doc_start=doc_start, doc_labels=doc_labels, doc_file=doc_file, doc_row=doc_row,
+        **tables_of(doc_start, doc_labels, seq_len, [rows]),
+    )  # fmt: skip
+    return packs, None
+
+
+def _sums(folder: str) -> dict[str, str]:
+    """The CRC-32 of each file of a pack, as hex digits: one with zeroed tokens would otherwise be
+    trained on."""
+    files = {name: f"{folder}/{name}" for name in os.listdir(folder) if name != SUMS}
+    return {n: f"{zlib.crc32(np.memmap(file, np.uint8, 'r')):08x}" for n, file in files.items()}
+
+
+def _build_in(root: str, folder: str, *settings) -> None:
     """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
     visible. An existing folder is damaged; it is moved away first, and processes that have mapped
     its files keep them."""
@@ -118,27 +155,29 @@ def _build_in(root: str, folder: str, settings: tuple) -> None:
     try:
         os.makedirs(root, exist_ok=True)
         _remove_stale(root)
-        temporary = tempfile.mkdtemp(prefix=BUILDING, dir=root)
-        lock = open(os.path.join(temporary, "lock"), "w")
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
-    except OSError as error:
-        reason = disk_full(error, root) or error.strerror or error
-        raise UserError(f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE") from None
-    built = os.path.join(temporary, "packs")
-    try:
-        os.mkdir(built)
-        build(built, *settings)
-        if damaged and os.path.isdir(folder):
-            os.rename(folder, os.path.join(temporary, "damaged"))
-        os.replace(built, folder)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=BUILDING, dir=root, ignore_cleanup_errors=True
+            ) as temporary,
+            open(os.path.join(temporary, "lock"), "w") as lock,
+        ):
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            built = os.path.join(temporary, "packs")
+            os.mkdir(built)
+            build(built, *settings)
+            sums = _sums(built)
+            with open(f"{built}/{SUMS}", "w") as file:
+                json.dump(sums, file)
+            if damaged and os.path.isdir(folder):
+                os.rename(folder, os.path.join(temporary, "damaged"))
+            os.replace(built, folder)
     except OSError as error:
         if not os.path.isdir(folder):  # else another process built the same content first
             reason = disk_full(error, root) or error.strerror or error
-            raise UserError(f"cannot build the packs in {root}: {reason}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        lock.close()
+            raise UserError(
+                f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE"
+            ) from error
 
 
 def _remove_stale(root: str) -> None:
@@ -158,21 +197,17 @@ def _remove_stale(root: str) -> None:
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
     """The first document of a row as text, learnt tokens in brackets. Only the beginning and the
     end of a long one."""
-    ids, labels, lengths = packs.row(row)
-    ids, is_label = ids[: lengths[0]], np.append(False, labels[: lengths[0] - 1] != IGNORE_INDEX)
-    whole = np.arange(len(ids))
-    if (left_out := len(ids) - 2 * SHOWN) <= 0:
-        parts = [whole]
-    else:
-        parts = [whole[:SHOWN], whole[-SHOWN:]]
+    ids, labels, (n, *_) = packs.row(row)
+    is_label = np.append(False, labels[: n - 1] != IGNORE_INDEX)
+    parts = [range(n)] if n <= 2 * SHOWN else [range(SHOWN), range(n - SHOWN, n)]
     texts = []
     for part in parts:
         text = ""
-        for span in np.split(part, np.flatnonzero(np.diff(is_label[part])) + 1):
-            piece = tokenizer.decode(ids[span].tolist(), clean_up_tokenization_spaces=False)
-            text += f"⟦{piece}⟧" if is_label[span[0]] else piece
+        for learnt, span in itertools.groupby(part, is_label.__getitem__):
+            piece = tokenizer.decode(ids[list(span)].tolist(), clean_up_tokenization_spaces=False)
+            text += f"⟦{piece}⟧" if learnt else piece
         texts.append(text)
-    return f"\n[... {left_out:,} tokens ...]\n".join(texts)
+    return f"\n[... {n - 2 * SHOWN:,} tokens ...]\n".join(texts)
 
 
 def heldout_beside(train_json: str) -> str | None:
@@ -185,126 +220,8 @@ def heldout_beside(train_json: str) -> str | None:
 def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:
     """Raise UserError if data given as token ids has one outside the model's vocabulary."""
     for p in packs:
-        files = [f["path"] for f in p.stats["files"] if f["format"] == "tokens"]
+        files = [file.path for file in p.stats.files if file.format == "tokens"]
         if files and (largest := int(p.tokens.max())) >= vocab_size:
             raise UserError(
                 f"{', '.join(files)}: token {largest}, but the model knows {vocab_size} only"
             )
-
-
-def _content_key(files: list[str], codec, flags: dict, limit: int) -> tuple[str, dict]:
-    """A hash of everything the packs depend on, as 24 hex digits, and a dict of its parts. Hashes
-    contents, not names and dates, so a copy hits the cache; but the same bytes are other rows in a
-    table with other separators."""
-    key, identity = hashlib.sha256(), {}
-    for path in files:
-        try:
-            content = content_of(path)
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        key.update(bytes.fromhex(content) + table_of(path).encode())
-        identity[f"content of data file {len(identity) + 1}"] = content[:16]
-    tokenizer = codec.tokenizer
-    ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, codec.bos]
-    key.update(codec.backend.to_str().encode())
-    rest = [CACHE_VERSION, tokenizer.special_tokens_map, ids, tokenizer.chat_template]
-    rest += [list(flags.values()), limit]
-    key.update(json.dumps(rest, default=str).encode())
-    specials = json.dumps(rest[1:3], default=str)
-    for name, text in (
-        ("tokenizer", codec.backend.to_str() + specials),
-        ("chat template", str(tokenizer.chat_template)),
-    ):
-        identity[name] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return key.hexdigest()[:24], identity | flags
-
-
-def _reading(stats: dict) -> dict | None:
-    """What earlier versions read differently in these rows, or None. Prevents an older checkpoint
-    from silently resuming on other rows."""
-    counts = {reason: turns["turns"] for reason, turns in stats["turns"].items()}
-    counts.pop(NOT_OURS, None)  # these were never learnt
-    if first := counts.pop(NO_PROMPT, 0):  # earlier versions counted these as refused
-        counts[REFUSED] = counts.get(REFUSED, 0) + first
-    newly_skipped = {MARKED, *(LEFT_OUT.format(role=role) for role in ROLES.values())}
-    counts |= {reason: n for reason, n in stats["skipped"].items() if reason in newly_skipped}
-    for file in stats["files"]:
-        read = (REAL, *LEARNT, TEXT_ARGUMENTS)
-        read += ("system", "history") * (file["format"] != "conversations")
-        for key in (key for key in read if key in file["used"]):
-            counts[key] = counts.get(key, 0) + file["used"][key]
-    return counts or None
-
-
-def _open(folder: str, files: list[str], hit: bool) -> Packs:
-    """Map the packs in a folder. Raises OSError or ValueError if a file is damaged."""
-    meta = read_meta(folder)
-    names = {}  # the same bytes may have been cached under another name
-    for path, file in zip(files, meta["stats"]["files"], strict=True):
-        names[file["path"]], file["path"] = path, path
-    stats = meta["stats"] | {"cache_hit": hit}
-    first = stats["first_skipped"]
-    stats["first_skipped"] = {reason: _renamed(where, names) for reason, where in first.items()}
-    for turns in stats["turns"].values():
-        turns["first"] = _renamed(turns["first"], names)
-    meta["stats"] = stats
-    # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
-    arrays = {
-        os.path.basename(path)[:-4]: np.asarray(np.load(path, mmap_mode="r"))
-        for path in glob.glob(f"{glob.escape(folder)}/*.npy")
-    }
-    tokens = np.asarray(np.memmap(f"{folder}/tokens.int32", np.int32, "r"))
-    is_label = np.asarray(np.memmap(f"{folder}/learnt.bool", bool, "r"))
-    return Packs(**meta, **arrays, tokens=tokens, is_label=is_label)
-
-
-def _renamed(where: str, names: dict[str, str]) -> str:
-    """ "FILE:row" or "FILE, row N" with the file's present name."""
-    path, place = re.fullmatch(r"(.*?)(:\d+|, row \d+)", where, re.S).groups()
-    return names.get(path, path) + place
-
-
-def _report(stats: dict, seq_len: int, folder: str, codec, log) -> None:
-    for file in stats["files"]:
-        rows = counted(file["rows"], "row")
-        log(f"data: {file['path']}: {'/'.join(file['keys'])} ({file['why']}), {rows}")
-    for file in stats["files"]:
-        if file["used"]:
-            note = " (its answers are learnt)" * ("history" in file["used"])
-            log(f"data: {file['path']}: also used: {_counts(file['used'])}{note}")
-        if file["unused"]:
-            log(f"data: {file['path']}: unused keys: {_counts(file['unused'])}")
-        if file["unused_in_turns"]:
-            log(f"data: {file['path']}: unused keys in turns: {_counts(file['unused_in_turns'])}")
-    if not codec.template and any(f["format"] not in ("text", "tokens") for f in stats["files"]):
-        log(
-            "data: the tokenizer has no chat template: turns are joined by line breaks and each "
-            f"answer ends with {codec.tokenizer.eos_token} (--chat_template FILE sets a template)"
-        )
-    log(
-        f"data: {counted(stats['documents'], 'document')}, {counted(stats['tokens'], 'token')} "
-        f"({stats['label_tokens']:,} learnt) in {counted(stats['packed_rows'], 'row')} of "
-        f"{seq_len:,}, "
-        f"{stats['fill']:.1%} filled; {'from' if stats['cache_hit'] else 'cached in'} {folder}"
-    )
-    for what in ("truncated", "split"):
-        if stats[what]:
-            documents = counted(stats[what], "document")
-            were = "was" if stats[what] == 1 else "were"
-            text = f"data: {documents} longer than {seq_len:,} tokens {were} {what}"
-            if lost := stats.get("cut_tokens"):  # missing in packs of earlier versions
-                learnt = f"{stats['cut_learnt']:,} of them learnt"
-                text += f": {counted(lost, 'token')} cut off, {learnt}"
-            log(text)
-    for reason, n in stats["turns"].items():
-        turns = f"{counted(n['turns'], 'turn')} in {counted(n['rows'], 'row')}"
-        are = "is" if n["turns"] == 1 else "are"
-        log(f"data: {turns} {are} not learnt: {reason} (first {n['first']})")
-    for reason, n in stats["skipped"].items():
-        first = stats["first_skipped"][reason]
-        log(f"data: skipped {counted(n, 'row')}: {reason} (first {first})")
-
-
-def _counts(rows: dict, most: int = 12) -> str:
-    texts = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
-    return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)

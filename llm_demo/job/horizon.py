@@ -52,7 +52,7 @@ def decide_horizon(
         f"{data_parallel} data-parallel = {counted(global_batch, 'row')} = "
         f"{global_batch * train.seq_len:,} token slots a step"
     ]
-    weights = train.stats["identity"].get("weights")
+    weights = train.stats.identity.get("weights")
     mixed = functools.partial(mix, train, weights, args.seed, args.pack_sequences)
     n_rows = len(mixed(1) if weights else train)  # of a pass
     epochs, chosen = args.num_epochs, not args.max_steps and args.num_epochs is None
@@ -90,9 +90,9 @@ def decide_horizon(
 def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
     """Lines on the documents of each file in the first pass of a mixture."""
     first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
-    for n, (file, weight) in enumerate(zip(train.stats["files"], weights, strict=True)):
+    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
         documents = counted(int((first == n).sum()), "document")
-        lines.append(f"data: {file['path']}, weight {weight:g}: {documents} in the first pass")
+        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
     return lines
 
 
@@ -135,6 +135,6 @@ def decide_order(args: Args, horizon: Horizon, train: Packs) -> tuple[Callable, 
 def identity_of_rows(args: Args, horizon: Horizon, train: Packs) -> dict:
     """What the rows of a step depend on, by name."""
     return {
-        **train.stats["identity"], "seed": args.seed, "rows of a step": horizon.global_batch,
+        **train.stats.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip

@@ -3,6 +3,7 @@
 Every script makes the same decisions from the same flags, and prints each with its reason."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -218,24 +219,17 @@ def load_data(
             )
 
     def load(path: str, seq_len: int, split: str | None = None) -> Packs:
-        # all flags that are parameters of load_packs
-        options = {k: v for k, v in vars(args).items() if k in load_packs.__kwdefaults__}
-        options |= {"dataset_split": split, "seq_len": seq_len, "seq_len_limit": limit, "log": say}
-        packs = load_packs(path, tokenizer, pack=args.pack_sequences, **options)
-        if not len(packs):
-            raise UserError(
-                f"{path}: nothing to learn in any row; skipped {packs.stats['skipped']}"
-            )
-        return packs
+        flags = dataclasses.replace(args, seq_len=seq_len, dataset_split=split)
+        return load_packs(path, tokenizer, flags, limit=limit, log=say)
 
     asked = seq_len or args.seq_len
     train = once_per_node(world, functools.partial(load, train_json, asked, split))
     if not asked:
-        say(f"seq_len: {train.seq_len} ({train.stats['seq_len_why']})")
-    train.stats["identity"] |= {"weights": weights, "eval_fraction": args.eval_fraction}
+        say(f"seq_len: {train.seq_len} ({train.stats.seq_len_why})")
+    train.stats.identity |= {"weights": weights, "eval_fraction": args.eval_fraction}
     if args.eval_fraction:
         train, heldout = split_off(train, args.eval_fraction, args.pack_sequences)
-        n = counted(heldout.stats["documents"], "document")
+        n = counted(len(heldout.row_docs), "document")
         say(f"held-out: {n} split off by --eval_fraction, the same in every run of this data")
         return train, heldout, "none"
     if eval_json == "none":
@@ -250,7 +244,7 @@ def load_data(
 
 def contents(packs: Packs) -> dict[str, str]:
     """The hash of each data file, by its path."""
-    paths, identity = [f["path"] for f in packs.stats["files"]], packs.stats["identity"]
+    paths, identity = [f.path for f in packs.stats.files], packs.stats.identity
     return {path: identity[f"content of data file {n}"] for n, path in enumerate(paths, 1)}
 
 
@@ -259,9 +253,9 @@ def check_data(args: Args, world: World, train: Packs, heldout: Packs | None, co
     stop without held-out data."""
     if args.early_stopping and not heldout:
         raise UserError("--early_stopping needs held-out data: --eval_json or --eval_fraction")
-    held = {f"held-out {k}": v for k, v in heldout.stats["identity"].items()} if heldout else {}
+    held = {f"held-out {k}": v for k, v in heldout.stats.identity.items()} if heldout else {}
     model = {"model configuration": fingerprint(config)}
-    same_on_all_nodes(world, train.stats["identity"] | held | model)
+    same_on_all_nodes(world, train.stats.identity | held | model)
     packs = [p for p in (train, heldout) if p]
     refuse_unknown_tokens(packs, config.vocab_size)
     return Data(train, heldout, max(2, *(p.max_docs for p in packs)))

@@ -57,6 +57,11 @@ class Job:
         """See make_plan."""
         self.plan = make_plan(self.args, self.world, self.log, data_parallel, refuse)
 
+    def planned(self) -> tuple:
+        """What the estimates of memory depend on: (args, config, compute, training rows)."""
+        plan = self.plan
+        return self.args, plan.source.config, plan.compute, plan.data.train
+
     def open(self, copies: bool = False) -> bool:
         """Find the checkpoint to resume. Returns whether steps are left to train; if not, does what
         the run may have been killed before. copies: see Saver."""

@@ -112,7 +112,8 @@ class Saver:
 
     def _compare(self) -> None:
         """Raise UserError if the checkpoint is of different rows; log settings that differ."""
-        before = self.facts.get("identity", {})
+        # "reading": counts that the checksum of tokens and labels has replaced
+        before = {k: v for k, v in self.facts.get("identity", {}).items() if k != "reading"}
         if changes := differences(before, self.identity):
             text = f"{self.path} was trained on different rows: {'; '.join(changes)}"
             advice = self._as_many_rows(before)

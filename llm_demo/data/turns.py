@@ -1,0 +1,250 @@
+"""Where the text of an assistant turn stands in a conversation that a chat template has rendered.
+
+A turn is accepted only if its rendered text is all of the row's: content, reasoning and every
+argument of its calls, ignoring whitespace around them, which many templates trim. A guessed mask
+would silently train on the wrong tokens."""
+
+import itertools
+import json
+import re
+from typing import NamedTuple
+
+import numpy as np
+from jinja2 import TemplateError
+from tokenizers import Encoding
+
+# Reasons why a turn is not learnt.
+REFUSED = "the chat template refuses the conversation"
+REWRITTEN = "the chat template does not keep the assistant text as given"
+NO_REASONING = (
+    "the chat template drops the turn's reasoning; set one that keeps it with --chat_template"
+)
+NO_PROMPT = "there is no prompt before the assistant turn"
+EMPTY_TURN = "the assistant turn is empty"
+ENDS_INSIDE = "the assistant text contains the token that ends a turn"
+UNMARKED = "the chat template's {% generation %} marks leave the turn out"
+UNSTOPPED = "no stop token after an assistant turn"
+STRADDLED = "a token straddles the start of an assistant turn"
+
+# Reasoning templates put an empty block before an answer without reasoning (Qwen3), and open one in
+# the generation prompt (Qwen3-Thinking, DeepSeek-R1). Neither is part of the row's text.
+EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\n*")
+THINK_PROMPT = re.compile(r"<think>\s*(</think>\s*)?$")
+# Reasoning in a turn's text. A prompt may hold the tag that opens it; the one that closes it then
+# stands at the beginning or the end of a line.
+REASONING = re.compile(r"<think>(.*?)</think>|(.*?)(?:(?<=\n)</think>|</think>(?=\n|$))", re.DOTALL)
+TAG = re.compile(r"\s*(?:[<[][^\s>\]]*[>\]])?\s*")  # what a template puts around reasoning
+SPACE = re.compile(r"\s*")
+MARKER = "\ue000"  # stands for a part of a turn, to see where a template puts it
+# What a template raises for conversations it does not support: raise_exception() and undefined
+# names, None added to a string, the first of no messages; and arguments nested too deeply.
+REFUSALS = (
+    TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError,
+)  # fmt: skip
+
+
+class NotLearnt(Exception):
+    """The reason why a row or a turn is not learnt."""
+
+
+class Rendered(NamedTuple):
+    """A whole conversation as its chat template writes it."""
+
+    codec: object  # a labels.Codec
+    record: object  # a batch.Record
+    text: str
+    encoding: Encoding
+
+
+def assistant(message: dict) -> bool:
+    return message["role"] == "assistant"
+
+
+def changed(messages: list[dict], number: int, **values) -> list[dict]:
+    """The messages, this one with other values."""
+    return [*messages[:number], messages[number] | values, *messages[number + 1 :]]
+
+
+def plain(messages: list[dict], eos: str) -> str:
+    """The text without a chat template: turns joined by newlines, each answer ended by eos."""
+    turns = (m["content"] + (eos if assistant(m) else "") for m in messages)
+    return "\n".join(turn for turn in turns if turn)
+
+
+def spans_of(chat: Rendered, turn: int, marks: np.ndarray | None) -> list[tuple[int, int]]:
+    """(first token, last token) of each learnt part of a turn. Raises NotLearnt. marks: the
+    template's, bool [tokens], or None; they may begin with the words that ask for the answer, and
+    end before the stop token."""
+    codec, text, encoding = chat.codec, chat.text, chat.encoding
+    start = _start(chat, turn)
+    try:
+        start, stop = _characters(chat, turn, start)
+    except NotLearnt:
+        if marks is None:
+            raise
+        first = encoding.char_to_token(_not_space(text, start)) or 0
+        marked = first + np.flatnonzero(marks[first:])
+        at = encoding.token_to_chars(int(marked[0]))[0] if len(marked) else len(text)
+        if codec.ends.search(text, start, at):
+            raise NotLearnt(UNMARKED) from None
+        start, stop = _characters(chat, turn, at)  # the template may not ask for the answer
+    first, last = encoding.char_to_token(start), encoding.char_to_token(stop)
+    if first is None or encoding.token_to_chars(first)[0] != start:
+        raise NotLearnt(STRADDLED)
+    if last is None or encoding.ids[last] not in codec.special_ids:
+        raise NotLearnt(UNSTOPPED)
+    if marks is None:
+        return [(first, last)]
+    if codec.learn_reasoning:
+        ends = [m.end() for m in codec.ends.finditer(text, 0, start)]
+        first = encoding.char_to_token(_not_space(text, ends[-1])) if ends else 0
+    marked = np.append(marks[first:last], marks[last - 1] | marks[last])
+    edges = np.flatnonzero(np.diff(marked, prepend=False, append=False))
+    if not len(edges):
+        raise NotLearnt(UNMARKED)
+    return [(first + int(a), first + int(b) - 1) for a, b in edges.reshape(-1, 2)]
+
+
+def _characters(chat: Rendered, turn: int, start: int) -> tuple[int, int]:
+    """Where the learnt text and the stop token of a turn begin, whose rendered text begins at
+    `start`: the first stop token behind all of the turn's parts. Raises NotLearnt."""
+    codec, record, text, _ = chat
+    message = record.messages[turn]
+    think = EMPTY_THINK.match(text, start)
+    if think and not EMPTY_THINK.match(message["content"]):
+        start = think.end()
+    reasoning, answer = _reasoning_and_answer(message)
+    forms, until = [message], text
+    if not codec.learn_reasoning:  # the template may drop it
+        forms.append(message | {"content": answer, "reasoning_content": None})
+    if message.get("tool_calls"):  # what stands behind them may belong to the next turn
+        try:
+            until = codec.render(record.messages[: turn + 1], record)
+        except REFUSALS:
+            until = ""
+    for stop in codec.ends.finditer(text, start):
+        if stop.start() - start < len(answer):
+            continue
+        places = [_answer_in(text[start : stop.start()], form) for form in forms]
+        if (place := next((at for at in places if at is not None), None)) is None:
+            continue
+        if text[start : stop.end()] not in until:
+            break
+        if codec.ends.search(text, start, stop.start()):
+            raise NotLearnt(ENDS_INSIDE)
+        if not codec.learn_reasoning:
+            start += place
+            if not text[start : stop.start()].strip():
+                raise NotLearnt(EMPTY_TURN)
+        return start, stop.start()
+    content, at = message["content"].strip(), _not_space(text, start)
+    at = _not_space(text, at + len(content)) if text.startswith(content, at) else 0
+    ended = at == len(text) or codec.specials.match(text, at) and not codec.ends.match(text, at)
+    if content and at and ended and not message.get("tool_calls"):
+        raise NotLearnt(UNSTOPPED)
+    end = codec.ends.search(text, start)
+    body = text[start : end.start()] if end else ""
+    dropped = reasoning and answer in body and "</think>" not in body
+    raise NotLearnt(NO_REASONING if dropped else REWRITTEN)
+
+
+def _start(chat: Rendered, turn: int) -> int:
+    """Where a turn's text begins: behind the text that the model is given to answer, or behind that
+    text's last words before the turn, since templates may write earlier turns otherwise (Qwen3's
+    reasoning, Mistral's tools). Raises NotLearnt."""
+    codec, record, text, _ = chat
+    before = record.messages[:turn]
+    again = turn and assistant(before[-1])  # two turns in a row
+    if not codec.template:
+        head = plain(before, codec.tokenizer.eos_token)
+        return len(head) + bool(head)
+    try:
+        head = THINK_PROMPT.sub("", codec.render(before, record, add_generation_prompt=True))
+    except REFUSALS:  # few templates take no messages at all
+        raise NotLearnt(REFUSED if turn else NO_PROMPT) from None
+    if text.startswith(head):
+        if again and re.search(rf"(?:{codec.ends.pattern})\s*$", head):
+            raise NotLearnt(NO_PROMPT)
+        return len(head)
+    marks = [{"content": MARKER}] if turn else []
+    if turn and (calls := record.messages[turn].get("tool_calls")):
+        function = calls[0]["function"] | {"name": MARKER}
+        marks.append({"tool_calls": [calls[0] | {"function": function}, *calls[1:]]})
+    for mark in marks:
+        try:
+            marked = codec.render(changed(record.messages, turn, **mark), record)
+            asked = changed(before, turn - 1, content=MARKER)
+            asked = codec.render(asked, record, add_generation_prompt=True)
+        except REFUSALS:
+            continue
+        place, words = marked.find(MARKER), THINK_PROMPT.sub("", asked.rpartition(MARKER)[2])
+        if place >= 0 and words and MARKER in asked and text[:place] == marked[:place]:
+            at = text.rfind(words, 0, place)
+            if at < 0:
+                break
+            return at + len(words)
+    raise NotLearnt(REWRITTEN)
+
+
+def _not_space(text: str, at: int) -> int:
+    """The first character from `at` on that is not whitespace."""
+    return SPACE.match(text, at).end()
+
+
+def _answer_in(body: str, message: dict) -> int | None:
+    """Where the answer begins in a rendered turn, behind its reasoning; None if the turn is not
+    exactly the row's. The template decides how reasoning and tool calls look."""
+    reasoning, answer = _reasoning_and_answer(message)
+    calls, at = message.get("tool_calls", []), 0
+    if reasoning:
+        at = TAG.match(body).end()
+        if not body.startswith(reasoning, at):
+            return None
+        at = TAG.match(body, at + len(reasoning)).end()
+    elif think := EMPTY_THINK.match(body):  # the row has it too
+        at = think.end()
+    rest = body[at:].strip()
+    whole = rest.startswith(answer) if calls else rest == answer
+    if not whole or behind_calls(rest[len(answer) :], calls) is None:
+        return None
+    return len(body[:at].rstrip(" "))  # a space may be part of the first token
+
+
+def _reasoning_and_answer(message: dict) -> tuple[str, str]:
+    content, reasoning = message["content"].strip(), message.get("reasoning_content") or ""
+    if not reasoning.strip() and "</think>" in content and (match := REASONING.match(content)):
+        reasoning, content = match[1] or match[2] or "", content[match.end() :]
+    return reasoning.strip(), content.strip()
+
+
+def behind_calls(text: str, calls: list[dict]) -> str | None:
+    """What stands behind tool calls in a text: the name and then every argument of each, in order.
+    None if one of them is not there."""
+    for call in calls:
+        arguments = call["function"].get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        for part in (call["function"]["name"], arguments):
+            if (text := _behind(text, part)) is None:
+                return None
+    return text
+
+
+def _behind(text: str, value, depth: int = 0) -> str | None:
+    """What stands behind a JSON value in a text, as JSON or as the template writes its parts, such
+    as <key>value</key>. None if a part is missing, or if it stands there as Python writes it."""
+    if isinstance(value, str):
+        forms = {json.dumps(value, ensure_ascii=False), json.dumps(value), value}
+        places = [(at, -len(form)) for form in forms if (at := text.find(form)) >= 0]
+        return text[min(places)[0] - min(places)[1] :] if places else None
+    if not isinstance(value, (dict, list)):
+        forms = "|".join(map(re.escape, (json.dumps(value), str(value))))
+        match = re.search(rf"(?<![\w.])(?:{forms})(?!\.?\w)", text)  # not a part of another number
+        return text[match.end() :] if match else None
+    if depth < 2 and str(value) in text and json.dumps(value, ensure_ascii=False) not in text:
+        return None
+    parts = itertools.chain(*value.items()) if isinstance(value, dict) else value
+    for part in parts:
+        if (text := _behind(text, part, depth + 1)) is None:
+            return None
+    return text
