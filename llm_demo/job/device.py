@@ -169,8 +169,8 @@ def cards() -> tuple[list[int], str, tuple[str, str] | None]:
     visible = list(range(torch.cuda.device_count()))
     gpus = [] if torch.version.hip is None else [this_device(i) for i in visible]
     able = [i for i, gpu in enumerate(gpus) if not no_code(gpu)]
-    apart = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
-    kept = apart or able or visible
+    cards_alone = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
+    kept = cards_alone or able or visible
     others = [f"{gpus[i].name} ({gpus[i].arch})" for i in visible if i not in kept]
     if not others:
         return visible, "", None

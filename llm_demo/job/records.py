@@ -77,11 +77,8 @@ class Records:
         if self.args.log_every > 1:
             self._watch(step, loss.detach() + norm)
         if read:
-            previous, self.pending = self.pending, (
-                step, history.tokens, history.label_tokens, lr, read,
-            )  # fmt: skip
-            if previous:
-                self._log_step(*previous)
+            self.flush()
+            self.pending = step, history.tokens, history.label_tokens, lr, read
             if step == self.max_steps:
                 self.flush()
 

@@ -101,7 +101,7 @@ class Weights:
         named = files.keys()
         files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
         self.ignored += [n for n in files if n.endswith(ROTARY)]
-        self.folder, self.files, self.found = folder, files, {}
+        self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
         self.bytes_read = 0
         for file in sorted(set(files.values())):
@@ -109,22 +109,22 @@ class Weights:
                 self.ignored += sorted(set(opened.keys()) - named)
                 for name in (n for n, f in files.items() if f == file):
                     tensor = opened.get_slice(name)
-                    self.found[name] = tuple(tensor.get_shape())
+                    self.stored[name] = tuple(tensor.get_shape())
                     if (kind := tensor.get_dtype()) not in FLOATS:
                         raise UserError(
                             f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
                             "give a copy of the model in bf16"
                         )
-        self.shapes = in_memory(self.found)
+        self.shapes = in_memory(self.stored)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
         """Raise UserError naming a tensor of the files that is missing, has another shape than the
         model's, or is not in it. wanted: {name: shape} of the model. tied: names that may be
         missing."""
-        wanted = in_files(wanted, self.found.keys())
-        if missing := sorted(wanted.keys() - tied - self.found.keys()):
+        wanted = in_files(wanted, self.stored.keys())
+        if missing := sorted(wanted.keys() - tied - self.stored.keys()):
             raise UserError(f"{self.folder}: weight {missing[0]} is missing")
-        for name, shape in sorted(self.found.items()):
+        for name, shape in sorted(self.stored.items()):
             if name not in wanted and name not in self.ignored:
                 raise UserError(f"{self.folder}: {name} is not a weight of this model")
             if shape != wanted.get(name, shape):
@@ -147,7 +147,7 @@ class Weights:
     def digest(self) -> str:
         """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
         files they are in. Reading all values would take minutes for a large model."""
-        found = {}
+        samples = {}
         for file in set(self.files.values()):
             with open(file, "rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
@@ -159,8 +159,9 @@ class Weights:
                     for at in (first, (first + end) // 2, max(first, end - SAMPLE)):
                         opened.seek(8 + length + at)
                         sample += opened.read(min(SAMPLE, end - at))
-                    found[name] = about["dtype"], about["shape"], hashlib.sha256(sample).hexdigest()
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+                    digest = hashlib.sha256(sample).hexdigest()
+                    samples[name] = about["dtype"], about["shape"], digest
+        return hashlib.sha256(json.dumps(samples, sort_keys=True).encode()).hexdigest()[:16]
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
