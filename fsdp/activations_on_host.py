@@ -30,11 +30,8 @@ class ActivationsOnHost:
         self.stream = None
         if device.type != "cpu":
             self.stream = torch.get_device_module(device).Stream(device)
-            if len(self.buffers) and not pin(self.buffers, self):
-                raise UserError(
-                    "--activations_on_host: host memory can't be pinned: free memory, or raise the "
-                    "limit of locked memory (ulimit -l)"
-                )
+            if len(self.buffers):
+                pin_all(self.buffers, self, "--activations_on_host")
         # by unit: (input on the device, the end of its copy to or from the host)
         self.leaving, self.coming = {}, {}
 
@@ -111,21 +108,33 @@ def host_bytes(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> int:
 def keep_on_host(
     n: int, shape: tuple[int, ...], dtype: torch.dtype, world: World, say: Callable, others: int = 0
 ) -> ActivationsOnHost:
-    """ActivationsOnHost for a rank, which from now on stays near its GPU. Every rank calls. others:
-    bytes of this node's memory that will be taken besides. Raises UserError if it has too little.
-    """
+    """ActivationsOnHost for a rank, which stays near its GPU. Every rank calls. others: bytes of
+    this node's memory that will be taken besides. Raises UserError if it has too little."""
     need = world.local_size * host_bytes(n, shape, dtype)
-
-    def check() -> str:
-        free = free_host_memory()
-        if need + others > free:
-            besides = f" besides the optimizer's {others / 2**30:.1f} GB" if others else ""
-            raise UserError(
-                f"--activations_on_host needs {need / 2**30:.1f} GB of host memory{besides}, and "
-                f"{free / 2**30:.1f} GB are free: use shorter rows or a smaller --micro_batch_size"
-            )
-        said = f"activations on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free"
-        return said + stay_near(cores_near(world.device))
-
-    say(once_per_node(world, check))
+    what = "host memory"
+    what += f" besides the optimizer's {others / 2**30:.1f} GB" if others else ""
+    advice = "use shorter rows or a smaller --micro_batch_size"
+    say(once_per_node(world, lambda: claim_host("activations", need, what, advice, world, others)))
     return ActivationsOnHost(n, shape, dtype, world.device)
+
+
+def claim_host(name: str, need: int, what: str, advice: str, world: World, others: int = 0) -> str:
+    """Check that this node has `need` bytes of memory, and `others` besides, and keep this process
+    near its GPU. Returns what to log. Raises UserError if they do not fit."""
+    gb, free = need / 2**30, free_host_memory()
+    if need + others > free:
+        raise UserError(
+            f"--{name}_on_host needs {gb:.1f} GB of {what}, and {free / 2**30:.1f} GB are free: "
+            f"{advice}"
+        )
+    where = stay_near(cores_near(world.device))
+    return f"{name} on the host: {gb:.1f} GB of {free / 2**30:.1f} GB free{where}"
+
+
+def pin_all(memory: torch.Tensor, owner, flag: str) -> None:
+    """Pin host memory for as long as its owner lives. Raises UserError if it can't be."""
+    if not pin(memory, owner):
+        raise UserError(
+            f"{flag}: host memory can't be pinned: free memory, or raise the limit of locked "
+            "memory (ulimit -l)"
+        )

@@ -182,18 +182,11 @@ def tune(model: DecoderLoss, units: list[Unit], job, layout: Layout) -> None:
     args, compute = job.args, job.plan.compute
     engines = choose_engines(args.copy_engines, job.world, layout.group, list(model.units), job.log)
     missing = reduce_traffic(
-        model,
-        job.world,
-        layout.group,
-        dtype=compute.dtype,
-        accumulates=args.grad_accum_steps > 1 and not sums_each(args),
-        compiles=compute.compile,
-        engines=engines,
-        reshards=args.reshard_after_forward,
-        timed=job.timer.comm.call,
-        units=units,
-        replicas=layout.mesh.size() // layout.n_shards,
-    )
+        model, job.world, layout.group, compute.dtype,
+        accumulates=args.grad_accum_steps > 1 and not sums_each(args), compiles=compute.compile,
+        engines=engines, reshards=args.reshard_after_forward, timed=job.timer.comm.call,
+        units=units, replicas=layout.mesh.size() // layout.n_shards,
+    )  # fmt: skip
     for line in missing:
         job.log.say(f"fsdp: {line}")
 
@@ -242,8 +235,8 @@ def choose_engines(
 ) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
     # experts that are spread are transferred apart
-    apart = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
-    largest = max(sum(p.numel() for p in {*unit.parameters()} - apart) for unit in units)
+    spread = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
+    largest = max(sum(p.numel() for p in {*unit.parameters()} - spread) for unit in units)
     small = f"no gain for units of {largest / 1e6:.0f}M parameters" if largest < LARGE else ""
     engines = copy_engines.choose_copy_engines(asked, world, group, log.say, small)
     log.resolved(copy_engines=engines)

@@ -2,8 +2,9 @@
 
 NCCL's kernels occupy multiprocessors for as long as an operation runs, which slows matrix products
 beside them. Here each rank copies from the others' memory, or into it. Copies occupy no
-multiprocessor; only the barriers and signals around them occupy one. The memory is PyTorch's
-symmetric memory, which is alpha.
+multiprocessor; only the barriers and signals around them occupy one. Lost otherwise: 22 of 424 ms
+of 8B's step in FSDP, 2.6 to 3.2 % of a pipeline's (bench/LOG.md, docs/ways.md). The memory is
+PyTorch's symmetric memory, which is alpha; `cannot` says why it is not used.
 
 FSDP2 can gather this way itself in versions after PyTorch 2.11 (set_symm_mem_for_comm), but then
 accepts no gradient exchange other than its own."""
@@ -41,24 +42,15 @@ def choose_copy_engines(
         asked: None decides here; True raises UserError if they can't be used.
         group: the process group whose ranks copy from one another.
         no_gain: why copy engines would gain nothing here, or "". Ignored if asked is True."""
-    found, why = _choose(asked, world, group, no_gain)
-    say(f"copy engines: {'yes' if found else 'no'} ({why})")
-    return found
-
-
-def _choose(asked: bool | None, world: World, group, no_gain: str) -> tuple[bool, str]:
-    if asked is False:
-        return False, "as requested"
-    if asked is None and no_gain:
-        return False, no_gain
-    reason = cannot(world, group)
-    if asked and reason:
-        raise UserError(f"--copy_engines: {reason}")
-    if reason or asked:
-        return not reason, reason or "as requested"
-    if others := from_rank0(world, other_than_nvlink):
-        return False, f"not measured over {others}; --copy_engines tries it"
-    return True, "copies take no multiprocessors from matrix products"
+    against = "as requested" if asked is False else no_gain if asked is None else ""
+    against = against or cannot(world, group)
+    if asked and against:
+        raise UserError(f"--copy_engines: {against}")
+    if not (asked or against) and (others := from_rank0(world, other_than_nvlink)):
+        against = f"not measured over {others}; --copy_engines tries it"
+    gain = "as requested" if asked else "copies take no multiprocessors from matrix products"
+    say(f"copy engines: no ({against})" if against else f"copy engines: yes ({gain})")
+    return not against
 
 
 def cannot(world: World, group) -> str | None:
@@ -164,11 +156,11 @@ def shared_empty(
 
     PyTorch's pool alone does not suffice: of two free blocks of a size it takes that at the lower
     address, which may differ between ranks. Each rank would then wait at another's barrier."""
-    mine = segments[group.group_name, pool or torch.cuda.current_stream().cuda_stream]
+    made = segments[group.group_name, pool or torch.cuda.current_stream().cuda_stream]
     n_bytes = n * dtype.itemsize
-    free = (s for s in mine if s.lent_to() is None and s.memory.numel() >= n_bytes)
+    free = (s for s in made if s.lent_to() is None and s.memory.numel() >= n_bytes)
     if (segment := next(free, None)) is None:
-        mine.append(segment := _Segment(n_bytes, device, group))
+        made.append(segment := _Segment(n_bytes, device, group))
     return segment.lend(n, dtype)
 
 
@@ -180,34 +172,34 @@ class Mailbox:
 
     SLOTS = 4  # tensors of each direction at a time
 
-    def __init__(self, boxes: torch.Tensor, here: int, there: int, other: int, timed: Callable):
-        """boxes: the memory of all ranks' mailboxes, from `mailboxes`. here, there: the number of
-        this one among those of this rank, and of the other rank. timed: CommTimer.call."""
+    def __init__(self, boxes: torch.Tensor, number: int, theirs: int, other: int, timed: Callable):
+        """boxes: the memory of all ranks' mailboxes, from `mailboxes`. number, theirs: of this one
+        among the mailboxes of this rank, and of the rank `other`. timed: CommTimer.call."""
         segment = by_address[boxes.data_ptr()]
-        theirs = segment.of(other, boxes.numel(), boxes.dtype).view(boxes.shape)
+        far = segment.of(other, boxes.numel(), boxes.dtype).view(boxes.shape)
         self.handle, self.other, self.timed = segment.handle, other, timed
-        self.at, self.here, self.there = (here, there), boxes[here], theirs[there]
+        self.numbers, self.inbox, self.outbox = (number, theirs), boxes[number], far[theirs]
         self.n_put = self.n_taken = 0
         self.limit = int(timeout().total_seconds() * 1e3)
 
     def put(self, t: torch.Tensor) -> None:
         """Copy a contiguous tensor to the other rank, as soon as a slot is free there."""
-        slot, here, there = self._channels(self.n_put)
+        slot, near, far = self._channels(self.n_put)
         if self.n_put >= self.SLOTS:
-            self._wait(here + self.SLOTS)
-        self.timed("put", self._copy, t, slot, there)
+            self._wait(near + self.SLOTS)
+        self.timed("put", self._copy, t, slot, far)
         self.n_put += 1
 
     def _copy(self, t: torch.Tensor, slot: int, channel: int) -> None:
-        self.there[slot, : t.numel()].copy_(t.view(-1))
+        self.outbox[slot, : t.numel()].copy_(t.view(-1))
         self.handle.put_signal(self.other, channel, self.limit)
 
     def take(self, shape: tuple) -> torch.Tensor:
         """The oldest tensor that the other rank has put here, as soon as it is there."""
-        slot, here, there = self._channels(self.n_taken)
-        self._wait(here)
-        t = self.here[slot, : math.prod(shape)].view(shape).clone()
-        self.handle.put_signal(self.other, there + self.SLOTS, self.limit)
+        slot, near, far = self._channels(self.n_taken)
+        self._wait(near)
+        t = self.inbox[slot, : math.prod(shape)].view(shape).clone()
+        self.handle.put_signal(self.other, far + self.SLOTS, self.limit)
         self.n_taken += 1
         return t
 
@@ -218,7 +210,7 @@ class Mailbox:
         """The slot of the n-th tensor of a direction, and the channel by which this rank learns
         that it is full, and the other rank. SLOTS further is that for free. Barriers have 0."""
         slot = n % self.SLOTS
-        return slot, *(1 + 2 * self.SLOTS * box + slot for box in self.at)
+        return slot, *(1 + 2 * self.SLOTS * box + slot for box in self.numbers)
 
 
 def mailboxes(n_boxes: int, n: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

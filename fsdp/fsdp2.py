@@ -1,6 +1,15 @@
-"""Cuts FSDP2's traffic and copies. Results are bit-identical on two ranks; on more, sums run in
-another order. If this PyTorch lacks a hook used here, the log says so, and that part of FSDP2 stays
-as it is."""
+"""Every change to FSDP2's traffic and to its private parts. Results are bit-identical on two ranks;
+on more, sums run in another order.
+
+| change | how | lost without it (bench/LOG.md; 8B unless said) |
+|---|---|---|
+| SumInFp32 | public hook | 9 of 465 ms; 0.6B through sockets 77 of 389, with the next row |
+| cast_in_copy | private functions | 12 of 465 ms |
+| add_together | private attributes, until PyTorch 2.14 | 7 of 602 ms for 0.6B with GA 8 |
+| copy engines | public hooks | 22 of 424 ms |
+| Scratch | public hooks, and private attributes by `params_of` | 1.2 GiB |
+
+If this PyTorch lacks what a row needs, the log says so, and that part of FSDP2 stays as it is."""
 
 import inspect
 import math
@@ -33,16 +42,17 @@ def reduce_traffic(
     world: World,
     group: dist.ProcessGroup,
     dtype: torch.dtype,
+    *,
     accumulates: bool,
     compiles: bool,
-    engines: bool,
+    engines: bool = False,
     reshards: bool = True,
-    timed: Callable = lambda name, call, *args, group: call(*args),
+    timed: Callable | None = None,
     units: list[Unit] = (),
     replicas: int = 1,
 ) -> list[str]:
     """Modify every unit of a sharded model before its first step; return what this PyTorch does not
-    support; those parts of FSDP2 stay as they are.
+    support.
 
     Args:
         group: shards the model.
@@ -51,13 +61,11 @@ def reduce_traffic(
         compiles: torch.compile works here.
         engines: blocks use copy engines.
         reshards: the backward gathers weights again.
-        timed: timed(name, function, *args, group=ranks) calls a function of copy_engines; see
-            CommTimer.call.
+        timed: with engines, CommTimer.call: it calls a function of copy_engines.
         units: those that sum gradients themselves.
         replicas: over which FSDP2 then sums the group's sums."""
     missing, scratch = {}, None
-    # Without resharding, the gathers of a step end before its first exchange. FSDP2 makes the
-    # first exchange wait for them, and the next step's first gather for the last exchange.
+    # Without resharding, gathers and exchanges never overlap, so they share one buffer.
     pool = None if reshards else ONE_POOL
     sums = {unit.module: unit for unit in units}
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -79,8 +87,6 @@ def reduce_traffic(
         missing["casting weights while they are copied"] = reason
     for unit in modules:
         ranks = unit.group if isinstance(unit, WithExperts) else group
-        # Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from
-        # node to node: less with more than two GPUs per node.
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
@@ -88,18 +94,9 @@ def reduce_traffic(
             missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
         elif few and not accumulates:
             adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
-            comm = SumInFp32(
-                unit,
-                dtype,
-                ranks,
-                compiles=compiles,
-                engines=unit in by_engines,
-                timed=timed,
-                unit=adds,
-                scratch=scratch,
-                pool=pool,
-            )
-            unit.set_custom_reduce_scatter(comm)
+            by = timed if unit in by_engines else None
+            how = SumInFp32(unit, dtype, ranks, compiles, by, adds, scratch, pool)
+            unit.set_custom_reduce_scatter(how)
         if unit in by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
         elif scratch and not isinstance(unit, Blocks | WithExperts):
@@ -111,7 +108,10 @@ def reduce_traffic(
 
 
 def few_of_each_node(ranks: list[int], local_size: int) -> bool:
-    """Whether ranks are all of one node, or at most two of each. local_size: ranks of a node."""
+    """Whether ranks are all of one node, or at most two of each. local_size: ranks of a node.
+
+    Between nodes an all-to-all sends from every GPU to every GPU, a ring only one sum from node to
+    node: less with more than two GPUs per node."""
     of_node = Counter(rank // local_size for rank in ranks)
     return len(of_node) == 1 or max(of_node.values()) <= 2
 
@@ -156,7 +156,7 @@ class GatherIntoScratch:
 class GatherByEngines:
     """FSDP2's all-gathers with the GPUs' copy engines."""
 
-    def __init__(self, group: dist.ProcessGroup, timed: Callable, pool: str | None = None):
+    def __init__(self, group: dist.ProcessGroup, timed: Callable, pool: str | None):
         self.group, self.timed, self.pool = group, timed, pool
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -171,42 +171,38 @@ class SumInFp32:
     """A reduce-scatter that sends gradients in their own dtype and sums them in fp32.
 
     FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
-    the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32. With a
-    Unit, gradients are added to its sum, and FSDP2 gets none. module: the unit to FSDP2."""
+    the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32.
+
+    Args:
+        module: the unit to FSDP2.
+        timed: of reduce_traffic, if copy engines exchange the gradients.
+        unit: adds gradients to its sum, and FSDP2 gets none.
+        scratch: for what NCCL receives. pool: for what copy engines send."""
 
     def __init__(
-        self,
-        module: FSDPModule,
-        dtype: torch.dtype,
-        group: dist.ProcessGroup,
-        compiles: bool,
-        engines: bool,
-        timed: Callable,
-        unit: Unit | None = None,
-        scratch: Scratch | None = None,
+        self, module: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
+        timed: Callable | None = None, unit: Unit | None = None, scratch: Scratch | None = None,
         pool: str | None = None,
-    ):
-        self.module, self.dtype, self.group = module, dtype, group
-        self.engines, self.timed = engines, timed
-        self.scratch, self.pool = scratch, pool
-        self.compute = None  # the stream that computes
-        self.sent, self.sum = None, compile_once(sum_into) if compiles else sum_into
-        self.unit = unit
+    ):  # fmt: skip
+        self.module, self.dtype, self.group, self.timed = module, dtype, group, timed
+        self.unit, self.scratch, self.pool = unit, scratch, pool
+        self.compute = self.sent = None  # the stream that computes; what is sent
+        self.sum = compile_once(sum_into) if compiles else sum_into
         if unit:
             unit.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        n = math.prod(size)
         if self.sent is None:  # FSDP2 allocates what it sends, then the sum
             self.compute = torch.get_device_module(device).current_stream()
-            if self.engines:
-                n = math.prod(size)
+            if self.timed:
                 self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
             else:
                 self.sent = torch.empty(*size, dtype=self.dtype, device=device)
             return self.sent
         self.sent = None
         if self.unit:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
-            return self.scratch.memory[: math.prod(size)]
+            return self.scratch.memory[:n]
         return empty_sum(self.module, self.compute, size, dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
@@ -215,7 +211,7 @@ class SumInFp32:
         if asked != (self.dtype, wanted, dist.ReduceOp.SUM, False):
             raise RuntimeError(f"FSDP2 asks for another reduction than configured: {asked}")
         # this rank's part from each rank
-        if self.engines:
+        if self.timed:
             exchange = copy_engines.all_to_all
             parts = self.timed("all_to_all", exchange, input_tensor, group=self.group)
         else:
@@ -227,7 +223,7 @@ class SumInFp32:
             self.unit.add(parts)
         else:
             self.sum(output_tensor, parts)
-        if self.scratch and not self.engines:
+        if self.scratch and not self.timed:
             self.scratch.done()
 
 
@@ -243,9 +239,8 @@ def cast_in_copy() -> str | None:
         return "FSDP2 has no such function"
     if getattr(inputs_of, "casts_later", False):
         return None
-    one = torch.empty(1)
+    one, source = torch.empty(1), inspect.getsource(collectives.FSDPParam)
     wants = [*inspect.signature(inputs_of).parameters, *inspect.signature(describe).parameters]
-    source = inspect.getsource(collectives.FSDPParam)
     used = ("param_dtype", "offload_to_cpu", "sharded_state", "_sharded_param_data")
     if (
         wants != ["fsdp_params", "param_all_gather_inputs"]
@@ -254,25 +249,21 @@ def cast_in_copy() -> str | None:
         or not hasattr(collectives, "ShardedState")
     ):
         return "FSDP2's functions have changed"
-    sharded = collectives.ShardedState.SHARDED
-    cast_to, plain = None, weakref.WeakKeyDictionary()  # by a unit's first parameter
-
-    def dtype_of(params):
-        """What to cast to; None if there is nothing to cast, or parameters differ."""
-        dtype = params[0].param_dtype
-        alike = all(
-            p.param_dtype == dtype
-            and not p.offload_to_cpu
-            and not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
-            for p in params
-        )
-        return dtype if alike else None
+    cast_to, plain = None, weakref.WeakKeyDictionary()  # by a unit's first parameter: its dtype
 
     def uncast(params):
         nonlocal cast_to
-        if params[0] not in plain:  # once per unit: hundreds of parameters take a millisecond
-            plain[params[0]] = dtype_of(params)
-        cast_to = plain[params[0]] if params[0].sharded_state == sharded else None
+        first = params[0]
+        if first not in plain:  # once per unit: hundreds of parameters take a millisecond
+            alike = all(
+                p.param_dtype == first.param_dtype
+                and not p.offload_to_cpu
+                and not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")
+                for p in params
+            )
+            plain[first] = first.param_dtype if alike else None
+        sharded = first.sharded_state == collectives.ShardedState.SHARDED
+        cast_to = plain[first] if sharded else None
         return [[p._sharded_param_data] for p in params] if cast_to else inputs_of(params)
 
     def described(inputs):

@@ -15,13 +15,11 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from fsdp.activations_on_host import claim_host, pin_all
 from fsdp.shards import adam_views
 from fsdp.units import SLICE, SLOTS, Unit
-from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World, local_part
 from llm_demo.core.optim import BETAS, EPS, MOMENTS, adam_steps, decayed_or_not
-from llm_demo.job.device import cores_near, free_host_memory, pin
-from llm_demo.job.process import stay_near
 
 
 class Part(NamedTuple):
@@ -52,11 +50,8 @@ class HostAdamW(torch.optim.AdamW):
         sizes = [unit.length for unit in units]
         memory = torch.zeros(3, sum(sizes))
         self.states = memory.split(sizes, dim=1)
-        if units[0].locals[0].is_cuda and not pin(memory, self):
-            raise UserError(
-                "--optimizer_on_host: host memory can't be pinned: free memory, or raise the limit "
-                "of locked memory (ulimit -l)"
-            )
+        if units[0].locals[0].is_cuda:
+            pin_all(memory, self, "--optimizer_on_host")
         for unit, states in zip(units, self.states, strict=True):
             for p, *views in zip(unit.params, *map(unit.views, states), strict=True):
                 master = self.masters[p] = nn.Parameter(views[0])
@@ -121,16 +116,16 @@ class HostAdamW(torch.optim.AdamW):
             with self.device.stream(self.up):
                 if free[i % SLOTS]:
                     self.up.wait_event(free[i % SLOTS])
-                for here, there in zip(slot, host, strict=True):
-                    here[: len(there)].copy_(there, non_blocking=True)
+                for near, far in zip(slot, host, strict=True):
+                    near[: len(far)].copy_(far, non_blocking=True)
             self.update.wait_stream(self.up)
             with self.device.stream(self.update):
                 self._adamw(slot, cut.parts, taken)
                 self.ready[cut.unit] = self._event()
             self.down.wait_stream(self.update)
             with self.device.stream(self.down):
-                for here, there in zip(slot, host, strict=True):
-                    there.copy_(here[: len(there)], non_blocking=True)
+                for near, far in zip(slot, host, strict=True):
+                    far.copy_(near[: len(far)], non_blocking=True)
                 free[i % SLOTS] = self.stored = self._event()
 
     def allocate(self) -> None:
@@ -178,9 +173,7 @@ class HostAdamW(torch.optim.AdamW):
             torch._foreach_copy_([part.weights for part in chosen], masters)
 
     def _event(self):
-        event = self.device.Event()
-        event.record()
-        return event
+        return self.device.current_stream().record_event()
 
 
 def host_need(model: nn.Module, world: World) -> int:
@@ -189,15 +182,7 @@ def host_need(model: nn.Module, world: World) -> int:
 
 
 def prepare_host(model: nn.Module, world: World) -> str:
-    """Check this node's memory and keep this process near its GPU. Returns what to log. The model
-    may still be on the meta device. Raises UserError if masters and moments of this node's ranks do
-    not fit."""
-    need = host_need(model, world)
-    free = free_host_memory()
-    if need > free:
-        raise UserError(
-            f"--optimizer_on_host needs {need / 2**30:.1f} GB of host memory for masters and "
-            f"moments, and {free / 2**30:.1f} GB are free: use more nodes or a smaller model"
-        )
-    where = stay_near(cores_near(world.device))
-    return f"optimizer on the host: {need / 2**30:.1f} GB of {free / 2**30:.1f} GB free{where}"
+    """claim_host for masters and moments of a model, which may still be on the meta device."""
+    what = "host memory for masters and moments"
+    advice = "use more nodes or a smaller model"
+    return claim_host("optimizer", host_need(model, world), what, advice, world)

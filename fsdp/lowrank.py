@@ -29,19 +29,11 @@ class Group:
     last step's right factor. start [k, m, r]: random columns of length 1, the first factor, and
     what replaces columns that are lost."""
 
-    def __init__(
-        self,
-        members: list[int],
-        shape: tuple,
-        rank: int,
-        names: list[str],
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
+    def __init__(self, members: list[int], shape: tuple, rank: int, names: list[str], **kind):
+        """members: numbers of parameters. names: of all parameters. kind: device and dtype."""
         (n, m), self.members = shape, members
-        self.error = torch.zeros(len(members), n, m, device=device, dtype=dtype)
-        factors = torch.stack([_random(m, rank, names[i]) for i in members])
-        factors = factors.to(device=device, dtype=dtype)
+        self.error = torch.zeros(len(members), n, m, **kind)
+        factors = torch.stack([_random(m, rank, names[i]) for i in members]).to(**kind)
         self.start = nn.functional.normalize(factors, dim=1)
         self.factor = self.start.clone()
 
@@ -49,9 +41,9 @@ class Group:
         """Those of the last step's right factor. A gradient of a lower rank than the factor leaves
         some of its columns without a direction, a zero gradient all of them: they start anew, since
         a product with a zero column is zero in every later step."""
-        found = orthogonal(self.factor)
-        lost = found.norm(dim=1, keepdim=True) < 0.5
-        return torch.where(lost, self.start, found)
+        columns = orthogonal(self.factor)
+        lost = columns.norm(dim=1, keepdim=True) < 0.5
+        return torch.where(lost, self.start, columns)
 
 
 class LowRank:
@@ -82,13 +74,12 @@ class LowRank:
             m = p.shape[1:].numel() if p.ndim > 1 else 0
             fits = rank * (most + m) < most * m
             (shapes[len(local_part(p)), m] if fits else self.whole).append(i)
-        names = [p.hf_name for p in params]
-        device = local_part(params[0]).device
-        self.groups = []
+        names, self.groups = [p.hf_name for p in params], []
+        kind = {"device": local_part(params[0]).device, "dtype": dtype}
         for (n, m), members in shapes.items():
             size = max(1, TOGETHER // max(1, n * m))
             parts = [members[i : i + size] for i in range(0, len(members), size)]
-            self.groups += [Group(part, (n, m), rank, names, device, dtype) for part in parts]
+            self.groups += [Group(part, (n, m), rank, names, **kind) for part in parts]
         # whether errors are sums over replicas, as in a checkpoint: zeros are
         self.summed = True
 
@@ -115,21 +106,20 @@ class LowRank:
         self._sum([*lefts, *(grads[i] for i in self.whole)])
         finite = _all_finite(lefts) & (bad == 0)
         lefts = [orthogonal(left) for left in lefts]
-        own = [_stack(x).mT @ left for x, left in zip(mine, lefts, strict=True)]
-        rights = [part.clone() for part in own]
+        parts = [_stack(x).mT @ left for x, left in zip(mine, lefts, strict=True)]
+        rights = [part.clone() for part in parts]
         self._sum(rights)
         finite = _all_finite(rights) & finite
         poison = torch.where(finite, 1.0, torch.nan).to(grads[0].dtype)
-        results = zip(self.groups, mine, lefts, own, rights, strict=True)
+        results = zip(self.groups, mine, lefts, parts, rights, strict=True)
         for g, members, left, part, right in results:
             left_out = torch.baddbmm(_stack(members), left, part.mT, alpha=-1)
             torch.where(finite, left_out, g.error, out=g.error)
             del left_out
             torch.where(finite, right, g.factor, out=g.factor)
             sums = (left * poison) @ right.mT
-            torch._foreach_copy_(
-                members, [t.view_as(m) for t, m in zip(sums, members, strict=True)]
-            )
+            views = [t.view_as(m) for t, m in zip(sums, members, strict=True)]
+            torch._foreach_copy_(members, views)
 
     def _sum(self, tensors: list[torch.Tensor]) -> None:
         """Replace these tensors by their sums over the replicas, a bucket at a time."""
@@ -152,13 +142,11 @@ class LowRank:
         thin = sum(sum(g.error.shape[1:]) * g.factor.shape[2] * len(g.members) for g in self.groups)
         whole = sum(local_part(self.params[i]).numel() for i in self.whole)
         total = sum(local_part(p).numel() for p in self.params)
-        text = f"PowerSGD from step {self.start + 1} on: {(thin + whole) / total:.1%} of the "
-        text += "gradients' bytes are sent"
+        share = f"{(thin + whole) / total:.1%} of the gradients' bytes are sent"
         small = [self.params[i].hf_name for i in self.whole if self.params[i].ndim > 1]
-        if small:
-            text += f"; too small to compress: {small[0]}"
-            text += f" and {len(small) - 1} more" if len(small) > 1 else ""
-        return text
+        small[1:] = [f"{len(small) - 1} more"] * (len(small) > 1)
+        share += f"; too small to compress: {' and '.join(small)}" if small else ""
+        return f"PowerSGD from step {self.start + 1} on: {share}"
 
     @torch.no_grad()
     def sum_errors(self) -> None:
@@ -211,9 +199,9 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     diagonal += 1e-13 * diagonal.sum(-1, keepdim=True) + 1e-60
     lower, failed = torch.linalg.cholesky_ex(gram)
-    found = torch.linalg.solve_triangular(lower.mT, x64, upper=True, left=False)
+    columns = torch.linalg.solve_triangular(lower.mT, x64, upper=True, left=False)
     # nothing of a matrix that can't be decomposed: it is all left out, for the next step
-    return torch.where(failed.view(-1, 1, 1) == 0, found, 0).to(x.dtype)
+    return torch.where(failed.view(-1, 1, 1) == 0, columns, 0).to(x.dtype)
 
 
 def _stack(matrices: list[torch.Tensor]) -> torch.Tensor:

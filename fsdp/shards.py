@@ -1,7 +1,7 @@
 """This rank's part of each parameter, on the device: what is optimized and checkpointed.
 
-Shards, `Masters` in one process, and HostAdamW are used alike: `params` are optimized, `take_grads`
-follows each micro-batch, `grads` are those of the step, `views` are for checkpoints, `store` is
+Shards, `Masters` of core and HostAdamW all have: params, what is optimized; take_grads(last), after
+each micro-batch; grads(), those of the step; views(optimizer), for a checkpoint; store(masters),
 after loading one."""
 
 from collections.abc import Iterator
@@ -37,11 +37,8 @@ class Shards:
 
     def grad_of(self, p: nn.Parameter) -> torch.Tensor:
         """This rank's part of a parameter's gradient, in place."""
-        return next(
-            mine.grad
-            for whole, mine in zip(self.model_params, self.params, strict=True)
-            if whole is p
-        )
+        pairs = zip(self.model_params, self.params, strict=True)
+        return next(shard.grad for whole, shard in pairs if whole is p)
 
     def follow(self, optimizer: torch.optim.AdamW) -> None:
         """Nothing to do: the optimizer of `params` updates the model."""
@@ -78,14 +75,12 @@ def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
     experts that are spread over ranks."""
     grid = on_device(grid, local.device.type)
-    if own := getattr(like, "grid", None):
-        own = on_device(own, local.device.type)
-        shape = own.size(0) * len(like), *like.shape[1:]
-        placements = [Shard(0), Shard(0)]
-        return DTensor.from_local(local, own, placements, shape=shape, stride=like.stride())
-    replicated = [Replicate()] * (grid.ndim - len(like.placements))
-    placements = [*replicated, *like.placements]
-    return DTensor.from_local(local, grid, placements, shape=like.shape, stride=like.stride())
+    shape, placements = like.shape, [Replicate()] * (grid.ndim - len(like.placements))
+    placements += like.placements
+    if experts := getattr(like, "grid", None):
+        grid, placements = on_device(experts, local.device.type), [Shard(0), Shard(0)]
+        shape = grid.size(0) * len(like), *like.shape[1:]
+    return DTensor.from_local(local, grid, placements, shape=shape, stride=like.stride())
 
 
 def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:

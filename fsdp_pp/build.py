@@ -43,29 +43,16 @@ def build(job, layout, counts: list[int]) -> Built:
         if sharded:
             pieces.shard(compute.dtype, args.reshard_after_forward, grid[SHARD])
         if sharded and low:
-            missing = reduce_traffic(
-                pieces,
-                world,
-                grid[SHARD].get_group(),
-                dtype=compute.dtype,
-                accumulates=accumulates,
-                compiles=compute.compile,
-                engines=False,
-            )
-            for line in missing:
+            how = {"accumulates": accumulates, "compiles": compute.compile}
+            group = grid[SHARD].get_group()
+            for line in reduce_traffic(pieces, world, group, compute.dtype, **how):
                 log.say(f"fsdp: {line}")
         pieces.load(weights, args.seed, world.device)
         if flat:
             units = [unit for piece in pieces.values() for unit in piece.units]
             units += [piece.tail for piece in pieces.values() if piece.tail]
-            optimized = Masters(
-                pieces,
-                units,
-                compute.dtype,
-                accumulates=accumulates,
-                compiled=compiled,
-                in_fp32=set().union(*(piece.in_fp32() for piece in pieces.values())),
-            )
+            in_fp32 = set().union(*(piece.in_fp32() for piece in pieces.values()))
+            optimized = Masters(pieces, units, compute.dtype, accumulates, compiled, in_fp32)
         else:
             optimized = Shards(pieces)
     return Built(pieces, optimized, n_params, compiled)

@@ -99,8 +99,8 @@ def with_receives(works: list[list[tuple]], where: list[int], stage: int) -> lis
     launched at any time: when it loads a kernel, compiles, or runs short of memory. So a receive is
     launched neither after its sender may have to wait for it, nor before the sender can reach the
     send without this stage. All stages' work is numbered in an order in which it could be done one
-    after the other; what work n sends is received before the first work of a higher number. Then
-    the host with the lowest number never waits in vain.
+    after the other; what work n sends is received before the first work of a higher number. So no
+    cycle of waiting hosts can form.
 
     works: of each stage. where: the stage of each piece."""
     last, number, done = len(where) - 1, {}, [0] * len(works)

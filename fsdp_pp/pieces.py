@@ -63,9 +63,9 @@ class Pieces(nn.ModuleDict):
             if name != "lm_head" or not lm.config.tie_word_embeddings:
                 fill(lm, name, weights, seed)
                 continue
-            own, embedding.weight = embedding.weight, head.weight
+            weight, embedding.weight = embedding.weight, head.weight
             fill(lm, "model.embed_tokens", weights, seed)
-            embedding.weight = own
+            embedding.weight = weight
 
     def tied(self) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         """The embedding's weight and the head's copy of it, if they are here and tied."""

@@ -17,13 +17,13 @@ class TiedEnds:
 
     def __init__(self, pair: tuple, optimized, group: dist.ProcessGroup | None):
         (self.embedding, self.head), self.optimized, self.group = pair, optimized, group
-        self.here = self.embedding is not None and self.head is not None
+        self.both = self.embedding is not None and self.head is not None
 
     def sum_gradients(self) -> None:
         """Give each copy the sum of both gradients."""
         ends = [p for p in (self.embedding, self.head) if p is not None]
         grads = [self.optimized.grad_of(p) for p in ends]
-        if self.here:
+        if self.both:
             grads[0].add_(grads[1])
             grads[1].copy_(grads[0])
         elif ends:
@@ -42,12 +42,12 @@ class TiedEnds:
 
     def loaded(self, optimizer):
         """What is to be filled from a checkpoint: the copy too if the embedding is elsewhere."""
-        return self.saved(optimizer) if self.here else self.optimized.views(optimizer)
+        return self.saved(optimizer) if self.both else self.optimized.views(optimizer)
 
     @torch.no_grad()
     def copy(self, optimizer) -> None:
         """After loading: the master and the moments of a copy beside its embedding."""
-        if self.here:
+        if self.both:
             views = {view[0]: view[1:] for view in self.optimized.views(optimizer)}
             for ours, theirs in zip(views[self.head], views[self.embedding], strict=True):
                 ours.copy_(theirs)

@@ -1,5 +1,6 @@
 """Sends hidden states, and their gradients, between the pieces of the model."""
 
+import itertools
 import os
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -139,9 +140,9 @@ class Links:
         self.rank, self.device, self.cuda = rank, device, device.type == "cuda"
         self.early = self.begun = None
         self.sent, self.received, self.pairs = {}, {}, []
-        for piece, (here, there) in enumerate(zip(stages, stages[1:], strict=False)):
-            if here != there:
-                for pair in zip(grid[here].tolist(), grid[there].tolist(), strict=True):
+        for piece, (stage, after) in enumerate(itertools.pairwise(stages)):
+            if stage != after:
+                for pair in zip(grid[stage].tolist(), grid[after].tolist(), strict=True):
                     self.pairs.append((piece, *pair))
 
     def by_nccl(self, early: bool) -> None:
@@ -175,10 +176,10 @@ class Links:
             for rank in pair[1:]:
                 of_rank[rank].append(pair)
         boxes = mailboxes(max(map(len, of_rank.values())), largest, dtype, self.device)
-        for here, pair in enumerate(of_rank[self.rank]):
+        for number, pair in enumerate(of_rank[self.rank]):
             piece, first, second = pair
             other = second if self.rank == first else first
-            box = Mailbox(boxes, here, of_rank[other].index(pair), other, timed)
+            box = Mailbox(boxes, number, of_rank[other].index(pair), other, timed)
             for kind, into, source in (FORWARD, piece + 1, first), (BACKWARD, piece, second):
                 sends = self.rank == source
                 links = self.sent if sends else self.received

@@ -1,22 +1,16 @@
-"""DeepSpeed's pipeline engine, made exact: every workaround this project needs, with its reason.
-
-Tested with DeepSpeed 0.19.8. Each workaround checks for what it patches and fails without it."""
-
-import functools
+"""DeepSpeed's pipeline engine: its switches, the pieces of the model, forwards for evaluation."""
 
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
-from llm_demo.core.sums import add, compile_once
 from pp import deepspeed_base
-from pp.deepspeed_base import bf16_step, need, outlast_overflows, quiet
+from pp.deepspeed_base import quiet
+from pp.ds_patches import need, patch_pipeline
 
 # isort: split
 import deepspeed  # now that its version is checked
 from deepspeed.pipe import DualPipeVModule, PipelineModule
-from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 # Switches allowed in --deepspeed_config.
@@ -39,17 +33,13 @@ class Pipeline(PipelineModule):
     def __init__(self, layers, bounds: list[int], stages: int, **kwargs):
         object.__setattr__(self, "_bounds", bounds)  # nn.Module isn't initialised yet
         need(vars(PipelineModule), "_partition_layers")
-        with quiet():  # it prints its topology
+        with quiet(), torch.no_grad():  # else broadcasting a tied weight warns of its gradient
             super().__init__(layers, num_stages=stages, **kwargs)
 
     def _partition_layers(self, method=None):
         self.parts = self._bounds
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
-
-    @torch.no_grad()  # broadcast has no autograd kernel, and warns about it
-    def _synchronize_tied_weights(self):
-        super()._synchronize_tied_weights()
 
 
 class PipelineV(DualPipeVModule, Pipeline):
@@ -76,78 +66,11 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
 def make_engine(
     module: Pipeline, optimizer: torch.optim.Optimizer, config: dict, compiled: bool
 ) -> PipelineEngine:
-    """deepspeed.initialize with corrected instructions. compiled: compile bf16's sums too."""
-    with quiet():  # it prints memory use throughout setup
+    """deepspeed.initialize, with the patches. compiled: compile bf16's sums too."""
+    with quiet():
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    outlast_overflows(engine)
-    # Instructions are looked up in a map of the class: overriding a method would have no effect.
-    instructions = dict(need(vars(type(engine)), "_INSTRUCTION_MAP"))
-    need(instructions, schedule.ReduceTiedGrads)
-    instructions[schedule.ReduceTiedGrads] = _reduce_tied_grads
-    engine._INSTRUCTION_MAP = instructions
-    if engine.using_bf16_optimizer and engine.dp_world_size == 1:
-        # No other rank to reduce with, yet DeepSpeed would flatten and copy all gradients. The fp32
-        # and fp16 optimizer needs this instruction: it fills the gradients that the step uses.
-        engine.pipeline_enable_backward_allreduce = False
-    if engine.using_bf16_optimizer:
-        optimizer = engine.optimizer
-        need(vars(type(optimizer)), "_update_hp_grad")
-        optimizer._update_hp_grad = sums = _Fp32Sums(optimizer, module, compiled)
-        stages = engine.grid.get_pipe_parallel_group()
-        optimizer.step = functools.partial(_bf16_step, optimizer, sums, stages)
+    patch_pipeline(engine, compiled)
     return engine
-
-
-class _Fp32Sums:
-    """Adds bf16 gradients to their fp32 sums, a whole unit at once when its last gradient is ready.
-
-    DeepSpeed first copies each gradient to fp32: almost twice the memory traffic, for every
-    parameter and micro-batch."""
-
-    def __init__(self, optimizer, module: Pipeline, compiled: bool):
-        self.optimizer, self.pending = optimizer, {}
-        self.together = {p: (p,) for p in module.parameters()}
-        for unit in module.modules():
-            if isinstance(unit, Blocks):
-                self.together |= dict.fromkeys(unit.parameters(), tuple(unit.parameters()))
-        self.add = compile_once(add) if compiled else add
-
-    @torch.no_grad()
-    def __call__(self, param, group: int, index: int, clear_lp_grads: bool) -> None:
-        if param.grad is None:
-            return
-        total = self.optimizer.fp32_groups_gradients[group][index]
-        param._hp_grad = total
-        self.optimizer.fp32_groups_has_gradients[group][index] = True
-        members = self.together[param]
-        pending = self.pending.setdefault(members, {})
-        pending[param] = total, param.grad.view(total.shape)
-        param.grad = None
-        if len(pending) == len(members):
-            totals, grads = zip(*(pending[p] for p in members), strict=True)
-            del self.pending[members]
-            self.add(totals, grads)
-
-
-def _bf16_step(optimizer, sums: _Fp32Sums, stages) -> None:
-    if sums.pending:
-        raise RuntimeError("a unit's gradients were not all formed in a micro-batch")
-    bf16_step(optimizer, stages)  # a tied weight counts in the norm on its first stage only
-
-
-def _reduce_tied_grads(engine) -> None:
-    """Sum the tied weight's gradient over the stages that hold it.
-
-    DeepSpeed reads weight.grad, which is None if gradients are accumulated in another dtype (fp16
-    with fp32 gradients), and silently skips the sum: the copies diverge."""
-    for weight, group in engine.module.get_tied_weights_and_groups():
-        if engine.using_bf16_optimizer:
-            grad = weight._hp_grad
-        else:
-            grad = engine.optimizer.get_param_gradient_attribute(weight)
-        if grad is None:
-            raise RuntimeError("a tied weight has no gradient to reduce")
-        dist.all_reduce(grad, group=group)
 
 
 def forward_only(

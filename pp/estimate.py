@@ -35,12 +35,12 @@ def held(
         if size == 4:  # its step copies them for the optimizer, the embedding's separately
             copied = count * (8 + 4 / replicas) + embedding * 4 * bool(ends)
             moments.append((weights, copied + bucket, NONE))
-        for replica in range(replicas):
-            # one replica copies only in the background; of several, the first gathers what is saved
-            saved = args.save and (args.save_every and args.save_async or replicas > 1)
-            copied = saved and replica == 0 or args.resume and replicas > 1
-            copies = 12 * count * bool(copied)
-            ranks.append(Held(count * 8 / replicas, moments, tokens, head, copies=copies))
+        # one replica copies only in the background; of several, each keeps its share
+        copied = args.save and args.save_every and args.save_async
+        if replicas > 1:
+            copied = args.save or args.resume
+        copies = 12 * count / replicas * bool(copied)
+        ranks += [Held(count * 8 / replicas, moments, tokens, head, copies=copies)] * replicas
     return ranks
 
 

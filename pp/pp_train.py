@@ -76,7 +76,7 @@ class Pipeline:
 
     def __init__(self, job: Job, switches: dict, counts: list[int]):
         from pp import ds_engine, ds_state, stages
-        from pp.deepspeed_base import join, set_masters
+        from pp.ds_patches import join
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
@@ -112,7 +112,7 @@ class Pipeline:
         )  # fmt: skip
         self.engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
         if weights and compute.dtype != torch.float32:
-            set_masters(self.engine, weights)
+            ds_state.set_masters(self.engine, weights)
         if saver.path:
             ds_state.load_state(self.engine, saver.load, saver.facts)
         else:
@@ -169,10 +169,10 @@ class Pipeline:
     def state(self) -> dict[str, torch.Tensor]:
         from pp.ds_state import training_state
 
-        return training_state(self.engine)
+        return training_state(self.engine, copies=self.replicas > 1)
 
     def facts(self) -> dict:
-        from pp.deepspeed_base import facts_of
+        from pp.ds_state import facts_of
 
         return facts_of(self.engine)
 

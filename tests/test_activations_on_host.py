@@ -208,11 +208,11 @@ def test_same_bits_as_on_the_device(processes, tmp_path):
                 more += ["--activations_on_host"] * (where == "host")
                 case = f"{name}-{where}"
                 cases[case] = parity.argv(tmp_path, "model", tmp_path / case, 2, 1, *more)
-    found = train(tmp_path, "fsdp", processes, cases)
+    results = train(tmp_path, "fsdp", processes, cases)
     for name in {case.partition("-")[0] for case in cases}:
-        losses, ranks = found[f"{name}-host"]
-        assert losses == found[f"{name}-device"][0] and len(losses) == 2
-        for mine, other in zip(ranks, found[f"{name}-device"][1], strict=True):
+        losses, ranks = results[f"{name}-host"]
+        assert losses == results[f"{name}-device"][0] and len(losses) == 2
+        for mine, other in zip(ranks, results[f"{name}-device"][1], strict=True):
             assert [s["norm"] for s in mine["steps"]] == [s["norm"] for s in other["steps"]]
             for key, value in mine["params"].items():
                 assert torch.equal(value, other["params"][key]), key

@@ -177,10 +177,11 @@ BUILDS = {
         {"torch": "2.13.0+cpu", "cuda": None}, "580.1, NVIDIA H200\n",
         "error", "CPU build; driver 580.1 sees no GPU, but nvidia-smi does", "bash setup.sh",
     ),
-    "CUDA build beside an MI100": ({}, "kfd", "warning", "but /dev/kfd does", "bash setup.sh"),
+    "CUDA build beside an MI100": ({}, "90008", "error", "but /dev/kfd does", "bash setup.sh"),
     "no access to an MI100": (
-        {"hip": "6.4", "cuda": None}, "kfd", "warning", "but /dev/kfd does", "usermod -aG render",
+        {"hip": "6.4", "cuda": None}, "90008", "error", "but /dev/kfd does", "usermod -aG render",
     ),
+    "a GPU in the processor": ({}, "90012", "warning", "but /dev/kfd does", "bash setup.sh"),
     "hidden by a variable": (
         {"why": "No CUDA GPUs are available", "hide": "CUDA_VISIBLE_DEVICES"},
         "580.1, NVIDIA H200\n", "warning", "No CUDA GPUs", "unset CUDA_VISIBLE_DEVICES=",
@@ -197,8 +198,10 @@ BUILDS = {
 @pytest.mark.parametrize("name", BUILDS)
 def test_the_build_of_torch_against_the_machine(faked, name):
     facts, smi, level, words, fix = BUILDS[name]
-    if smi == "kfd":
+    if smi.isdecimal():  # gfx908 is an MI100's; no build has code for gfx90c
         faked.file("dev/kfd", "")
+        node = "sys/class/kfd/kfd/topology/nodes/1/properties"
+        faked.file(node, f"cpu_cores_count 0\ngfx_target_version {smi}\n")
         smi = ""
     if "hide" in facts:
         faked.monkeypatch.setenv(facts["hide"], "")

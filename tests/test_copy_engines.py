@@ -1,8 +1,5 @@
 """When GPUs copy from one another instead of calling NCCL, and that what they copy is whole."""
 
-import threading
-import time
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +64,7 @@ def test_the_choice(asked, device, world, change, chosen, reason, monkeypatch):
         parts[change["fails"]] = fails
     for name, part in parts.items():
         monkeypatch.setattr(copy_engines, name, part)
-    gathered = lambda found, mine: found.__setitem__(slice(None), [None, mine])  # noqa: E731
+    gathered = lambda all_of, mine: all_of.__setitem__(slice(None), [None, mine])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
     world = World(1, world, 1, torch.device("cuda", 1))
     said = []
@@ -93,7 +90,7 @@ def test_fsdp_gathers_large_blocks_by_copy_engines(size, why_not, monkeypatch):
     given, said = [], []
     chosen = lambda *args: given.append(args) or True  # noqa: E731
     monkeypatch.setattr(copy_engines, "choose_copy_engines", chosen)
-    log = SimpleNamespace(say=print, resolved=lambda **found: said.append(found))
+    log = SimpleNamespace(say=print, resolved=lambda **facts: said.append(facts))
     assert choose_engines(None, "world", "group", [unit(4), unit(size)], log)
     [(*rest, no_gain)] = given
     assert rest == [None, "world", "group", print]
@@ -108,7 +105,7 @@ def fails(*_):
 def test_nobody_waits_for_a_rank_that_lacks_something(monkeypatch):
     monkeypatch.setattr(copy_engines, "_lacks", lambda *_: None)  # it has all; another hasn't
     monkeypatch.setattr(copy_engines, "_cannot_share", lambda *_: pytest.fail("would wait"))
-    gathered = lambda found, mine: found.__setitem__(slice(None), [mine, "lacks it"])  # noqa: E731
+    gathered = lambda all_of, mine: all_of.__setitem__(slice(None), [mine, "lacks it"])  # noqa: E731
     monkeypatch.setattr(copy_engines.dist, "all_gather_object", gathered)
     assert copy_engines.cannot(World(0, 2, 0, torch.device("cuda", 0)), None) == "lacks it"
 
@@ -119,75 +116,12 @@ def test_the_timer_sees_what_fsdp_copies(monkeypatch):
     timer = CommTimer(torch.device("cpu"), 0, 2)
     timer.install()
     sent, total = torch.ones(4, dtype=torch.bfloat16), torch.zeros(4)
-    fsdp2.GatherByEngines(None, timer.call)(total, None, None)
-    how = fsdp2.SumInFp32(None, torch.bfloat16, None, False, engines=True, timed=timer.call)
+    fsdp2.GatherByEngines(None, timer.call, None)(total, None, None)
+    how = fsdp2.SumInFp32(None, torch.bfloat16, None, compiles=False, timed=timer.call)
     how(total, sent, None, torch.distributed.ReduceOp.SUM)
     timer.remove()
     assert [op[0][0] for op in timer.take()[0]] == ["copied all_gather", "copied all_to_all"]
     assert total.tolist() == [2] * 4
-
-
-class Signals:
-    """The handle of a Mailbox for two threads: signals as those of symmetric memory."""
-
-    def __init__(self, rank: int, pads: dict, changed: threading.Condition):
-        self.rank, self.pads, self.changed = rank, pads, changed
-
-    def _turn(self, key, old: bool):
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.pads.get(key, False) == old, timeout=20)
-            self.pads[key] = not old
-            self.changed.notify_all()
-
-    def put_signal(self, to: int, channel: int, limit: int) -> None:
-        self._turn((to, channel, self.rank), old=False)
-
-    def wait_signal(self, source: int, channel: int, limit: int) -> None:
-        self._turn((self.rank, channel, source), old=True)
-
-
-def test_a_mailbox_keeps_what_has_not_been_taken(monkeypatch):
-    """Both ranks put at full speed, and take slowly. It is the first mailbox of one of them, and
-    the second of the other."""
-    memory, pads, changed = [torch.zeros(2, 4, 6) for _ in range(2)], {}, threading.Condition()
-    failed, noted, count = [], [], 5 * copy_engines.Mailbox.SLOTS
-
-    def timed(name, call, *args):
-        noted.append(name)
-        return call(*args)
-
-    def rank(me):
-        of = lambda rank, n, dtype: memory[rank].view(-1)  # noqa: E731
-        segment = SimpleNamespace(of=of, handle=Signals(me, pads, changed))
-        monkeypatch.setitem(copy_engines.by_address, memory[me].data_ptr(), segment)
-        box = copy_engines.Mailbox(memory[me], me, 1 - me, 1 - me, timed)
-
-        def put():
-            for k in range(count):
-                box.put(torch.full((2, 1 + k % 3), 100.0 * me + k))
-
-        putting = threading.Thread(target=put, daemon=True)
-        putting.start()
-        taken = []
-        for k in range(count):
-            time.sleep(0.002 * (k % 3))
-            taken.append(box.take((2, 1 + k % 3)))
-        putting.join(20)
-        for k, t in enumerate(taken):
-            if t.tolist() != [[100.0 * (1 - me) + k] * (1 + k % 3)] * 2:
-                failed.append((me, k))
-
-    ranks = [threading.Thread(target=rank, args=(me,), daemon=True) for me in range(2)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join(30)
-        assert not thread.is_alive()
-    assert not failed
-    first, second = {*range(1, 9)}, {*range(9, 17)}  # channels; barriers have 0
-    assert {key[:2] for key in pads} == {(0, c) for c in first} | {(1, c) for c in second}
-    waits = 2 * (count + count - copy_engines.Mailbox.SLOTS)
-    assert Counter(noted) == {"put": 2 * count, "wait_signal": waits}
 
 
 COPIES = """
@@ -213,9 +147,9 @@ def main():
             sent = copy_engines.shared_empty(n * size, torch.bfloat16, world.device, group)
             for peer, part in enumerate(sent.chunk(n)):
                 part.fill_(10 * me + peer)
-            found = copy_engines.all_to_all(sent)
-            both = whole.clone(), [part.clone() for part in found]
-            del whole, sent, found, part
+            parts = copy_engines.all_to_all(sent)
+            both = whole.clone(), [part.clone() for part in parts]
+            del whole, sent, parts, part
             reused = len(copy_engines.segments[group.group_name, side.cuda_stream])
         torch.cuda.synchronize()
         for peer in range(n):
@@ -228,17 +162,17 @@ def main():
         memory = copy_engines.shared_empty(n << 24, torch.bfloat16, world.device, group, "turns")
         for peer, part in enumerate(memory.chunk(n)):
             part.fill_(fill(peer))
-        found = call(memory)
-        return [part.clone() for part in (memory.chunk(n) if found is None else found)]
+        parts = call(memory) or memory.chunk(n)
+        return [part.clone() for part in parts]
 
-    here = torch.cuda.current_stream()
+    main_stream = torch.cuda.current_stream()
     for step in range(3):
         with torch.cuda.stream(side):
             whole = turn(copy_engines.all_gather, lambda peer: me + step if peer == me else -1)
-        here.wait_stream(side)
+        main_stream.wait_stream(side)
         busy = (busy @ busy).clamp(-1, 1)
         parts = turn(copy_engines.all_to_all, lambda peer: 10 * me + peer + step)
-        side.wait_stream(here)
+        side.wait_stream(main_stream)
         for peer in range(n):
             assert (whole[peer] == peer + step).all(), (step, peer, "gather")
             assert (parts[peer] == 10 * peer + me + step).all(), (step, peer, "all to all")
@@ -247,10 +181,10 @@ def main():
     boxes = copy_engines.mailboxes(2, 1 << 24, torch.bfloat16, world.device)
     timed = lambda name, call, *args: call(*args)
     box = copy_engines.Mailbox(boxes, me, 1 - me, 1 - me, timed)
-    here.synchronize()
+    main_stream.synchronize()
     for step in range(3 * box.SLOTS):
         busy = (busy @ busy).clamp(-1, 1)
-        side.wait_stream(here)
+        side.wait_stream(main_stream)
         with torch.cuda.stream(side):
             box.put(torch.full((2, (1 << 23) - step), me + step, device=world.device).bfloat16())
         if step >= box.SLOTS:  # the receiver is late

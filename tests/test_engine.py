@@ -13,7 +13,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.optim import make_adamw
 from llm_demo.job.costs import unit_sizes
 from llm_demo.job.source import load_config
-from pp import deepspeed_base, ds_engine
+from pp import deepspeed_base, ds_engine, ds_patches
 from pp.cut import costs, describe_split, split
 from pp.stages import layer_specs
 from zero import ds_engine as zero_engine
@@ -95,8 +95,8 @@ def test_bounds_and_their_description():
         ([10, 9, 9], 3, [0, 5, 8, 13]),
     ):
         sizes = [unit_sizes(QWEN, count, unit) for count in counts]
-        layers, found = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
-        assert found == bounds and len(layers) == bounds[-1]
+        layers, made = layer_specs(lm.config, None, sizes, [None] * len(counts), False, None)
+        assert made == bounds and len(layers) == bounds[-1]
     said = describe_split([14, 14], [0, 1], QWEN, 8, 1024, False)
     assert "stage 0: 14 blocks 41% of the work" in said
     assert "stage 1: 14 blocks + head 59% of the work; the largest share is 1.19 x the mean" in said
@@ -112,19 +112,22 @@ def test_an_old_deepspeed_is_refused():
 
 def test_a_patch_point_that_is_gone_is_an_error():
     with pytest.raises(UserError, match="has no _exec_magic any more.*deepspeed==0.19.8"):
-        deepspeed_base.need({}, "_exec_magic")
+        ds_patches.need({}, "_exec_magic")
 
 
 def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
     """It keeps what torch.distributed has when it begins; the timer wraps that later."""
-    deepspeed, dist = deepspeed_base.deepspeed, torch.distributed
+    deepspeed, dist = ds_patches.deepspeed, torch.distributed
     backend = SimpleNamespace(
         all_gather_function=dist.all_gather_into_tensor,
         reduce_scatter_function=dist.reduce_scatter_tensor,
     )
     monkeypatch.setattr(deepspeed, "init_distributed", lambda **_: None)
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
-    deepspeed_base.join(torch.device("cpu"))
+    accelerator = deepspeed_base.get_accelerator()
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)  # a CPU may lack it
+    ds_patches.join(torch.device("cpu"))
+    assert accelerator.is_fp16_supported()
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         monkeypatch.setattr(dist, name, lambda *args, name=name: (name, *args))
     assert backend.all_gather_function(1) == ("all_gather_into_tensor", 1)
@@ -133,17 +136,14 @@ def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
 
 def test_zero_takes_both_kinds_of_adamw():
     """Else DeepSpeed stops, wherever AdamW is compiled: on GPUs."""
-    known = deepspeed_base.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
+    known = ds_patches.deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
     for compiled in (False, True):
         params = [torch.nn.Parameter(torch.ones(2, 2))]
         assert type(make_adamw(params, 1e-3, 0.1, compiled)) in known
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_engine_config(dtype, monkeypatch):
-    accelerator = deepspeed_base.get_accelerator()
-    on_gpu = accelerator.device_name() != "cpu"  # a CPU may lack fp16 instructions
-    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: on_gpu)
+def test_engine_config(dtype):
     switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
     config = ds_engine.engine_config(switches, dtype, 3, 5, 0.7)
     assert config["zero_optimization"]["stage"] == 1
@@ -155,8 +155,6 @@ def test_engine_config(dtype, monkeypatch):
         None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
     )
     assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
-    if dtype == torch.float16:
-        assert accelerator.is_fp16_supported()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

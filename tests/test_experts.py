@@ -15,7 +15,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from fsdp.estimate import choose_spread
-from fsdp.layout import Layout
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts
@@ -413,10 +412,7 @@ def test_the_log_says_where_experts_are():
         (2, "1", "experts: spread over 2 ranks (as requested)"),
     ):
         args = Namespace(expert_parallel=asked, replicas=replicas)
-        source, data = Namespace(config=config), Namespace(train=None)
-        plan = Namespace(source=source, compute=None, data=data)
-        job = Namespace(args=args, world=two, plan=plan, log=log)
-        n = choose_spread(job, Layout(*[None] * 8)).spread
+        n = choose_spread(args, config, None, None, two, log)
         assert n == resolved["expert_parallel"] == (asked or 1) and said.pop() == line
 
 

@@ -157,53 +157,52 @@ def test_gradients_added_together_are_summed_once_each(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "here, ranks, sends",
+    "local_size, ranks, sends",
     [
         (2, range(2), True), (2, range(4), True), (4, range(8), False), (4, range(4), True),
         (4, range(2), True),
         (8, range(0, 16, 2), False), (4, range(0, 8, 2), True),  # of experts spread over 2 ranks
     ],
 )  # fmt: skip
-def test_an_all_to_all_stays_on_the_node_or_has_few_partners(here, ranks, sends, monkeypatch):
-    class Unit(torch.nn.Module):
-        def set_custom_reduce_scatter(self, how):
-            self.how = how
-
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
-    monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
-    monkeypatch.setattr(fsdp2, "params_of", lambda unit: None)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(ranks))
-    everyone = World(0, 16, 0, torch.device("cpu"))
-    group = SimpleNamespace(size=lambda: len(ranks))
-    fsdp2.reduce_traffic(unit := Unit(), everyone, group, torch.bfloat16, False, False, False)
-    assert isinstance(getattr(unit, "how", None), fsdp2.SumInFp32) == sends
+def test_an_all_to_all_stays_on_the_node_or_has_few_partners(local_size, ranks, sends):
+    assert fsdp2.few_of_each_node(list(ranks), local_size) == sends
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-def test_gathers_and_exchanges_share_memory_if_they_never_overlap(reshards, monkeypatch):
-    class Unit(Blocks):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
+class Unit(torch.nn.Module):
+    """Stands in for an FSDPModule: notes which collectives it is given."""
 
-        def set_custom_all_gather(self, how):
-            self.gather = how
+    def set_custom_all_gather(self, how):
+        self.gather = how
 
-        def set_custom_reduce_scatter(self, how):
-            self.exchange = how
+    def set_custom_reduce_scatter(self, how):
+        self.exchange = how
 
-    pools = []
+
+class Block(Unit, Blocks):
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """-> reduce_traffic for two of them, with stand-ins for FSDP2's parts."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(fsdp2, "FSDPModule", Unit)
     monkeypatch.setattr(fsdp2, "cast_in_copy", lambda: None)
-    monkeypatch.setattr(fsdp2, "params_of", lambda unit: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    world, group = World(0, 2, 0, torch.device("cpu")), SimpleNamespace(size=lambda: 2)
+    how = {"accumulates": False, "compiles": False, "timed": print}
+    return lambda model, **more: fsdp2.reduce_traffic(
+        model, world, group, torch.bfloat16, **{**how, **more}
+    )
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_gathers_and_exchanges_share_memory_if_they_never_overlap(reshards, two_ranks, monkeypatch):
+    pools = []
+    monkeypatch.setattr(fsdp2, "params_of", lambda unit: None)
     monkeypatch.setattr(copy_engines, "shared_empty", lambda *how: pools.append(how[-1]))
-    group = SimpleNamespace(size=lambda: 2)
-    fsdp2.reduce_traffic(
-        unit := Unit(), World(0, 2, 0, torch.device("cpu")), group, torch.bfloat16,
-        accumulates=False, compiles=False, engines=True, reshards=reshards,
-    )  # fmt: skip
+    two_ranks(unit := Block(), engines=True, reshards=reshards)
     for allocates in (unit.gather, unit.exchange):
         allocates.allocate((4,), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert pools == [None if reshards else fsdp2.ONE_POOL] * 2
@@ -237,8 +236,7 @@ def test_sums_take_memory_of_the_stream_that_computes(kind, monkeypatch):
     monkeypatch.setattr(torch, "empty", record)
     p = torch.nn.Parameter(torch.ones(4))
     monkeypatch.setattr(sharding, "params_of", lambda unit: [p])
-    how = {"compiles": False, "engines": False, "timed": None}
-    comm = fsdp2.SumInFp32(None, torch.bfloat16, None, **how)
+    comm = fsdp2.SumInFp32(None, torch.bfloat16, None, compiles=False)
     if kind == "several":
         comm = sharding.SumBesideActivations(None)
     for _ in range(2):
@@ -250,35 +248,19 @@ def test_sums_take_memory_of_the_stream_that_computes(kind, monkeypatch):
     assert allocated == ["compute"] * 3 + ["reduce"]
 
 
-def test_shared_memory_holds_the_longest_transfer(monkeypatch):
+def test_shared_memory_holds_the_longest_transfer(two_ranks, monkeypatch):
     """And the sum that a unit stands in for, even if copy engines transfer its gradients."""
     made = []
-
-    class Unit(torch.nn.Module):
-        def __getattr__(self, name):
-            if name.startswith("set_custom"):
-                return lambda how: None
-            return super().__getattr__(name)
-
-    class Block(Blocks, Unit):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-
     for name, value in (
-        ("FSDPModule", (Unit, Block)), ("cast_in_copy", lambda: None),
         ("shard_sizes", lambda params: [100 if params == ["head"] else 300]),
         ("params_of", lambda m: ["block"] if isinstance(m, Block) else ["head"]),
         ("shards_of", lambda p: 2), ("Scratch", lambda length, *_: made.append(length)),
     ):  # fmt: skip
         monkeypatch.setattr(fsdp2, name, value)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     model = Unit()
     model.block = Block()
-    world, group = World(0, 2, 0, torch.device("cpu")), SimpleNamespace(size=lambda: 2)
-    how = {"dtype": torch.bfloat16, "compiles": False}
-    fsdp2.reduce_traffic(model, world, group, accumulates=True, engines=False, **how)
-    fsdp2.reduce_traffic(model, world, group, accumulates=False, engines=True, **how)
-    fsdp2.reduce_traffic(model, world, group, accumulates=False, engines=False, **how)
-    units = [SimpleNamespace(module=None, length=700)]
-    fsdp2.reduce_traffic(model, world, group, accumulates=False, engines=True, units=units, **how)
+    two_ranks(model, accumulates=True)
+    two_ranks(model, engines=True)
+    two_ranks(model)
+    two_ranks(model, engines=True, units=[SimpleNamespace(module=None, length=700)])
     assert made == [200, 200, 600, 700]

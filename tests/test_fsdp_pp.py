@@ -157,13 +157,13 @@ def test_both_ranks_mean_the_same_mailbox(schedule, stages, shards, monkeypatch)
     for rank in range(stages * shards):
         links = transfers.Links(where, grid, rank, torch.device("cuda"))
         links.by_copy_engines(8, torch.float32, timed=None)
-        for found, chosen in (sent, links.sent), (received, links.received):
+        for ways, chosen in (sent, links.sent), (received, links.received):
             for what, link in chosen.items():
-                boxes, here, there, other, _ = link.box
-                assert 0 <= here < boxes and 0 <= there < boxes
-                assert (link.stream is not None) == (found is sent)
-                ends = (rank, other) if found is sent else (other, rank)
-                found[what, ends] = (here, there) if found is sent else (there, here)
+                boxes, near, far, other, _ = link.box
+                assert 0 <= near < boxes and 0 <= far < boxes
+                assert (link.stream is not None) == (ways is sent)
+                ends = (rank, other) if ways is sent else (other, rank)
+                ways[what, ends] = (near, far) if ways is sent else (far, near)
         each = [link.box[1] for link in {**links.sent, **links.received}.values()]
         assert max(each) + 1 == mailboxes(schedule, stages)[rank // shards] <= boxes
         assert {*Counter(each).values()} == {2}  # there and back
@@ -199,8 +199,8 @@ def test_receives_begin_early_on_slow_links(kinds, local_size, p2p_off, early, m
     monkeypatch.setattr(transfers, "from_rank0", lambda world, make: make())
     monkeypatch.setattr("llm_demo.job.device.links", lambda: kinds)
     said = []
-    found = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)), said.append)
-    assert found == early and ("begin early" in said[0]) == early
+    chosen = transfers.receive_early(World(0, 2, 0, torch.device("cuda", 0)), said.append)
+    assert chosen == early and ("begin early" in said[0]) == early
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -239,8 +239,8 @@ def test_every_order_is_complete_and_ends(run_ahead):
             mine = [piece for piece, at in enumerate(where) if at == stage]
             assert len(mine) == (2 if schedule in TWICE else 1)
             for kind, piece in itertools.product((FORWARD, BACKWARD), mine):
-                found = [k for *what, k in work if what == [kind, piece]]
-                assert found == list(range(micro_batches)), (schedule, stages, micro_batches, stage)
+                done = [k for *what, k in work if what == [kind, piece]]
+                assert done == list(range(micro_batches)), (schedule, stages, stage)
             assert len(work) == 2 * len(mine) * micro_batches
             done = set()
             for kind, piece, k in work:
@@ -268,12 +268,12 @@ def test_interleaved_is_pytorchs_order():
         )
         for stage, work in enumerate(works_of("interleaved", stages, M)):
             actions = ScheduleInterleaved1F1B._calculate_single_rank_operations(theirs, stage)
-            found = [
+            expected = [
                 (kinds[a.computation_type.name], a.stage_index, a.microbatch_index)
                 for a in actions
                 if a  # None: the stage waits
             ]
-            assert work == found, (stages, M, stage)
+            assert work == expected, (stages, M, stage)
 
 
 def test_what_is_held():
@@ -290,12 +290,12 @@ def test_what_is_held():
                 ),
                 "v": None,
             }[schedule]
-            found = held(work)
+            most = held(work)
             if schedule == "v":
-                assert max(found.values()) <= min(2 * stages - 1 + run_ahead, M)
+                assert max(most.values()) <= min(2 * stages - 1 + run_ahead, M)
             else:
-                assert sum(found.values()) == expected, (schedule, stages, M, stage)
-            assert {where[piece] for piece in found} == {stage}
+                assert sum(most.values()) == expected, (schedule, stages, M, stage)
+            assert {where[piece] for piece in most} == {stage}
     assert [held(work) for work in works_of("1f1b", 3, 8)] == [{0: 3}, {1: 2}, {2: 1}]
     # two of the first piece, two of the second, and then two more of the first before a backward
     assert held(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
@@ -303,9 +303,9 @@ def test_what_is_held():
 
 
 def test_how_many_mailboxes_a_stage_has():
-    found = {name: mailboxes(name, 3) for name in OURS}
-    assert found["1f1b"] == found["gpipe"] == [1, 2, 1]
-    assert found["interleaved"] == [3, 4, 3] and found["v"] == [2, 4, 2]
+    boxes = {name: mailboxes(name, 3) for name in OURS}
+    assert boxes["1f1b"] == boxes["gpipe"] == [1, 2, 1]
+    assert boxes["interleaved"] == [3, 4, 3] and boxes["v"] == [2, 4, 2]
 
 
 def test_how_long_stages_wait():
@@ -405,8 +405,8 @@ def test_other_schedules_and_shards_evaluate_and_answer(processes, schedule, one
     env["RUN_AHEAD"] = "3" if schedule == "interleaved" else "0"
     said = launch(LAUNCHER, tmp_path / "run", "--eval_batch_size", "3", **env)
     expected, alone = one_process
-    found = numbers(tmp_path / "run", *LOSSES)
-    assert found == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
+    losses = numbers(tmp_path / "run", *LOSSES)
+    assert losses == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
     assert answers(said) == answers(expected)
 
 

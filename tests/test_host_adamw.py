@@ -10,7 +10,7 @@ from conftest import ROOT, smaller_model, torchrun
 from torch.utils.checkpoint import checkpoint
 
 from bench.checkpoints import tensors
-from fsdp import host_adamw
+from fsdp import activations_on_host, host_adamw
 from fsdp.units import Unit, plain_units
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
@@ -151,9 +151,9 @@ def test_a_unit_adds_its_gradients_once_they_have_formed():
             unit.take_grads()
     assert len(held) == 3 * (len(trained) - 1)
     assert all(sum(of) - of[2] <= 1 for of in held)
-    found = {p: grad for unit in units for p, grad in zip(unit.params, unit.grads, strict=True)}
-    assert all(torch.equal(found[p], total) for p, total in zip(trained, sums, strict=True))
-    assert not found[blocks[2][0].bias].any()
+    sums_of = {p: grad for unit in units for p, grad in zip(unit.params, unit.grads, strict=True)}
+    assert all(torch.equal(sums_of[p], total) for p, total in zip(trained, sums, strict=True))
+    assert not sums_of[blocks[2][0].bias].any()
 
 
 def sharded(elements):
@@ -163,7 +163,7 @@ def sharded(elements):
 def test_too_little_host_memory(monkeypatch):
     """Of a node with two of four ranks."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(host_adamw, "free_host_memory", lambda: 20 * 2**30)
+    monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: 20 * 2**30)
     with pytest.raises(UserError, match=r"needs 24\.0 GB of host memory .* 20\.0 GB are free"):
         host_adamw.prepare_host(sharded(2**30), CPU)
     said = host_adamw.prepare_host(sharded(2**29), CPU)
@@ -214,7 +214,7 @@ def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):
     assert device.cores_near(torch.device("cpu"), tmp_path) == []
     (pci / "numa_node").write_text("-1\n")  # one node only
     assert device.cores_near(gpu, tmp_path) == []
-    monkeypatch.setattr(host_adamw, "cores_near", lambda d: [2, 3, 4, 9])
+    monkeypatch.setattr(activations_on_host, "cores_near", lambda d: [2, 3, 4, 9])
     monkeypatch.setattr(process, "usable_cores", lambda: [0, 1, 2, 3])
     bound = []
     monkeypatch.setattr(process.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))

@@ -29,7 +29,7 @@ CASES = {
 def results(tmp_path_factory):
     """{(case, processes): what each rank got}."""
     folder = tmp_path_factory.mktemp("lowrank")
-    found = {}
+    ranks_of = {}
     for processes in (2, 1, 3):
         cases = [{**case, "out": str(folder / f"{k}{processes}")} for k, case in CASES.items()]
         if processes != 3:  # from the checkpoint of two replicas
@@ -43,8 +43,8 @@ def results(tmp_path_factory):
         for case in cases:
             name = case["out"].rsplit("/", 1)[1][:-1]
             ranks = [torch.load(f"{case['out']}.{r}") for r in range(processes)]
-            found[name, processes] = ranks
-    return found
+            ranks_of[name, processes] = ranks
+    return ranks_of
 
 
 def off(a, b):

@@ -905,7 +905,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from pp import deepspeed_base, ds_state
+    from pp import ds_state
 
     monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)  # there is no process group
     whole, again = (LossScale(torch.float16, torch.device("cpu")) for _ in range(2))
@@ -929,7 +929,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
     for step, overflow in enumerate(overflows(2600)):
         if step == at:
             again.load(json.loads(json.dumps(whole.facts())))
-            facts = json.loads(json.dumps(deepspeed_base.facts_of(one)))
+            facts = json.loads(json.dumps(ds_state.facts_of(one)))
             ds_state.load_state(other, lambda tensors: None, facts)
         for scale in (whole, again)[: 1 + (step >= at)]:
             scale.update(torch.tensor(overflow))
@@ -938,10 +938,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
         if step >= at:
             assert whole.facts() == again.facts(), step
             assert scaler.cur_scale == scaler_again.cur_scale, step
-            assert (
-                deepspeed_base.facts_of(one)["loss_scale"]
-                == deepspeed_base.facts_of(other)["loss_scale"]
-            )
+            assert ds_state.facts_of(one)["loss_scale"] == ds_state.facts_of(other)["loss_scale"]
         seen.append((whole.scale.item(), scaler.cur_scale))
     assert len(set(seen)) > 4  # it moved
 

@@ -1,8 +1,5 @@
-"""DeepSpeed's ZeRO engine, made exact: its switches, its configuration, the sharded model.
+"""DeepSpeed's ZeRO engine: its switches, its configuration, the sharded model."""
 
-Tested with DeepSpeed 0.19.8."""
-
-import functools
 import warnings
 
 import torch
@@ -12,19 +9,12 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.weights import materialise
 from llm_demo.job.weights_files import Weights
 from pp import deepspeed_base
-from pp.deepspeed_base import (
-    bf16_step,
-    check_kinds,
-    need,
-    outlast_overflows,
-    quiet,
-)
+from pp.deepspeed_base import check_kinds, check_names, quiet
+from pp.ds_patches import patch_zero, reduce_when_whole
 
 # isort: split
 import deepspeed  # now that its version is checked
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import partition_parameters, stage3
-from deepspeed.utils import set_z3_leaf_modules, z3_leaf_parameter
+from deepspeed.utils import set_z3_leaf_modules
 
 # Switches allowed in --deepspeed_config.
 SWITCHES = {"zero_optimization", "comms_logger", "steps_per_print", "memory_breakdown"}
@@ -35,19 +25,6 @@ ZERO = {
     "stage3_max_live_parameters", "stage3_max_reuse_distance",
 }  # fmt: skip
 OFFLOAD = {"device", "pin_memory"}
-
-_linear = need(vars(partition_parameters), "zero3_linear_wrap")
-
-
-def _linear_of_rows(x: torch.Tensor, weight, bias=None) -> torch.Tensor:
-    """Stage 3's linear layer, unless compiled. DeepSpeed adds the bias of a batch of rows after it
-    has rounded the product to the compute dtype; of one row it rounds once, as PyTorch does."""
-    if bias is None:
-        return _linear(x, weight)
-    return _linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
-
-
-partition_parameters.zero3_linear_wrap = _linear_of_rows
 
 
 def read_switches(path: str) -> dict:
@@ -66,8 +43,7 @@ def read_switches(path: str) -> dict:
         offload = zero[what]
         if offload.get("device") != "cpu":
             raise UserError(f'{path}: {what} must be an object with "device": "cpu"')
-        for key in offload.keys() - OFFLOAD:
-            raise UserError(f"{path}: {what}.{key} is not one of {', '.join(sorted(OFFLOAD))}")
+        check_names(f"{path}: {what}.", offload, OFFLOAD)
         check_kinds(path, offload)
         if stage < least:
             raise UserError(f"{path}: {what} needs ZeRO stage {least}, not {stage}")
@@ -121,40 +97,10 @@ def make_engine(model: DecoderLoss, optimizer: torch.optim.Optimizer, config: di
         # A unit's weights are gathered at once, before its forward. The tail needs it: it uses the
         # head's weight without calling the head.
         set_z3_leaf_modules(model, [Blocks, Tail])
-        _reduce_when_whole(model.embed_tokens.weight)
-    # older versions round the rotary frequencies to the compute dtype
-    rotary, model.rotary = model.rotary, None
-    with quiet():  # it prints memory use throughout setup
+        reduce_when_whole(model.embed_tokens.weight)
+    with quiet():
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    model.rotary = rotary
-    outlast_overflows(engine)
-    if isinstance(engine.optimizer, BF16_Optimizer):  # stage 1 in bf16
-        engine.optimizer.step = functools.partial(bf16_step, engine.optimizer)
-    zero = config["zero_optimization"]
-    if zero["stage"] == 2 and "offload_optimizer" in zero:
-        _forget_skipped(engine.optimizer)
+    patch_zero(engine)
     # PyTorch 2.13 renamed a collective that stage 3 calls thousands of times
     warnings.filterwarnings("ignore", ".*all_gather_into_tensor", FutureWarning)
     return engine
-
-
-def _reduce_when_whole(embedding: torch.nn.Parameter) -> None:
-    """Let stage 3 reduce a tied embedding's gradient once autograd has summed it. DeepSpeed reduces
-    the gradients of a leaf module, here of the tail, right after the module's backward, when the
-    embedding has none yet: it would be lost unless all gradients fit into one bucket."""
-    need(vars(stage3), "z3_leaf_parameter")
-    stage3.z3_leaf_parameter = lambda p: p is not embedding and z3_leaf_parameter(p)
-
-
-def _forget_skipped(optimizer) -> None:
-    """Drop the gradients of a skipped step. With the optimizer on the host, DeepSpeed 0.19.8's
-    ZeRO-2 keeps them in bf16 and fp16 and adds the next step's: one overflow would skip all steps
-    after it. Where DeepSpeed drops them itself, nothing is left to drop."""
-    reset = optimizer.reset_cpu_buffers
-    need(vars(optimizer), "averaged_gradients")
-
-    def reset_all():  # at the end of each step, also of a skipped one
-        reset()
-        optimizer.averaged_gradients.update(dict.fromkeys(optimizer.averaged_gradients))
-
-    optimizer.reset_cpu_buffers = reset_all

@@ -63,8 +63,9 @@ class Zero:
     """The model on this rank, and what loop.train asks of it. settings: DeepSpeed's."""
 
     def __init__(self, job: Job, settings: dict):
-        from pp.deepspeed_base import join, set_masters
-        from zero import ds_engine, ds_state
+        from pp import ds_state
+        from pp.ds_patches import join
+        from zero import ds_engine
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
@@ -96,7 +97,7 @@ class Zero:
             ds_state.load_state(self.engine, saver.load, saver.facts)
         else:
             if weights and compute.dtype != torch.float32:
-                set_masters(self.engine, weights)
+                ds_state.set_masters(self.engine, weights)
             ds_state.make_moments(self.engine)
 
     def step(self, rows, n_labels: int, lr: float):
@@ -130,12 +131,12 @@ class Zero:
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        from zero.ds_state import training_state
+        from pp.ds_state import training_state
 
-        return training_state(self.engine)
+        return training_state(self.engine, copies=True)
 
     def facts(self) -> dict:
-        from pp.deepspeed_base import facts_of
+        from pp.ds_state import facts_of
 
         return facts_of(self.engine)
 

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llm_demo.check.processes import probe_root
+from llm_demo.job.files import ROOT
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -63,7 +64,18 @@ def torch_build(facts: dict, smi: str) -> tuple:
     if not (cuda if smi else hip):
         fix = f"another build, if setup.sh knows one: {REBUILD}"
     # many processors have an AMD GPU that no build supports
-    return ERROR if smi else WARNING, "torch", text, fix
+    return ERROR if smi or supported_amd() else WARNING, "torch", text, fix
+
+
+def supported_amd() -> bool:
+    """Whether the kernel lists an AMD GPU that one of PyTorch's ROCm builds has code for."""
+    archs = (ROOT / "llm_demo/job/rocm_builds.txt").read_text().split()
+    for file in (probe_root() / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
+        words = file.read_text().split()
+        code = int(dict(zip(words[::2], words[1::2], strict=False)).get("gfx_target_version", 0))
+        if f"gfx{code // 10000}{code // 100 % 100:x}{code % 100:x}" in archs:
+            return True
+    return False
 
 
 def disk(folder: str) -> tuple:
