@@ -24,8 +24,7 @@ from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
 from llm_demo.core.spread import keep_part, spread_rows
 from llm_demo.core.weights import allocate, fill
-from llm_demo.job.attention_choice import fused_kernels
-from llm_demo.job.compiling import compiles_adamw
+from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log

@@ -10,7 +10,7 @@ from fsdp_pp.pieces import Pieces
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD
-from llm_demo.job.compiling import compiles_adamw
+from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count
 from llm_demo.job.weights_files import loading
 

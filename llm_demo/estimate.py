@@ -24,7 +24,7 @@ from llm_demo.core.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
-from llm_demo.job.attention_choice import has_fused_kernels
+from llm_demo.job.choices import has_fused_kernels
 from llm_demo.job.costs import experts_of, head_size, heads_of, mixed_blocks
 from llm_demo.job.device import free_host_memory, this_device
 from llm_demo.job.dist import once_per_node

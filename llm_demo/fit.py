@@ -36,8 +36,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, Held, fullest
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import parse_args
-from llm_demo.job.attention_choice import has_fused_kernels
-from llm_demo.job.compiling import choose_compile
+from llm_demo.job.choices import choose_compile, has_fused_kernels
 from llm_demo.job.costs import experts_of, heads_of, share_of_heads
 from llm_demo.job.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
 from llm_demo.job.files import ROOT

@@ -17,7 +17,7 @@ from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.core.spread import spread_rows
 from llm_demo.estimate import saved_bytes
 from llm_demo.job.args import parse_args
-from llm_demo.job.attention_choice import fused_kernels
+from llm_demo.job.choices import fused_kernels
 from llm_demo.job.plan import Compute
 
 CPU, S = torch.device("cpu"), 64

@@ -22,7 +22,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import allocate, fill
 from llm_demo.estimate import attention_bytes
-from llm_demo.job.attention_choice import fused_kernels
+from llm_demo.job.choices import fused_kernels
 
 KERNEL = "aten::_scaled_dot_product_flash_attention_for_cpu"
 CPU = torch.device("cpu")

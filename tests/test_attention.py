@@ -17,8 +17,8 @@ from llm_demo.core.attention import BACKENDS, make_documents
 from llm_demo.core.batch import position_ids
 from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.job import attention_choice
-from llm_demo.job.attention_choice import choose_attention, compare_with_math
+from llm_demo.job import choices
+from llm_demo.job.choices import choose_attention, compare_with_math
 from llm_demo.job.costs import heads_of
 from llm_demo.job.device import Device, peak_tflops, pick_dtype, this_device
 
@@ -36,7 +36,7 @@ def place(impl, request):
         return torch.device("cpu"), torch.float32
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
-    if problem := attention_choice.why_not(impl, this_device(), torch.bfloat16, False):
+    if problem := choices.why_not(impl, this_device(), torch.bfloat16, False):
         pytest.skip(problem)
     request.getfixturevalue("monkeypatch").setattr(attention, "LONG", 60)
     return torch.device("cuda"), torch.bfloat16
@@ -322,7 +322,7 @@ def pick(
 ):  # fmt: skip
     packages = {"flash_attn": flash, "torch.nn.attention.varlen": varlen}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_choice.importlib.util, "find_spec", lambda n: packages[n] or None)
+        patch.setattr(choices.importlib.util, "find_spec", lambda n: packages[n] or None)
         return choose_attention(asked, device, dtype, HEADS, single, ask, longest)
 
 
@@ -430,24 +430,19 @@ def test_the_probe_notices_that_sdpa_refuses_its_fused_kernels(
     impl, device, allowed, values, problem, monkeypatch
 ):
     """PyTorch's fused kernel for CPUs refuses values of another width, and math runs silently."""
-    monkeypatch.setattr(attention_choice, "this_device", lambda: device)
-    monkeypatch.setattr(sys, "argv", ["probe", impl, "fp32", "4", "4", "16", str(values)])
+    monkeypatch.setattr(choices, "this_device", lambda: device)
     monkeypatch.setenv(NAME, allowed)
-    compare = attention_choice.compare_with_math
+    compare = choices.compare_with_math
     monkeypatch.setattr(
-        attention_choice, "compare_with_math",
+        choices, "compare_with_math",
         lambda impl, dtype, heads, device, *more: compare(impl, dtype, heads, "cpu", *more),
     )  # fmt: skip
-    found = None
-    try:
-        attention_choice._probe_main()
-    except SystemExit as e:
-        found = e.code
-    assert found == problem
+    heads = "4", "4", "16", str(values)
+    assert choices.attention_fault("fp32", impl, *heads) == problem
 
 
 def test_the_probe_does_not_import_transformers():
-    code = "import sys, llm_demo.job.attention_choice; print('transformers' in sys.modules)"
+    code = "import sys, llm_demo.job.choices; print('transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
@@ -475,9 +470,9 @@ def test_what_backends_cannot_compute_is_refused():
 @pytest.mark.parametrize("heads", [(16, 8, 128, 128), (16, 16, 192, 128)], ids=["", "latent"])
 def test_backends_on_this_gpu(impl, dtype, heads):
     device = this_device()
-    if problem := attention_choice.why_not(impl, device, dtype, single=True):
+    if problem := choices.why_not(impl, device, dtype, single=True):
         pytest.skip(problem)
-    assert attention_choice.probe_backend(impl, dtype, heads) is None
+    assert choices.probe_backend(impl, dtype, heads) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     assert compare_with_math(impl, dtype, heads, "cuda") < bound
 

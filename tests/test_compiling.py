@@ -12,8 +12,8 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.batch import position_ids
 from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.core.weights import materialise
-from llm_demo.job import compiling
-from llm_demo.job.compiling import choose_compile
+from llm_demo.job import choices
+from llm_demo.job.choices import choose_compile
 from llm_demo.job.device import DTYPES, Device, pick_dtype
 from llm_demo.job.source import load_config
 
@@ -46,7 +46,7 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
     torch._dynamo.reset()
     sums.compile_once.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    compare = functools.partial(compiling.compare_with_eager, impl, device=torch.device("cpu"))
+    compare = functools.partial(choices.compare_with_eager, impl, device=torch.device("cpu"))
     assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
 
     def wrong(out, targets, scale):  # forgets to subtract one at the target
@@ -64,7 +64,7 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
         forward = unit.forward
         unit.forward = lambda *args: forward(*args) + 0.1 * args[0]
 
-    monkeypatch.setattr(compiling, "compile_forward", miscompiled)
+    monkeypatch.setattr(decoder, "compile_forward", miscompiled)
     assert compare(torch.float32) > 1e-3
     sums.compile_once.cache_clear()
 
@@ -72,9 +72,9 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
 @pytest.mark.parametrize("asked, dtype", [(None, "bf16"), (True, "fp16")])
 def test_the_probe_tests_what_the_run_would_compile(asked, dtype, monkeypatch):
     probes = []
-    monkeypatch.setattr(compiling, "probe_once", lambda *args: probes.append(args) or "wrong")
+    monkeypatch.setattr(choices, "probe_once", lambda *args: probes.append(args) or "wrong")
     found = choose_compile(asked, H100, "varlen", dtype=DTYPES[dtype])
-    assert probes == [("llm_demo.job.compiling", "varlen", dtype)]
+    assert probes == [("llm_demo.job.choices", "compile", dtype, "varlen")]
     assert found == (False, "torch.compile does not work here: wrong")
 
 
@@ -130,7 +130,7 @@ def test_compiled_blocks_give_the_same_numbers(checkpointing):
         if compiled:
             with pytest.MonkeyPatch.context() as patch:
                 eagerly = functools.partial(compile_plainly, backend=count)
-                patch.setattr(compiling.torch, "compile", eagerly)
+                patch.setattr(torch, "compile", eagerly)
                 for unit in units:
                     decoder.compile_forward(unit)
         out = hidden
@@ -161,7 +161,7 @@ def test_graphs_of_blocks_can_be_cached(impl):
     torch._dynamo.reset()
     with pytest.MonkeyPatch.context() as patch:
         compiled = functools.partial(torch.compile, backend=keep)
-        patch.setattr(compiling.torch, "compile", compiled)
+        patch.setattr(torch, "compile", compiled)
         decoder.compile_forward(unit)
         hidden = torch.randn(1, 32, config.hidden_size)
         positions = position_ids(cu, (1, 32))

@@ -23,7 +23,7 @@ from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside
 from llm_demo.job.generate import prompts_of
-from llm_demo.job.plan import pick_horizon, usual_lr
+from llm_demo.job.horizon import decide_horizon, usual_lr
 from llm_demo.job.text import counted
 from pp.cut import describe_split
 
@@ -149,9 +149,9 @@ def test_one_of_a_thing_is_said_in_the_singular(tmp_path):
     assert packs.stats.seq_len_why.startswith("the only document has at most 2 tokens")
     args = SimpleNamespace(
         micro_batch_size=1, grad_accum_steps=1, max_steps=1, num_epochs=1.0, lr=0, warmup_steps=1,
-        lr_scheduler="cosine", resume=None,
+        lr_scheduler="cosine", seed=1, pack_sequences=True,
     )  # fmt: skip
-    pick_horizon(args, 1, packs, usual_lr(True, None), {}, said.append)
+    said += decide_horizon(args, 1, packs, usual_lr(True, None), {})[1]
     said.append(describe_split([1, 1], [0, 1], Qwen3Config(num_hidden_layers=2), 1, 128, False))
     for part in (
         "batch: 1 row x 1 accumulated x 1 data-parallel = 1 row = 128 token slots",

@@ -23,7 +23,7 @@ from bench.checkpoints import tensors
 from llm_demo.core import errors
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.job import dist, probe, process
+from llm_demo.job import choices, dist, process
 from llm_demo.job.source import load_config
 
 SCRIPTS = {
@@ -305,8 +305,8 @@ def test_a_probe_ends_with_the_rank_that_asked(monkeypatch, tmp_path):
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path))
-    monkeypatch.setattr(probe.subprocess, "run", fake)
-    assert probe.probe_once("llm_demo.nothing") is None
+    monkeypatch.setattr(choices.subprocess, "run", fake)
+    assert choices.probe_once("llm_demo.nothing") is None
     assert given["LLM_DEMO_PARENT"] == str(os.getpid())
 
 

@@ -28,7 +28,7 @@ from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import allocate, materialise
-from llm_demo.job import attention_choice
+from llm_demo.job import choices
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.costs import Cost, parameters_of
 from llm_demo.job.device import DTYPES
@@ -594,7 +594,7 @@ def test_the_largest_unit():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fused_attention_does_not_depend_on_varlen_attn(dtype, monkeypatch):
     """PyTorch 2.9 has none, and it takes no fp32, but its SDPA is fused on these cards."""
-    monkeypatch.setattr(attention_choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(choices.importlib.util, "find_spec", lambda name: None)
     train = SimpleNamespace(seq_len=1024, doc_start=np.arange(0, 8193, 1024), single=True)
     for device, keys in ((MI210, 0), (MI300, 0), (MI100, 1024)):
         monkeypatch.setattr(memory, "this_device", lambda device=device: device)

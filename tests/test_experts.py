@@ -19,9 +19,8 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts
 from llm_demo.core.mesh import World
-from llm_demo.job import experts_choice
-from llm_demo.job.experts_choice import choose_product, why_not_compiled
-from llm_demo.job.plan import pick_compute
+from llm_demo.job.choices import choose_product, why_not_compiled
+from llm_demo.job.plan import decide_compute
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 D, E, K = 32, 8, 2
@@ -394,12 +393,10 @@ def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alon
     """Nor those of the looped product only, if it is asked for; others are."""
     args = args_with(compile=asked)
     ops = SimpleNamespace(grouped_mm_fallback=looped_product)  # and not its backward
-    fake = SimpleNamespace(ops=SimpleNamespace(transformers=ops), bfloat16=torch.bfloat16)
-    monkeypatch.setattr(experts_choice, "torch", fake)
+    monkeypatch.setattr(torch.ops, "transformers", ops)
     config = Qwen3MoeConfig(num_experts=E, **SIZES)
     for given, experts in ((config, True), (Qwen3Config(hidden_size=D), False)):
-        said = []
-        compute = pick_compute(args, WORLD, CPU, torch.float32, given, [], said.append)
+        compute, said = decide_compute(args, WORLD, CPU, torch.float32, given, [])
         assert compute.compile == (asked is True and not experts)
         (line,) = [line for line in said if line.startswith("compile: ")]
         assert (reason in line) == (experts or asked is None)

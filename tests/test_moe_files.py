@@ -39,8 +39,7 @@ from llm_demo.job.costs import (
     parameters_of,
     unit_sizes,
 )
-from llm_demo.job.model_folder import describe_model
-from llm_demo.job.plan import find_source, short
+from llm_demo.job.model_folder import describe_model, find_source, short
 from llm_demo.job.source import load_config
 from llm_demo.job.weights_files import open_weights
 from pp.cut import costs, describe_split, parameters, split

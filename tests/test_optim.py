@@ -7,7 +7,7 @@ from torch import nn
 from llm_demo.core import optim
 from llm_demo.core.optim import MOMENTS, LossScale, clipped_step, global_norm, lr_at, make_adamw
 from llm_demo.job.args import TrainArgs
-from llm_demo.job.compiling import compiles_adamw
+from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.parsing import choices
 
 CPU = torch.device("cpu")

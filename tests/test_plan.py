@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +13,8 @@ from test_rows import load, write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.plan import fixed_steps, resumed_seq_len, resumed_settings
+from llm_demo.job.plan import decide_seq_len
+from llm_demo.job.reader import settings_of
 from llm_demo.job.source import load_config, window_of, without_window
 
 # ------------------------------------------------------------------ the cache
@@ -205,33 +205,19 @@ def test_which_windows_are_used(tmp_path):
         assert json.loads((tmp_path / "config.json").read_text()).get("sliding_window") == window
 
 
-def test_a_run_goes_on_with_its_seq_len(tmp_path, monkeypatch):
-    """Runs of the time when the default was another one, too."""
-    monkeypatch.setattr("llm_demo.job.plan.from_rank0", lambda world, make: make())
-    (tmp_path / "run/checkpoints/step_00000001").mkdir(parents=True)
-    (tmp_path / "run/config.json").write_text('{"seq_len": 1024}')
-    said, run = [], tmp_path / "run"
-    for resume in ("auto", f"{tmp_path}/run", f"{tmp_path}/run/checkpoints/step_00000001"):
-        earlier = resumed_settings(resume, None, run)
-        assert resumed_seq_len(0, earlier, said.append) == 1024
-    assert said == ["seq_len: 1024 (from the resumed run)"] * 3
+def test_a_run_goes_on_with_its_seq_len(tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints/step_00000001").mkdir(parents=True)
+    (run / "config.json").write_text('{"seq_len": 1024}')
+    for resume in ("auto", str(run), f"{run}/checkpoints/step_00000001"):
+        earlier = settings_of(resume, run)
+        assert decide_seq_len(0, earlier) == (1024, ["seq_len: 1024 (from the resumed run)"])
     for seq_len, resume in (
-        (64, "auto"),  # asked for: an error later, as before
+        (64, "auto"),  # asked for: an error later if the rows are others
         (0, None),
         (0, f"{tmp_path}/nothing"),
     ):
-        earlier = resumed_settings(resume, None, run)
-        assert resumed_seq_len(seq_len, earlier, said.append) == seq_len
-
-
-def test_a_run_of_an_earlier_version_keeps_its_number_of_steps():
-    """Its launcher gave 60 by default; now a launcher with one's own data gives none."""
-    args = SimpleNamespace(resume="auto", max_steps=0, num_epochs=1.0)
-    assert fixed_steps(args, {"max_steps": 60}) == 60
-    assert fixed_steps(args, {"max_steps": 60, "max_skipped_steps": 20}) == 0  # this version's
-    for more in ({"max_steps": 9}, {"num_epochs": 2.0}, {"resume": "elsewhere"}, {"resume": None}):
-        assert fixed_steps(SimpleNamespace(**vars(args) | more), {"max_steps": 60}) == 0
-    assert fixed_steps(args, {}) == 0
+        assert decide_seq_len(seq_len, settings_of(resume, run)) == (seq_len, [])
 
 
 # ------------------------------------------------------------------ small data, mixtures, an end

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llm_demo.job import probe
+from llm_demo.job.choices import probe_once
 
 # Succeeds once there is a compiler; counts its runs.
 MODULE = """
@@ -25,7 +25,7 @@ def tried(tmp_path, monkeypatch):
     monkeypatch.setenv("LLM_DEMO_CACHE", str(tmp_path / "cache"))
 
     def once():
-        problem = probe.probe_once("needs_compiler", str(tmp_path))
+        problem = probe_once("needs_compiler", str(tmp_path))
         return problem, len((tmp_path / "runs").read_text())
 
     return once

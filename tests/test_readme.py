@@ -154,7 +154,7 @@ def test_every_variable_named_is_read_somewhere():
         "llm_demo/fit.py",
     ]
     sources += ["llm_demo/data/packs.py", "llm_demo/job/device.py", "tests/conftest.py"]
-    sources += ["llm_demo/job/attention_choice.py", "tests/test_real.py"]
+    sources += ["llm_demo/job/choices.py", "tests/test_real.py"]
     sources = [*map(ROOT.joinpath, sources)]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
     sources.append(ROOT / "cluster/skypilot.yaml")

@@ -217,13 +217,13 @@ def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatc
     args = SimpleNamespace(
         attn_impl="auto", compile=False, activation_memory_budget=1.0, sequence_parallel=ranks
     )
-    how = None, SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], [], print
+    how = None, SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
     if expected:
-        plan.pick_compute(args, *how)
+        plan.decide_compute(args, *how)
         assert asked == [expected]
     else:
         with pytest.raises(UserError, match="does not divide 4"):
-            plan.pick_compute(args, *how)
+            plan.decide_compute(args, *how)
 
 
 def test_an_estimate_counts_the_tokens_of_a_slice():

@@ -20,7 +20,7 @@ from llm_demo.core.loop import heldout_batches
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import micro_batches
 from llm_demo.job.args import less_memory, parse_args
-from llm_demo.job.compiling import compiles_adamw
+from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start

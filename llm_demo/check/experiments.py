@@ -72,22 +72,22 @@ def _links(places: list[str]) -> list[list[str]]:
 def choices() -> dict:
     """ "lines": what a run would choose for dtype, attention and torch.compile, and why. Attention
     is tried on the GPU."""
-    from llm_demo.job import attention_choice, compiling
+    from llm_demo.job.choices import choose_attention, choose_compile, probe_backend
 
-    device, lines, choose = this_device(), [], attention_choice.choose_attention
+    device, lines = this_device(), []
     dtype, reason = hardware.pick_dtype("auto", device)
 
     def probe(impl, *given):
-        if problem := attention_choice.probe_backend(impl, *given):
+        if problem := probe_backend(impl, *given):
             fix = "nothing to do, another backend is used; a newer driver or torch may help"
             lines.append((WARNING, "attention", f"{impl} fails: {problem}", fix))
         return problem
 
     for kind, single in (("one document per row", True), ("packed rows", False)):
-        impl, against = choose("auto", device, dtype, HEADS, single, probe)
+        impl, against = choose_attention("auto", device, dtype, HEADS, single, probe)
         text = f"{impl} for {kind}" + "".join(f"; not {why}" for why in against)
         lines.append((OK, "attention", text, ""))
-    compiled, why = compiling.choose_compile(None, device, impl, lambda: None)
+    compiled, why = choose_compile(None, device, impl, lambda: None)
     lines.append((OK, "compile", f"{'on' if compiled else 'off'} by default: {why}", ""))
     return {"lines": [(OK, "dtype", f"{dtype} by default: {reason}", ""), *lines]}
 

@@ -16,9 +16,6 @@ from llm_demo.job.weights_files import Weights
 ALL = "all-linear"  # PEFT's name for it
 
 
-RANDOM = "random"
-
-
 def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
     """What adapters belong to. name: of the model, as given. Random weights are known by their seed
     and by the device that draws them."""
@@ -26,7 +23,7 @@ def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, dev
     base = {"path": str(folder.absolute()) if local else name}
     if weights:
         return base | {"weights": weights.digest()}
-    return base | {"weights": RANDOM, "seed": seed, "drawn on": device}
+    return base | {"weights": "random", "seed": seed, "drawn on": device}
 
 
 def same_base(a: dict, b: dict) -> bool:
@@ -70,13 +67,13 @@ def factor_names(name: str) -> tuple[str, str]:
 
 def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
-    found = {}
+    factors = {}
     for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
         if target_of(name) in lora["targets"]:
             a, b = factor_names(name)
-            found[a] = *experts, lora["rank"], inputs
-            found[b] = *experts, outputs, lora["rank"]
-    return found
+            factors[a] = *experts, lora["rank"], inputs
+            factors[b] = *experts, outputs, lora["rank"]
+    return factors
 
 
 @torch.no_grad()
@@ -94,19 +91,19 @@ def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
     of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
     matrix: PEFT wraps the module of the experts once for each, and down_proj's wrap is outside."""
-    found = {}
+    renamed = {}
     for name, t in factors.items():
         matrix, _, kind = name.rpartition("_lora_")
         if not fused(matrix):
-            found[f"base_model.model.{name}"] = t
+            renamed[f"base_model.model.{name}"] = t
             continue
         experts, _, target = matrix.rpartition(".")
         if target == "gate_up_proj" and f"{experts}.down_proj_lora_A" in factors:
             experts += ".base_layer"
         t = t if kind == "A" else t.permute(1, 2, 0)
         two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
-        found[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
-    return found
+        renamed[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
+    return renamed
 
 
 def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
@@ -150,10 +147,10 @@ def choose_lora(args, config, base: dict) -> Lora:
     targets = tuple(name for name in names if name in asked)
     if args.lora_dropout and of_experts & set(targets):
         others = ",".join(name for name in targets if name not in of_experts)
-        less = f", or adapt attention alone: --lora_targets {others}" if others else ""
+        other = f", or adapt attention alone: --lora_targets {others}" if others else ""
         raise UserError(
             "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
-            f"drop it{less}"
+            f"drop it{other}"
         )
     for name, (*_, outputs, inputs) in shapes.items():
         if target_of(name) in targets and args.lora_rank > min(outputs, inputs):

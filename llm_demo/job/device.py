@@ -169,8 +169,8 @@ def cards() -> tuple[list[int], str, tuple[str, str] | None]:
     visible = list(range(torch.cuda.device_count()))
     gpus = [] if torch.version.hip is None else [this_device(i) for i in visible]
     able = [i for i, gpu in enumerate(gpus) if not no_code(gpu)]
-    apart = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
-    kept = apart or able or visible
+    cards_alone = [i for i in able if not torch.cuda.get_device_properties(i).is_integrated]
+    kept = cards_alone or able or visible
     others = [f"{gpus[i].name} ({gpus[i].arch})" for i in visible if i not in kept]
     if not others:
         return visible, "", None
@@ -210,6 +210,10 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     if device.arch == "gfx908":
         return torch.bfloat16, "needs no loss scaling; on gfx908 fp16 has twice its matrix rate"
     return torch.bfloat16, "needs no loss scaling"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return next(name for name, each in DTYPES.items() if each == dtype)
 
 
 def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:

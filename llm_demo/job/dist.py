@@ -175,53 +175,49 @@ def run(
             # destroy, about one gloo run in twenty ends in abort().
             dist.barrier()
             dist.destroy_process_group()
-    except UserError as e:
-        code = 2
-        if os.environ.get("RANK", "0") != "0":
-            let_others_speak()  # rank 0 usually has the same error
-        print(f"error: {e}", file=sys.stderr)
     except Stopped as e:
         code = STOPPED
         if dist.get_rank() == 0:
             print(e, file=sys.stderr)
         dist.barrier()
-    except KeyboardInterrupt:
-        code = 130
-        print("error: stopped by SIGINT", file=sys.stderr)
-    except torch.OutOfMemoryError as e:
-        code = 1
-        rank = os.environ.get("RANK", "0")
-        steps = advice(parse()) if advice else ""
-        hint = f"; what helps, in this order: {steps}" if steps else ""
-        cause = str(e).split(". ")[0]
-        print(f"error: rank {rank} is out of GPU memory ({cause}){hint}", file=sys.stderr)
-    except Exception as e:
-        code = 1
-        rank = os.environ.get("RANK", "0")
-        if timed_out(e):
-            limit = timeout() / timedelta(minutes=1)
-            print(
-                f"error: rank {rank} waited {limit:g} minutes for another rank, which "
-                "hangs or needs longer; DIST_TIMEOUT_MINUTES sets this limit",
-                file=sys.stderr,
-            )
-        elif lost_peer(e):
-            let_others_speak()  # the peer prints the reason, and the launcher ends this rank
-            message = f"rank {rank} lost the connection to another rank: see that rank's error"
-            print(f"error: {message}", file=sys.stderr)
-        elif isinstance(e, dist.DistNetworkError) and not dist.is_initialized():
-            reason = str(e).splitlines()[0]
-            print(f"error: rank {rank} can't meet the other ranks: {reason}", file=sys.stderr)
-        elif reason := disk_full(e, output_dir=parse and parse().output_dir):
-            print(f"error: rank {rank}: {reason}", file=sys.stderr)
-        elif reason := fault_of_environment(e):
-            code = 2
-            if rank != "0":
-                let_others_speak()
-            print(f"error: {reason}", file=sys.stderr)
+    except (Exception, KeyboardInterrupt) as e:
+        code, line, later = verdict(e, parse, advice)
+        if later:
+            let_others_speak()
+        if line:
+            print(f"error: {line}", file=sys.stderr)
         else:
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     if code:  # threads of a broken process group would block a normal exit
         os._exit(code)
+
+
+def verdict(
+    error: BaseException, parse: Callable | None, advice: Callable | None
+) -> tuple[int, str, bool]:
+    """(exit code, the line that explains it or "" for a bug, whether another rank is likely to have
+    a better one, so that this rank waits). parse, advice: as for run."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, UserError):
+        return 2, str(error), rank != "0"  # rank 0 usually has the same error
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "stopped by SIGINT", False
+    if isinstance(error, torch.OutOfMemoryError):
+        steps, cause = advice(parse()) if advice else "", str(error).split(". ")[0]
+        hint = f"; what helps, in this order: {steps}" if steps else ""
+        return 1, f"rank {rank} is out of GPU memory ({cause}){hint}", False
+    if timed_out(error):
+        waited = f"rank {rank} waited {timeout() / timedelta(minutes=1):g} minutes for another rank"
+        why = "which hangs or needs longer; DIST_TIMEOUT_MINUTES sets this limit"
+        return 1, f"{waited}, {why}", False
+    if lost_peer(error):  # which prints the reason, and the launcher ends this rank
+        return 1, f"rank {rank} lost the connection to another rank: see that rank's error", True
+    if isinstance(error, dist.DistNetworkError) and not dist.is_initialized():
+        return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
+    if reason := disk_full(error, output_dir=parse and parse().output_dir):
+        return 1, f"rank {rank}: {reason}", False
+    if reason := fault_of_environment(error):
+        return 2, reason, rank != "0"
+    return 1, "", False

@@ -1,4 +1,6 @@
-"""A run's folder: chosen, locked so that only one run uses it, and described."""
+"""A run's folder: chosen, locked so that only one run uses it, and described.
+
+args: the flags."""
 
 import fcntl
 import glob
@@ -18,7 +20,6 @@ import torch
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job.args import Args
 from llm_demo.job.device import KERNEL_VARIABLES, links, this_device
 from llm_demo.job.files import ROOT, write_json
 from llm_demo.job.process import regular
@@ -50,7 +51,7 @@ RECORDED = (
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CRED|AUTH")
 
 
-def choose_folder(args: Args, script: str) -> Path:
+def choose_folder(args, script: str) -> Path:
     """The run's folder, not yet created or emptied. Raises UserError if it can't be used."""
     model = Path(args.model_name_or_path).name
     name = f"{script}-{model}-{datetime.now():%Y%m%d-%H%M%S-%f}"  # runs may begin together
@@ -135,7 +136,7 @@ def _refuse_places_in(folder: Path) -> None:
             raise UserError(f"--overwrite would delete {what}, in --output_dir {folder}")
 
 
-def _refuse_inputs_in(folder: Path, args: Args) -> None:
+def _refuse_inputs_in(folder: Path, args) -> None:
     """Raise UserError if --overwrite would delete what this run reads."""
     folder = folder.resolve()
     for flag in INPUTS:
@@ -149,7 +150,7 @@ def _refuse_inputs_in(folder: Path, args: Args) -> None:
                     )
 
 
-def lock_folder(folder: Path, args: Args):
+def lock_folder(folder: Path, args):
     """Lock an earlier run's folder before its checkpoints are searched. Returns a file to keep
     open, or None if there is nothing to lock. Creates nothing in a dry run. The lock ends with its
     process, however that ends. Raises UserError if another run uses the folder."""
@@ -164,7 +165,7 @@ def lock_folder(folder: Path, args: Args):
         raise UserError(f"--output_dir {folder}: {e.strerror}: {e.filename}") from None
 
 
-def take_folder(folder: Path, args: Args, held):
+def take_folder(folder: Path, args, held):
     """Create the folder, or empty it for --overwrite, when it may be the working folder; returns
     its lock. held: what `lock_folder` returned. Raises UserError if another run has taken the
     folder since."""

@@ -24,7 +24,7 @@ class Log:
     def __init__(self, args: Args, world: World, script: str):
         self.args, self.world = args, world
         self.is_main = world.rank == 0
-        self.track, self.close_tracker = open_tracker(args)
+        self.track, self.close_tracker = open_tracker(args.report_to)
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
         self.lock = self.file = None

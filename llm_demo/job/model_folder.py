@@ -1,6 +1,7 @@
 """A model's folder: opened and checked before step 1, and what an export writes besides weights."""
 
 import copy
+import functools
 import itertools
 import json
 import re
@@ -8,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import (
@@ -18,17 +20,75 @@ from transformers import (
 )
 
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.labels import stop_tokens
-from llm_demo.job.costs import head_widths, latent
+from llm_demo.job.args import Args
+from llm_demo.job.costs import active_of, head_widths, latent, parameters_of
+from llm_demo.job.dist import from_rank0, once_per_node
 from llm_demo.job.files import write_json
-from llm_demo.job.source import COMPARE, load_config, same_ids
-from llm_demo.job.text import words_of
+from llm_demo.job.source import (
+    COMPARE,
+    find_model,
+    load_config,
+    load_tokenizer,
+    position_limit,
+    same_ids,
+)
+from llm_demo.job.text import counted, words_of
 from llm_demo.job.weights_files import Weights, open_weights
 
 # What transformers neither checks nor can generate with otherwise; a boolean is a number too.
 NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
            "length_penalty", "max_length", "min_length", "num_beams")  # fmt: skip
+
+
+class Source(NamedTuple):
+    """The model's files and tokenizer."""
+
+    folder: Path
+    config: object  # from transformers
+    weights: Weights | None  # None: random weights
+    tokenizer: object
+
+
+def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source:
+    """The model's folder (downloaded if necessary), configuration, weights and tokenizer."""
+    folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
+    config, weights = open_model(folder, seq_len, say)
+    origin = (
+        f"weights of {folder}"
+        if weights
+        else f"no weights in {folder}: random ones, seed {args.seed}"
+    )
+    total, active = parameters_of(config), active_of(config)
+    size = f"{short(total)} parameters, {short(active)} active, " if active < total else ""
+    blocks = counted(config.num_hidden_layers, "block")
+    say(f"model: {config.model_type}, {blocks}, {size}{origin}")
+    if weights and (unused := [n + "*" * n.endswith(".") for n in weights.ignored]):
+        more = f" and {len(unused) - 3:,} more" * (len(unused) > 3)
+        say(
+            f"weights: not used: {', '.join(unused[:3])}{more} (layers of multi-token prediction, "
+            "rotary frequencies, what the index does not name)"
+        )
+    if seq_len > (limit := position_limit(config) or seq_len):
+        config.max_position_embeddings = seq_len
+        say(f"positions: up to {seq_len} instead of {limit}, since the weights are random")
+    tokenizer = load_tokenizer(args.tokenizer_name_or_path or str(folder), args.chat_template)
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, more than the model's {config.vocab_size}"
+        )
+    if args.save:
+        for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
+            say(f"export: {line}")
+    return Source(folder, config, weights, tokenizer)
+
+
+def short(n: int) -> str:
+    if n < 1e6:
+        return f"{n:,}"
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
 
 
 def open_model(

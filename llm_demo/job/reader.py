@@ -1,5 +1,6 @@
 """A run's folder read back: its settings, the records of its steps, their medians."""
 
+import contextlib
 import json
 import math
 import statistics
@@ -8,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.parsing import MAX_INT
 from llm_demo.job.process import read_text
 from llm_demo.job.text import counted
 
@@ -50,6 +52,20 @@ def read_run(folder: Path) -> SimpleNamespace:
     run.steps, run.evals = ([by[step] for step in sorted(by)] for by in (steps, evals))
     run.parts = step_parts(run)
     return run
+
+
+def settings_of(resume: str | None, folder: Path) -> dict:
+    """config.json of the run that --resume names, which must have a seq_len; else {}. resume: a
+    run, one of its checkpoints, "auto" for the run in `folder`, or None."""
+    if not resume:
+        return {}
+    named = folder if resume == "auto" else Path(resume)
+    for file in (named / "config.json", named.parent.parent / "config.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            settings = parse(read_text(file))
+            if 8 <= int(settings["seq_len"]) <= MAX_INT:
+                return {**settings, "seq_len": int(settings["seq_len"])}
+    return {}
 
 
 def read_records(file: Path) -> tuple[list[tuple[str, dict]], int]:

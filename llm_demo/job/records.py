@@ -29,14 +29,9 @@ class Records:
     first_step: the last step before this process. dtype: the compute dtype."""
 
     def __init__(
-        self,
-        args: Args,
-        world: World,
-        log: Log,
-        first_step: int,
-        max_steps: int,
+        self, args: Args, world: World, log: Log, first_step: int, max_steps: int,
         dtype: torch.dtype,
-    ):
+    ):  # fmt: skip
         self.args, self.world, self.log = args, world, log
         self.max_steps = max_steps
         device = this_device(world.device.index or 0)
@@ -82,11 +77,8 @@ class Records:
         if self.args.log_every > 1:
             self._watch(step, loss.detach() + norm)
         if read:
-            previous, self.pending = self.pending, (
-                step, history.tokens, history.label_tokens, lr, read,
-            )  # fmt: skip
-            if previous:
-                self._log_step(*previous)
+            self.flush()
+            self.pending = step, history.tokens, history.label_tokens, lr, read
             if step == self.max_steps:
                 self.flush()
 

@@ -2,7 +2,9 @@
 
 import argparse
 import functools
+import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +28,18 @@ from llm_demo.job.folder import published
 from llm_demo.job.generate import generate, prompts_of
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import describe_model
-from llm_demo.job.plan import Plan, configuration_of, make_plan
+from llm_demo.job.plan import Plan, make_plan
 from llm_demo.job.records import Records
 from llm_demo.job.saver import Saver
 from llm_demo.job.summary import COLUMNS, next_steps, summarise
 from llm_demo.job.text import counted
 
+# Entries of a configuration that neither change what a model with given weights computes, nor
+# which weights an untrained one starts with.
+WITHOUT_EFFECT = re.compile(
+    "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
+    "|transformers_version|use_cache"
+)
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
 
@@ -97,6 +105,12 @@ class Job:
                 self.records.open()
                 finish(self, best)
         return False
+
+
+def configuration_of(config) -> dict:
+    """What a checkpoint keeps of a model's configuration, to recognise another one."""
+    values = {k: v for k, v in config.to_dict().items() if not WITHOUT_EFFECT.fullmatch(k)}
+    return json.loads(json.dumps(values, default=str))
 
 
 def run(job: Job, engine) -> None:

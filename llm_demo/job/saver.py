@@ -61,16 +61,10 @@ class Saver:
 
     def __init__(
         self,
-        args: Args,
-        world: World,
-        log: Log,
-        identity: dict,
-        *,
-        copies: bool = False,
-        adapters: dict | None = None,
-        model: dict | None = None,
+        args: Args, world: World, log: Log, identity: dict, *, copies: bool = False,
+        adapters: dict | None = None, model: dict | None = None,
         describe: Callable[[], None] = lambda: None,
-    ):
+    ):  # fmt: skip
         self.args, self.world, self.log = args, world, log
         self.identity, self.copies, self.describe = identity, copies, describe
         self.adapters, self.model = adapters, model or {}
@@ -90,9 +84,10 @@ class Saver:
         # the checkpoint is of this run's folder, not of another run
         self.continues = self.path is not None and self.path.parent == self.folder
         self.seconds = time.perf_counter() - started
-        self.facts = from_rank0(world, lambda: checked_facts(self.path)) if self.path else {}
-        self.first_step = self.facts.get("step", 0)
+        self.facts, self.first_step = {}, 0
         if self.path:
+            self.facts = from_rank0(world, lambda: checked_facts(self.path))
+            self.first_step = self.facts["step"]
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
             self._compare_models()
             self._compare()
@@ -107,8 +102,12 @@ class Saver:
         text = f"{self.path}: the model's configuration has changed: {'; '.join(changes)}"
         if self.adapters:
             raise UserError(f"{text}; adapters belong to the model that they were trained on")
+        self._refuse(text)
+
+    def _refuse(self, text: str, advice: str = "") -> None:
+        """Raise UserError, or only log the difference with --resume_anyway."""
         if not self.args.resume_anyway:
-            raise UserError(f"{text}; to continue anyway, add --resume_anyway")
+            raise UserError(f"{text}; {advice}to continue anyway, add --resume_anyway")
         self.log.say(f"resume: {text}; continuing because of --resume_anyway")
 
     def _compare(self) -> None:
@@ -127,9 +126,7 @@ class Saver:
                     f"{shlex.quote(str(self.path))} OUT{merge}) and start a new run with "
                     "--model_name_or_path OUT; "
                 )
-            if not self.args.resume_anyway:
-                raise UserError(f"{text}; {advice}to continue anyway, add --resume_anyway")
-            self.log.say(f"resume: {text}; continuing because of --resume_anyway")
+            self._refuse(text, advice)
         before = self.facts.get("settings", {})
         frozen = [bool(values.get("freeze_router")) for values in (before, self.settings)]
         if frozen[0] != frozen[1]:
@@ -299,14 +296,9 @@ class Saver:
         """Log the checkpoint, if the writing thread has just published one."""
         if self.published:
             (path, size, seconds, stall), self.published = self.published, None
-            self.log.record(
-                {
-                    "step": int(path.name[-8:]),
-                    "save/bytes": size,
-                    "save/seconds": round(seconds, 3),
-                    "save/stall_s": round(stall, 3),
-                }
-            )
+            record = {"step": int(path.name[-8:]), "save/bytes": size}
+            record |= {"save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3)}
+            self.log.record(record)
             self.log.say(
                 f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
                 f"for {stall:.2f} s"
@@ -326,19 +318,19 @@ class Saver:
         if short:
             self.in_background = False
             self.log.say("checkpoints: too little host memory for copies, so training waits")
-        else:
+            return
 
-            def reserve():
-                memory = torch.empty(total, dtype=torch.uint8).zero_()
-                if any(t.is_cuda for t in local.values()):
-                    torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
-                    if not pin(memory, self):
-                        self.log.say("checkpoints: memory can't be pinned, so copying is slow")
-                for name, t in local.items():
-                    self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
+        def reserve():
+            memory = torch.empty(total, dtype=torch.uint8).zero_()
+            if any(t.is_cuda for t in local.values()):
+                torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
+                if not pin(memory, self):
+                    self.log.say("checkpoints: memory can't be pinned, so copying is slow")
+            for name, t in local.items():
+                self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
 
-            self.reserving = threading.Thread(target=reserve, daemon=True)
-            self.reserving.start()
+        self.reserving = threading.Thread(target=reserve, daemon=True)
+        self.reserving.start()
 
     def _stage(self, tensors: dict) -> dict:
         """Copy tensors to host memory, into the same buffers each time, pinned for a GPU."""
@@ -372,12 +364,8 @@ class Saver:
 
             on_all_ranks(show, self.world, self.group)
             now = time.perf_counter()
-            self.published = (
-                self.folder / name,
-                size,
-                now - started,
-                (training_resumed or now) - started,
-            )
+            stall = (training_resumed or now) - started
+            self.published = self.folder / name, size, now - started, stall
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
             final, reason = self.folder / name, reason_of(e, part)
             self.problem = UserError(

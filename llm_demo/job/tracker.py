@@ -6,21 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import Args
 
 
-def open_tracker(args: Args) -> tuple[Callable, Callable]:
-    """(track(folder, record), close()), which do nothing without a tracker. Its package is imported
-    only if asked for."""
-    if args.report_to == "none":
+def open_tracker(name: str) -> tuple[Callable, Callable]:
+    """(track(folder, record), close()), which do nothing without a tracker. name: of --report_to,
+    whose package is imported only then."""
+    if name == "none":
         return lambda folder, record: None, lambda: None
     try:
-        if args.report_to == "tensorboard":
+        if name == "tensorboard":
             from torch.utils.tensorboard import SummaryWriter
         else:
             import wandb
     except ImportError as e:
-        raise UserError(f"--report_to {args.report_to}: run pip install {args.report_to}") from e
+        raise UserError(f"--report_to {name}: run pip install {name}") from e
 
     opened = []  # the writer or the run, from the first record on
 
@@ -46,10 +45,10 @@ def open_tracker(args: Args) -> tuple[Callable, Callable]:
 
     def close() -> None:
         if opened:
-            opened[0].close() if args.report_to == "tensorboard" else opened[0].finish()
+            opened[0].close() if name == "tensorboard" else opened[0].finish()
         opened.clear()
 
-    return to_tensorboard if args.report_to == "tensorboard" else to_wandb, close
+    return to_tensorboard if name == "tensorboard" else to_wandb, close
 
 
 def numbers(record: dict) -> dict:

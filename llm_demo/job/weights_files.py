@@ -1,15 +1,24 @@
-"""A folder's weights: safetensors, read in part."""
+"""A folder's weights: safetensors, read in part.
+
+Hugging Face's files have a tensor for each matrix of each expert; in memory all experts of a block
+are fused. All other tensors have one name.
+
+    in memory                               in the files, for each expert e
+    ….mlp.experts.gate_up_proj [E, 2I, H]   ….mlp.experts.e.gate_proj.weight [I, H], then up_proj
+    ….mlp.experts.down_proj    [E, H, I]    ….mlp.experts.e.down_proj.weight [H, I]"""
 
 import contextlib
 import hashlib
 import json
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
-from llm_demo.job import names
+from llm_demo.core.experts import FUSED, fused
 from llm_demo.job.progress import watched
 from llm_demo.job.text import words_of
 
@@ -18,6 +27,53 @@ EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
 ROTARY = "rotary_emb.inv_freq"  # config.json implies these
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED = 1 << 24  # elements of two tensors that are compared at once
+EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+class Matrix(NamedTuple):
+    """A tensor of the files, and where it lies in the fused one."""
+
+    name: str
+    expert: int
+    rows: slice
+    shape: tuple[int, int]
+
+
+def matrices(name: str, shape: tuple) -> list[Matrix]:
+    """What a fused parameter of this shape consists of; [] for any other."""
+    if not fused(name):
+        return []
+    experts, _, kind = name.rpartition(".")
+    size = shape[1] // len(FUSED[kind])
+    return [
+        Matrix(f"{experts}.{e}.{matrix}.weight", e, slice(at, at + size), (size, shape[2]))
+        for e in range(shape[0])
+        for at, matrix in zip((0, size), FUSED[kind], strict=False)
+    ]
+
+
+def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
+    """{parameter: shape} for the {name: shape} of files."""
+    shapes = {}
+    for name, shape in files.items():
+        if match := EXPERT.fullmatch(name):
+            experts, expert, kind = match.groups()
+            kind, parts = ("down_proj", 1) if kind == "down" else ("gate_up_proj", 2)
+            name = f"{experts}.{kind}"
+            n = max(int(expert) + 1, *shapes.get(name, (0,))[:1])
+            shape = n, *(parts * size for size in shape[:1]), *shape[1:]
+        shapes[name] = shape
+    return shapes
+
+
+def in_files(wanted: dict[str, tuple], as_they_are: set[str]) -> dict[str, tuple]:
+    """{name: shape} in the files for a model's {parameter: shape}. as_they_are: names
+    that are in them as they are in memory."""
+    names = {}
+    for name, shape in wanted.items():
+        parts = [] if name in as_they_are else matrices(name, shape)
+        names |= {part.name: part.shape for part in parts} or {name: shape}
+    return names
 
 
 @contextlib.contextmanager
@@ -45,7 +101,7 @@ class Weights:
         named = files.keys()
         files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
         self.ignored += [n for n in files if n.endswith(ROTARY)]
-        self.folder, self.files, self.found = folder, files, {}
+        self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
         self.bytes_read = 0
         for file in sorted(set(files.values())):
@@ -53,22 +109,22 @@ class Weights:
                 self.ignored += sorted(set(opened.keys()) - named)
                 for name in (n for n, f in files.items() if f == file):
                     tensor = opened.get_slice(name)
-                    self.found[name] = tuple(tensor.get_shape())
+                    self.stored[name] = tuple(tensor.get_shape())
                     if (kind := tensor.get_dtype()) not in FLOATS:
                         raise UserError(
                             f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
                             "give a copy of the model in bf16"
                         )
-        self.shapes = names.in_memory(self.found)
+        self.shapes = in_memory(self.stored)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
         """Raise UserError naming a tensor of the files that is missing, has another shape than the
         model's, or is not in it. wanted: {name: shape} of the model. tied: names that may be
         missing."""
-        wanted = names.in_files(wanted, self.found.keys())
-        if missing := sorted(wanted.keys() - tied - self.found.keys()):
+        wanted = in_files(wanted, self.stored.keys())
+        if missing := sorted(wanted.keys() - tied - self.stored.keys()):
             raise UserError(f"{self.folder}: weight {missing[0]} is missing")
-        for name, shape in sorted(self.found.items()):
+        for name, shape in sorted(self.stored.items()):
             if name not in wanted and name not in self.ignored:
                 raise UserError(f"{self.folder}: {name} is not a weight of this model")
             if shape != wanted.get(name, shape):
@@ -91,7 +147,7 @@ class Weights:
     def digest(self) -> str:
         """A digest of the tensors' names, dtypes, shapes and of samples of their values, whichever
         files they are in. Reading all values would take minutes for a large model."""
-        found = {}
+        samples = {}
         for file in set(self.files.values()):
             with open(file, "rb") as opened:
                 length = int.from_bytes(opened.read(8), "little")
@@ -103,8 +159,9 @@ class Weights:
                     for at in (first, (first + end) // 2, max(first, end - SAMPLE)):
                         opened.seek(8 + length + at)
                         sample += opened.read(min(SAMPLE, end - at))
-                    found[name] = about["dtype"], about["shape"], hashlib.sha256(sample).hexdigest()
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+                    digest = hashlib.sha256(sample).hexdigest()
+                    samples[name] = about["dtype"], about["shape"], digest
+        return hashlib.sha256(json.dumps(samples, sort_keys=True).encode()).hexdigest()[:16]
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
@@ -122,19 +179,19 @@ class Weights:
         shape, values = self.shapes[name], None
         part = (*part, slice(None), slice(None))
         experts, rows, columns = (range(n)[s] for n, s in zip(shape, part, strict=False))
-        matrices = [m for m in names.matrices(name, shape) if m.expert in experts]
-        for file in dict.fromkeys(self.files[m.name] for m in matrices):
+        chosen = [m for m in matrices(name, shape) if m.expert in experts]
+        for file in dict.fromkeys(self.files[m.name] for m in chosen):
             with _open(file) as opened:
-                for m in (m for m in matrices if self.files[m.name] == file):
+                for m in (m for m in chosen if self.files[m.name] == file):
                     first, end = max(rows.start, m.rows.start), min(rows.stop, m.rows.stop)
                     if first >= end:
                         continue
                     of_matrix = slice(first - m.rows.start, end - m.rows.start)
-                    found = opened.get_slice(m.name)[of_matrix, columns.start : columns.stop]
+                    piece = opened.get_slice(m.name)[of_matrix, columns.start : columns.stop]
                     if values is None:
                         size = len(experts), len(rows), len(columns)
-                        values = torch.empty(size, dtype=found.dtype)
-                    values[m.expert - experts.start, first - rows.start : end - rows.start] = found
+                        values = torch.empty(size, dtype=piece.dtype)
+                    values[m.expert - experts.start, first - rows.start : end - rows.start] = piece
         return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
 
 
