@@ -296,8 +296,10 @@ class Saver:
         """Log the checkpoint, if the writing thread has just published one."""
         if self.published:
             (path, size, seconds, stall), self.published = self.published, None
-            record = {"step": int(path.name[-8:]), "save/bytes": size}
-            record |= {"save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3)}
+            record = {
+                "step": int(path.name[-8:]), "save/bytes": size,
+                "save/seconds": round(seconds, 3), "save/stall_s": round(stall, 3),
+            }  # fmt: skip
             self.log.record(record)
             self.log.say(
                 f"checkpoint: {path}, {size / 1e6:,.0f} MB in {seconds:.2f} s, training paused "
