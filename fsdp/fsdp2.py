@@ -1,5 +1,5 @@
-"""Every change to FSDP2's traffic and to its private parts. Results are bit-identical on two ranks;
-on more, sums run in another order.
+"""The changes to FSDP2 that save traffic and time. Results are bit-identical on two ranks; on more,
+sums run in another order.
 
 | change | how | lost without it (bench/LOG.md; 8B unless said) |
 |---|---|---|

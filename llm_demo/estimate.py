@@ -394,7 +394,7 @@ def largest_unit(sizes: list[int], blocks: list[int]) -> int:
 
 
 def with_master(compute) -> int:
-    """Bytes of a weight and its fp32 master in one process, see parallel/masters.py."""
+    """Bytes of a weight and its fp32 master in one process, see core/masters.py."""
     size = compute.dtype.itemsize
     halves = compute.dtype == torch.bfloat16 and compute.compile  # of which one is the weight
     return 4 if halves or size == 4 else 4 + size

@@ -96,8 +96,8 @@ def layer_specs(
 
     make(name) materialises a submodule, only on its own stage. sizes: blocks of each unit of each
     piece. budget: activation memory budget, None if uncompiled. Tied embeddings are one
-    TiedLayerSpec at both ends: both stages keep a copy, whose gradients DeepSpeed sums before the
-    step."""
+    TiedLayerSpec at both ends: both stages keep a copy, whose gradients ds_patches.py sums before
+    the step."""
     layers, bounds, at = [], [0], 0
     for layout, units in zip(layouts, sizes, strict=True):
         for k, size in enumerate(units):

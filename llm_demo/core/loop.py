@@ -122,8 +122,8 @@ def evaluate(job, engine, step: int) -> bool:
             bar.update(len(part))
     dist.all_reduce(total)
     loss, wrong = total.tolist()
-    rows = len(packs.row_docs)
-    job.records.add_eval(step, loss / int(packs.label_counts.sum()), rows - round(wrong), rows)
+    documents, labels = len(packs.row_docs), int(packs.label_counts.sum())
+    job.records.add_eval(step, loss / labels, documents - round(wrong), documents)
     job.timer.restart()
     return True
 

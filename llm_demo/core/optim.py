@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter
-# what a checkpoint adds to each matrix if gradients are compressed (parallel/lowrank.py)
+# what a checkpoint adds to each matrix if gradients are compressed (fsdp/lowrank.py)
 PSGD = ERROR, FACTOR = "psgd_error", "psgd_factor"
 LOW = "low"  # and for a bf16 parameter that is half of its master: the other half
 
@@ -240,7 +240,7 @@ def clipped_step(
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip if that norm is not finite. Returns the norm.
 
-    norm_of: the parts for global_norm; default: all gradients, whole on this rank.
+    norm_of: the parts for global_norm, each gradient once; default: all, whole on this rank.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
     ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.

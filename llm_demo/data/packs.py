@@ -1,7 +1,7 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
 file -> records (records.py) -> documents (labels.py), memory-mapped from a cache folder -> rows of
-exactly seq_len slots (packing.py) -> the rows of step k, and their tensors (steps.py)"""
+exactly seq_len slots (packing.py) -> the rows of step k, and their tensors (core/rows.py)"""
 
 import contextlib
 import fcntl
