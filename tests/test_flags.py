@@ -284,7 +284,7 @@ def test_parsed_flags_are_flat_and_in_the_order_of_the_help(kind):
 
 def test_choices_are_those_that_the_code_knows():
     assert choices(args.ModelArgs, "attn_impl") == ("auto", *attention.IMPLS)
-    assert choices(args.DataArgs, "data_format") == records.DATA_FORMATS
+    assert choices(args.DataArgs, "data_format") == ("auto", *records.FORMATS)
 
 
 def test_out_of_memory_advice_shows_current_values_and_skips_what_is_on():

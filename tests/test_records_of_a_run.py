@@ -34,7 +34,8 @@ def a_run(max_steps, *flags):
 def add(timer, records, step, loss=None, **more):
     loss = torch.tensor(2.5) if loss is None else loss
     timer.count(tokens=10, labels=5, slots=10, flops=0)
-    read = timer.end(lambda: {"loss": loss, "norm": torch.tensor(1.0), **more}, first=step == 1)
+    numbers = {"loss": loss, "norm": torch.tensor(1.0)}
+    read = timer.end(numbers, lambda: more, first=step == 1)
     records.add(step, 10, 5, 1e-3, read, torch.tensor(2.5), torch.tensor(1.0))
 
 

@@ -56,11 +56,7 @@ def train(job, engine) -> None:
         timer.count(tokens=n_tokens, labels=n_labels, slots=slots, flops=plan.flops_of(rows))
         read = None
         if records.logs(n + 1):
-
-            def numbers(loss=loss, norm=norm):
-                return {"loss": loss, "norm": norm, **engine.more()}
-
-            read = timer.end(numbers, first=n == first)
+            read = timer.end({"loss": loss, "norm": norm}, engine.more, first=n == first)
         with timer.mute():
             records.add(n + 1, n_tokens, n_labels, lr, read, loss, norm)
             if records.profile(n + 2):

@@ -80,15 +80,17 @@ class StepTimer:
         """Count a step: its tokens, labels, slots and flops over all ranks."""
         self.counts.update(steps=1, **counts)
 
-    def end(self, numbers: Callable[[], dict], first: bool = False) -> Callable[[], Timings]:
+    def end(
+        self, numbers: dict, more: Callable[[], dict] = dict, first: bool = False
+    ) -> Callable[[], Timings]:
         """End an interval. Returns what reads it, to be called a logged step later: by then the
         device has come here.
 
-        numbers() -> {name: tensor on the device}, which are copied to the host meanwhile.
-        first: the next interval begins after them, for the first step's also compile."""
+        numbers: {name: tensor on the device}; more(): further ones, which may take communication.
+        Both are copied to the host meanwhile. first: the next interval begins after the copies."""
         ended = self.comm.event()
         with self.mute():
-            copies = {name: _to_cpu(value) for name, value in numbers().items()}
+            copies = {name: _to_cpu(value) for name, value in {**numbers, **more()}.items()}
         copied = self.comm.event()  # later than `ended`
         *peaks, retries = memory_peaks(self.device)
         memory = (*peaks, retries - self.retries)

@@ -47,7 +47,6 @@ FORMATS = {
     "input": ((("input", "target"),), BESIDE),
     "text": ((("text",),), ()),
 }
-DATA_FORMATS = ("auto", *FORMATS)
 ACCEPTED = (
     "messages, conversations, prompt + completion, instruction + output (+ input), question + "
     "answer, input + target, text, input_ids (+ labels), or two columns named by --input_key and "
