@@ -3,9 +3,9 @@
 Draws bench/results/NAME.jsonl as bench/plots/NAME.png: throughput, peak memory and how a step's
 time is spent, one bar a row. If the rows differ only in engine, flags, micro-batch size and
 gradient accumulation, throughput is drawn as curves over slots per step, with a ring where one
-passes FSDP's. Several files with commas between them become one picture, named after the first: the
-curves that all have, one panel a file, as for links of different speed. --check fails if a picture
-was drawn from other results."""
+passes FSDP's. Several files with commas between them become one picture, named after the first: a
+panel of bars for each file, as for links of different speed. --check fails if a picture was drawn
+from other results."""
 
 import argparse
 import hashlib
@@ -208,7 +208,7 @@ def draw(name: str, file: Path) -> None:
     if lines:
         draw_curves(parts[0].subplots(), lines)
     below = parts[-1].subplots(1, 3)
-    bars(below[0], labelled, "thousand slots/s", lambda s: s["median_slots_per_s"] / 1e3)
+    bars(below[0], labelled, "thousand slots/s", in_thousands)
     bars(below[1], labelled, "peak GiB of the fullest rank", lambda s: max(store.peaks_of(s)))
     split(below[2], labelled)
     for axes in below:
@@ -238,27 +238,39 @@ def draw_curves(axes, lines: dict[str, list[dict]]) -> None:
     axes.set_ylabel("thousand slots/s")
 
 
-def draw_panels(names: list[str], file: Path) -> None:
-    """Draw the curves that all files have: a panel for each file."""
+def draw_links(names: list[str], file: Path) -> None:
+    """Draw the throughput of the engines that all files have: a panel for each file, and the bars
+    at the largest number of slots per step that all files have."""
     files = list(map(rows_of, names))
-    panels = list(map(lines_of, files))
-    for name, panel in zip(names, panels, strict=True):
-        if not panel:
-            raise UserError(f"{name} has no curves: python -m bench.plots {name} draws its bars")
+    steps = set.intersection(*({*map(slots, rows)} for rows in files))
+    panels = []
+    for name, rows in zip(names, files, strict=True):
+        rows = [row for row in rows if slots(row) == max(steps, default=0)]
+        panels.append({way(row): row for row in rows})
+        if len(panels[-1]) < len(rows) or not all(in_common(rows)):
+            raise UserError(f"{name} has bars that differ in more than engine and flags")
     common = in_all(panels)
     if not common:
         raise UserError(f"{', '.join(names)}: no engine with the same flags is in all of them")
+    common.sort(key=lambda name: -panels[0][name]["summary"]["median_slots_per_s"])
     shared = in_common([rows[0] for rows in files])
-    figure = Figure(figsize=(4.8 * len(panels), 5.4), layout="constrained")
-    top = 1.08 * max(y for panel in panels for name in common for _, y in points(panel[name]))
+    figure = Figure(figsize=(9.5, 1.2 + 0.26 * len(common)), layout="constrained")
     for axes, panel, rows in zip(
-        figure.subplots(1, len(panels), squeeze=False)[0], panels, files, strict=True
-    ):
-        curves(axes, {name: panel[name] for name in common}, top)
-        axes.set_title(words(rows[0], [not same for same in shared]))
-    figure.axes[0].set_ylabel("thousand slots/s")
-    figure.suptitle(words(files[0][0], shared))
+        figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0],
+        panels, files, strict=True,
+    ):  # fmt: skip
+        title = words(rows[0], [not same for same in shared])
+        bars(axes, [(name, panel[name]) for name in common], title, in_thousands)
+    rates = [in_thousands(panel[name]["summary"]) for panel in panels for name in common]
+    axes.set(xlim=(0, 1.2 * max(rates)), ylim=(len(common) - 0.4, -0.6))
+    axes.set_yticks(range(len(common)), common)
+    head = f"thousand slots/s at {max(steps):,} slots per step: {words(files[0][0], shared)}"
+    figure.suptitle(head, fontsize=11)
     save(figure, file, *names)
+
+
+def in_thousands(summary: dict) -> float:
+    return summary["median_slots_per_s"] / 1e3
 
 
 def save(figure: Figure, file: Path, *names: str) -> None:
@@ -309,7 +321,7 @@ def main() -> int:
         names = picture.split(",")
         file, mark = PLOTS / f"{names[0]}.png", digest(*names)
         if not args.check:
-            draw(*names, file) if len(names) == 1 else draw_panels(names, file)
+            draw(*names, file) if len(names) == 1 else draw_links(names, file)
             print(file)
         elif not file.exists() or mark.encode() not in file.read_bytes():
             raise UserError(f"{file} is out of date: run python -m bench.plots {picture}")

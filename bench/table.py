@@ -3,7 +3,7 @@
 With names it prints the tables of bench/results/NAME.jsonl (my-box/seed). Without, it updates the
 tables between <!-- table: NAME --> and <!-- end --> in README.md and docs/*.md; --check only fails
 if one of them differs from the results. NAME#toks/s and NAME#peak_mem(G) compare each model's rows
-with its first."""
+with its first; NAME#fsdp has one engine's rows in eight columns."""
 
 import argparse
 import re
@@ -24,6 +24,7 @@ HEAD = (
     "waiting", "toks/s", "real/s", "learnt/s", "MFU", "peak_mem(G)", "allocated(G)", "host_mem(G)",
 )  # fmt: skip
 QUALITY = ("rank", "bytes sent", "held-out loss at the end", "held-out rows answered exactly")
+SHORT = "micro", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)"
 OPTIONAL = {
     "model": 1,
     "real/s": 0,
@@ -112,8 +113,10 @@ def table(name: str) -> str:
         lines = map(quality_of, sorted(results, key=rank_of))
         return markdown([QUALITY, ["---"] * len(QUALITY), *lines])
     results = in_order(results)
-    if column:
+    if column in COMPARED:
         return compared(results, column)
+    if column:
+        return short([result for result in results if result["row"]["engine"] == column])
     env = len({result["row"]["env"] for result in results}) > 1  # the text names a common one
     host = any(re.search("offload|on_host", result["row"]["flags"]) for result in results)
     lines = [[str(cell) for cell in line_of(result, env, host)] for result in results]
@@ -122,6 +125,13 @@ def table(name: str) -> str:
         if len(set(column) - {""}) > OPTIONAL.get(title, -1):
             columns.append((title, "---", *column))
     return markdown(zip(*columns, strict=True))
+
+
+def short(results: list[dict]) -> str:
+    """Return a table of one engine's rows, in few columns; a time is the median."""
+    lines = [dict(zip(HEAD, map(str, line_of(result)), strict=True)) for result in results]
+    rows = [[line[title].split(" (")[0] for title in SHORT] for line in lines]
+    return markdown([["micro_bsz", *SHORT[1:]], ["---"] * len(SHORT), *rows])
 
 
 def compared(results: list[dict], column: str) -> str:

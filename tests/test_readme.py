@@ -248,18 +248,6 @@ def test_the_shapes_of_data_and_the_backends_are_those_there_are():
     )
 
 
-def test_the_readmes_first_table_is_of_the_benchmarks():
-    """Each of its rows is in a table of docs/benchmarks.md or ways.md, with its model or all of
-    one."""
-    lines = (DOCS["benchmarks"] + DOCS["ways"]).splitlines()
-    measured = [cells(row) for row in lines if row.startswith("| ")]
-    rows = [cells(row) for row in README.splitlines() if row.startswith("| qwen3-")]
-    assert len(rows) == 6
-    for model, engine, *numbers in rows:
-        same = [row for row in measured if {engine, *numbers} <= set(row)]
-        assert [row for row in same if model in row or "0.6b" in model and "qwen3-8b" not in row]
-
-
 def test_the_messages_of_the_troubleshooting_tables_are_printed_by_something():
     sources = [p for top in (*SCRIPTS, "llm_demo") for p in (ROOT / top).rglob("*.py")]
     text = "".join(p.read_text() for p in (*sources, ROOT / "setup.sh"))
