@@ -458,3 +458,19 @@ def test_a_rank_that_waits_too_long_is_one_line(tmp_path):
     done = run(command, DIST_TIMEOUT_MINUTES="0.04")
     line = "error: rank 1 waited 0.04 minutes for another rank, which hangs or needs longer; DIST_"
     assert line in done.stderr and "RuntimeError" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        torch.distributed.DistBackendError("NCCL error in: x\nCuda failure 2 'out of memory'"),
+    ],
+    ids=["PyTorch", "NCCL"],
+)
+def test_a_full_gpu_is_one_line_with_advice(error):
+    code, line, _ = dist.verdict(error, lambda: None, lambda flags: "1. --micro_batch_size")
+    assert code == 1 and "is out of GPU memory (" in line and "out of memory" in line
+    assert line.endswith("in this order: 1. --micro_batch_size") and "\n" not in line
+    other = torch.distributed.DistBackendError("NCCL error in: x\nunhandled system error")
+    assert dist.verdict(other, None, None) == (1, "", False)

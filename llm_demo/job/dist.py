@@ -77,6 +77,9 @@ def start() -> World:
         backend, options = "gloo", {}
     try:
         dist.init_process_group(backend, timeout=timeout(), **options, **store)
+        if size > 1 and device.type == "cuda":
+            # NCCL connects the ranks in the first sum. It must not find the card filled by PyTorch.
+            dist.all_reduce(torch.zeros((), device=device, dtype=torch.float64))
     except Exception as e:
         if reason := fault_of_environment(e):
             raise UserError(reason) from e
@@ -204,8 +207,10 @@ def verdict(
         return 2, str(error), rank != "0"  # rank 0 usually has the same error
     if isinstance(error, KeyboardInterrupt):
         return 130, "stopped by SIGINT", False
-    if isinstance(error, torch.OutOfMemoryError):
-        steps, cause = advice(parse()) if advice else "", str(error).split(". ")[0]
+    full = isinstance(error, dist.DistBackendError) and "out of memory" in str(error)  # in NCCL
+    if full or isinstance(error, torch.OutOfMemoryError):
+        cause = str(error).splitlines()[-1] if full else str(error).split(". ")[0]
+        steps = advice(parse()) if advice else ""
         hint = f"; what helps, in this order: {steps}" if steps else ""
         return 1, f"rank {rank} is out of GPU memory ({cause}){hint}", False
     if timed_out(error):
