@@ -18,12 +18,19 @@ from fsdp.layout import Layout
 from fsdp.sharding import precision, shard_units, sum_over_ranks
 from fsdp.shards import Shards
 from fsdp.units import Unit, plain_units, sharded_units
-from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
+from llm_demo.core.decoder import (
+    Blocks,
+    DecoderLoss,
+    allocate,
+    compile_forward,
+    fill,
+    make_units,
+    skeleton,
+)
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
 from llm_demo.core.spread import keep_part, spread_rows
-from llm_demo.core.weights import allocate, fill
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node

@@ -27,7 +27,7 @@ from fsdp.units import Unit, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World
-from llm_demo.core.sums import add, compile_once, sum_into
+from llm_demo.core.optim import add, compile_once, sum_into
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives

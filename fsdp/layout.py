@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from llm_demo.core.batch import Part
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import REPLICA, SHARD, World, make_mesh
+from llm_demo.core.rows import Part
 from llm_demo.job.args import Args
 
 

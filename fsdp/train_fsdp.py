@@ -21,7 +21,6 @@ from fsdp.sharding import accumulate
 from fsdp.shards import not_optimized, training_state
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import label_positions, real_tokens, to_device
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.optim import (
     LossScale,
@@ -31,7 +30,7 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import micro_batches
+from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_device
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start

@@ -13,7 +13,7 @@ from llm_demo.core.decoder import DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import local_part
-from llm_demo.core.sums import add, add_into, compile_once, sum_into
+from llm_demo.core.optim import add, add_into, compile_once, sum_into
 
 # For the optimizer on the host (host_adamw.py):
 SLICE = 1 << 21  # elements that are copied and updated at a time

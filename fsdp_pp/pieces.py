@@ -6,9 +6,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp.sharding import precision, shard_units, sum_over_ranks
-from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward
+from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, compile_forward, fill
 from llm_demo.core.experts import blocks_with_experts
-from llm_demo.core.weights import allocate, fill
 from llm_demo.job.costs import unit_sizes
 
 

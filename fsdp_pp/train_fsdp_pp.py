@@ -26,7 +26,6 @@ from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import label_positions, to_device
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, STAGE, World, make_mesh, on_device
@@ -38,7 +37,7 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import heldout_rows, micro_batches
+from llm_demo.core.rows import heldout_rows, label_positions, micro_batches, to_device
 from llm_demo.job.args import Args, less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start

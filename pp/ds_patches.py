@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
-from llm_demo.core.optim import CompiledAdamW, LossScale, clipped_step
-from llm_demo.core.sums import add, compile_once
+from llm_demo.core.optim import CompiledAdamW, LossScale, add, clipped_step, compile_once
 from pp.deepspeed_base import TESTED, get_accelerator
 
 # isort: split

@@ -15,11 +15,18 @@ import torch
 import torch.distributed as dist
 
 from llm_demo import estimate as memory
-from llm_demo.core.batch import answers_of, label_positions, to_device
-from llm_demo.core.decoder import skeleton
+from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.optim import make_adamw, set_lr
-from llm_demo.core.rows import Packs, bounds_of, heldout_rows, micro_batches, share_of
-from llm_demo.core.weights import materialise
+from llm_demo.core.rows import (
+    Packs,
+    answers_of,
+    bounds_of,
+    heldout_rows,
+    label_positions,
+    micro_batches,
+    share_of,
+    to_device,
+)
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes

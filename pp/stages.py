@@ -7,11 +7,10 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import nn
 
-from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
+from llm_demo.core.attention import make_documents, rotary_tables
 from llm_demo.core.decoder import Blocks, compile_forward
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
-from llm_demo.core.rotary import rotary_tables
+from llm_demo.core.rows import position_ids
 
 
 class Layout:

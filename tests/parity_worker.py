@@ -204,7 +204,7 @@ def make_adamw(*args, make=optim.make_adamw):
 optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 if not torch.cuda.is_available():
-    optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
+    optim.compile_once = lambda function: function  # C++ takes 20 s to compile
 if KIND == "fsdp":
     import fsdp.build
     import fsdp.host_adamw

@@ -17,10 +17,9 @@ from fsdp import activations_on_host, estimate
 from fsdp.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.core.weights import allocate, fill
 from llm_demo.estimate import attention_bytes
 from llm_demo.job.choices import fused_kernels
 

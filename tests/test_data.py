@@ -16,9 +16,8 @@ import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped
 from transformers import Qwen3Config
 
-from llm_demo.core.batch import Part, real_tokens
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import collate, order_rows, step_rows
+from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside

@@ -25,9 +25,8 @@ from transformers import (
 )
 
 from llm_demo import export, fit
-from llm_demo.core.decoder import make_units, skeleton
+from llm_demo.core.decoder import fill, make_units, materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import fill, materialise
 from llm_demo.job import checkpoint_files
 from llm_demo.job.costs import (
     active_of,

@@ -16,12 +16,10 @@ from transformers import (
 )
 
 from llm_demo import evaluate
-from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
-from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.attention import make_documents, rotary_tables
+from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.rotary import rotary_tables
-from llm_demo.core.weights import allocate
+from llm_demo.core.rows import position_ids
 from llm_demo.job.source import load_config
 from pp.stages import Layout
 

@@ -4,9 +4,8 @@ import warnings
 
 import torch
 
-from llm_demo.core.decoder import Blocks, DecoderLoss, Tail
+from llm_demo.core.decoder import Blocks, DecoderLoss, Tail, materialise
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import materialise
 from llm_demo.job.weights_files import Weights
 from pp import deepspeed_base
 from pp.deepspeed_base import check_kinds, check_names, quiet

@@ -14,11 +14,10 @@ import torch
 
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import label_positions, to_device
 from llm_demo.core.decoder import DecoderLoss, compile_forward, make_units, skeleton
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.optim import make_adamw, set_lr
-from llm_demo.core.rows import micro_batches
+from llm_demo.core.rows import label_positions, micro_batches, to_device
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes

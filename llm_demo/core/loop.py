@@ -8,10 +8,17 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.batch import Batch, answers_of, label_positions
 from llm_demo.core.errors import Stopped
 from llm_demo.core.optim import lr_at
-from llm_demo.core.rows import Packs, heldout_rows, micro_batches, token_counts
+from llm_demo.core.rows import (
+    Batch,
+    Packs,
+    answers_of,
+    heldout_rows,
+    label_positions,
+    micro_batches,
+    token_counts,
+)
 
 EVAL_BATCHES = 8  # an evaluation checks for a stop every 8 micro-batches of each rank
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import nn
 
-from llm_demo.core.optim import LOW, MOMENTS, can_halve, join, split
-from llm_demo.core.sums import add, compile_once
+from llm_demo.core.optim import LOW, MOMENTS, add, can_halve, compile_once, join, split
 
 
 class Group:

@@ -1,4 +1,4 @@
-"""AdamW's groups, the learning rate schedule, the global gradient norm, fp16's loss scale."""
+"""AdamW, the learning rate schedule, sums and global norm of gradients, fp16's loss scale."""
 
 import functools
 import math
@@ -85,7 +85,7 @@ class CompiledAdamW(torch.optim.AdamW):
                 low = self.state[tensors[0]].get(LOW)
                 low = [None] * len(slices[0]) if low is None else self._slices(low)
                 for *parts, other_half in zip(*slices, low, strict=True):
-                    compiled_adamw()(*parts, *numbers, other_half)
+                    compile_once(_adamw)(*parts, *numbers, other_half)
 
     def _slices(self, t: torch.Tensor) -> list[torch.Tensor]:
         """The tensor in slices, flat, so that shapes of equal size share their code."""
@@ -94,16 +94,12 @@ class CompiledAdamW(torch.optim.AdamW):
         return [flat] if len(flat) <= self.SLICE else list(flat.split(self.SLICE))
 
 
-@functools.cache
-def compiled_adamw():
-    """The compiled _adamw, one pass over the memory."""
-    return torch.compile(_adamw, dynamic=False)
-
-
 def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=None):
-    """In-place AdamW, skipped if skip > 0. Source: "Decoupled Weight Decay Regularization"
-    (Loshchilov and Hutter 2019). less: lr * decay; size: lr / (1 - beta1**step); root: sqrt(1 -
-    beta2**step). low: the other half of the master, for a bf16 p."""
+    """In-place AdamW, one pass over the memory once compiled; skipped if skip > 0.
+
+    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019). less: lr * decay;
+    size: lr / (1 - beta1**step); root: sqrt(1 - beta2**step). low: the other half of the master,
+    for a bf16 p."""
     if low is not None:
         master = join(p, low)
         _adamw(master, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps)
@@ -260,3 +256,34 @@ def clipped_step(
     loss_scale.update(skip)
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+# Sums of gradients, each in one pass over the memory once compiled. PyTorch's own kernels that add
+# bf16 to fp32 run at half the memory bandwidth, once per tensor.
+
+
+@functools.cache
+def compile_once(function, dynamic: bool | None = False):
+    """The function, compiled the first time. dynamic: as in torch.compile; a unit has few, fixed
+    shapes, which leave nothing to generalise."""
+    return torch.compile(function, dynamic=dynamic)
+
+
+def add(sums: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Add gradients to their sums in place, also bf16 gradients to fp32 sums."""
+    torch._foreach_add_(sums, grads)
+
+
+def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Set `out` to the sum of `parts`, tensors of its shape, added in its dtype."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+
+
+def add_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Add the sum of `parts`, tensors of its shape, to `out`; all additions are in its dtype."""
+    total = parts[0].to(out.dtype)
+    for part in parts[1:]:
+        total = total + part
+    out.add_(total)

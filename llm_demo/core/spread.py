@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llm_demo.core.attention import IMPLS, attend
-from llm_demo.core.batch import Part
+from llm_demo.core.attention import IMPLS, LongRope, attend
 from llm_demo.core.experts import PRODUCTS, blocks_with_experts, sorted_experts
-from llm_demo.core.rotary import LongRope
+from llm_demo.core.rows import Part
 
 GROUPS = {}  # by name: what the compiler sees
 
