@@ -117,9 +117,8 @@ def lines(*files: Path) -> int:
 
 # what a step of a dense model takes from a row to an updated weight, in the order of reading
 PATH = (
-    "core/rows core/attention core/decoder core/loss core/loss_kernel "
-    "core/optim core/masters core/mesh core/loop fsdp/layout fsdp/build fsdp/sharding fsdp/fsdp2 "
-    "fsdp/shards fsdp/units fsdp/train_fsdp"
+    "core/rows core/attention core/decoder core/loss core/loss_kernel core/optim core/masters "
+    "core/mesh core/loop fsdp/build fsdp/sharding fsdp/fsdp2 fsdp/train_fsdp"
 )
 
 

@@ -13,11 +13,15 @@ from fsdp import copy_engines, estimate
 from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
-from fsdp.host_adamw import HostAdamW, host_need, prepare_host
-from fsdp.layout import Layout
-from fsdp.sharding import precision, shard_units, sum_over_ranks
-from fsdp.shards import Shards
-from fsdp.units import Unit, plain_units, sharded_units
+from fsdp.host_adamw import (
+    HostAdamW,
+    UnitSum,
+    host_need,
+    plain_units,
+    prepare_host,
+    sharded_units,
+)
+from fsdp.sharding import Layout, Shards, precision, shard_units, sum_over_ranks
 from llm_demo.core.decoder import (
     Blocks,
     DecoderLoss,
@@ -184,7 +188,7 @@ def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:
     )  # fmt: skip
 
 
-def tune(model: DecoderLoss, units: list[Unit], job, layout: Layout) -> None:
+def tune(model: DecoderLoss, units: list[UnitSum], job, layout: Layout) -> None:
     """Make FSDP2's transfers fewer and faster. Logs what this PyTorch lacks."""
     args, compute = job.args, job.plan.compute
     engines = choose_engines(args.copy_engines, job.world, layout.group, list(model.units), job.log)
@@ -199,7 +203,7 @@ def tune(model: DecoderLoss, units: list[Unit], job, layout: Layout) -> None:
 
 
 def filled(
-    lm: PreTrainedModel, model: DecoderLoss, units: list[Unit], job, layout: Layout, compiled
+    lm: PreTrainedModel, model: DecoderLoss, units: list[UnitSum], job, layout: Layout, compiled
 ) -> Shards | Masters | HostAdamW:
     """Give the model its weights. Returns what is optimized."""
     args, plan = job.args, job.plan

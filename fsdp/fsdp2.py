@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp import copy_engines
-from fsdp.sharding import WithExperts, empty_sum
-from fsdp.units import Unit, params_of, shard_sizes, shards_of
+from fsdp.host_adamw import UnitSum
+from fsdp.sharding import WithExperts, empty_sum, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World
@@ -48,7 +48,7 @@ def reduce_traffic(
     engines: bool = False,
     reshards: bool = True,
     timed: Callable | None = None,
-    units: list[Unit] = (),
+    units: list[UnitSum] = (),
     replicas: int = 1,
 ) -> list[str]:
     """Modify every unit of a sharded model before its first step; return what this PyTorch does not
@@ -181,7 +181,7 @@ class SumInFp32:
 
     def __init__(
         self, module: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
-        timed: Callable | None = None, unit: Unit | None = None, scratch: Scratch | None = None,
+        timed: Callable | None = None, unit: UnitSum | None = None, scratch: Scratch | None = None,
         pool: str | None = None,
     ):  # fmt: skip
         self.module, self.dtype, self.group, self.timed = module, dtype, group, timed

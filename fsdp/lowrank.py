@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp.shards import on_grid
-from fsdp.units import shards_of
+from fsdp.sharding import on_grid, shards_of
 from llm_demo.core.mesh import REPLICA, local_part
 from llm_demo.core.optim import ERROR, FACTOR
 

@@ -15,10 +15,17 @@ import torch
 from fsdp import estimate
 from fsdp.build import build
 from fsdp.flags import GROUPS, sums_each
-from fsdp.layout import Layout, describe, from_owners, layout_of, refuse_plan
 from fsdp.lowrank import choose_low_rank
-from fsdp.sharding import accumulate
-from fsdp.shards import not_optimized, training_state
+from fsdp.sharding import (
+    Layout,
+    accumulate,
+    describe,
+    from_owners,
+    layout_of,
+    not_optimized,
+    refuse_plan,
+    training_state,
+)
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.loop import heldout_batches

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fsdp.fsdp2 import reduce_traffic
-from fsdp.shards import Shards
+from fsdp.sharding import Shards
 from fsdp_pp.pieces import Pieces
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.masters import Masters

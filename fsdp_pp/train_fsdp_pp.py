@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
-from fsdp.sharding import accumulate
-from fsdp.shards import not_optimized, training_state
+from fsdp.sharding import accumulate, not_optimized, training_state
 from fsdp_pp import estimate, orders, runner
 from fsdp_pp.build import build
 from fsdp_pp.flags import GROUPS

@@ -131,7 +131,7 @@ class Masters:
             group.weights.copy_(group.master)
 
     def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, as `shards.adam_views`.
+        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, as `adam_views` of fsdp.
         All are in place, except masters made of two halves: pass those back to `store`."""
         for group in self.groups:
             state = optimizer.state[group.master]
