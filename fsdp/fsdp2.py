@@ -50,8 +50,9 @@ def reduce_traffic(
     timed: Callable | None = None,
     units: list[UnitSum] = (),
     replicas: int = 1,
-) -> list[str]:
-    """Modify every unit of a sharded model before its first step; return what this PyTorch does not
+    say: Callable = print,
+) -> None:
+    """Modify every unit of a sharded model before its first step; say what this PyTorch does not
     support.
 
     Args:
@@ -104,7 +105,8 @@ def reduce_traffic(
                 unit.set_custom_all_gather(GatherIntoScratch(scratch))
             else:
                 missing["gathering into shared memory"] = "FSDP2 takes no other all-gather"
-    return [f"not {what}: {why}" for what, why in missing.items()]
+    for what, why in missing.items():
+        say(f"fsdp: not {what}: {why}")
 
 
 def few_of_each_node(ranks: list[int], local_size: int) -> bool:

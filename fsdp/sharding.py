@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     dp_rank: int
     grid: DeviceMesh  # all ranks
     mesh: DeviceMesh  # what FSDP2 shards and sums over: the grid, or a replica if PowerSGD does
-    spread: int = 1  # ranks that each block's experts are spread over
+    expert_parallel: int = 1  # ranks that each block's experts are spread over
 
     @property
     def group(self) -> ProcessGroup:
@@ -71,7 +71,7 @@ def refuse_plan(args: Args, layout: Layout, plan) -> None:
         raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
 
 
-def describe(layout: Layout, args: Args, world: World, say: Callable) -> str:
+def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> str:
     """The kind of parallelism in a few words. Warns of rows that are spread over nodes."""
     name = "FSDP2" if layout.sharded else "one process"
     if layout.replicas > 1:
@@ -119,23 +119,23 @@ class WithExperts(nn.Module):
 
 
 def shard_units(
-    model: DecoderLoss, dtype: torch.dtype, mesh: DeviceMesh, reshard: bool, spread=None
+    model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool, same_experts=None
 ) -> None:
     """Shard each unit of blocks with FSDP2 over a mesh, and before them the routers, if there are
-    any: fp32 in every dtype, gathered together, before the first block. spread: the mesh of the
-    ranks with the same experts, if not all ranks have the same."""
+    any: fp32 in every dtype, gathered together, before the first block. mp_policy: of `precision`.
+    same_experts: the mesh of the ranks with the same experts, if not all ranks have the same."""
     routers, experts = set(), set()
     if model.routers:
         fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
         routers = set(model.routers.parameters())
-    if spread:
+    if same_experts:
         experts = {p for b in blocks_with_experts(model) for p in b.mlp.experts.parameters()}
-    how = {"mp_policy": precision(dtype), "reshard_after_forward": reshard}
+    how = {"mp_policy": mp_policy, "reshard_after_forward": reshard}
     for i, unit in enumerate(model.units):
         fully_shard(unit, mesh=mesh, ignored_params=routers | experts, **how)
         if experts & set(unit.parameters()):
-            model.units[i] = WithExperts(unit, spread.get_group())
-            fully_shard(model.units[i], mesh=spread, **how)
+            model.units[i] = WithExperts(unit, same_experts.get_group())
+            fully_shard(model.units[i], mesh=same_experts, **how)
 
 
 def empty_sum(unit: FSDPModule, compute, size, dtype: torch.dtype, device) -> torch.Tensor:

@@ -19,10 +19,10 @@ from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import (
     Layout,
     accumulate,
-    describe,
     from_owners,
     layout_of,
     not_optimized,
+    parallelism_of,
     refuse_plan,
     training_state,
 )
@@ -51,12 +51,13 @@ def main() -> None:
     args, world = parse(), start()
     args.check_processes(world.size)
     job, layout = Job(args, world, "fsdp"), layout_of(args, world)
-    parallelism = describe(layout, args, world, job.log.say)
+    parallelism = parallelism_of(layout, args, world, job.log.say)
     job.log.resolved(fsdp=layout.sharded, parallelism=parallelism)
     job.decide(layout.data_parallel, functools.partial(check_experts, args))
     refuse_plan(args, layout, job.plan)
-    layout = layout._replace(spread=estimate.choose_spread(*job.planned(), world, job.log))
-    how = layout.n_shards, layout.sharded, layout.spread
+    expert_parallel = estimate.choose_spread(*job.planned(), world, job.log)
+    layout = layout._replace(expert_parallel=expert_parallel)
+    how = layout.n_shards, layout.sharded, expert_parallel
     if args.use_activation_checkpointing:
         job.plan = estimate.choose_attention_kept(job, *how)
     if args.estimate:

@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
 from fsdp.sharding import accumulate, not_optimized, training_state
-from fsdp_pp import estimate, orders, runner
-from fsdp_pp.build import build
+from fsdp_pp import estimate, orders
+from fsdp_pp.build import TiedEnds, build, tied_group
 from fsdp_pp.flags import GROUPS
-from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
@@ -81,7 +80,7 @@ def main() -> None:
         run(job, ShardedPipeline(job, layout, counts))
 
 
-class Layout(NamedTuple):
+class StageLayout(NamedTuple):
     """The ranks of a run: stages, and the shards of each."""
 
     where: list[int]  # the stage of each piece of the model
@@ -92,34 +91,33 @@ class Layout(NamedTuple):
     grid: DeviceMesh  # the same
 
 
-def layout_of(args: Args, world: World) -> Layout:
+def layout_of(args: Args, world: World) -> StageLayout:
     """What the flags mean for this number of ranks. Collective."""
     n_shards = world.size // args.stages
     where = orders.stages_of(args.schedule, args.stages)
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
-    return Layout(where, n_shards, *divmod(world.rank, n_shards), ranks, grid)
+    return StageLayout(where, n_shards, *divmod(world.rank, n_shards), ranks, grid)
 
 
 class ShardedPipeline:
     """This rank's pieces of the model, and what loop.train asks of it. counts: blocks of each
     piece."""
 
-    def __init__(self, job: Job, layout: Layout, counts: list[int]):
+    def __init__(self, job: Job, layout: StageLayout, counts: list[int]):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.job, self.args, self.layout, self.device = job, args, layout, world.device
         self.last = len(layout.where) - 1
         shards = layout.grid[SHARD]
         self.links = self.connect()
-        built = build(job, layout, counts)
-        self.pieces, self.optimized = built.pieces, built.optimized
+        self.pieces, self.optimized, n_params, compiled = build(job, layout, counts)
         # which takes the gradients of each backward
         self.flat = isinstance(self.optimized, Masters)
         n_local = sum(p.numel() for p in self.optimized.params)
         parallelism = job.log.settings["parallelism"]
-        job.log.say(f"{parallelism}: {built.n_params:,} parameters, {n_local:,} here")
+        job.log.say(f"{parallelism}: {n_params:,} parameters, {n_local:,} here")
         params = self.optimized.params
-        self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, built.compiled)
+        self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
         self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
         ends, group = [layout.ranks[layout.where[i]].tolist() for i in (0, -1)], None
@@ -245,7 +243,7 @@ class ShardedPipeline:
 
         shape = micro, plan.data.train.seq_len, plan.source.config.hidden_size
         hidden = shape, plan.compute.dtype
-        runner.run(work, last, self.links, hidden, forward, backward)
+        orders.run_stage(work, last, self.links, hidden, forward, backward)
 
 
 class Lookahead(dict):

@@ -130,7 +130,7 @@ def check_kinds(path: str, values: dict) -> None:
 def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"  # see ds_patches.join
+    on_cpu = accelerator.device_name() == "cpu"  # see ds_patches.join_group
     if dtype == torch.float16 and not (on_cpu or accelerator.is_fp16_supported()):
         raise UserError("--dtype fp16: DeepSpeed has no fp16 on this device; take bf16 or fp32")
     config = {

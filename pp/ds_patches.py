@@ -41,7 +41,7 @@ def need(mapping, name):
 need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(CompiledAdamW)
 
 
-def join(device: torch.device) -> None:
+def join_group(device: torch.device) -> None:
     """Make DeepSpeed use the existing process group."""
     if device.type == "cpu":
         # It compiles an all-reduce for inference: 30 s, a compiler, and 132 MiB in /dev/shm. The

@@ -82,8 +82,8 @@ class Pipeline:
     each piece of the model."""
 
     def __init__(self, job: Job, switches: dict, counts: list[int]):
-        from pp import ds_engine, ds_state, stages
-        from pp.ds_patches import join
+        from pp import ds_engine, ds_state
+        from pp.ds_patches import join_group
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
@@ -91,22 +91,24 @@ class Pipeline:
         self.replicas, self.done = world.size // args.stages, saver.first_step
 
         # each stage makes only its own layers
-        join(world.device)
+        join_group(world.device)
         lm = skeleton(config, compute.attn_impl, weights)
         n_params = param_count(lm)
         rotary = lm.model.rotary_emb
-        self.layouts = [stages.Layout(rotary, compute.attn_impl, world.device) for _ in counts]
+        self.inputs = [
+            ds_engine.BlockInputs(rotary, compute.attn_impl, world.device) for _ in counts
+        ]
         budget = args.activation_memory_budget if compute.compile else None
         make = functools.partial(
             materialise, lm, weights=weights, seed=args.seed, device=world.device
         )
         sizes = [unit_sizes(config, count, args.blocks_per_unit) for count in counts]
         checkpointing = args.use_activation_checkpointing
-        specs, bounds = stages.layer_specs(
-            lm.config, make, sizes, self.layouts, checkpointing, budget
+        specs, bounds = ds_engine.layer_specs(
+            lm.config, make, sizes, self.inputs, checkpointing, budget
         )
-        loss_fn = functools.partial(stages.loss_fn, compiled=compute.compile)
-        self.score_fn = functools.partial(stages.score_fn, compiled=compute.compile)
+        loss_fn = functools.partial(ds_engine.loss_fn, compiled=compute.compile)
+        self.score_fn = functools.partial(ds_engine.score_fn, compiled=compute.compile)
         kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
         with loading(weights, args.stages):
             module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
@@ -158,10 +160,10 @@ class Pipeline:
         return torch.stack(scores).sum(0, dtype=torch.float64)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
-        from pp.stages import ask_fn
+        from pp.ds_engine import ask_fn
 
-        for layout in self.layouts:
-            layout.follow(itertools.repeat(batch.cu_seqlens))
+        for inputs in self.inputs:
+            inputs.follow(itertools.repeat(batch.cu_seqlens))
         inputs = to_device(self.device, batch.input_ids)[0], to_device(self.device, index)
         # DualPipeV needs several micro-batches: repeat the same one
         out = self.forward_only(itertools.repeat(inputs), self.pieces, ask_fn)
@@ -193,9 +195,9 @@ class Pipeline:
         Without a factor, labels are for `score_fn`."""
         micro, max_docs = micro or self.args.micro_batch_size, self.job.plan.data.max_docs
         over = self.replica, self.replicas
-        for layout in self.layouts:
+        for inputs in self.inputs:
             shares = share_of(rows, *over, micro)
-            layout.follow(boundaries(packs, group, max_docs) for group in shares)
+            inputs.follow(boundaries(packs, group, max_docs) for group in shares)
 
         def pairs():
             batches = micro_batches(packs, rows, *over, micro, max_docs)

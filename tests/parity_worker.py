@@ -229,7 +229,7 @@ for case in json.load(open(CASES)):
     torch.nn.functional.linear = linear  # ZeRO-3 replaces it
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
         as_it_is = case.get("as_it_is")
-        fsdp.build.reduce_traffic = (lambda *_, **__: []) if as_it_is else reduce_traffic
+        fsdp.build.reduce_traffic = (lambda *_, **__: None) if as_it_is else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
     gc.unfreeze()  # else this case's model would stay

@@ -59,7 +59,7 @@ def config():
 def decoder(config, keep=0, backend=None):
     lm = skeleton(config, "sdpa")
     sizes = [1] * config.num_hidden_layers
-    units = make_units(lm, sizes, True, keep, fused_kernels("sdpa"))
+    units = make_units(lm.model.layers, sizes, True, None, keep, fused_kernels("sdpa"))
     for unit in units if backend else ():
         unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend, fullgraph=True)
     model = DecoderLoss(lm, units)

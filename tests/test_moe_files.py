@@ -165,7 +165,7 @@ def test_units_of_blocks_of_different_sizes():
     assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
     assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
     lm = skeleton(TINY["qwen3"], "math")
-    units = make_units(lm, unit_sizes(lm.config, 4, 0), False)
+    units = make_units(lm.model.layers, unit_sizes(lm.config, 4, 0), False)
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
     assert math.prod(len(unit.blocks) for unit in units) == 2

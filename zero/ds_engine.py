@@ -49,7 +49,7 @@ def read_switches(path: str) -> dict:
     return switches
 
 
-def describe(switches: dict) -> str:
+def parallelism_of(switches: dict) -> str:
     """A few words for the log and config.json."""
     zero = switches["zero_optimization"]
     names = {"offload_optimizer": "optimizer", "offload_param": "parameters"}

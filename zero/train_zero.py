@@ -14,7 +14,7 @@ import torch
 
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import DecoderLoss, compile_forward, make_units, skeleton
+from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import label_positions, micro_batches, to_device
@@ -42,7 +42,7 @@ def main() -> None:
     job = Job(args, world, "zero")
     if switches["zero_optimization"]["stage"] == 3:
         args.comm_timer = False  # its gathers and reductions end later than the calls
-    job.log.resolved(parallelism=ds_engine.describe(switches), comm_timer=args.comm_timer)
+    job.log.resolved(parallelism=ds_engine.parallelism_of(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
     plan = job.plan
     settings = ds_engine.engine_config(
@@ -63,7 +63,7 @@ class Zero:
 
     def __init__(self, job: Job, settings: dict):
         from pp import ds_state
-        from pp.ds_patches import join
+        from pp.ds_patches import join_group
         from zero import ds_engine
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
@@ -71,14 +71,12 @@ class Zero:
         self.job, self.args, self.world = job, args, world
 
         # stage 3 shards each block as soon as it has weights
-        join(world.device)
+        join_group(world.device)
         lm = skeleton(config, compute.attn_impl, weights)
         n_params = param_count(lm)
         sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
-        units = make_units(lm, sizes, args.use_activation_checkpointing)
-        if compute.compile:
-            for unit in units:
-                compile_forward(unit, args.activation_memory_budget)
+        budget = args.activation_memory_budget if compute.compile else None
+        units = make_units(lm.model.layers, sizes, args.use_activation_checkpointing, budget)
         with loading(weights, 1):
             ds_engine.build(lm, weights, args.seed, world.device, compute.dtype, settings)
         self.model = DecoderLoss(lm, units, compute.compile)

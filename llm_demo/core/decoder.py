@@ -4,7 +4,7 @@ more than it keeps."""
 import contextlib
 import copy
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -91,15 +91,23 @@ class Blocks(nn.Module):
 
 
 def make_units(
-    lm, sizes: list[int], checkpointing: bool, keeping: int = 0, kept: list | None = None
+    layers: Sequence[nn.Module],
+    sizes: list[int],
+    checkpointing: bool,
+    budget: float | None = None,
+    keeping: int = 0,
+    kept: list | None = None,
 ) -> list[Blocks]:
-    """The decoder's blocks in units, each compiled and sharded as one. sizes: blocks of each unit.
-    keeping: so many of the last blocks, if recomputed, keep what the operators `kept` return."""
+    """A decoder's blocks in units, each compiled and sharded as one. sizes: blocks of each unit.
+    budget: --activation_memory_budget if they are compiled. keeping: so many of the last blocks, if
+    recomputed, keep what the operators `kept` return."""
     units, i = [], 0
     for size in sizes:
         of_unit = kept if i >= sum(sizes) - keeping else []
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, of_unit))
+        units.append(Blocks(list(layers[i : i + size]), checkpointing, of_unit))
         i += size
+        if budget is not None:
+            compile_forward(units[-1], budget)
     return units
 
 

@@ -103,7 +103,7 @@ def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=N
     if low is not None:
         master = join(p, low)
         _adamw(master, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps)
-        for old, new in zip((p, low), split(master), strict=True):
+        for old, new in zip((p, low), halve(master), strict=True):
             old.copy_(new)
         return
     g = g.float() / divisor
@@ -121,7 +121,7 @@ def can_halve(dtype: torch.dtype, fp32_grads: bool) -> bool:
     return dtype == torch.bfloat16 and (not fp32_grads or hasattr(torch.Tensor, "grad_dtype"))
 
 
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def halve(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split an fp32 tensor into bf16 weights and int16 remainders; `join` is the inverse.
 
     Weights are rounded to nearest, ties to even. The remainder, added to a weight's bits, gives its
@@ -134,7 +134,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Restore the fp32 tensor from the two results of `split`."""
+    """Restore the fp32 tensor from the two results of `halve`."""
     high = weights.view(torch.int16).to(torch.int32) << 16
     return (high + low).view(torch.float32)
 
