@@ -15,7 +15,7 @@ from llm_demo.job.costs import unit_sizes
 from llm_demo.job.source import load_config
 from pp import deepspeed_base, ds_engine, ds_patches
 from pp.cut import costs, describe_split, split
-from pp.stages import layer_specs
+from pp.ds_engine import layer_specs
 from zero import ds_engine as zero_engine
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
