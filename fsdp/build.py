@@ -13,14 +13,7 @@ from fsdp import copy_engines, estimate
 from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
-from fsdp.host_adamw import (
-    HostAdamW,
-    UnitSum,
-    host_need,
-    plain_units,
-    prepare_host,
-    sharded_units,
-)
+from fsdp.host_adamw import HostAdamW, UnitSum, host_need, plain_units, prepare_host, sharded_units
 from fsdp.sharding import Layout, Shards, precision, shard_units, sum_over_ranks
 from llm_demo.core.decoder import (
     Blocks,
@@ -29,11 +22,12 @@ from llm_demo.core.decoder import (
     fill,
     make_units,
     skeleton,
+    spread_rows,
 )
+from llm_demo.core.experts import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
-from llm_demo.core.spread import keep_part, spread_rows
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node

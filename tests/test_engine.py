@@ -126,7 +126,7 @@ def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
     accelerator = deepspeed_base.get_accelerator()
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)  # a CPU may lack it
-    ds_patches.join(torch.device("cpu"))
+    ds_patches.join_group(torch.device("cpu"))
     assert accelerator.is_fp16_supported()
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         monkeypatch.setattr(dist, name, lambda *args, name=name: (name, *args))

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
@@ -21,9 +22,8 @@ from llm_demo.core.attention import LongRope, rope_type, rotary_tables
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
-
-for _impl in attention.IMPLS:
-    AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
+from llm_demo.core.mesh import exchange_rows, known
+from llm_demo.core.rows import Part
 
 
 def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> PreTrainedModel:
@@ -184,6 +184,44 @@ class DecoderLoss(nn.Module):
                 hidden = unit(hidden, rotary, position_ids, documents)
         return self.tail(hidden, index, targets, answers) if self.tail else hidden
 
+
+def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
+    """Let a model take slices of rows, number i of them on the group's rank i, with the documents
+    of whole rows.
+
+    All of a decoder but its attention works on single tokens. There the slices of a group become
+    whole rows of a share of the heads, and back, so that an attention backend sees every document
+    whole. Source: "DeepSpeed Ulysses" (Jacobs et al. 2023)."""
+    config = model.config
+    config._attn_implementation = config._attn_implementation.replace("packed", "spread")
+    for block in model.model.layers:
+        block.self_attn.spread_over = known(group), group.size()
+    if isinstance(model.model.rotary_emb, LongRope):
+        model.model.rotary_emb.part = Part(group.rank(), group.size())
+
+
+def attend_spread(impl: str, module, q, k, v, attention_mask, *, documents=None, **kwargs):
+    """As `attention.attend`, of this rank's slices: q [B, H, s, D], k [B, KV, s, D], v [B, KV, s,
+    E] -> [B, s, H, E]. documents: of whole rows [B, S]."""
+    group, n = module.spread_over
+    D, E = q.shape[-1], v.shape[-1]
+    if k.shape[1] < n:
+        k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))
+    # for rank i share i of the heads: [n, B, s, h, D]
+    shares = [x.unflatten(1, (n, -1)).permute(1, 0, 3, 2, 4) for x in (q, k, v)]
+    rows = exchange_rows(torch.cat([x.flatten(3) for x in shares], -1), group)
+    rows = rows.transpose(0, 1).flatten(1, 2)  # from rank i slice i: [B, S, ...]; a view if B is 1
+    q, k, v = rows.split([x.shape[3] * x.shape[4] for x in shares], -1)
+    q, k = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k))
+    v = v.unflatten(-1, (-1, E)).transpose(1, 2)
+    out, _ = attention.attend(impl, module, q, k, v, attention_mask, documents=documents, **kwargs)
+    out = exchange_rows(out.unflatten(1, (n, -1)).transpose(0, 1), group)  # [n, B, s, h, E]
+    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), None
+
+
+for _impl in attention.IMPLS:
+    AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
+    AttentionInterface.register(f"spread_{_impl}", partial(attend_spread, _impl))
 
 # What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
 # not know: every run would trace and differentiate its blocks again. The names of the kernels are

@@ -10,15 +10,7 @@ from collections.abc import Iterator, Set
 import torch
 from torch import nn
 
-from llm_demo.core.optim import (
-    LOW,
-    MOMENTS,
-    add,
-    can_halve,
-    compile_once,
-    halve,
-    join,
-)
+from llm_demo.core.optim import LOW, MOMENTS, add, can_halve, compile_once, halve, join
 
 
 class Group:
