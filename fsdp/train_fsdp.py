@@ -28,7 +28,7 @@ from fsdp.sharding import (
 )
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.loop import heldout_batches
+from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import (
     LossScale,
     adam_steps,
@@ -120,13 +120,9 @@ class Fsdp:
             model.routers.update_bias(args.router_bias_update, norm)
         return total, norm
 
-    @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         over, max_docs = (self.layout.dp_rank, self.layout.data_parallel), self.max_docs
-        for batch, *labels in heldout_batches(packs, *over, micro, max_docs):
-            total += self.forward(batch, *labels)
-        return total
+        return score_rows(self.forward, packs, *over, micro, max_docs)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         tokens = self.forward(batch, index)

@@ -41,7 +41,7 @@ from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, run
 from llm_demo.job.source import check_experts
-from pp.cut import describe_split, given_counts, split
+from pp.cut import plan_and_cut
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 
@@ -55,20 +55,12 @@ def main() -> None:
     world = start()
     args.check_processes(world.size)
     job, layout = Job(args, world, "fsdp_pp"), layout_of(args, world)
-
-    def refuse(config):
-        check_experts(args, config)
-        given_counts(config, len(layout.where), args.partition)
-
-    job.decide(layout.n_shards, refuse)
-    config, train = job.plan.source.config, job.plan.data.train
-    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
-    counts = split(config, len(layout.where), args.partition, *cost)
     parallelism = f"{args.schedule} pipeline of {args.stages} stages"
     if layout.n_shards > 1:
         parallelism += f", each sharded over {layout.n_shards} processes"
-    job.log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    job.log.say(f"pipeline: {describe_split(counts, layout.where, config, *cost)}")
+    job.log.resolved(parallelism=parallelism)
+    refuse = functools.partial(check_experts, args)
+    counts = plan_and_cut(job, layout.n_shards, layout.where, refuse)
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and layout.n_shards == 1:

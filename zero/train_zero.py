@@ -15,7 +15,7 @@ import torch
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
-from llm_demo.core.loop import heldout_batches
+from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
 from llm_demo.core.rows import label_positions, micro_batches, to_device
 from llm_demo.job.args import less_memory, parse_args
@@ -62,16 +62,15 @@ class Zero:
     """The model on this rank, and what loop.train asks of it. settings: DeepSpeed's."""
 
     def __init__(self, job: Job, settings: dict):
-        from pp import ds_state
-        from pp.ds_patches import join_group
+        from pp import ds_patches, ds_state
         from zero import ds_engine
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
-        self.job, self.args, self.world = job, args, world
+        self.job, self.args, self.world, self.ds_state = job, args, world, ds_state
 
         # stage 3 shards each block as soon as it has weights
-        join_group(world.device)
+        ds_patches.join_group(world.device)
         lm = skeleton(config, compute.attn_impl, weights)
         n_params = param_count(lm)
         sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
@@ -113,13 +112,9 @@ class Zero:
         engine.step()
         return total, engine.get_global_grad_norm()
 
-    @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         over, max_docs = (self.world.rank, self.world.size), self.job.plan.data.max_docs
-        for batch, *labels in heldout_batches(packs, *over, micro, max_docs):
-            total += self.forward(batch, *labels)
-        return total
+        return score_rows(self.forward, packs, *over, micro, max_docs)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         return self.forward(batch, index)
@@ -128,14 +123,10 @@ class Zero:
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        from pp.ds_state import training_state
-
-        return training_state(self.engine, copies=True)
+        return self.ds_state.training_state(self.engine, copies=True)
 
     def facts(self) -> dict:
-        from pp.ds_state import facts_of
-
-        return facts_of(self.engine)
+        return self.ds_state.facts_of(self.engine)
 
     def forward(self, batch, index, targets=None, answers=None, call=None) -> torch.Tensor:
         """DecoderLoss.forward. call: the engine, for a forward that has a backward."""

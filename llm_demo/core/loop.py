@@ -3,7 +3,7 @@
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -152,6 +152,16 @@ def heldout_batches(
     for batch in micro_batches(packs, rows, replica, replicas, micro, max_docs):
         index, targets = label_positions(batch.labels)
         yield batch, index, targets, answers_of(index, batch.cu_seqlens)
+
+
+@torch.no_grad()
+def score_rows(
+    forward: Callable, packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
+) -> torch.Tensor:
+    """What an engine's `score` returns. forward(batch, index, targets, answers): loss.score of a
+    micro-batch."""
+    batches = heldout_batches(packs, replica, replicas, micro, max_docs)
+    return sum(forward(*batch).double() for batch in batches)
 
 
 def ends_early(args, evals: list[tuple[int, float]]) -> bool:
