@@ -1,8 +1,6 @@
 """Builds the model of train_fsdp.py, sharded before it has weights, so that no process makes or
 reads more than its share."""
 
-from typing import NamedTuple
-
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,16 +38,9 @@ from llm_demo.job.weights_files import loading
 LARGE = 100_000_000
 
 
-class Built(NamedTuple):
-    model: DecoderLoss
-    optimized: Shards | Masters | HostAdamW
-    compiled: bool  # whether AdamW is
-    row_group: ProcessGroup | None  # the ranks with slices of the same rows
-
-
-def build(job, layout: Layout) -> Built:
-    """Build the model on every rank. job: a run.Job that is open. Raises UserError if the host has
-    too little memory."""
+def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdamW, bool]:
+    """Build the model on every rank: (it, what is optimized, whether AdamW is compiled). job: a
+    run.Job that is open. Raises UserError if the host has too little memory."""
     args, plan, world, say = job.args, job.plan, job.world, job.log.say
     weights, compute, on_host = plan.source.weights, plan.compute, args.optimizer_on_host
     in_16_bits = compute.dtype != torch.float32
@@ -88,7 +79,7 @@ def build(job, layout: Layout) -> Built:
         else:
             optimized = host or Shards(model)
     log_sizes(job, layout, n_params, n_trained, sum(p.numel() for p in optimized.params))
-    return Built(model, optimized, compiled, row_group)
+    return model, optimized, compiled
 
 
 def adapted(job) -> tuple[PreTrainedModel, int, int]:

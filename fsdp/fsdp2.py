@@ -26,7 +26,7 @@ from fsdp.host_adamw import UnitSum
 from fsdp.sharding import WithExperts, empty_sum, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
-from llm_demo.core.mesh import World
+from llm_demo.core.mesh import World, all_gather
 from llm_demo.core.optim import add, compile_once, sum_into
 
 try:
@@ -65,7 +65,7 @@ def reduce_traffic(
         timed: with engines, CommTimer.call: it calls a function of copy_engines.
         units: those that sum gradients themselves.
         replicas: over which FSDP2 then sums the group's sums."""
-    missing, scratch = {}, None
+    missing = {}
     # Without resharding, gathers and exchanges never overlap, so they share one buffer.
     pool = None if reshards else ONE_POOL
     sums = {unit.module: unit for unit in units}
@@ -76,14 +76,10 @@ def reduce_traffic(
     # FSDP2 orders the transfers of one root only. Accumulated gradients are exchanged otherwise.
     users = set(modules) - by_engines if isinstance(model, FSDPModule) else set()
     users = {m for m in users if not (accumulates and isinstance(m, Blocks | WithExperts))}
-    by_nccl = [params_of(m) for m in users]
-    if None in by_nccl:
-        missing["sharing memory between transfers"] = "FSDP2 has changed"
-    elif group.size() > 1 and any(by_nccl):  # a single rank's gradients don't pass a reduce-scatter
-        lengths = [sum(shard_sizes(p)) * shards_of(p[0]) for p in by_nccl if p]
-        # a stand-in for a unit's sum has its length
-        length = max([*lengths, *(unit.length for unit in units)])
-        scratch = Scratch(length, dtype, world.device)
+    scratch = scratch_for(users, units, group, dtype, world.device, missing)
+    takes_others = hasattr(FSDPModule, "set_custom_reduce_scatter")
+    if not takes_others:
+        missing["sending gradients in 16 bits"] = "FSDP2 takes no other transfers"
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
     for unit in modules:
@@ -91,22 +87,29 @@ def reduce_traffic(
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
-        if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
-            missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
-        elif few and not accumulates:
+        if few and takes_others and not accumulates:
             adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
             by = timed if unit in by_engines else None
             how = SumInFp32(unit, dtype, ranks, compiles, by, adds, scratch, pool)
             unit.set_custom_reduce_scatter(how)
         if unit in by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
-        elif scratch and not isinstance(unit, Blocks | WithExperts):
-            if hasattr(unit, "set_custom_all_gather"):
-                unit.set_custom_all_gather(GatherIntoScratch(scratch))
-            else:
-                missing["gathering into shared memory"] = "FSDP2 takes no other all-gather"
+        elif scratch and takes_others and not isinstance(unit, Blocks | WithExperts):
+            unit.set_custom_all_gather(GatherIntoScratch(scratch))
     for what, why in missing.items():
         say(f"fsdp: not {what}: {why}")
+
+
+def scratch_for(users, units: list[UnitSum], group, dtype, device, missing: dict):
+    """A Scratch for the longest transfer of the modules `users` by NCCL, or None."""
+    params = [params_of(m) for m in users]
+    if None in params:
+        missing["sharing memory between transfers"] = "FSDP2 has changed"
+    elif group.size() > 1 and any(params):  # a single rank's gradients don't pass a reduce-scatter
+        lengths = [sum(shard_sizes(p)) * shards_of(p[0]) for p in params if p]
+        # a stand-in for a unit's sum has its length
+        return Scratch(max([*lengths, *(unit.length for unit in units)]), dtype, device)
+    return None
 
 
 def few_of_each_node(ranks: list[int], local_size: int) -> bool:
@@ -150,9 +153,7 @@ class GatherIntoScratch:
         return self.scratch.take(math.prod(size))
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        # PyTorch 2.13 renamed it
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class GatherByEngines:

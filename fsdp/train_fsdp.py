@@ -76,18 +76,14 @@ class Fsdp:
     def __init__(self, job: Job, layout: Layout):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.args, self.job, self.layout, self.device = args, job, layout, world.device
-        self.built = built = build(job, layout)
-        self.model, self.optimized = built.model, built.optimized
+        self.model, self.optimized, compiled = build(job, layout)
         self.optimizer = self.optimized
         if not args.optimizer_on_host:
             params = self.optimized.params
-            self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, built.compiled)
+            self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
             self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
-        self.low_rank = choose_low_rank(
-            args, self.optimized.model_params, layout.grid,
-            done=saver.first_step, max_steps=plan.horizon.max_steps, say=job.log.say,
-        )  # fmt: skip
+        self.low_rank = choose_low_rank(job, self.optimized.model_params, layout.grid)
         self.aux_loss = None
         fill_adam_state(self.optimizer, saver.facts["adam_steps"] if saver.path else 0)
         if saver.path:
@@ -114,22 +110,22 @@ class Fsdp:
         grads = optimized.grads()
         if self.low_rank:
             self.low_rank.reduce(grads)
-        parts = [(grads, self.layout.group if self.layout.sharded else None)]
-        norm = clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, parts)
+        group = self.layout.group if self.layout.sharded else None
+        norm = clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, grads, group)
         if args.router_bias_update:
             model.routers.update_bias(args.router_bias_update, norm)
         return total, norm
 
     def score(self, packs, micro: int) -> torch.Tensor:
-        over, max_docs = (self.layout.dp_rank, self.layout.data_parallel), self.max_docs
-        return score_rows(self.forward, packs, *over, micro, max_docs)
+        over = self.layout.dp_rank, self.layout.data_parallel
+        return score_rows(self.forward, packs, *over, micro)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         tokens = self.forward(batch, index)
-        if self.built.row_group is None:
+        if self.model.tail.group is None:
             return tokens
         ours, _ = self.layout.part.of_positions(index, batch.input_ids.shape[1])
-        return from_owners(tokens, ours, self.built.row_group)
+        return from_owners(tokens, ours, self.model.tail.group)
 
     def more(self) -> dict[str, torch.Tensor]:
         numbers = {} if self.aux_loss is None else {"moe/aux_loss": self.aux_loss}
@@ -148,10 +144,6 @@ class Fsdp:
             self.low_rank.sum_errors()
         return {"adam_steps": adam_steps(self.optimizer), "loss_scale": self.loss_scale.facts()}
 
-    @property
-    def max_docs(self) -> int:
-        return self.job.plan.data.max_docs
-
     def forward(self, batch, index, targets=None, answers=None) -> torch.Tensor:
         """DecoderLoss.forward of this rank's slice of the rows. index: of whole rows."""
         part, shape = self.layout.part, tuple(batch.input_ids.shape)
@@ -166,7 +158,7 @@ class Fsdp:
 
     def batches_of(self, rows):
         over, micro = (self.layout.dp_rank, self.layout.data_parallel), self.args.micro_batch_size
-        return micro_batches(self.job.plan.data.train, rows, *over, micro, self.max_docs)
+        return micro_batches(self.job.plan.data.train, rows, *over, micro)
 
     def see(self, batch) -> None:
         """Let routers know which tokens are padding."""

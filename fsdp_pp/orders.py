@@ -10,7 +10,7 @@ Language Model Training on GPU Clusters Using Megatron-LM". v: pieces placed as 
 
 import functools
 from bisect import bisect
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import torch
@@ -155,35 +155,23 @@ def run_stage(
             None for the first piece.
         backward: backward(piece, k, y, gradient) runs autograd from the output y. gradient: None
             for the last piece, whose output is the loss. Without `backward`, nothing is kept."""
-    shape, dtype = hidden
-    kept, passed = {}, {}  # (piece, k) -> output; (kind, piece) -> from another piece of this stage
-
-    def take(kind, piece):
-        if (kind, piece) in links.received:
-            return links.received[kind, piece].take()
-        return passed[kind, piece].popleft()
-
-    def give(kind, piece, t):
-        if (kind, piece) in links.sent:
-            links.sent[kind, piece].send(t)
-        else:
-            passed.setdefault((kind, piece), deque()).append(t)
-
+    kept = {}  # (piece, k) -> output
     for kind, piece, k, receives in work:
         for received_kind, to in receives:  # while the device computes, since the host is ahead
-            links.expect(received_kind, to, shape, dtype)
+            links.expect(received_kind, to, *hidden)
         links.begin()
         if kind == FORWARD:
-            x = take(FORWARD, piece) if piece else None
+            x = links.take(FORWARD, piece) if piece else None
             if piece and backward:
                 # leaves before FSDP2 waits for its reductions at the end of the backward
-                x.requires_grad_().register_hook(lambda grad, p=piece: give(BACKWARD, p - 1, grad))
+                back = functools.partial(links.give, BACKWARD, piece - 1)
+                x.requires_grad_().register_hook(back)
             y = forward(piece, k, x)
             if backward:
                 kept[piece, k] = y
             if piece < last:
-                give(FORWARD, piece + 1, y.detach())
+                links.give(FORWARD, piece + 1, y.detach())
         else:
-            grad = take(BACKWARD, piece) if piece < last else None
+            grad = links.take(BACKWARD, piece) if piece < last else None
             backward(piece, k, kept.pop((piece, k)), grad)
     links.finish()

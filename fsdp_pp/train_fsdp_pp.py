@@ -147,7 +147,7 @@ class ShardedPipeline:
         args, data, layout = self.args, self.job.plan.data, self.layout
         total = torch.zeros((), device=self.device)
         over, micro = (layout.shard, layout.n_shards), args.micro_batch_size
-        batches = micro_batches(data.train, rows, *over, micro, data.max_docs)
+        batches = micro_batches(data.train, rows, *over, micro)
         batches = self.job.timer.data(batches)
         inputs = (self.inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
 
@@ -169,15 +169,15 @@ class ShardedPipeline:
             self.optimized.take_grads(last=True)
         self.copies.sum_gradients()
         set_lr(self.optimizer, lr)
-        parts = [(self.copies.counted_once(self.optimized.grads()), dist.group.WORLD)]
-        return total, clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, parts)
+        parts = self.copies.counted_once(self.optimized.grads()), dist.group.WORLD
+        return total, clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, *parts)
 
     @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        n_shards, max_docs = self.layout.n_shards, self.job.plan.data.max_docs
+        n_shards = self.layout.n_shards
         count = heldout_rows(packs, n_shards, micro).size // n_shards // micro
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batches = heldout_batches(packs, self.layout.shard, n_shards, micro, max_docs)
+        batches = heldout_batches(packs, self.layout.shard, n_shards, micro)
         inputs = Lookahead(self.inputs_of(batch, *labels) for batch, *labels in batches)
         self.run_pipeline(self.order(orders.forwards_only, count), inputs, micro, total.add_)
         return total

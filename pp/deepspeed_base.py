@@ -127,7 +127,7 @@ def check_kinds(path: str, values: dict) -> None:
             raise UserError(f"{path}: {key} must be a number, not {given}")
 
 
-def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
+def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"  # see ds_patches.join_group
@@ -136,9 +136,9 @@ def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, cl
     config = {
         "steps_per_print": 10**9,
         **switches,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accum,
-        "gradient_clipping": clip,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.grad_accum_steps,
+        "gradient_clipping": args.max_grad_norm,
         # Gradients are accumulated and reduced in fp32. By default DeepSpeed reduces in the compute
         # dtype even in a group of one, which rounds to bf16 in every step.
         "communication_data_type": "fp32",

@@ -65,9 +65,9 @@ def read_switches(path: str) -> dict:
     return switches
 
 
-def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
+def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
-    config = deepspeed_base.engine_config(switches, dtype, micro, accum, clip)
+    config = deepspeed_base.engine_config(switches, args, dtype)
     config.setdefault("zero_optimization", {})["stage"] = 1
     return config
 

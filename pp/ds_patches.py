@@ -93,7 +93,7 @@ def bf16_step(optimizer, group=None) -> None:
     grads, _ = optimizer.get_grads_for_norm()
     no_scale = LossScale(torch.bfloat16, grads[0].device)  # bf16 needs none: always 1
     optimizer._global_grad_norm = clipped_step(
-        optimizer.optimizer, optimizer.clip_grad, no_scale, [(grads, group)]
+        optimizer.optimizer, optimizer.clip_grad, no_scale, grads, group
     )
     optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()  # the engine clears the gradients

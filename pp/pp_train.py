@@ -105,10 +105,7 @@ class Pipeline:
 
         compiled = compiles_adamw(compute.compile, n_params, world.size, job.log.say)
         optimizer = make_adamw(module.parameters(), plan.horizon.lr, args.weight_decay, compiled)
-        settings = ds_engine.engine_config(
-            switches, compute.dtype, micro=args.micro_batch_size, accum=args.grad_accum_steps,
-            clip=args.max_grad_norm,
-        )  # fmt: skip
+        settings = ds_engine.engine_config(switches, args, compute.dtype)
         self.engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
         if weights and compute.dtype != torch.float32:
             ds_state.set_masters(self.engine, weights)
@@ -173,14 +170,14 @@ class Pipeline:
     def feed(self, packs, rows, factor=None, micro: int = 0):
         """(inputs, labels) of each micro-batch: the first stage uses inputs, the last labels.
         Without a factor, labels are for `score_fn`."""
-        micro, max_docs = micro or self.args.micro_batch_size, self.job.plan.data.max_docs
+        micro = micro or self.args.micro_batch_size
         over = self.replica, self.replicas
         for inputs in self.inputs:
             shares = share_of(rows, *over, micro)
-            inputs.follow(boundaries(packs, group, max_docs) for group in shares)
+            inputs.follow(boundaries(packs, group) for group in shares)
 
         def pairs():
-            batches = micro_batches(packs, rows, *over, micro, max_docs)
+            batches = micro_batches(packs, rows, *over, micro)
             for batch in self.job.timer.data(batches):
                 index, targets = label_positions(batch.labels)
                 last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
@@ -190,10 +187,10 @@ class Pipeline:
         return pairs()
 
 
-def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
+def boundaries(packs: Packs, rows) -> torch.Tensor:
     """cu_seqlens of these rows, see Batch, without reading any tokens."""
     lengths = [packs.lengths(int(row)) for row in rows]
-    return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
+    return torch.from_numpy(bounds_of(lengths, packs.seq_len, packs.max_docs))
 
 
 if __name__ == "__main__":

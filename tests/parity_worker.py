@@ -39,9 +39,9 @@ def watch_fsdp(script):
         for group in optimizer.param_groups:
             grads.update((p, p.grad.clone()) for p in group["params"] if p.grad is not None)
 
-    def global_norm(parts, norm=optim.global_norm):
-        poison(grad for grads, _ in parts for grad in grads)
-        return norm(parts)
+    def global_norm(grads, group, norm=optim.global_norm):
+        poison(grads)
+        return norm(grads, group)
 
     def whole(tensors, group):
         """{name: tensor} unsharded, on the CPU: in one exchange of one tensor, because one for each

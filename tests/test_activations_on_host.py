@@ -148,7 +148,7 @@ def test_only_inputs_of_units_leave_the_device(config):
     model = decoder(config)
     model.on_host = ActivationsOnHost(6, (B, S, 1), torch.float32, CPU)
     forward(model).backward()  # of another shape
-    assert not model.on_host.leaving
+    assert not model.on_host.kept
 
 
 VIEWS = {

@@ -44,11 +44,7 @@ def main() -> None:
         args.comm_timer = False  # its gathers and reductions end later than the calls
     job.log.resolved(parallelism=ds_engine.parallelism_of(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
-    plan = job.plan
-    settings = ds_engine.engine_config(
-        switches, plan.compute.dtype, micro=args.micro_batch_size, accum=args.grad_accum_steps,
-        clip=args.max_grad_norm, compiled=plan.compute.compile,
-    )  # fmt: skip
+    settings = ds_engine.engine_config(switches, args, job.plan.compute)
     ranks = estimate.held(*job.planned(), world.size, settings["zero_optimization"])
     if args.estimate:
         job.log.say(memory.report(ranks, *job.planned()))
@@ -101,7 +97,7 @@ class Zero:
         set_lr(engine.optimizer, lr)
         total = torch.zeros((), device=self.world.device)
         over, micro = (self.world.rank, self.world.size), args.micro_batch_size
-        batches = micro_batches(data.train, rows, *over, micro, data.max_docs)
+        batches = micro_batches(data.train, rows, *over, micro)
         for i, batch in enumerate(self.job.timer.data(batches)):
             # By hand: the engine would count micro-batches, also those before a resumed run.
             engine.set_gradient_accumulation_boundary(i == args.grad_accum_steps - 1)
@@ -113,8 +109,7 @@ class Zero:
         return total, engine.get_global_grad_norm()
 
     def score(self, packs, micro: int) -> torch.Tensor:
-        over, max_docs = (self.world.rank, self.world.size), self.job.plan.data.max_docs
-        return score_rows(self.forward, packs, *over, micro, max_docs)
+        return score_rows(self.forward, packs, self.world.rank, self.world.size, micro)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         return self.forward(batch, index)

@@ -115,12 +115,10 @@ class Tail(nn.Module):
     """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""
 
-    def __init__(
-        self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool, in_place: bool
-    ):
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool, **how):
+        """how: slim and in_place of cross_entropy_sum."""
         super().__init__()
-        self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
-        self.slim, self.in_place = slim, in_place
+        self.norm, self.lm_head, self.compiled, self.how = norm, lm_head, compiled, how
         self.group = None  # of ranks with slices of the same rows
 
     def forward(self, hidden, index, targets=None, answers=None):
@@ -129,15 +127,7 @@ class Tail(nn.Module):
             return next_tokens(hidden, weight, index)
         if answers is not None:
             return score(hidden, weight, index, targets, answers, self.compiled, self.group)
-        return cross_entropy_sum(
-            hidden,
-            weight,
-            index,
-            targets,
-            compiled=self.compiled,
-            slim=self.slim,
-            in_place=self.in_place,
-        )
+        return cross_entropy_sum(hidden, weight, index, targets, self.compiled, **self.how)
 
 
 class DecoderLoss(nn.Module):
@@ -157,10 +147,8 @@ class DecoderLoss(nn.Module):
         super().__init__()
         self.embed_tokens = lm.model.embed_tokens if first else None
         self.units = nn.ModuleList(units)
-        in_place = slim and not any(unit.checkpointing for unit in units)
-        self.tail = None
-        if last:
-            self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim=slim, in_place=in_place)
+        how = {"slim": slim, "in_place": slim and not any(unit.checkpointing for unit in units)}
+        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, **how) if last else None
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts = blocks_with_experts(self)
@@ -262,11 +250,7 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def fill(
-    model: PreTrainedModel,
-    name: str,
-    weights,
-    seed: int,
-    store: Callable | None = None,
+    model: PreTrainedModel, name: str, weights, seed: int, store: Callable | None = None
 ) -> nn.Module:
     """Set the values of the submodule's parameters (if sharded, this rank's part) and of its
     persistent buffers, and their Hugging Face name, `hf_name`.

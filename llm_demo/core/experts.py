@@ -268,38 +268,32 @@ def spread_experts(product, self, hidden, index, weights):
     """As `sorted_experts`, by this rank's experts for the tokens of the group's ranks, each of
     which has as many tokens."""
     n, over = len(self.gate_up_proj), self.spread_over
-    hidden, weights = _FromAll.apply(hidden, *over), _FromAll.apply(weights, *over)
+    hidden, weights = (_Spread.apply(x, True, *over) for x in (hidden, weights))
     index = gather_rows(index, *over) - self.first
     index = index.where((index >= 0) & (index < n), n)  # another rank's
-    return _SumForAll.apply(sorted_experts(product, self, hidden, index, weights), *over)
+    added = sorted_experts(product, self, hidden, index, weights)
+    return _Spread.apply(added, False, *over)
 
 
-def _sum_for_all(x, group, size):
-    """x [size T, ...] of each rank -> [T, ...], this rank's part of the sum, added in fp32."""
-    parts = exchange_rows(x, group).unflatten(0, (size, -1))
-    return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+class _Spread(torch.autograd.Function):
+    """Gather the tokens of all ranks, x [T, ...] of each -> [size T, ...], or sum what they add in
+    fp32, back to [T, ...] of each: each is the other's backward."""
 
-
-class _FromAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group, size):
-        ctx.over = group, size
-        return gather_rows(x, group, size)
+    def forward(ctx, x, gathers, group, size):
+        ctx.back = not gathers, group, size
+        return _Spread.move(x, gathers, group, size)
 
     @staticmethod
     def backward(ctx, grad):
-        return _sum_for_all(grad, *ctx.over), None, None
-
-
-class _SumForAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, size):
-        ctx.over = group, size
-        return _sum_for_all(x, group, size)
+        return _Spread.move(grad, *ctx.back), None, None, None
 
     @staticmethod
-    def backward(ctx, grad):
-        return gather_rows(grad, *ctx.over), None, None
+    def move(x, gathers, group, size):
+        if gathers:
+            return gather_rows(x, group, size)
+        parts = exchange_rows(x, group).unflatten(0, (size, -1))
+        return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
 PRODUCTS = {"grouped": grouped_product, "looped": looped_product}

@@ -144,23 +144,23 @@ def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
 
 
 def heldout_batches(
-    packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
+    packs: Packs, replica: int, replicas: int, micro: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows. See
     label_positions and answers_of; all are on the CPU."""
     rows = heldout_rows(packs, replicas, micro)
-    for batch in micro_batches(packs, rows, replica, replicas, micro, max_docs):
+    for batch in micro_batches(packs, rows, replica, replicas, micro):
         index, targets = label_positions(batch.labels)
         yield batch, index, targets, answers_of(index, batch.cu_seqlens)
 
 
 @torch.no_grad()
 def score_rows(
-    forward: Callable, packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
+    forward: Callable, packs: Packs, replica: int, replicas: int, micro: int
 ) -> torch.Tensor:
     """What an engine's `score` returns. forward(batch, index, targets, answers): loss.score of a
     micro-batch."""
-    batches = heldout_batches(packs, replica, replicas, micro, max_docs)
+    batches = heldout_batches(packs, replica, replicas, micro)
     return sum(forward(*batch).double() for batch in batches)
 
 

@@ -66,6 +66,12 @@ def local_part(t: torch.Tensor) -> torch.Tensor:
     return (t.to_local() if isinstance(t, DTensor) else t).detach()
 
 
+def all_gather(output: torch.Tensor, input: torch.Tensor, **how):
+    """all_gather_into_tensor, which PyTorch 2.13 renamed."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, input, **how)
+
+
 GROUPS = {}  # by name: what the compiler sees
 
 
@@ -79,8 +85,7 @@ def known(group: ProcessGroup) -> str:
 def gather_rows(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
     """x [T, ...] of each rank -> [size T, ...], by rank."""
     out = x.new_empty(size * len(x), *x.shape[1:])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, x.contiguous(), group=GROUPS[group])
+    all_gather(out, x.contiguous(), group=GROUPS[group])
     return out
 
 

@@ -213,18 +213,13 @@ class LossScale:
             self.good_steps = torch.where(grow, 0, self.good_steps)
 
 
-def global_norm(parts: list[tuple]) -> torch.Tensor:
-    """2-norm of all gradients together: an fp32 scalar.
-
-    parts: (gradients, the process group whose ranks each hold a part of them, or None). Summed in
-    fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
-    total = 0
-    for grads, group in parts:
-        square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
-        if group is not None:
-            dist.all_reduce(square, group=group)
-        total = total + square
-    return total.sqrt().float()
+def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """2-norm of all gradients together: an fp32 scalar. group: the ranks that each hold a part of
+    them. Summed in fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
+    square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    return square.sqrt().float()
 
 
 @torch.no_grad()
@@ -232,19 +227,20 @@ def clipped_step(
     optimizer: torch.optim.AdamW,
     max_grad_norm: float,
     loss_scale: LossScale,
-    norm_of: list[tuple] | None = None,
+    grads: list[torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip if that norm is not finite. Returns the norm.
 
-    norm_of: the parts for global_norm, each gradient once; default: all, whole on this rank.
+    grads, group: as of global_norm, each gradient once; default: all, whole on this rank.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
     ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.
     Nothing waits for the device: scale, clip factor and skip reach AdamW as tensors."""
-    if norm_of is None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        norm_of = [([p.grad for p in params if p.grad is not None], None)]
-    norm = global_norm(norm_of) / loss_scale.scale
+    if grads is None:
+        params = [p for each in optimizer.param_groups for p in each["params"]]
+        grads = [p.grad for p in params if p.grad is not None]
+    norm = global_norm(grads, group) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:

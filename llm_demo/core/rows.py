@@ -49,7 +49,7 @@ class Packs:
 
     seq_len: int
     pad_id: int
-    max_docs: int  # most documents in one row; a padding tail counts as one
+    max_docs: int  # most documents in one row, or more; a padding tail counts as one
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
     token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
     stats: object  # data.stats.Stats: what was read, for the log and the identity
@@ -206,14 +206,14 @@ def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n_rows)
 
 
-def collate(packs: Packs, rows, max_docs: int) -> Batch:
-    """The Batch of these rows. max_docs, at least packs.max_docs, fixes the shape of cu_seqlens:
-    its end repeats B * S, which reads as documents of length 0."""
+def collate(packs: Packs, rows) -> Batch:
+    """The Batch of these rows. packs.max_docs fixes the shape of cu_seqlens: its end repeats B * S,
+    which reads as documents of length 0."""
     ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
-    if max(map(len, lengths)) > max_docs:
-        raise ValueError(f"a row of {rows} has more documents than max_docs {max_docs}")
+    if max(map(len, lengths)) > packs.max_docs:
+        raise ValueError(f"a row of {rows} has more documents than max_docs {packs.max_docs}")
     ids, labels = np.stack(ids), np.stack(labels)
-    bounds = bounds_of(lengths, packs.seq_len, max_docs)
+    bounds = bounds_of(lengths, packs.seq_len, packs.max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
     rows = np.asarray(rows)
     n_tokens = np.where(rows < 0, 0, packs.token_counts[rows]).astype(np.int64)
@@ -236,11 +236,11 @@ def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
 
 
 def micro_batches(
-    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int, max_docs: int
+    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int
 ) -> Iterator[Batch]:
     """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
     for group in share_of(rows, replica, replicas, micro):
-        yield collate(packs, group, max_docs)
+        yield collate(packs, group)
 
 
 def share_of(rows: np.ndarray, replica: int, replicas: int, micro: int) -> np.ndarray:
