@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp import copy_engines
 from fsdp.host_adamw import UnitSum
-from fsdp.sharding import WithExperts, empty_sum, params_of, shard_sizes, shards_of
+from fsdp.sharding import SumBesideActivations, WithExperts, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, all_gather
@@ -170,46 +170,44 @@ class GatherByEngines:
         self.timed("all_gather", copy_engines.all_gather, output_tensor, group=self.group)
 
 
-class SumInFp32:
+class SumInFp32(SumBesideActivations):
     """A reduce-scatter that sends gradients in their own dtype and sums them in fp32.
 
     FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
     the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32.
 
     Args:
-        module: the unit to FSDP2.
+        unit: as FSDP2 knows it.
         timed: of reduce_traffic, if copy engines exchange the gradients.
-        unit: adds gradients to its sum, and FSDP2 gets none.
+        adds: adds gradients to its sum, and FSDP2 gets none.
         scratch: for what NCCL receives. pool: for what copy engines send."""
 
     def __init__(
-        self, module: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
-        timed: Callable | None = None, unit: UnitSum | None = None, scratch: Scratch | None = None,
+        self, unit: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
+        timed: Callable | None = None, adds: UnitSum | None = None, scratch: Scratch | None = None,
         pool: str | None = None,
     ):  # fmt: skip
-        self.module, self.dtype, self.group, self.timed = module, dtype, group, timed
-        self.unit, self.scratch, self.pool = unit, scratch, pool
-        self.compute = self.sent = None  # the stream that computes; what is sent
+        super().__init__(unit)
+        self.dtype, self.group, self.timed = dtype, group, timed
+        self.adds, self.scratch, self.pool = adds, scratch, pool
         self.sum = compile_once(sum_into) if compiles else sum_into
-        if unit:
-            unit.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
+        if adds:
+            adds.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        n = math.prod(size)
-        if self.sent is None:  # FSDP2 allocates what it sends, then the sum
-            self.compute = torch.get_device_module(device).current_stream()
-            if self.timed:
-                self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
-            else:
-                self.sent = torch.empty(*size, dtype=self.dtype, device=device)
-            return self.sent
-        self.sent = None
-        if self.unit:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
-            return self.scratch.memory[:n]
-        return empty_sum(self.module, self.compute, size, dtype, device)
+        if self.adds and self.compute is not None:
+            self.compute = None  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
+            return self.scratch.memory[: math.prod(size)]
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def empty_input(self, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.timed:
+            n = math.prod(size)
+            return copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
+        return super().empty_input(size, self.dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        wanted = self.dtype if self.unit else torch.float32
+        wanted = self.dtype if self.adds else torch.float32
         asked = input_tensor.dtype, output_tensor.dtype, op, async_op
         if asked != (self.dtype, wanted, dist.ReduceOp.SUM, False):
             raise RuntimeError(f"FSDP2 asks for another reduction than configured: {asked}")
@@ -222,8 +220,8 @@ class SumInFp32:
             received = self.scratch.take(n) if self.scratch else torch.empty_like(input_tensor)
             dist.all_to_all_single(received, input_tensor, group=group)
             parts = received.chunk(group.size())
-        if self.unit:
-            self.unit.add(parts)
+        if self.adds:
+            self.adds.add(parts)
         else:
             self.sum(output_tensor, parts)
         if self.scratch and not self.timed:

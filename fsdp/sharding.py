@@ -138,35 +138,33 @@ def shard_units(
             fully_shard(model.units[i], mesh=same_experts, **how)
 
 
-def empty_sum(unit: FSDPModule, compute, size, dtype: torch.dtype, device) -> torch.Tensor:
-    """An empty tensor for the sum over ranks of a unit's gradients, in the memory of the stream
-    `compute`, which computes.
+class SumBesideActivations:
+    """FSDP2's own reduce-scatter of a unit, but sums over ranks take memory of the stream that
+    computes.
 
-    FSDP2 allocates it on another stream, and the allocator keeps a pool for each. In the backward
+    FSDP2 allocates them on another stream, and the allocator keeps a pool for each. In the backward
     that pool grows by all gradients while activations leave theirs, and the device must hold both:
-    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has just waited for `compute`, so
+    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has just waited for that one, so
     nothing uses that memory any more, and the sum lasts until the optimizer's step; UnitSum, which
     adds it at once, holds it back by record_stream. The sum of a later micro-batch is freed once it
     is added, while FSDP2's stream may still read it, so it comes from that stream's pool."""
-    streams = torch.get_device_module(device)
-    params = params_of(unit)
-    lasts = params is not None and all(p.grad is None for p in params)
-    with streams.stream(compute if lasts else streams.current_stream()):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class SumBesideActivations:
-    """FSDP2's own reduce-scatter of a unit, but with sums by `empty_sum`."""
 
     def __init__(self, unit: FSDPModule):
         self.unit, self.compute = unit, None
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        streams = torch.get_device_module(device)
         if self.compute is None:  # FSDP2 allocates what it sends, then on its own stream the sum
-            self.compute = torch.get_device_module(device).current_stream()
-            return torch.empty(*size, dtype=dtype, device=device)
+            self.compute = streams.current_stream()
+            return self.empty_input(size, dtype, device)
         compute, self.compute = self.compute, None
-        return empty_sum(self.unit, compute, size, dtype, device)
+        params = params_of(self.unit)
+        lasts = params is not None and all(p.grad is None for p in params)
+        with streams.stream(compute if lasts else streams.current_stream()):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def empty_input(self, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         # PyTorch 2.13 renamed it
