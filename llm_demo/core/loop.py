@@ -37,20 +37,8 @@ def train(job, engine) -> None:
     job: args, world, plan, log, and three that do not know each other: timer (StepTimer), records
         (what is logged) and saver (checkpoints)."""
     args, plan, timer, records, saver = job.args, job.plan, job.timer, job.records, job.saver
-    train_rows, heldout = plan.data.train, plan.data.heldout
-    first, end = saver.first_step, plan.horizon.max_steps
-    timer.begin()
-    if saver.continues:  # from its own checkpoint, so a stop asks to be continued
-        saver.listen()
-    if heldout and (not saver.path or saver.facts.get("unevaluated")):
-        if not evaluate(job, engine, first):
-            saver.end_before_first_step()
-    saver.listen()  # a new run: until now a stop loses nothing
-    with timer.mute():
-        if first == end:  # only the last evaluation was missing
-            records.open()
-        records.profile(first + 1)
-    timer.restart()
+    train_rows, first, end = plan.data.train, saver.first_step, plan.horizon.max_steps
+    begin(job, engine)
     for n in range(first, end):
         # rows and label count of the whole step over all ranks, known without communication
         rows = plan.rows_of(n)
@@ -69,7 +57,7 @@ def train(job, engine) -> None:
             if records.profile(n + 2):
                 timer.restart()
         last, evaluated = n + 1 == end, True
-        if heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
+        if plan.data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
             evaluated = evaluate(job, engine, n + 1)
         if evaluated and not last and ends_early(args, records.history.evals):
             last = True
@@ -78,6 +66,23 @@ def train(job, engine) -> None:
         if last:
             break
     saver.finish()
+
+
+def begin(job, engine) -> None:
+    """What comes before the first step: an evaluation if it is due."""
+    timer, records, saver = job.timer, job.records, job.saver
+    timer.begin()
+    if saver.continues:  # from its own checkpoint, so a stop asks to be continued
+        saver.listen()
+    if job.plan.data.heldout and (not saver.path or saver.facts.get("unevaluated")):
+        if not evaluate(job, engine, saver.first_step):
+            saver.end_before_first_step()
+    saver.listen()  # a new run: until now a stop loses nothing
+    with timer.mute():
+        if saver.first_step == job.plan.horizon.max_steps:  # only the last evaluation was missing
+            records.open()
+        records.profile(saver.first_step + 1)
+    timer.restart()
 
 
 def settle(device: torch.device) -> None:

@@ -58,6 +58,7 @@ class StepTimer:
     def __init__(self, world: World, comm: bool = True):
         self.device, self.times_comm = world.device, comm
         self.comm = CommTimer(world.device, world.rank, world.size)
+        self.mute = self.comm.mute  # a context: communication inside is not timed
         self.started, self.retries = time.perf_counter(), 0  # retries: of the allocator so far
         self.restart()
 
@@ -82,10 +83,6 @@ class StepTimer:
         """The seconds since `begin`."""
         self.comm.remove()
         return time.perf_counter() - self.started
-
-    def mute(self) -> contextlib.AbstractContextManager:
-        """Do not time the communication inside."""
-        return self.comm.mute()
 
     def data(self, batches: Iterable) -> Iterator:
         """Yield the same batches, and time how long they take to make."""
