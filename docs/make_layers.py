@@ -17,8 +17,8 @@ PACKAGES = ("llm_demo", *SCRIPTS)
 PAGE = ROOT / "docs/design.md"
 # in the order of reading; then the other modules of each room by name
 CORE = (
-    "loop rows batch decoder attention long_documents rotary experts spread lora loss loss_kernel "
-    "sums weights optim masters mesh timer comm errors"
+    "loop rows decoder attention long_documents experts lora loss loss_kernel "
+    "optim masters mesh timer errors"
 ).split()
 ROOMS = ("core", *SCRIPTS, "data", "job", "launch", "check", "")  # "": commands
 
@@ -117,9 +117,8 @@ def lines(*files: Path) -> int:
 
 # what a step of a dense model takes from a row to an updated weight, in the order of reading
 PATH = (
-    "core/rows core/batch core/attention core/decoder core/loss core/loss_kernel core/sums "
-    "core/optim core/masters core/mesh core/loop fsdp/layout fsdp/build fsdp/sharding fsdp/fsdp2 "
-    "fsdp/shards fsdp/units fsdp/train_fsdp"
+    "core/rows core/attention core/decoder core/loss core/loss_kernel core/optim core/masters "
+    "core/mesh core/loop fsdp/build fsdp/sharding fsdp/fsdp2 fsdp/train_fsdp"
 )
 
 

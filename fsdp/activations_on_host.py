@@ -32,8 +32,8 @@ class ActivationsOnHost:
             self.stream = torch.get_device_module(device).Stream(device)
             if len(self.buffers):
                 pin_all(self.buffers, self, "--activations_on_host")
-        # by unit: (input on the device, the end of its copy to or from the host)
-        self.leaving, self.coming = {}, {}
+        # by unit: (input on the device, the end of its copy, whether that is from the host)
+        self.kept = {}
 
     def of_unit(self, i: int, hidden: torch.Tensor):
         """A context for the forward of unit i, in which autograd saves its input `hidden` here.
@@ -48,41 +48,37 @@ class ActivationsOnHost:
             same = (t.data_ptr(), t.shape, t.stride(), t.dtype) == given
             if not same or i == self.n - 1:
                 return t
-            if i not in self.leaving:
+            if i not in self.kept:
                 self._send(i, t.detach())
             return i
 
         return saved_tensors_hooks(pack, self._take)
 
     def _send(self, i: int, t: torch.Tensor) -> None:
-        self.leaving[i] = t, self._copy(self.buffers[i], t)
+        self.kept[i] = t, self._copy(self.buffers[i], t), False
         if i >= STAY:
-            _, copied = self.leaving.pop(i - STAY)
-            self._wait(copied)  # what is computed from now on may overwrite it
+            self._wait(self.kept.pop(i - STAY)[1])  # what is computed from now on may overwrite it
 
     def _take(self, packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
-        i = packed
-        if i not in self.leaving and i not in self.coming:
-            self._fetch(i)
-        if i > 0 and i - 1 not in self.leaving and i - 1 not in self.coming:
-            self._fetch(i - 1)
-        t, copied = self.leaving[i] if i in self.leaving else self.coming[i]
-        if i in self.coming:
+        for i in (packed, packed - 1):
+            if i >= 0 and i not in self.kept:
+                self._fetch(i)
+        t, copied, fetched = self.kept[packed]
+        if fetched:
             self._wait(copied)
-        self._drop(i - 1)  # autograd holds it now
+        self._drop(packed - 1)  # autograd holds it now
         return t
 
     def _drop(self, after: int) -> None:
         """Let go of the inputs of all later units."""
-        for kept in (self.leaving, self.coming):
-            for i in [i for i in kept if i > after]:
-                self._wait(kept.pop(i)[1])
+        for i in [i for i in self.kept if i > after]:
+            self._wait(self.kept.pop(i)[1])
 
     def _fetch(self, i: int) -> None:
         t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.coming[i] = t, self._copy(t, self.buffers[i])
+        self.kept[i] = t, self._copy(t, self.buffers[i]), True
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor):
         """Copy after what has been computed by now, beside what follows. Returns the copy's end."""

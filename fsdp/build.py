@@ -1,8 +1,6 @@
 """Builds the model of train_fsdp.py, sharded before it has weights, so that no process makes or
 reads more than its share."""
 
-from typing import NamedTuple
-
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,17 +11,21 @@ from fsdp import copy_engines, estimate
 from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
-from fsdp.host_adamw import HostAdamW, host_need, prepare_host
-from fsdp.layout import Layout
-from fsdp.sharding import precision, shard_units, sum_over_ranks
-from fsdp.shards import Shards
-from fsdp.units import Unit, plain_units, sharded_units
-from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward, make_units, skeleton
+from fsdp.host_adamw import HostAdamW, UnitSum, host_need, plain_units, prepare_host, sharded_units
+from fsdp.sharding import Layout, Shards, precision, shard_units, sum_over_ranks
+from llm_demo.core.decoder import (
+    Blocks,
+    DecoderLoss,
+    allocate,
+    fill,
+    make_units,
+    skeleton,
+    spread_rows,
+)
+from llm_demo.core.experts import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
-from llm_demo.core.spread import keep_part, spread_rows
-from llm_demo.core.weights import allocate, fill
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
@@ -36,31 +38,22 @@ from llm_demo.job.weights_files import loading
 LARGE = 100_000_000
 
 
-class Built(NamedTuple):
-    model: DecoderLoss
-    optimized: Shards | Masters | HostAdamW
-    compiled: bool  # whether AdamW is
-    row_group: ProcessGroup | None  # the ranks with slices of the same rows
-
-
-def build(job, layout: Layout) -> Built:
-    """Build the model on every rank. job: a run.Job that is open. Raises UserError if the host has
-    too little memory."""
+def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdamW, bool]:
+    """Build the model on every rank: (it, what is optimized, whether AdamW is compiled). job: a
+    run.Job that is open. Raises UserError if the host has too little memory."""
     args, plan, world, say = job.args, job.plan, job.world, job.log.say
     weights, compute, on_host = plan.source.weights, plan.compute, args.optimizer_on_host
+    in_16_bits = compute.dtype != torch.float32
+    has_masters = in_16_bits and not (layout.sharded or on_host)
     lm, n_params, n_trained = adapted(job)
-    expert_mesh, row_group = spread(lm, world, layout)
-    compiled = compiles(job, layout, n_trained)
+    expert_mesh, row_group = spread_blocks(lm, world, layout)
+    works = compute.compile and not on_host
+    compiled = compiles_adamw(works, n_trained, layout.n_shards, say, has_masters)
     with loading(weights, layout.n_shards):
         model = wrap(lm, job)
         model.tail.group = row_group
         if layout.sharded:
-            same_experts = expert_mesh[SHARD] if expert_mesh else None
-            shard(
-                model, compute.dtype, layout.mesh, same_experts,
-                tied=lm.config.tie_word_embeddings, reshard=args.reshard_after_forward,
-                slim=on_host,
-            )  # fmt: skip
+            shard(model, job, layout.mesh, expert_mesh[SHARD] if expert_mesh else None)
         if on_host:
             say(once_per_node(world, lambda: prepare_host(model, world)))
         if args.activations_on_host:
@@ -71,11 +64,22 @@ def build(job, layout: Layout) -> Built:
         units = []
         if on_host:
             units = (sharded_units if layout.sharded else plain_units)(model, compute.compile)
-        if layout.sharded and compute.dtype != torch.float32:
+        if layout.sharded and in_16_bits:
             tune(model, units, job, layout)
-        optimized = filled(lm, model, units, job, layout, compiled)
-    describe(job, layout, n_params, n_trained, sum(p.numel() for p in optimized.params))
-    return Built(model, optimized, compiled, row_group)
+        host = HostAdamW(units, plan.horizon.lr, args.weight_decay) if on_host else None
+        for name in ("model",) if lm.config.tie_word_embeddings else ("model", "lm_head"):
+            fill(lm, name, weights, args.seed, host and host.keep)
+        if host:
+            host.allocate()
+        if has_masters:
+            accumulates = args.grad_accum_steps > 1
+            optimized = Masters(
+                model, list(model.units), compute.dtype, accumulates, compiled, model.in_fp32()
+            )
+        else:
+            optimized = host or Shards(model)
+    log_sizes(job, layout, n_params, n_trained, sum(p.numel() for p in optimized.params))
+    return model, optimized, compiled
 
 
 def adapted(job) -> tuple[PreTrainedModel, int, int]:
@@ -92,14 +96,14 @@ def adapted(job) -> tuple[PreTrainedModel, int, int]:
     return lm, n_params, n_trained
 
 
-def spread(
+def spread_blocks(
     lm: PreTrainedModel, world: World, layout: Layout
 ) -> tuple[DeviceMesh | None, ProcessGroup | None]:
     """Leave this rank its part of the experts, and let it take slices of rows. Returns the mesh of
     the experts and the group of ranks with slices of the same rows, each None if there is none."""
     expert_mesh = row_group = None
-    if layout.spread > 1:
-        expert_mesh = make_expert_mesh(world, layout.spread)
+    if layout.expert_parallel > 1:
+        expert_mesh = make_expert_mesh(world, layout.expert_parallel)
         keep_part(lm, expert_mesh)
     if layout.part.of > 1:
         row_group = make_row_group(world, layout.part.of)
@@ -107,32 +111,17 @@ def spread(
     return expert_mesh, row_group
 
 
-def has_masters(job, layout: Layout) -> bool:
-    """Whether fp32 masters stand beside 16-bit weights on this device."""
-    low = job.plan.compute.dtype != torch.float32
-    return low and not (layout.sharded or job.args.optimizer_on_host)
-
-
-def compiles(job, layout: Layout, n_trained: int) -> bool:
-    """Whether AdamW is compiled. Logs why."""
-    works = job.plan.compute.compile and not job.args.optimizer_on_host
-    flat = has_masters(job, layout)
-    return compiles_adamw(works, n_trained, layout.n_shards, job.log.say, flat)
-
-
 def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     """The decoder in units of blocks, compiled, with its loss; still on the meta device."""
     args, compute, on_host = job.args, job.plan.compute, job.args.optimizer_on_host
     blocks = make_units(
-        lm,
+        lm.model.layers,
         unit_sizes(lm.config, lm.config.num_hidden_layers, estimate.per_unit_of(args)),
         checkpointing=args.use_activation_checkpointing,
+        budget=args.activation_memory_budget if compute.compile else None,
         keeping=compute.attention_kept,
         kept=fused_kernels(compute.attn_impl) if compute.attention_kept else [],
     )
-    if compute.compile:
-        for unit in blocks:
-            compile_forward(unit, args.activation_memory_budget)
     model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
     if args.freeze_router:
         model.routers.requires_grad_(False)
@@ -142,27 +131,20 @@ def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     return model
 
 
-def shard(
-    model: DecoderLoss,
-    dtype: torch.dtype,
-    mesh: DeviceMesh,
-    spread: DeviceMesh | None,
-    *,
-    tied: bool,
-    reshard: bool,
-    slim: bool,
-) -> None:
+def shard(model: DecoderLoss, job, mesh: DeviceMesh, same_experts: DeviceMesh | None) -> None:
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
     else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
-    spread: the mesh of the ranks with the same experts, or None.
-    slim: if resharding, free the embedding after the forward too."""
-    policy = precision(dtype)
-    shard_units(model, dtype, mesh, reshard=reshard, spread=spread)
-    if reshard and slim and not tied:  # the backward does not need the embedding's weight
-        fully_shard(model.embed_tokens, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    same_experts: the mesh of the ranks with the same experts, or None. With the optimizer on the
+    host, if resharding, the embedding is freed after the forward too."""
+    args, tied = job.args, job.plan.source.config.tie_word_embeddings
+    how = {"mesh": mesh, "mp_policy": precision(job.plan.compute.dtype)}
+    reshard = args.reshard_after_forward
+    shard_units(model, **how, reshard=reshard, same_experts=same_experts)
+    if reshard and args.optimizer_on_host and not tied:  # the backward does not need its weight
+        fully_shard(model.embed_tokens, **how, reshard_after_forward=True)
         model.embed_tokens.set_unshard_in_backward(False)
     for end in (model,) if tied else (model.tail, model):
-        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(end, **how, reshard_after_forward=False)
     sum_over_ranks(model)
 
 
@@ -177,46 +159,19 @@ def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:
     )  # fmt: skip
 
 
-def tune(model: DecoderLoss, units: list[Unit], job, layout: Layout) -> None:
+def tune(model: DecoderLoss, units: list[UnitSum], job, layout: Layout) -> None:
     """Make FSDP2's transfers fewer and faster. Logs what this PyTorch lacks."""
     args, compute = job.args, job.plan.compute
     engines = choose_engines(args.copy_engines, job.world, layout.group, list(model.units), job.log)
-    missing = reduce_traffic(
+    reduce_traffic(
         model, job.world, layout.group, compute.dtype,
         accumulates=args.grad_accum_steps > 1 and not sums_each(args), compiles=compute.compile,
         engines=engines, reshards=args.reshard_after_forward, timed=job.timer.comm.call,
-        units=units, replicas=layout.mesh.size() // layout.n_shards,
+        units=units, replicas=layout.mesh.size() // layout.n_shards, say=job.log.say,
     )  # fmt: skip
-    for line in missing:
-        job.log.say(f"fsdp: {line}")
 
 
-def filled(
-    lm: PreTrainedModel, model: DecoderLoss, units: list[Unit], job, layout: Layout, compiled
-) -> Shards | Masters | HostAdamW:
-    """Give the model its weights. Returns what is optimized."""
-    args, plan = job.args, job.plan
-    on_host = None
-    if args.optimizer_on_host:
-        on_host = HostAdamW(units, plan.horizon.lr, args.weight_decay)
-    for name in ("model",) if lm.config.tie_word_embeddings else ("model", "lm_head"):
-        fill(lm, name, plan.source.weights, args.seed, on_host and on_host.keep)
-    if on_host:
-        on_host.allocate()
-        return on_host
-    if not has_masters(job, layout):
-        return Shards(model)
-    return Masters(
-        model,
-        list(model.units),
-        plan.compute.dtype,
-        accumulates=args.grad_accum_steps > 1,
-        compiled=compiled,
-        in_fp32=model.in_fp32(),
-    )
-
-
-def describe(job, layout: Layout, n_params: int, n_trained: int, n_local: int) -> None:
+def log_sizes(job, layout: Layout, n_params: int, n_trained: int, n_local: int) -> None:
     """Log the kind of parallelism and the numbers of parameters."""
     sizes = f"{n_params:,} parameters, {n_local:,} here"
     if job.plan.compute.lora:
@@ -235,8 +190,8 @@ def choose_engines(
 ) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
     # experts that are spread are transferred apart
-    spread = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
-    largest = max(sum(p.numel() for p in {*unit.parameters()} - spread) for unit in units)
+    apart = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
+    largest = max(sum(p.numel() for p in {*unit.parameters()} - apart) for unit in units)
     small = f"no gain for units of {largest / 1e6:.0f}M parameters" if largest < LARGE else ""
     engines = copy_engines.choose_copy_engines(asked, world, group, log.say, small)
     log.resolved(copy_engines=engines)

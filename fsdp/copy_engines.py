@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.comm import AWAIT
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
+from llm_demo.core.timer import AWAIT
 from llm_demo.job.device import other_than_nvlink, this_device
 from llm_demo.job.dist import from_rank0, timeout
 

@@ -5,8 +5,8 @@ import itertools
 
 from fsdp.activations_on_host import host_bytes
 from fsdp.flags import sums_each
+from fsdp.host_adamw import SLICE, SLOTS
 from fsdp.lowrank import TOGETHER
-from fsdp.units import SLICE, SLOTS
 from llm_demo import estimate as memory
 from llm_demo.core.errors import UserError
 from llm_demo.estimate import BLOCK, LOSS, NONE, Held, largest_unit, tokens_here, with_master

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp import copy_engines
-from fsdp.sharding import WithExperts, empty_sum
-from fsdp.units import Unit, params_of, shard_sizes, shards_of
+from fsdp.host_adamw import UnitSum
+from fsdp.sharding import SumBesideActivations, WithExperts, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
-from llm_demo.core.mesh import World
-from llm_demo.core.sums import add, compile_once, sum_into
+from llm_demo.core.mesh import World, all_gather
+from llm_demo.core.optim import add, compile_once, sum_into
 
 try:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
@@ -48,10 +48,11 @@ def reduce_traffic(
     engines: bool = False,
     reshards: bool = True,
     timed: Callable | None = None,
-    units: list[Unit] = (),
+    units: list[UnitSum] = (),
     replicas: int = 1,
-) -> list[str]:
-    """Modify every unit of a sharded model before its first step; return what this PyTorch does not
+    say: Callable = print,
+) -> None:
+    """Modify every unit of a sharded model before its first step; say what this PyTorch does not
     support.
 
     Args:
@@ -64,7 +65,7 @@ def reduce_traffic(
         timed: with engines, CommTimer.call: it calls a function of copy_engines.
         units: those that sum gradients themselves.
         replicas: over which FSDP2 then sums the group's sums."""
-    missing, scratch = {}, None
+    missing = {}
     # Without resharding, gathers and exchanges never overlap, so they share one buffer.
     pool = None if reshards else ONE_POOL
     sums = {unit.module: unit for unit in units}
@@ -75,14 +76,10 @@ def reduce_traffic(
     # FSDP2 orders the transfers of one root only. Accumulated gradients are exchanged otherwise.
     users = set(modules) - by_engines if isinstance(model, FSDPModule) else set()
     users = {m for m in users if not (accumulates and isinstance(m, Blocks | WithExperts))}
-    by_nccl = [params_of(m) for m in users]
-    if None in by_nccl:
-        missing["sharing memory between transfers"] = "FSDP2 has changed"
-    elif group.size() > 1 and any(by_nccl):  # a single rank's gradients don't pass a reduce-scatter
-        lengths = [sum(shard_sizes(p)) * shards_of(p[0]) for p in by_nccl if p]
-        # a stand-in for a unit's sum has its length
-        length = max([*lengths, *(unit.length for unit in units)])
-        scratch = Scratch(length, dtype, world.device)
+    scratch = scratch_for(users, units, group, dtype, world.device, missing)
+    takes_others = hasattr(FSDPModule, "set_custom_reduce_scatter")
+    if not takes_others:
+        missing["sending gradients in 16 bits"] = "FSDP2 takes no other transfers"
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
     for unit in modules:
@@ -90,21 +87,29 @@ def reduce_traffic(
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
-        if few and not accumulates and not hasattr(unit, "set_custom_reduce_scatter"):
-            missing["sending gradients in 16 bits"] = "FSDP2 takes no other reduce-scatter"
-        elif few and not accumulates:
+        if few and takes_others and not accumulates:
             adds = sums.get(unit) if replicas == 1 and ranks.size() > 1 else None
             by = timed if unit in by_engines else None
             how = SumInFp32(unit, dtype, ranks, compiles, by, adds, scratch, pool)
             unit.set_custom_reduce_scatter(how)
         if unit in by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
-        elif scratch and not isinstance(unit, Blocks | WithExperts):
-            if hasattr(unit, "set_custom_all_gather"):
-                unit.set_custom_all_gather(GatherIntoScratch(scratch))
-            else:
-                missing["gathering into shared memory"] = "FSDP2 takes no other all-gather"
-    return [f"not {what}: {why}" for what, why in missing.items()]
+        elif scratch and takes_others and not isinstance(unit, Blocks | WithExperts):
+            unit.set_custom_all_gather(GatherIntoScratch(scratch))
+    for what, why in missing.items():
+        say(f"fsdp: not {what}: {why}")
+
+
+def scratch_for(users, units: list[UnitSum], group, dtype, device, missing: dict):
+    """A Scratch for the longest transfer of the modules `users` by NCCL, or None."""
+    params = [params_of(m) for m in users]
+    if None in params:
+        missing["sharing memory between transfers"] = "FSDP2 has changed"
+    elif group.size() > 1 and any(params):  # a single rank's gradients don't pass a reduce-scatter
+        lengths = [sum(shard_sizes(p)) * shards_of(p[0]) for p in params if p]
+        # a stand-in for a unit's sum has its length
+        return Scratch(max([*lengths, *(unit.length for unit in units)]), dtype, device)
+    return None
 
 
 def few_of_each_node(ranks: list[int], local_size: int) -> bool:
@@ -148,9 +153,7 @@ class GatherIntoScratch:
         return self.scratch.take(math.prod(size))
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        # PyTorch 2.13 renamed it
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class GatherByEngines:
@@ -167,46 +170,44 @@ class GatherByEngines:
         self.timed("all_gather", copy_engines.all_gather, output_tensor, group=self.group)
 
 
-class SumInFp32:
+class SumInFp32(SumBesideActivations):
     """A reduce-scatter that sends gradients in their own dtype and sums them in fp32.
 
     FSDP2 casts bf16 gradients to fp32 and lets the collective add those: the same sums for twice
     the bytes. Only for gradients of one micro-batch; accumulated gradients are already fp32.
 
     Args:
-        module: the unit to FSDP2.
+        unit: as FSDP2 knows it.
         timed: of reduce_traffic, if copy engines exchange the gradients.
-        unit: adds gradients to its sum, and FSDP2 gets none.
+        adds: adds gradients to its sum, and FSDP2 gets none.
         scratch: for what NCCL receives. pool: for what copy engines send."""
 
     def __init__(
-        self, module: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
-        timed: Callable | None = None, unit: Unit | None = None, scratch: Scratch | None = None,
+        self, unit: FSDPModule, dtype: torch.dtype, group: dist.ProcessGroup, compiles: bool,
+        timed: Callable | None = None, adds: UnitSum | None = None, scratch: Scratch | None = None,
         pool: str | None = None,
     ):  # fmt: skip
-        self.module, self.dtype, self.group, self.timed = module, dtype, group, timed
-        self.unit, self.scratch, self.pool = unit, scratch, pool
-        self.compute = self.sent = None  # the stream that computes; what is sent
+        super().__init__(unit)
+        self.dtype, self.group, self.timed = dtype, group, timed
+        self.adds, self.scratch, self.pool = adds, scratch, pool
         self.sum = compile_once(sum_into) if compiles else sum_into
-        if unit:
-            unit.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
+        if adds:
+            adds.module.set_all_reduce_hook(lambda reduced: None)  # replaces the unit's own
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        n = math.prod(size)
-        if self.sent is None:  # FSDP2 allocates what it sends, then the sum
-            self.compute = torch.get_device_module(device).current_stream()
-            if self.timed:
-                self.sent = copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
-            else:
-                self.sent = torch.empty(*size, dtype=self.dtype, device=device)
-            return self.sent
-        self.sent = None
-        if self.unit:  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
-            return self.scratch.memory[:n]
-        return empty_sum(self.module, self.compute, size, dtype, device)
+        if self.adds and self.compute is not None:
+            self.compute = None  # a stand-in, which nobody reads; PyTorch 2.15 keeps it for a while
+            return self.scratch.memory[: math.prod(size)]
+        return super().allocate(size, dtype=dtype, device=device)
+
+    def empty_input(self, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self.timed:
+            n = math.prod(size)
+            return copy_engines.shared_empty(n, self.dtype, device, self.group, self.pool)
+        return super().empty_input(size, self.dtype, device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False) -> None:
-        wanted = self.dtype if self.unit else torch.float32
+        wanted = self.dtype if self.adds else torch.float32
         asked = input_tensor.dtype, output_tensor.dtype, op, async_op
         if asked != (self.dtype, wanted, dist.ReduceOp.SUM, False):
             raise RuntimeError(f"FSDP2 asks for another reduction than configured: {asked}")
@@ -219,8 +220,8 @@ class SumInFp32:
             received = self.scratch.take(n) if self.scratch else torch.empty_like(input_tensor)
             dist.all_to_all_single(received, input_tensor, group=group)
             parts = received.chunk(group.size())
-        if self.unit:
-            self.unit.add(parts)
+        if self.adds:
+            self.adds.add(parts)
         else:
             self.sum(output_tensor, parts)
         if self.scratch and not self.timed:

@@ -1,6 +1,6 @@
 """AdamW with states on the host: fp32 masters and moments in host memory, weights on the device.
 
-Gradients are reduced after every micro-batch and summed on the device (units.py). Once the norm of
+Gradients are reduced after every micro-batch and summed on the device (`UnitSum`). Once the norm of
 all gradients is known, masters and moments pass through the device in slices: one slice is copied
 in and another one back while a third is updated. Units follow one another in the order of the
 forward, and the next forward starts meanwhile: each unit waits for its own weights only.
@@ -13,16 +13,137 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.adamw import adamw
 
 from fsdp.activations_on_host import claim_host, pin_all
-from fsdp.shards import adam_views
-from fsdp.units import SLICE, SLOTS, Unit
+from fsdp.sharding import adam_views, params_of, shard_sizes
+from llm_demo.core.decoder import DecoderLoss
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, local_part
-from llm_demo.core.optim import BETAS, EPS, MOMENTS, adam_steps, decayed_or_not
+from llm_demo.core.optim import (
+    BETAS,
+    EPS,
+    MOMENTS,
+    adam_steps,
+    add,
+    add_into,
+    compile_once,
+    decayed_or_not,
+    sum_into,
+)
+
+SLICE = 1 << 21  # elements that are copied and updated at a time
+SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
 
 
-class Part(NamedTuple):
+class UnitSum:
+    """The parameters of a unit and the sum of a step's gradients: flat, in fp32, on the device.
+    Under FSDP2 a unit is what is gathered and reduced together, and this rank's part of it.
+
+    Parameters are in the compute dtype, except routers, and FSDP2 would round their reduced
+    gradients to it.
+
+    module: its forward is the first to use them. sizes: elements of the sum that each parameter
+    takes, at least its own. compiles: torch.compile works here."""
+
+    def __init__(
+        self, module: nn.Module, params: list[nn.Parameter], sizes: list[int], compiles: bool
+    ):
+        self.module, self.params, self.compiles = module, params, compiles
+        self.locals = [local_part(p) for p in params]
+        self.starts, self.length = [sum(sizes[:i]) for i in range(len(sizes))], sum(sizes)
+        self.sum = self.grads = None  # until `allocate`
+        self.fresh = True  # the next micro-batch is the first of a step
+
+    def allocate(self) -> None:
+        """Allocate the sum, without values."""
+        self.sum = torch.empty(self.length, device=self.locals[0].device)
+        self.grads = self.views(self.sum)
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The parameters' views of a flat tensor laid out as the sum."""
+        places = zip(self.starts, self.locals, strict=True)
+        return [flat[at : at + t.numel()].view(t.shape) for at, t in places]
+
+    def add(self, parts: list[torch.Tensor]) -> None:
+        """Add a micro-batch's gradients. parts: from each rank, flat, as long as the sum."""
+        function = sum_into if self.fresh else add_into
+        (compile_once(function) if self.compiles else function)(self.sum, parts)
+        self.fresh = False
+
+    def take_grads(self) -> None:
+        """Add a micro-batch's gradients, those that the parameters have, and free them."""
+        if self.fresh:
+            self.sum.zero_()
+        self.fresh = False
+        pairs = zip(self.grads, self.params, strict=True)
+        pairs = [(total, p) for total, p in pairs if p.grad is not None]
+        if pairs:
+            function = compile_once(add) if self.compiles else add
+            function([total for total, _ in pairs], [p.grad for _, p in pairs])
+        for p in self.params:
+            p.grad = None
+
+
+def plain_units(model: DecoderLoss, compiles: bool) -> list[UnitSum]:
+    """The units of a model that is not sharded, in the order of the forward. A tied head is part of
+    the embedding's."""
+    units, taken = [], set()
+    for module in (model.embed_tokens, *model.units, model.tail):
+        params = [p for p in module.parameters() if p not in taken]
+        taken.update(params)
+        units.append(UnitSum(module, params, [p.numel() for p in params], compiles))
+        _add_when_formed(units[-1])
+    return units
+
+
+def _add_when_formed(unit: UnitSum) -> None:
+    """Let a unit add a micro-batch's gradients in the backward, once all have formed. `take_grads`
+    at its end adds those of a unit that does not get all of them."""
+    trained = [p for p in unit.params if p.requires_grad]
+
+    def formed(_):
+        if all(p.grad is not None for p in trained):
+            unit.take_grads()
+
+    for p in trained:
+        p.register_post_accumulate_grad_hook(formed)
+
+
+def sharded_units(model: FSDPModule, compiles: bool) -> list[UnitSum]:
+    """The units of an FSDP2 model, in the order of the forward. FSDP2 hands each its gradients."""
+    units = []
+    for module in sorted(model.modules(), key=lambda m: not isinstance(m, Routers)):
+        if not isinstance(module, FSDPModule):
+            continue
+        params = params_of(module)
+        if params is None:
+            raise UserError(
+                "--optimizer_on_host does not work with this PyTorch: FSDP2 has changed"
+            )
+        if params:
+            units.append(_sharded_unit(module, params, compiles))
+    return units
+
+
+def _sharded_unit(module: FSDPModule, params: list[nn.Parameter], compiles: bool) -> UnitSum:
+    # as FSDP2's gradients are laid out
+    unit = UnitSum(module, params, shard_sizes(params), compiles)
+
+    def add(reduced):
+        unit.add([reduced])
+        if reduced.is_cuda:  # FSDP2 frees it, for use on the stream that it was allocated on
+            reduced.record_stream(torch.cuda.current_stream())
+
+    module.set_all_reduce_hook(add)
+    for p in params:  # summed by now: FSDP2 would keep a copy until the next step
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    return unit
+
+
+class PartOfSlice(NamedTuple):
     """What a slice holds of one parameter: n elements."""
 
     span: slice  # of the slice
@@ -34,7 +155,7 @@ class Part(NamedTuple):
 class Slice(NamedTuple):
     unit: int
     span: slice  # of the unit
-    parts: list[Part]
+    parts: list[PartOfSlice]
 
 
 class HostAdamW(torch.optim.AdamW):
@@ -44,7 +165,7 @@ class HostAdamW(torch.optim.AdamW):
     step() reads one number, whether to skip, and waits for nothing else. `wait` waits for a unit.
     grad_scale and found_inf are as in PyTorch's fused AdamW, 0-dim tensors on the device."""
 
-    def __init__(self, units: list[Unit], lr: float, weight_decay: float):
+    def __init__(self, units: list[UnitSum], lr: float, weight_decay: float):
         self.units, self.masters, moments = units, {}, {}
         # by unit: master, exp_avg and exp_avg_sq, each laid out as the sum of gradients
         sizes = [unit.length for unit in units]
@@ -88,7 +209,7 @@ class HostAdamW(torch.optim.AdamW):
             self.ready[i].synchronize()
 
     def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-        """(parameter, its fp32 master, *its MOMENTS) of each parameter, as `shards.adam_views`."""
+        """(parameter, its fp32 master, *its MOMENTS) of each parameter, as `adam_views`."""
         if self.stored:
             self.stored.synchronize()
         return adam_views(list(self.masters.items()), optimizer)
@@ -143,7 +264,7 @@ class HostAdamW(torch.optim.AdamW):
         self.device = torch.get_device_module(device)
         self.up, self.update, self.down = (self.device.Stream() for _ in range(3))
 
-    def _slices(self, i: int, unit: Unit, group_of: dict) -> Iterator[Slice]:
+    def _slices(self, i: int, unit: UnitSum, group_of: dict) -> Iterator[Slice]:
         for first in range(0, unit.length, SLICE):
             last, parts = min(first + SLICE, unit.length), []
             for at, p, local in zip(unit.starts, unit.params, unit.locals, strict=True):
@@ -151,11 +272,11 @@ class HostAdamW(torch.optim.AdamW):
                 if begin < end:
                     weights = local.view(-1)[begin - at : end - at]
                     span, group = slice(begin - first, end - first), group_of[self.masters[p]]
-                    parts.append(Part(span, unit.sum[begin:end], weights, group))
+                    parts.append(PartOfSlice(span, unit.sum[begin:end], weights, group))
             if parts:
                 yield Slice(i, slice(first, last), parts)
 
-    def _adamw(self, slot: torch.Tensor, parts: list[Part], taken: torch.Tensor) -> None:
+    def _adamw(self, slot: torch.Tensor, parts: list[PartOfSlice], taken: torch.Tensor) -> None:
         """Update a slice in its slot, and the weights from it. taken: steps before this one."""
         for group in self.param_groups:
             chosen = [part for part in parts if part.group is group]

@@ -7,7 +7,6 @@ model is sharded, a rank's rows of a matrix are a matrix of their own."""
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -15,8 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp.shards import on_grid
-from fsdp.units import shards_of
+from fsdp.sharding import on_grid, shards_of
 from llm_demo.core.mesh import REPLICA, local_part
 from llm_demo.core.optim import ERROR, FACTOR
 
@@ -172,21 +170,20 @@ class LowRank:
         return state
 
 
-def choose_low_rank(
-    args, params: list[nn.Parameter], grid: DeviceMesh, done: int, max_steps: int, say: Callable
-) -> LowRank | None:
-    """What sums gradients over replicas with --psgd_rank; None without. done: steps before this
-    run, of max_steps. The rest: as in LowRank."""
+def choose_low_rank(job, params: list[nn.Parameter], grid: DeviceMesh) -> LowRank | None:
+    """What sums gradients over replicas with --psgd_rank; None without. job: a run.Job that is
+    open. The rest: as in LowRank."""
+    args, say = job.args, job.log.say
     if not args.psgd_rank:
         return None
     if REPLICA not in grid.mesh_dim_names:
         say("warning: --psgd_rank has no effect with one copy of the model")
         return None
     start = args.warmup_steps if args.psgd_start is None else args.psgd_start
-    low_rank = LowRank(params, args.psgd_rank, start, grid, done)
+    low_rank = LowRank(params, args.psgd_rank, start, grid, job.saver.first_step)
     say(low_rank.describe())
-    if start >= max_steps:
-        say(f"warning: the run ends at step {max_steps}, before PowerSGD starts")
+    if start >= job.plan.horizon.max_steps:
+        say(f"warning: the run ends at step {job.plan.horizon.max_steps}, before PowerSGD starts")
     return low_rank
 
 

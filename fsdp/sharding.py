@@ -1,4 +1,11 @@
-"""FSDP2's settings for exact numbers, and the memory that its gradients take."""
+"""Which ranks hold what, FSDP2's settings for exact numbers, and a rank's part of each parameter.
+
+What is optimized and checkpointed is a `Shards`, `Masters` of core or HostAdamW. All have: params,
+what is optimized; take_grads(last), after each micro-batch; grads(), those of the step;
+views(optimizer), for a checkpoint; store(masters), after loading one."""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -6,10 +13,88 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp.units import params_of
 from llm_demo.core.decoder import Blocks, DecoderLoss
+from llm_demo.core.errors import UserError
 from llm_demo.core.experts import blocks_with_experts
+from llm_demo.core.mesh import REPLICA, SHARD, World, local_part, make_mesh, on_device
+from llm_demo.core.optim import MOMENTS
+from llm_demo.core.rows import Part
+from llm_demo.job.args import Args
+
+
+class Layout(NamedTuple):
+    """The ranks of a run. sharded: with FSDP2."""
+
+    sharded: bool
+    replicas: int
+    n_shards: int  # of a replica
+    part: Part  # the slice of each row that this rank holds
+    data_parallel: int  # ranks, or groups with slices of the same rows
+    dp_rank: int
+    grid: DeviceMesh  # all ranks
+    mesh: DeviceMesh  # what FSDP2 shards and sums over: the grid, or a replica if PowerSGD does
+    expert_parallel: int = 1  # ranks that each block's experts are spread over
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks with shards of one copy."""
+        return self.grid[SHARD].get_group()
+
+
+def layout_of(args: Args, world: World) -> Layout:
+    """What the flags mean for this number of ranks. Collective."""
+    replicas = world.size if args.replicas == "all" else int(args.replicas)
+    part = Part(world.rank % args.sequence_parallel, args.sequence_parallel)
+    n_shards = world.size // replicas
+    grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
+    mesh = grid[SHARD] if replicas > 1 and args.psgd_rank else grid
+    sharded = args.fsdp
+    if sharded is None:
+        sharded = world.size > 1 or args.reshard_after_forward
+    over = world.size // part.of, world.rank // part.of
+    return Layout(sharded, replicas, n_shards, part, *over, grid, mesh)
+
+
+def refuse_plan(args: Args, layout: Layout, plan) -> None:
+    """Raise UserError for what contradicts the plan: its dtype, or its rows."""
+    low, seq_len = plan.compute.dtype != torch.float32, plan.data.train.seq_len
+    if seq_len % layout.part.of:
+        raise UserError(
+            f"--sequence_parallel {layout.part.of} does not divide {seq_len}, the tokens of a row: "
+            "set --seq_len"
+        )
+    if args.psgd_rank and plan.compute.dtype == torch.float16:
+        raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
+    if args.copy_engines and not (layout.sharded and low):
+        raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
+
+
+def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> str:
+    """The kind of parallelism in a few words. Warns of rows that are spread over nodes."""
+    name = "FSDP2" if layout.sharded else "one process"
+    if layout.replicas > 1:
+        name = f"FSDP2 with {layout.replicas} replicas"
+        if args.psgd_rank:
+            name += f", PowerSGD of rank {args.psgd_rank}"
+    n = layout.part.of
+    if n > 1:
+        name += f", rows spread over {n} ranks"
+        if world.local_size % n:
+            say("warning: rows are spread over nodes, whose network every block then waits for")
+    return name
+
+
+def from_owners(tokens: torch.Tensor, here: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """int64 [n] on every rank of a group, of which each has those that are `here`, bool [n]."""
+    merged = torch.zeros(len(here), dtype=tokens.dtype, device=tokens.device)
+    merged[here.nonzero().squeeze(1).to(tokens.device)] = tokens
+    dist.all_reduce(merged, group=group)
+    return merged
+
+
+# ---------------------------------------------------------------- FSDP2
 
 
 def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
@@ -34,54 +119,52 @@ class WithExperts(nn.Module):
 
 
 def shard_units(
-    model: DecoderLoss, dtype: torch.dtype, mesh: DeviceMesh, reshard: bool, spread=None
+    model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool, same_experts=None
 ) -> None:
     """Shard each unit of blocks with FSDP2 over a mesh, and before them the routers, if there are
-    any: fp32 in every dtype, gathered together, before the first block. spread: the mesh of the
-    ranks with the same experts, if not all ranks have the same."""
+    any: fp32 in every dtype, gathered together, before the first block. mp_policy: of `precision`.
+    same_experts: the mesh of the ranks with the same experts, if not all ranks have the same."""
     routers, experts = set(), set()
     if model.routers:
         fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
         routers = set(model.routers.parameters())
-    if spread:
+    if same_experts:
         experts = {p for b in blocks_with_experts(model) for p in b.mlp.experts.parameters()}
-    how = {"mp_policy": precision(dtype), "reshard_after_forward": reshard}
+    how = {"mp_policy": mp_policy, "reshard_after_forward": reshard}
     for i, unit in enumerate(model.units):
         fully_shard(unit, mesh=mesh, ignored_params=routers | experts, **how)
         if experts & set(unit.parameters()):
-            model.units[i] = WithExperts(unit, spread.get_group())
-            fully_shard(model.units[i], mesh=spread, **how)
-
-
-def empty_sum(unit: FSDPModule, compute, size, dtype: torch.dtype, device) -> torch.Tensor:
-    """An empty tensor for the sum over ranks of a unit's gradients, in the memory of the stream
-    `compute`, which computes.
-
-    FSDP2 allocates it on another stream, and the allocator keeps a pool for each. In the backward
-    that pool grows by all gradients while activations leave theirs, and the device must hold both:
-    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has just waited for `compute`, so
-    nothing uses that memory any more, and the sum lasts until the optimizer's step; a Unit, which
-    adds it at once, holds it back by record_stream. The sum of a later micro-batch is freed once it
-    is added, while FSDP2's stream may still read it, so it comes from that stream's pool."""
-    streams = torch.get_device_module(device)
-    params = params_of(unit)
-    lasts = params is not None and all(p.grad is None for p in params)
-    with streams.stream(compute if lasts else streams.current_stream()):
-        return torch.empty(*size, dtype=dtype, device=device)
+            model.units[i] = WithExperts(unit, same_experts.get_group())
+            fully_shard(model.units[i], mesh=same_experts, **how)
 
 
 class SumBesideActivations:
-    """FSDP2's own reduce-scatter of a unit, but with sums by `empty_sum`."""
+    """FSDP2's own reduce-scatter of a unit, but sums over ranks take memory of the stream that
+    computes.
+
+    FSDP2 allocates them on another stream, and the allocator keeps a pool for each. In the backward
+    that pool grows by all gradients while activations leave theirs, and the device must hold both:
+    15 GiB more for 8B on two GPUs (bench/LOG.md). FSDP2's stream has just waited for that one, so
+    nothing uses that memory any more, and the sum lasts until the optimizer's step; UnitSum, which
+    adds it at once, holds it back by record_stream. The sum of a later micro-batch is freed once it
+    is added, while FSDP2's stream may still read it, so it comes from that stream's pool."""
 
     def __init__(self, unit: FSDPModule):
         self.unit, self.compute = unit, None
 
     def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        streams = torch.get_device_module(device)
         if self.compute is None:  # FSDP2 allocates what it sends, then on its own stream the sum
-            self.compute = torch.get_device_module(device).current_stream()
-            return torch.empty(*size, dtype=dtype, device=device)
+            self.compute = streams.current_stream()
+            return self.empty_input(size, dtype, device)
         compute, self.compute = self.compute, None
-        return empty_sum(self.unit, compute, size, dtype, device)
+        params = params_of(self.unit)
+        lasts = params is not None and all(p.grad is None for p in params)
+        with streams.stream(compute if lasts else streams.current_stream()):
+            return torch.empty(*size, dtype=dtype, device=device)
+
+    def empty_input(self, size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         # PyTorch 2.13 renamed it
@@ -117,3 +200,100 @@ def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every
     if routers := getattr(model, "routers", None):
         # a pipeline's next backward needs them: without outputs, nothing gathers them again
         routers.set_reshard_after_backward(last, recurse=False)
+
+
+def shards_of(t: torch.Tensor) -> int:
+    """Into how many parts a tensor is sharded, in each replica."""
+    return t.device_mesh.size(t.device_mesh.ndim - 1) if isinstance(t, DTensor) else 1
+
+
+def params_of(module: FSDPModule) -> list[nn.Parameter] | None:
+    """The parameters that FSDP2 gathers together, without those of units within; None if FSDP2 has
+    changed."""
+    state = module._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_group", state)
+    if group is None:  # it only holds other units
+        return []
+    return [p.sharded_param for p in group.fsdp_params] if hasattr(group, "fsdp_params") else None
+
+
+def shard_sizes(params: list[nn.Parameter]) -> list[int]:
+    """Elements of each parameter's part in FSDP2's transfers: that of the rank with most rows."""
+    return [-(-p.shape[0] // shards_of(p)) * p.shape[1:].numel() for p in params]
+
+
+# ---------------------------------------------------------------- this rank's part
+
+
+class Shards:
+    """The parameters themselves, fp32, as plain ones that share their memory.
+
+    With DTensors an optimizer spends more host time on dispatch than the GPU spends on the step."""
+
+    def __init__(self, model: nn.Module):
+        self.model_params = [p for p in model.parameters() if p.requires_grad]
+        self.params = [nn.Parameter(local_part(p)) for p in self.model_params]
+
+    @torch.no_grad()  # else each to_local() is an autograd function: 2 ms per step
+    def take_grads(self, last: bool) -> None:
+        """Move the gradients of the step, which autograd has summed, after its last micro-batch."""
+        if last:
+            for whole, p in zip(self.model_params, self.params, strict=True):
+                p.grad, whole.grad = local_part(whole.grad), None
+
+    def grads(self) -> list[torch.Tensor]:
+        """This rank's part of the gradients of `model_params`, fp32."""
+        return [p.grad for p in self.params]
+
+    def grad_of(self, p: nn.Parameter) -> torch.Tensor:
+        """This rank's part of a parameter's gradient, in place."""
+        pairs = zip(self.model_params, self.params, strict=True)
+        return next(shard.grad for whole, shard in pairs if whole is p)
+
+    def follow(self, optimizer: torch.optim.AdamW) -> None:
+        """Nothing to do: the optimizer of `params` updates the model."""
+
+    def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, in place."""
+        return adam_views(list(zip(self.model_params, self.params, strict=True)), optimizer)
+
+    def store(self, masters: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Nothing to do: `views` are in place."""
+
+
+def not_optimized(model: nn.Module) -> list[torch.Tensor]:
+    """What else belongs to the weights: frozen parameters, and buffers that files hold."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return frozen + [b for b in model.buffers() if hasattr(b, "hf_name")]
+
+
+def training_state(views, optimizer, mesh, low_rank, fixed=()) -> dict[str, torch.Tensor]:
+    """{Hugging Face name: fp32 master, name.exp_avg: ..., name.exp_avg_sq: ...}, in place and
+    sharded like the parameters, and what LowRank keeps. views: as `adam_views`. mesh: of all
+    ranks, on the device of these tensors. fixed: as of not_optimized."""
+    state = {}
+    for p, *tensors in [*views(optimizer), *((p, local_part(p)) for p in fixed)]:
+        for key, t in zip(("", *(f".{k}" for k in MOMENTS)), tensors, strict=False):
+            if isinstance(p, DTensor):
+                t = on_grid(t, p, mesh)
+            state[p.hf_name + key] = t
+    return state | (low_rank.state() if low_rank else {})
+
+
+def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
+    """A tensor sharded like another, described on the grid of all ranks: so every rank names the
+    same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
+    experts that are spread over ranks."""
+    grid = on_device(grid, local.device.type)
+    shape, placements = like.shape, [Replicate()] * (grid.ndim - len(like.placements))
+    placements += like.placements
+    if experts := getattr(like, "grid", None):
+        grid, placements = on_device(experts, local.device.type), [Shard(0), Shard(0)]
+        shape = grid.size(0) * len(like), *like.shape[1:]
+    return DTensor.from_local(local, grid, placements, shape=shape, stride=like.stride())
+
+
+def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:
+    """Yield (parameter, its fp32 master, *its MOMENTS) for each of `pairs`, (parameter, master)."""
+    for p, master in pairs:
+        yield p, master.detach(), *(optimizer.state[master][name] for name in MOMENTS)

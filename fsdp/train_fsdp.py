@@ -15,14 +15,20 @@ import torch
 from fsdp import estimate
 from fsdp.build import build
 from fsdp.flags import GROUPS, sums_each
-from fsdp.layout import Layout, describe, from_owners, layout_of, refuse_plan
 from fsdp.lowrank import choose_low_rank
-from fsdp.sharding import accumulate
-from fsdp.shards import not_optimized, training_state
+from fsdp.sharding import (
+    Layout,
+    accumulate,
+    from_owners,
+    layout_of,
+    not_optimized,
+    parallelism_of,
+    refuse_plan,
+    training_state,
+)
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import label_positions, real_tokens, to_device
-from llm_demo.core.loop import heldout_batches
+from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import (
     LossScale,
     adam_steps,
@@ -31,7 +37,7 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import micro_batches
+from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_device
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
@@ -45,12 +51,13 @@ def main() -> None:
     args, world = parse(), start()
     args.check_processes(world.size)
     job, layout = Job(args, world, "fsdp"), layout_of(args, world)
-    parallelism = describe(layout, args, world, job.log.say)
+    parallelism = parallelism_of(layout, args, world, job.log.say)
     job.log.resolved(fsdp=layout.sharded, parallelism=parallelism)
     job.decide(layout.data_parallel, functools.partial(check_experts, args))
     refuse_plan(args, layout, job.plan)
-    layout = layout._replace(spread=estimate.choose_spread(*job.planned(), world, job.log))
-    how = layout.n_shards, layout.sharded, layout.spread
+    expert_parallel = estimate.choose_spread(*job.planned(), world, job.log)
+    layout = layout._replace(expert_parallel=expert_parallel)
+    how = layout.n_shards, layout.sharded, expert_parallel
     if args.use_activation_checkpointing:
         job.plan = estimate.choose_attention_kept(job, *how)
     if args.estimate:
@@ -69,18 +76,14 @@ class Fsdp:
     def __init__(self, job: Job, layout: Layout):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.args, self.job, self.layout, self.device = args, job, layout, world.device
-        self.built = built = build(job, layout)
-        self.model, self.optimized = built.model, built.optimized
+        self.model, self.optimized, compiled = build(job, layout)
         self.optimizer = self.optimized
         if not args.optimizer_on_host:
             params = self.optimized.params
-            self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, built.compiled)
+            self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
             self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
-        self.low_rank = choose_low_rank(
-            args, self.optimized.model_params, layout.grid,
-            done=saver.first_step, max_steps=plan.horizon.max_steps, say=job.log.say,
-        )  # fmt: skip
+        self.low_rank = choose_low_rank(job, self.optimized.model_params, layout.grid)
         self.aux_loss = None
         fill_adam_state(self.optimizer, saver.facts["adam_steps"] if saver.path else 0)
         if saver.path:
@@ -107,26 +110,22 @@ class Fsdp:
         grads = optimized.grads()
         if self.low_rank:
             self.low_rank.reduce(grads)
-        parts = [(grads, self.layout.group if self.layout.sharded else None)]
-        norm = clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, parts)
+        group = self.layout.group if self.layout.sharded else None
+        norm = clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, grads, group)
         if args.router_bias_update:
             model.routers.update_bias(args.router_bias_update, norm)
         return total, norm
 
-    @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        over, max_docs = (self.layout.dp_rank, self.layout.data_parallel), self.max_docs
-        for batch, *labels in heldout_batches(packs, *over, micro, max_docs):
-            total += self.forward(batch, *labels)
-        return total
+        over = self.layout.dp_rank, self.layout.data_parallel
+        return score_rows(self.forward, packs, *over, micro)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         tokens = self.forward(batch, index)
-        if self.built.row_group is None:
+        if self.model.tail.group is None:
             return tokens
         ours, _ = self.layout.part.of_positions(index, batch.input_ids.shape[1])
-        return from_owners(tokens, ours, self.built.row_group)
+        return from_owners(tokens, ours, self.model.tail.group)
 
     def more(self) -> dict[str, torch.Tensor]:
         numbers = {} if self.aux_loss is None else {"moe/aux_loss": self.aux_loss}
@@ -145,10 +144,6 @@ class Fsdp:
             self.low_rank.sum_errors()
         return {"adam_steps": adam_steps(self.optimizer), "loss_scale": self.loss_scale.facts()}
 
-    @property
-    def max_docs(self) -> int:
-        return self.job.plan.data.max_docs
-
     def forward(self, batch, index, targets=None, answers=None) -> torch.Tensor:
         """DecoderLoss.forward of this rank's slice of the rows. index: of whole rows."""
         part, shape = self.layout.part, tuple(batch.input_ids.shape)
@@ -163,7 +158,7 @@ class Fsdp:
 
     def batches_of(self, rows):
         over, micro = (self.layout.dp_rank, self.layout.data_parallel), self.args.micro_batch_size
-        return micro_batches(self.job.plan.data.train, rows, *over, micro, self.max_docs)
+        return micro_batches(self.job.plan.data.train, rows, *over, micro)
 
     def see(self, batch) -> None:
         """Let routers know which tokens are padding."""

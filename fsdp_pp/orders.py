@@ -1,4 +1,4 @@
-"""The order in which each stage of a pipeline works on the pieces of the model that it holds.
+"""The order in which each stage of a pipeline works on its pieces of the model, and what runs it.
 
 A stage's work is a list of (FORWARD or BACKWARD, piece, micro-batch): some forwards, then a
 forward and a backward in turn (but in v as it comes), then the rest of the backwards. Each piece
@@ -11,6 +11,9 @@ Language Model Training on GPU Clusters Using Megatron-LM". v: pieces placed as 
 import functools
 from bisect import bisect
 from collections import Counter
+from collections.abc import Callable, Iterable
+
+import torch
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -130,3 +133,45 @@ def held(work: list[tuple]) -> dict[int, int]:
         now[piece] += 1 if kind == FORWARD else -1
         most = now.copy() if now.total() > most.total() else most
     return dict(most)
+
+
+def run_stage(
+    work: Iterable[tuple],
+    last: int,
+    links,
+    hidden: tuple[tuple, torch.dtype],
+    forward: Callable,
+    backward: Callable | None = None,
+) -> None:
+    """Do this stage's work of a step with ordinary backwards, so that FSDP2's hooks, activation
+    checkpointing and compiled blocks work as they do without a pipeline.
+
+    Args:
+        work: as of with_receives.
+        links: transfers.Links.
+        last: the last piece of the model.
+        hidden: shape and dtype of a micro-batch's hidden states.
+        forward: forward(piece, k, x) -> the output of a piece for micro-batch k. x: hidden states,
+            None for the first piece.
+        backward: backward(piece, k, y, gradient) runs autograd from the output y. gradient: None
+            for the last piece, whose output is the loss. Without `backward`, nothing is kept."""
+    kept = {}  # (piece, k) -> output
+    for kind, piece, k, receives in work:
+        for received_kind, to in receives:  # while the device computes, since the host is ahead
+            links.expect(received_kind, to, *hidden)
+        links.begin()
+        if kind == FORWARD:
+            x = links.take(FORWARD, piece) if piece else None
+            if piece and backward:
+                # leaves before FSDP2 waits for its reductions at the end of the backward
+                back = functools.partial(links.give, BACKWARD, piece - 1)
+                x.requires_grad_().register_hook(back)
+            y = forward(piece, k, x)
+            if backward:
+                kept[piece, k] = y
+            if piece < last:
+                links.give(FORWARD, piece + 1, y.detach())
+        else:
+            grad = links.take(BACKWARD, piece) if piece < last else None
+            backward(piece, k, kept.pop((piece, k)), grad)
+    links.finish()

@@ -17,16 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
-from fsdp.sharding import accumulate
-from fsdp.shards import not_optimized, training_state
-from fsdp_pp import estimate, orders, runner
-from fsdp_pp.build import build
+from fsdp.sharding import accumulate, not_optimized, training_state
+from fsdp_pp import estimate, orders
+from fsdp_pp.build import TiedEnds, build, tied_group
 from fsdp_pp.flags import GROUPS
-from fsdp_pp.tied import TiedEnds, tied_group
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import label_positions, to_device
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, STAGE, World, make_mesh, on_device
@@ -38,13 +35,13 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import heldout_rows, micro_batches
+from llm_demo.core.rows import heldout_rows, label_positions, micro_batches, to_device
 from llm_demo.job.args import Args, less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, run
 from llm_demo.job.source import check_experts
-from pp.cut import describe_split, given_counts, split
+from pp.cut import plan_and_cut
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 
@@ -58,20 +55,12 @@ def main() -> None:
     world = start()
     args.check_processes(world.size)
     job, layout = Job(args, world, "fsdp_pp"), layout_of(args, world)
-
-    def refuse(config):
-        check_experts(args, config)
-        given_counts(config, len(layout.where), args.partition)
-
-    job.decide(layout.n_shards, refuse)
-    config, train = job.plan.source.config, job.plan.data.train
-    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
-    counts = split(config, len(layout.where), args.partition, *cost)
     parallelism = f"{args.schedule} pipeline of {args.stages} stages"
     if layout.n_shards > 1:
         parallelism += f", each sharded over {layout.n_shards} processes"
-    job.log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    job.log.say(f"pipeline: {describe_split(counts, layout.where, config, *cost)}")
+    job.log.resolved(parallelism=parallelism)
+    refuse = functools.partial(check_experts, args)
+    counts = plan_and_cut(job, layout.n_shards, layout.where, refuse)
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and layout.n_shards == 1:
@@ -83,7 +72,7 @@ def main() -> None:
         run(job, ShardedPipeline(job, layout, counts))
 
 
-class Layout(NamedTuple):
+class StageLayout(NamedTuple):
     """The ranks of a run: stages, and the shards of each."""
 
     where: list[int]  # the stage of each piece of the model
@@ -94,34 +83,33 @@ class Layout(NamedTuple):
     grid: DeviceMesh  # the same
 
 
-def layout_of(args: Args, world: World) -> Layout:
+def layout_of(args: Args, world: World) -> StageLayout:
     """What the flags mean for this number of ranks. Collective."""
     n_shards = world.size // args.stages
     where = orders.stages_of(args.schedule, args.stages)
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
-    return Layout(where, n_shards, *divmod(world.rank, n_shards), ranks, grid)
+    return StageLayout(where, n_shards, *divmod(world.rank, n_shards), ranks, grid)
 
 
 class ShardedPipeline:
     """This rank's pieces of the model, and what loop.train asks of it. counts: blocks of each
     piece."""
 
-    def __init__(self, job: Job, layout: Layout, counts: list[int]):
+    def __init__(self, job: Job, layout: StageLayout, counts: list[int]):
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         self.job, self.args, self.layout, self.device = job, args, layout, world.device
         self.last = len(layout.where) - 1
         shards = layout.grid[SHARD]
         self.links = self.connect()
-        built = build(job, layout, counts)
-        self.pieces, self.optimized = built.pieces, built.optimized
+        self.pieces, self.optimized, n_params, compiled = build(job, layout, counts)
         # which takes the gradients of each backward
         self.flat = isinstance(self.optimized, Masters)
         n_local = sum(p.numel() for p in self.optimized.params)
         parallelism = job.log.settings["parallelism"]
-        job.log.say(f"{parallelism}: {built.n_params:,} parameters, {n_local:,} here")
+        job.log.say(f"{parallelism}: {n_params:,} parameters, {n_local:,} here")
         params = self.optimized.params
-        self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, built.compiled)
+        self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
         self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
         ends, group = [layout.ranks[layout.where[i]].tolist() for i in (0, -1)], None
@@ -159,7 +147,7 @@ class ShardedPipeline:
         args, data, layout = self.args, self.job.plan.data, self.layout
         total = torch.zeros((), device=self.device)
         over, micro = (layout.shard, layout.n_shards), args.micro_batch_size
-        batches = micro_batches(data.train, rows, *over, micro, data.max_docs)
+        batches = micro_batches(data.train, rows, *over, micro)
         batches = self.job.timer.data(batches)
         inputs = (self.inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
 
@@ -181,15 +169,15 @@ class ShardedPipeline:
             self.optimized.take_grads(last=True)
         self.copies.sum_gradients()
         set_lr(self.optimizer, lr)
-        parts = [(self.copies.counted_once(self.optimized.grads()), dist.group.WORLD)]
-        return total, clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, parts)
+        parts = self.copies.counted_once(self.optimized.grads()), dist.group.WORLD
+        return total, clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, *parts)
 
     @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        n_shards, max_docs = self.layout.n_shards, self.job.plan.data.max_docs
+        n_shards = self.layout.n_shards
         count = heldout_rows(packs, n_shards, micro).size // n_shards // micro
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batches = heldout_batches(packs, self.layout.shard, n_shards, micro, max_docs)
+        batches = heldout_batches(packs, self.layout.shard, n_shards, micro)
         inputs = Lookahead(self.inputs_of(batch, *labels) for batch, *labels in batches)
         self.run_pipeline(self.order(orders.forwards_only, count), inputs, micro, total.add_)
         return total
@@ -247,7 +235,7 @@ class ShardedPipeline:
 
         shape = micro, plan.data.train.seq_len, plan.source.config.hidden_size
         hidden = shape, plan.compute.dtype
-        runner.run(work, last, self.links, hidden, forward, backward)
+        orders.run_stage(work, last, self.links, hidden, forward, backward)
 
 
 class Lookahead(dict):

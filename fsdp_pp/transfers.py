@@ -140,6 +140,7 @@ class Links:
         self.rank, self.device, self.cuda = rank, device, device.type == "cuda"
         self.early = self.begun = None
         self.sent, self.received, self.pairs = {}, {}, []
+        self.passed = defaultdict(deque)  # from one piece of this stage to another
         for piece, (stage, after) in enumerate(itertools.pairwise(stages)):
             if stage != after:
                 for pair in zip(grid[stage].tolist(), grid[after].tolist(), strict=True):
@@ -195,6 +196,16 @@ class Links:
         if self.cuda and self.early is False:
             self.begun = torch.cuda.current_stream().record_event()
         self.received[kind, piece].expect(shape, dtype, self.begun)
+
+    def give(self, kind: str, piece: int, t: torch.Tensor) -> None:
+        """Send a tensor to a piece, or pass it on if that is here."""
+        link = self.sent.get((kind, piece))
+        (link.send if link else self.passed[kind, piece].append)(t)
+
+    def take(self, kind: str, piece: int) -> torch.Tensor:
+        """The oldest tensor for a piece of this stage."""
+        link = self.received.get((kind, piece))
+        return link.take() if link else self.passed[kind, piece].popleft()
 
     def finish(self) -> None:
         """Wait for what was sent: the host on a CPU, the device for copies."""

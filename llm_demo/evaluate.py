@@ -19,11 +19,10 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from torch.nn.utils.rnn import pad_sequence
 
-from llm_demo.core.batch import label_positions
+from llm_demo.core.decoder import refuse_non_finite
 from llm_demo.core.errors import UserError, printable
 from llm_demo.core.loss import score
-from llm_demo.core.rows import Packs
-from llm_demo.core.weights import refuse_non_finite
+from llm_demo.core.rows import Packs, label_positions
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import find_files

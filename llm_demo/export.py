@@ -19,10 +19,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from llm_demo.core.decoder import skeleton
+from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.core.weights import materialise
 from llm_demo.job.adapters import (
     factor_names,
     factors_of,

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Callable
 
 from llm_demo.core.errors import UserError
 from llm_demo.job.costs import OVERHEAD, block_costs, head_cost
@@ -13,6 +14,24 @@ HEAD = 0.92
 # The embedding's dense gradient takes as long as the head's products for this many tokens. Measured
 # with 2 and 8 rows of 1,024 tokens.
 EMBEDDING = 600
+
+
+def plan_and_cut(job, replicas: int, where: list[int], refuse: Callable) -> list[int]:
+    """Make the plan of a run.Job. Returns, and logs, the blocks of each piece of the model. where:
+    the stage of each piece. replicas, refuse: as of Job.decide. Raises UserError."""
+    args = job.args
+
+    def refuse_too_many_pieces(config):
+        refuse(config)
+        given_counts(config, len(where), args.partition)
+
+    job.decide(replicas, refuse_too_many_pieces)
+    config, train = job.plan.source.config, job.plan.data.train
+    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
+    counts = split(config, len(where), args.partition, *cost)
+    job.log.resolved(partition=",".join(map(str, counts)))
+    job.log.say(f"pipeline: {describe_split(counts, where, config, *cost)}")
+    return counts
 
 
 def split(

@@ -127,18 +127,18 @@ def check_kinds(path: str, values: dict) -> None:
             raise UserError(f"{path}: {key} must be a number, not {given}")
 
 
-def engine_config(switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float) -> dict:
+def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
     accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"  # see ds_patches.join
+    on_cpu = accelerator.device_name() == "cpu"  # see ds_patches.join_group
     if dtype == torch.float16 and not (on_cpu or accelerator.is_fp16_supported()):
         raise UserError("--dtype fp16: DeepSpeed has no fp16 on this device; take bf16 or fp32")
     config = {
         "steps_per_print": 10**9,
         **switches,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": accum,
-        "gradient_clipping": clip,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.grad_accum_steps,
+        "gradient_clipping": args.max_grad_norm,
         # Gradients are accumulated and reduced in fp32. By default DeepSpeed reduces in the compute
         # dtype even in a group of one, which rounds to bf16 in every step.
         "communication_data_type": "fp32",

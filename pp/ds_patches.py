@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
-from llm_demo.core.optim import CompiledAdamW, LossScale, clipped_step
-from llm_demo.core.sums import add, compile_once
+from llm_demo.core.optim import CompiledAdamW, LossScale, add, clipped_step, compile_once
 from pp.deepspeed_base import TESTED, get_accelerator
 
 # isort: split
@@ -42,7 +41,7 @@ def need(mapping, name):
 need(vars(deepspeed.runtime.zero.utils), "ZERO_SUPPORTED_OPTIMIZERS").append(CompiledAdamW)
 
 
-def join(device: torch.device) -> None:
+def join_group(device: torch.device) -> None:
     """Make DeepSpeed use the existing process group."""
     if device.type == "cpu":
         # It compiles an all-reduce for inference: 30 s, a compiler, and 132 MiB in /dev/shm. The
@@ -94,7 +93,7 @@ def bf16_step(optimizer, group=None) -> None:
     grads, _ = optimizer.get_grads_for_norm()
     no_scale = LossScale(torch.bfloat16, grads[0].device)  # bf16 needs none: always 1
     optimizer._global_grad_norm = clipped_step(
-        optimizer.optimizer, optimizer.clip_grad, no_scale, [(grads, group)]
+        optimizer.optimizer, optimizer.clip_grad, no_scale, grads, group
     )
     optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()  # the engine clears the gradients

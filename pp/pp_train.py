@@ -15,11 +15,18 @@ import torch
 import torch.distributed as dist
 
 from llm_demo import estimate as memory
-from llm_demo.core.batch import answers_of, label_positions, to_device
-from llm_demo.core.decoder import skeleton
+from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.optim import make_adamw, set_lr
-from llm_demo.core.rows import Packs, bounds_of, heldout_rows, micro_batches, share_of
-from llm_demo.core.weights import materialise
+from llm_demo.core.rows import (
+    Packs,
+    answers_of,
+    bounds_of,
+    heldout_rows,
+    label_positions,
+    micro_batches,
+    share_of,
+    to_device,
+)
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
@@ -29,7 +36,7 @@ from llm_demo.job.run import Job, run
 from llm_demo.job.source import refuse_experts
 from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
-from pp.cut import describe_split, given_counts, split
+from pp.cut import plan_and_cut
 from pp.flags import GROUPS
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
@@ -47,18 +54,8 @@ def main() -> None:
     where += where[::-1] if args.schedule == "dualpipev" else []
     replicas = world.size // args.stages
     job = Job(args, world, "pp")
-
-    def refuse(config):
-        refuse_experts(config)
-        given_counts(config, len(where), args.partition)
-
-    job.decide(replicas, refuse)
-    config, train = job.plan.source.config, job.plan.data.train
-    cost = args.micro_batch_size, train.seq_len, args.use_activation_checkpointing
-    counts = split(config, len(where), args.partition, *cost)
-    parallelism = f"pipeline of {counted(args.stages, 'stage')}"
-    job.log.resolved(partition=",".join(map(str, counts)), parallelism=parallelism)
-    job.log.say(f"pipeline: {describe_split(counts, where, config, *cost)}")
+    job.log.resolved(parallelism=f"pipeline of {counted(args.stages, 'stage')}")
+    counts = plan_and_cut(job, replicas, where, refuse_experts)
     bucket = switches.get("zero_optimization", {}).get("reduce_bucket_size", estimate.BUCKET)
     ranks = estimate.held(*job.planned(), replicas, counts, bucket)
     if args.estimate:
@@ -75,41 +72,40 @@ class Pipeline:
     each piece of the model."""
 
     def __init__(self, job: Job, switches: dict, counts: list[int]):
-        from pp import ds_engine, ds_state, stages
-        from pp.ds_patches import join
+        from pp import ds_engine, ds_patches, ds_state
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
         self.job, self.args, self.device, self.pieces = job, args, world.device, len(counts)
         self.replicas, self.done = world.size // args.stages, saver.first_step
+        self.ds_engine, self.ds_state = ds_engine, ds_state
 
         # each stage makes only its own layers
-        join(world.device)
+        ds_patches.join_group(world.device)
         lm = skeleton(config, compute.attn_impl, weights)
         n_params = param_count(lm)
         rotary = lm.model.rotary_emb
-        self.layouts = [stages.Layout(rotary, compute.attn_impl, world.device) for _ in counts]
+        self.inputs = [
+            ds_engine.BlockInputs(rotary, compute.attn_impl, world.device) for _ in counts
+        ]
         budget = args.activation_memory_budget if compute.compile else None
         make = functools.partial(
             materialise, lm, weights=weights, seed=args.seed, device=world.device
         )
         sizes = [unit_sizes(config, count, args.blocks_per_unit) for count in counts]
         checkpointing = args.use_activation_checkpointing
-        specs, bounds = stages.layer_specs(
-            lm.config, make, sizes, self.layouts, checkpointing, budget
+        specs, bounds = ds_engine.layer_specs(
+            lm.config, make, sizes, self.inputs, checkpointing, budget
         )
-        loss_fn = functools.partial(stages.loss_fn, compiled=compute.compile)
-        self.score_fn = functools.partial(stages.score_fn, compiled=compute.compile)
+        loss_fn = functools.partial(ds_engine.loss_fn, compiled=compute.compile)
+        self.score_fn = functools.partial(ds_engine.score_fn, compiled=compute.compile)
         kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
         with loading(weights, args.stages):
             module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 
         compiled = compiles_adamw(compute.compile, n_params, world.size, job.log.say)
         optimizer = make_adamw(module.parameters(), plan.horizon.lr, args.weight_decay, compiled)
-        settings = ds_engine.engine_config(
-            switches, compute.dtype, micro=args.micro_batch_size, accum=args.grad_accum_steps,
-            clip=args.max_grad_norm,
-        )  # fmt: skip
+        settings = ds_engine.engine_config(switches, args, compute.dtype)
         self.engine = ds_engine.make_engine(module, optimizer, settings, compute.compile)
         if weights and compute.dtype != torch.float32:
             ds_state.set_masters(self.engine, weights)
@@ -120,8 +116,6 @@ class Pipeline:
         self.replica = self.engine.grid.get_data_parallel_id()
 
     def step(self, rows, n_labels: int, lr: float):
-        from pp import ds_engine
-
         args, engine = self.args, self.engine
         set_lr(engine.optimizer, lr)
         # The engine averages over micro-batches and replicas. The factor turns that into the step's
@@ -130,12 +124,12 @@ class Pipeline:
         total = engine.train_batch(self.feed(self.job.plan.data.train, rows, factor))
         self.done += 1
         if self.done == 1 or args.check_tied_every and self.done % args.check_tied_every == 0:
-            if ds_engine.tied_copies_differ(engine):
+            if self.ds_engine.tied_copies_differ(engine):
                 raise RuntimeError(
                     f"step {self.done}: the stages' copies of the tied weight differ"
                 )
         if self.done % args.log_every == 0:
-            ds_engine.forget_timers(engine)
+            self.ds_engine.forget_timers(engine)
         # every rank has the total
         share = total if self.job.world.rank == 0 else torch.zeros_like(total)
         return share, engine.get_global_grad_norm()
@@ -145,19 +139,20 @@ class Pipeline:
         count = rows.size // self.replicas // micro
         reshape = micro != self.args.micro_batch_size
         batches = self.feed(packs, rows, micro=micro)
-        scores = self.forward_only(batches, count, self.score_fn, reshape=reshape)
+        scores = self.ds_engine.forward_only(
+            self.engine, batches, count, self.score_fn, reshape=reshape
+        )
         if not scores:
             return torch.zeros(2, dtype=torch.float64, device=self.device)
         return torch.stack(scores).sum(0, dtype=torch.float64)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
-        from pp.stages import ask_fn
-
-        for layout in self.layouts:
-            layout.follow(itertools.repeat(batch.cu_seqlens))
+        for inputs in self.inputs:
+            inputs.follow(itertools.repeat(batch.cu_seqlens))
         inputs = to_device(self.device, batch.input_ids)[0], to_device(self.device, index)
         # DualPipeV needs several micro-batches: repeat the same one
-        out = self.forward_only(itertools.repeat(inputs), self.pieces, ask_fn)
+        ds, repeated = self.ds_engine, itertools.repeat(inputs)
+        out = ds.forward_only(self.engine, repeated, self.pieces, ds.ask_fn)
         tokens = out[0] if out else torch.zeros_like(index, device=self.device)
         group = self.engine.grid.get_pipe_parallel_group()
         dist.broadcast(tokens, src=self.engine._loss_stage_global_rank(), group=group)
@@ -167,31 +162,22 @@ class Pipeline:
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        from pp.ds_state import training_state
-
-        return training_state(self.engine, copies=self.replicas > 1)
+        return self.ds_state.training_state(self.engine, copies=self.replicas > 1)
 
     def facts(self) -> dict:
-        from pp.ds_state import facts_of
-
-        return facts_of(self.engine)
-
-    def forward_only(self, batches, count: int, output_fn, **how) -> list[torch.Tensor]:
-        from pp.ds_engine import forward_only
-
-        return forward_only(self.engine, batches, count, output_fn, **how)
+        return self.ds_state.facts_of(self.engine)
 
     def feed(self, packs, rows, factor=None, micro: int = 0):
         """(inputs, labels) of each micro-batch: the first stage uses inputs, the last labels.
         Without a factor, labels are for `score_fn`."""
-        micro, max_docs = micro or self.args.micro_batch_size, self.job.plan.data.max_docs
+        micro = micro or self.args.micro_batch_size
         over = self.replica, self.replicas
-        for layout in self.layouts:
+        for inputs in self.inputs:
             shares = share_of(rows, *over, micro)
-            layout.follow(boundaries(packs, group, max_docs) for group in shares)
+            inputs.follow(boundaries(packs, group) for group in shares)
 
         def pairs():
-            batches = micro_batches(packs, rows, *over, micro, max_docs)
+            batches = micro_batches(packs, rows, *over, micro)
             for batch in self.job.timer.data(batches):
                 index, targets = label_positions(batch.labels)
                 last = torch.tensor(factor) if factor else answers_of(index, batch.cu_seqlens)
@@ -201,10 +187,10 @@ class Pipeline:
         return pairs()
 
 
-def boundaries(packs: Packs, rows, max_docs: int) -> torch.Tensor:
+def boundaries(packs: Packs, rows) -> torch.Tensor:
     """cu_seqlens of these rows, see Batch, without reading any tokens."""
     lengths = [packs.lengths(int(row)) for row in rows]
-    return torch.from_numpy(bounds_of(lengths, packs.seq_len, max_docs))
+    return torch.from_numpy(bounds_of(lengths, packs.seq_len, packs.max_docs))
 
 
 if __name__ == "__main__":

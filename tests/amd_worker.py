@@ -17,8 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from llm_demo.core import loss, loss_kernel, sums
-from llm_demo.core.optim import compiled_adamw
+from llm_demo.core import loss, loss_kernel, optim
 
 ROOT = Path(__file__).parent.parent
 ARCH, PART = sys.argv[1:]
@@ -73,8 +72,8 @@ def compiled() -> None:
     from transformers import AutoModelForCausalLM
 
     from llm_demo.core.attention import make_documents
-    from llm_demo.core.batch import position_ids
     from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward
+    from llm_demo.core.rows import position_ids
     from llm_demo.job.source import load_config
 
     pretend_there_is_a_gpu()
@@ -86,10 +85,10 @@ def compiled() -> None:
     backend = aot_autograd(fw_compiler=lower, decompositions=select_decomp_table())
     torch.compile = functools.partial(torch.compile, backend=backend)
     total, part = torch.zeros(1024, 1024), torch.ones(1024, 1024, dtype=torch.bfloat16)
-    sums.compile_once(sums.add)([total], [part])
-    for function in (sums.add_into, sums.sum_into):
-        sums.compile_once(function)(total, [part, part])
-    compiled_adamw()(*total.repeat(4, 1, 1), *torch.ones(5), 0.9, 0.95, 1e-8)
+    optim.compile_once(optim.add)([total], [part])
+    for function in (optim.add_into, optim.sum_into):
+        optim.compile_once(function)(total, [part, part])
+    optim.compile_once(optim._adamw)(*total.repeat(4, 1, 1), *torch.ones(5), 0.9, 0.95, 1e-8)
 
     loss._kernel = lambda device_type: loss._loss_of_logits  # on a GPU it is `ours`
     config = load_config(ROOT / "models/qwen3-0.6b", 256)

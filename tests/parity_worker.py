@@ -39,9 +39,9 @@ def watch_fsdp(script):
         for group in optimizer.param_groups:
             grads.update((p, p.grad.clone()) for p in group["params"] if p.grad is not None)
 
-    def global_norm(parts, norm=optim.global_norm):
-        poison(grad for grads, _ in parts for grad in grads)
-        return norm(parts)
+    def global_norm(grads, group, norm=optim.global_norm):
+        poison(grads)
+        return norm(grads, group)
 
     def whole(tensors, group):
         """{name: tensor} unsharded, on the CPU: in one exchange of one tensor, because one for each
@@ -204,7 +204,7 @@ def make_adamw(*args, make=optim.make_adamw):
 optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
 if not torch.cuda.is_available():
-    optim.compiled_adamw = lambda: optim._adamw  # C++ takes 20 s to compile
+    optim.compile_once = lambda function: function  # C++ takes 20 s to compile
 if KIND == "fsdp":
     import fsdp.build
     import fsdp.host_adamw
@@ -229,7 +229,7 @@ for case in json.load(open(CASES)):
     torch.nn.functional.linear = linear  # ZeRO-3 replaces it
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without
         as_it_is = case.get("as_it_is")
-        fsdp.build.reduce_traffic = (lambda *_, **__: []) if as_it_is else reduce_traffic
+        fsdp.build.reduce_traffic = (lambda *_, **__: None) if as_it_is else reduce_traffic
     sys.argv = [script.__file__, *case["argv"]]
     script.main()
     gc.unfreeze()  # else this case's model would stay

@@ -11,10 +11,9 @@ from transformers import Qwen3Config
 
 from fsdp.flags import FsdpArgs
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import Part, position_ids
-from llm_demo.core.comm import CommTimer
-from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
-from llm_demo.core.spread import spread_rows
+from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton, spread_rows
+from llm_demo.core.rows import Part, position_ids
+from llm_demo.core.timer import CommTimer
 from llm_demo.estimate import saved_bytes
 from llm_demo.job.args import parse_args
 from llm_demo.job.choices import fused_kernels

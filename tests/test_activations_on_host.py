@@ -17,10 +17,9 @@ from fsdp import activations_on_host, estimate
 from fsdp.activations_on_host import STAY, ActivationsOnHost, host_bytes, keep_on_host
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.core.weights import allocate, fill
 from llm_demo.estimate import attention_bytes
 from llm_demo.job.choices import fused_kernels
 
@@ -60,7 +59,7 @@ def config():
 def decoder(config, keep=0, backend=None):
     lm = skeleton(config, "sdpa")
     sizes = [1] * config.num_hidden_layers
-    units = make_units(lm, sizes, True, keep, fused_kernels("sdpa"))
+    units = make_units(lm.model.layers, sizes, True, None, keep, fused_kernels("sdpa"))
     for unit in units if backend else ():
         unit.forward = torch.compile(unit.forward, dynamic=False, backend=backend, fullgraph=True)
     model = DecoderLoss(lm, units)
@@ -149,7 +148,7 @@ def test_only_inputs_of_units_leave_the_device(config):
     model = decoder(config)
     model.on_host = ActivationsOnHost(6, (B, S, 1), torch.float32, CPU)
     forward(model).backward()  # of another shape
-    assert not model.on_host.leaving
+    assert not model.on_host.kept
 
 
 VIEWS = {

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qw
 
 from llm_demo.core import attention
 from llm_demo.core.attention import BACKENDS, make_documents
-from llm_demo.core.batch import position_ids
 from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.core.errors import UserError
+from llm_demo.core.rows import position_ids
 from llm_demo.job import choices
 from llm_demo.job.choices import choose_attention, compare_with_math
 from llm_demo.job.costs import heads_of

@@ -9,12 +9,12 @@ import pytest
 import torch
 from conftest import ROOT, torchrun
 
-from llm_demo.core.comm import CommTimer, _Clock, union
+from llm_demo.core.timer import CommTimer, _Clock, union
 from llm_demo.job.profiling import LAUNCH_GAP, waiting
 
 LATE = """
 import sys, time, torch, torch.distributed as dist
-from llm_demo.core.comm import CommTimer
+from llm_demo.core.timer import CommTimer
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 original = dist.all_reduce
@@ -194,7 +194,7 @@ class Device:
 
 
 def timer_of(device, monkeypatch):
-    monkeypatch.setattr("llm_demo.core.comm.time.perf_counter", lambda: device.host / 1e3)
+    monkeypatch.setattr("llm_demo.core.timer.time.perf_counter", lambda: device.host / 1e3)
     monkeypatch.setattr("torch.cuda.current_stream", lambda: device)
     timer = CommTimer(torch.device("cuda"), 0, 2)
     timer._new, timer.compute = device.event, device.cuda_stream

@@ -7,11 +7,10 @@ import torch
 from conftest import ROOT
 from test_attention import A100, CPU, H100, MI100, MI210, MI300, RX7900, V100, pick
 
-from llm_demo.core import decoder, loss, sums
+from llm_demo.core import decoder, loss, optim
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
-from llm_demo.core.decoder import Blocks, skeleton
-from llm_demo.core.weights import materialise
+from llm_demo.core.decoder import Blocks, materialise, skeleton
+from llm_demo.core.rows import position_ids
 from llm_demo.job import choices
 from llm_demo.job.choices import choose_compile
 from llm_demo.job.device import DTYPES, Device, pick_dtype
@@ -44,7 +43,7 @@ def test_the_choice_and_its_reason(asked, device, attention, problem, chosen, re
 def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
     """And finds a loss kernel that is wrong, or one of the block's kernels."""
     torch._dynamo.reset()
-    sums.compile_once.cache_clear()
+    optim.compile_once.cache_clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     compare = functools.partial(choices.compare_with_eager, impl, device=torch.device("cpu"))
     assert compare(torch.float32) < 1e-5 and 1e-5 < compare(torch.bfloat16) < 4e-2
@@ -66,7 +65,7 @@ def test_the_probe_compares_block_and_loss_with_plain_ones(impl, monkeypatch):
 
     monkeypatch.setattr(decoder, "compile_forward", miscompiled)
     assert compare(torch.float32) > 1e-3
-    sums.compile_once.cache_clear()
+    optim.compile_once.cache_clear()
 
 
 @pytest.mark.parametrize("asked, dtype", [(None, "bf16"), (True, "fp16")])

@@ -8,9 +8,9 @@ from conftest import torchrun
 
 from fsdp import copy_engines, fsdp2
 from fsdp.build import choose_engines
-from llm_demo.core.comm import CommTimer
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
+from llm_demo.core.timer import CommTimer
 from llm_demo.job.device import Device
 
 H200 = Device("cuda", "nvidia", "NVIDIA H200", "sm_90", 140.0)

@@ -1,5 +1,6 @@
 """Packing, cache, the rows of a step, batches, on documents that can be told apart."""
 
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -16,9 +17,8 @@ import pytest
 from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped
 from transformers import Qwen3Config
 
-from llm_demo.core.batch import Part, real_tokens
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import collate, order_rows, step_rows
+from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside
@@ -283,7 +283,7 @@ def test_without_shuffling_every_epoch_is_in_file_order(tmp_path, packs):
 def test_collate(tmp_path):
     packs = load(write(tmp_path / "x.jsonl", ["abc", "defgh", "ijklmnopqrs"]), seq_len=16)
     assert [packs.row(i)[2] for i in range(2)] == [[4, 12], [6, 10]]
-    batch = collate(packs, np.array([1, -1, 0]), max_docs=3)
+    batch = collate(dataclasses.replace(packs, max_docs=3), np.array([1, -1, 0]))
     assert batch.cu_seqlens.tolist() == [0, 6, 16, 32, 36] + [48] * 5
     assert batch.position_ids.tolist() == [
         [*range(6), *range(10)],
@@ -303,7 +303,7 @@ def test_collate(tmp_path):
     slices = [real_tokens(batch, Part(at, 4)).view(3, 4) for at in range(4)]
     assert np.concatenate(slices, 1).tolist() == real.tolist()
     with pytest.raises(ValueError, match="max_docs"):
-        collate(packs, [0], max_docs=1)
+        collate(dataclasses.replace(packs, max_docs=1), [0])
 
 
 def test_cache_is_keyed_by_content(tmp_path):

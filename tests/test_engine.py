@@ -15,7 +15,7 @@ from llm_demo.job.costs import unit_sizes
 from llm_demo.job.source import load_config
 from pp import deepspeed_base, ds_engine, ds_patches
 from pp.cut import costs, describe_split, split
-from pp.stages import layer_specs
+from pp.ds_engine import layer_specs
 from zero import ds_engine as zero_engine
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
@@ -126,7 +126,7 @@ def test_deepspeeds_gathers_and_reductions_are_timed(monkeypatch):
     monkeypatch.setattr(deepspeed.comm.comm, "cdb", backend)
     accelerator = deepspeed_base.get_accelerator()
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)  # a CPU may lack it
-    ds_patches.join(torch.device("cpu"))
+    ds_patches.join_group(torch.device("cpu"))
     assert accelerator.is_fp16_supported()
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         monkeypatch.setattr(dist, name, lambda *args, name=name: (name, *args))
@@ -142,10 +142,13 @@ def test_zero_takes_both_kinds_of_adamw():
         assert type(make_adamw(params, 1e-3, 0.1, compiled)) in known
 
 
+FLAGS = SimpleNamespace(micro_batch_size=3, grad_accum_steps=5, max_grad_norm=0.7)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_engine_config(dtype):
     switches = ds_engine.read_switches(str(ROOT / "pp/ds_pp_2gpus.json"))
-    config = ds_engine.engine_config(switches, dtype, 3, 5, 0.7)
+    config = ds_engine.engine_config(switches, FLAGS, dtype)
     assert config["zero_optimization"]["stage"] == 1
     assert config["train_micro_batch_size_per_gpu"] == 3
     assert config["gradient_accumulation_steps"] == 5
@@ -162,7 +165,8 @@ def test_engine_config(dtype):
 def test_zeros_engine_config(stage, compiled):
     """Stage 3 would overlap by default, and its linear layer can't be compiled."""
     switches = zero_engine.read_switches(str(ROOT / f"zero/ds_zero{stage}.json"))
-    config = zero_engine.engine_config(switches, torch.bfloat16, 3, 5, 0.7, compiled)
+    compute = SimpleNamespace(dtype=torch.bfloat16, compile=compiled)
+    config = zero_engine.engine_config(switches, FLAGS, compute)
     zero = deepspeed_base.DeepSpeedZeroConfig(**config["zero_optimization"])
     assert zero.stage == stage and zero.overlap_comm is False
     assert zero.memory_efficient_linear != (stage == 3 and compiled)
@@ -176,7 +180,7 @@ def test_fp16_on_a_gpu_where_deepspeed_has_none(monkeypatch):
     monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
     monkeypatch.setattr(accelerator, "device_name", lambda: "cuda")
     with pytest.raises(UserError, match="--dtype fp16"):
-        ds_engine.engine_config({}, torch.float16, 1, 1, 1.0)
+        ds_engine.engine_config({}, FLAGS, torch.float16)
 
 
 WAYS = {

@@ -21,13 +21,12 @@ from fsdp_pp import estimate as fsdp_pp
 from llm_demo import estimate as memory
 from llm_demo.core import attention
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
-from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.decoder import Blocks, allocate, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.mesh import World
-from llm_demo.core.weights import allocate, materialise
+from llm_demo.core.rows import position_ids
 from llm_demo.job import choices
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.costs import Cost, parameters_of

@@ -9,10 +9,9 @@ from transformers import Qwen3Config
 
 from llm_demo.core import loss
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import answers_of, label_positions, position_ids
-from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, fill, skeleton
 from llm_demo.core.loss import score
-from llm_demo.core.weights import allocate, fill
+from llm_demo.core.rows import answers_of, label_positions, position_ids
 from llm_demo.job.generate import generate
 
 CPU = torch.device("cpu")

@@ -213,7 +213,7 @@ import sys, torch, torch.distributed as dist
 sys.path.insert(0, "tests")
 from test_experts import CONFIGS, D, Block, experts_of, in_fp32, named_results
 from llm_demo.core.mesh import World
-from llm_demo.core.spread import keep_part
+from llm_demo.core.experts import keep_part
 from llm_demo.core.mesh import make_expert_mesh
 dist.init_process_group("gloo")
 rank = dist.get_rank()

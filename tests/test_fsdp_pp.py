@@ -33,7 +33,7 @@ GRID = [
 def simulate(works, where, forward=0.0, backward=0.0):
     """Do the work of all stages; -> (how long it takes, how long each stage is busy).
 
-    A piece of work waits for what it receives, as runner.py does. What another stage sends comes in
+    A piece of work waits for what it receives, as run_stage does. What another stage sends comes in
     the order in which it was sent: it must be of the micro-batch that is worked on."""
     last, sent = len(where) - 1, {}  # (kind, piece): (micro-batch, time) of each that is under way
     at, now, busy = [0] * len(works), [0.0] * len(works), [0.0] * len(works)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.checkpoints import tensors
 from fsdp import activations_on_host, host_adamw
-from fsdp.units import Unit, plain_units
+from fsdp.host_adamw import UnitSum, plain_units
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.job import device, process
@@ -88,7 +88,7 @@ def test_slices_cover_each_element_once(monkeypatch):
     monkeypatch.setattr(host_adamw, "SLICE", 10)
     params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 4), (2,), (5, 5), (0, 3))]
     padded = [p.numel() + 3 for p in params]
-    unit = Unit(torch.nn.Module(), params, padded, compiles=False)
+    unit = UnitSum(torch.nn.Module(), params, padded, compiles=False)
     optimizer = host_adamw.HostAdamW([unit], 1e-3, 0.1)
     optimizer.allocate()
     unit.sum.zero_()

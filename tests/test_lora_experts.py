@@ -31,12 +31,11 @@ from transformers import AutoModelForCausalLM
 
 from bench.checkpoints import tensors
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
-from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.decoder import Blocks, materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.lora import apply_lora
-from llm_demo.core.weights import materialise
+from llm_demo.core.rows import position_ids
 from llm_demo.export import write_adapter
 from llm_demo.job.adapters import choose_lora, factors_of, merge_into
 from llm_demo.job.checkpoint_files import read_tensors, weights_of

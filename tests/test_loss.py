@@ -3,8 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from llm_demo.core import loss
-from llm_demo.core.batch import label_positions
 from llm_demo.core.loss import cross_entropy_sum, next_tokens
+from llm_demo.core.rows import label_positions
 
 B, S, D, V = 3, 10, 8, 50
 

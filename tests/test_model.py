@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 
 from bench import checkpoints
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
-from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.decoder import Blocks, DecoderLoss, materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import materialise
+from llm_demo.core.rows import position_ids
 from llm_demo.job.costs import block_costs, flops_of_slot, head_cost, param_count, unit_sizes
 from llm_demo.job.model_folder import describe, describe_model, open_model, try_describe
 from llm_demo.job.source import find_model, load_config, load_tokenizer

@@ -25,9 +25,8 @@ from transformers import (
 )
 
 from llm_demo import export, fit
-from llm_demo.core.decoder import make_units, skeleton
+from llm_demo.core.decoder import fill, make_units, materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import fill, materialise
 from llm_demo.job import checkpoint_files
 from llm_demo.job.costs import (
     active_of,
@@ -166,7 +165,7 @@ def test_units_of_blocks_of_different_sizes():
     assert unit_sizes(tiny, 2, 0, first=1) == [1, 1] and unit_sizes(tiny, 2, 0, first=2) == [2]
     assert unit_sizes(TINY["qwen3"], 4, 0) == [1, 1, 2]
     lm = skeleton(TINY["qwen3"], "math")
-    units = make_units(lm, unit_sizes(lm.config, 4, 0), False)
+    units = make_units(lm.model.layers, unit_sizes(lm.config, 4, 0), False)
     assert [len(unit.blocks) for unit in units] == [1, 1, 2]
     assert [b for unit in units for b in unit.blocks] == list(lm.model.layers)
     assert math.prod(len(unit.blocks) for unit in units) == 2

@@ -18,7 +18,7 @@ from fsdp.fsdp2 import autograd_accumulates
 from llm_demo import estimate as memory
 from llm_demo.core import optim
 from llm_demo.core.masters import Masters
-from llm_demo.core.optim import LossScale, clipped_step, join, make_adamw, split
+from llm_demo.core.optim import LossScale, clipped_step, halve, join, make_adamw
 from llm_demo.job.plan import Compute
 from llm_demo.job.source import load_config
 
@@ -146,7 +146,7 @@ def small_model(dtype=torch.float32):
 def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
+        monkeypatch.setattr(optim, "compile_once", lambda function: function)
         monkeypatch.setattr("llm_demo.core.masters.compile_once", lambda function: function)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 20)
     monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
@@ -232,11 +232,11 @@ def test_halves_of_an_fp32_make_it_again():
     few = torch.tensor([x - (x >> 31 << 32) for x in few], dtype=torch.int32)
     master = torch.cat([bits, few]).view(torch.float32)
     master = master[~master.isnan()]
-    weights, low = split(master)
+    weights, low = halve(master)
     assert weights.dtype == torch.bfloat16 and low.dtype == torch.int16
     assert torch.equal(weights, master.bfloat16())
     again = join(weights, low)
     off = master.view(torch.int32) - again.view(torch.int32)
     tie = master.view(torch.int32) & 0x1FFFF == 0x8000  # half of these: to the even one below
     assert torch.equal(off, tie.int())
-    assert torch.equal(torch.cat(split(again)[:1]), weights) and torch.equal(split(again)[1], low)
+    assert torch.equal(torch.cat(halve(again)[:1]), weights) and torch.equal(halve(again)[1], low)

@@ -63,7 +63,7 @@ def test_only_matrices_decay():
 def compiled(request, monkeypatch):
     """Whether AdamW is compiled; on a CPU, where that takes 20 s of C++, what would be compiled."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(optim, "compiled_adamw", lambda: optim._adamw)
+        monkeypatch.setattr(optim, "compile_once", lambda function: function)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 5)  # of 30, 5, 5, 5, 5 and 1 elements
     monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
     return request.param
@@ -123,7 +123,7 @@ def test_a_non_finite_norm_skips_the_step(bad, compiled):
 def test_no_call_takes_more_than_a_slice(monkeypatch):
     """What is compiled is tried out on copies: of 4 billion elements they would be 50 GB."""
     sizes = []
-    monkeypatch.setattr(optim, "compiled_adamw", lambda: lambda p, *_: sizes.append(p.numel()))
+    monkeypatch.setattr(optim, "compile_once", lambda _: lambda p, *_: sizes.append(p.numel()))
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 8)
     monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 40)
     matrix = nn.Parameter(torch.zeros(10, 10))
@@ -180,4 +180,4 @@ def test_global_norm_is_exact_for_large_tensors():
     """torch's fp32 norm of a CPU tensor this large is off by more."""
     grad = torch.full((4096, 64), 0.1)
     expected = 0.1 * math.sqrt(2 * grad.numel())
-    assert global_norm([([grad], None), ([grad], None)]).item() == pytest.approx(expected, rel=1e-6)
+    assert global_norm([grad, grad]).item() == pytest.approx(expected, rel=1e-6)

@@ -7,8 +7,8 @@ import json
 import pytest
 from conftest import ROOT
 
-from llm_demo.core.comm import MUTED
 from llm_demo.core.errors import UserError
+from llm_demo.core.timer import MUTED
 from llm_demo.job.args import parse_steps
 from llm_demo.job.profiling import DEVICE_WORK, analyse, combine, page
 

@@ -7,9 +7,8 @@ import torch
 from bench.plots import shares
 from bench.table import line_of
 from llm_demo.core import timer as timing
-from llm_demo.core.comm import _Clock
 from llm_demo.core.mesh import World
-from llm_demo.core.timer import StepTimer
+from llm_demo.core.timer import StepTimer, _Clock
 from llm_demo.job.args import parse_args
 from llm_demo.job.records import Records, fit_terminal
 from llm_demo.job.summary import TIMES, summarise, timed_while_profiled

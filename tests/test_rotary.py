@@ -16,14 +16,12 @@ from transformers import (
 )
 
 from llm_demo import evaluate
-from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import position_ids
-from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.attention import make_documents, rotary_tables
+from llm_demo.core.decoder import Blocks, DecoderLoss, allocate, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.rotary import rotary_tables
-from llm_demo.core.weights import allocate
+from llm_demo.core.rows import position_ids
 from llm_demo.job.source import load_config
-from pp.stages import Layout
+from pp.ds_engine import BlockInputs
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZES = dict(
@@ -101,7 +99,7 @@ def test_a_packed_document_has_the_frequencies_it_has_alone(kind, family):
     assert norm(model) == pytest.approx(norm(plain), rel=1e-5)
 
     # a stage of the pipeline makes the same tables
-    layout = Layout(lm.model.rotary_emb, "math", HERE)
+    layout = BlockInputs(lm.model.rotary_emb, "math", HERE)
     layout.follow(iter([cu]))
     (cos, sin), _, _ = layout.advance(torch.zeros(3, 96, 64, device=HERE))
     for start, end in zip(cu.tolist(), cu.tolist()[1:], strict=False):

@@ -555,7 +555,7 @@ def test_a_checkpoint_that_vanishes_is_one_line(tmp_path):
 @pytest.mark.parametrize("log_every", [1, 7])
 def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path, monkeypatch):
     """Of a model whose weights are NaN, as if they had become so in training."""
-    monkeypatch.setattr("llm_demo.core.weights.refuse_non_finite", lambda *args: None)
+    monkeypatch.setattr("llm_demo.core.decoder.refuse_non_finite", lambda *args: None)
     model_with(tmp_path / "nan", lambda weights: weights["model.norm.weight"].data.fill_(torch.nan))
     nan = "--model_name_or_path nan --save_every 100"
     with pytest.raises(UserError, match="not finite in 4 steps in a row, up to step 4 .*no check"):

@@ -20,9 +20,9 @@ from bench.checkpoints import tensors
 from fsdp import estimate
 from fsdp.flags import FsdpArgs
 from llm_demo import estimate as memory
-from llm_demo.core.batch import Part
+from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
-from llm_demo.core.rotary import LongRope
+from llm_demo.core.rows import Part
 from llm_demo.job import plan
 from llm_demo.job.args import parse_args
 from llm_demo.job.costs import Heads, share_of_heads

@@ -4,9 +4,8 @@ import warnings
 
 import torch
 
-from llm_demo.core.decoder import Blocks, DecoderLoss, Tail
+from llm_demo.core.decoder import Blocks, DecoderLoss, Tail, materialise
 from llm_demo.core.errors import UserError
-from llm_demo.core.weights import materialise
 from llm_demo.job.weights_files import Weights
 from pp import deepspeed_base
 from pp.deepspeed_base import check_kinds, check_names, quiet
@@ -50,7 +49,7 @@ def read_switches(path: str) -> dict:
     return switches
 
 
-def describe(switches: dict) -> str:
+def parallelism_of(switches: dict) -> str:
     """A few words for the log and config.json."""
     zero = switches["zero_optimization"]
     names = {"offload_optimizer": "optimizer", "offload_param": "parameters"}
@@ -58,13 +57,11 @@ def describe(switches: dict) -> str:
     return f"DeepSpeed ZeRO-{zero['stage']}" + (f", {' and '.join(host)} on the host" * bool(host))
 
 
-def engine_config(
-    switches: dict, dtype: torch.dtype, micro: int, accum: int, clip: float, compiled: bool
-) -> dict:
+def engine_config(switches: dict, args, compute) -> dict:
     """The engine's configuration: the switches plus what the flags own."""
-    config = deepspeed_base.engine_config(switches, dtype, micro, accum, clip)
+    config = deepspeed_base.engine_config(switches, args, compute.dtype)
     zero = {**config["zero_optimization"], "overlap_comm": False}  # stage 3 overlaps by default
-    if zero["stage"] == 3 and compiled:
+    if zero["stage"] == 3 and compute.compile:
         zero["memory_efficient_linear"] = False  # a Python function, which breaks compiled graphs
     # offload with torch's fused AdamW: as fast as DeepSpeed's, and it needs no compiler
     config |= {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}

@@ -14,11 +14,10 @@ import torch
 
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
-from llm_demo.core.batch import label_positions, to_device
-from llm_demo.core.decoder import DecoderLoss, compile_forward, make_units, skeleton
-from llm_demo.core.loop import heldout_batches
+from llm_demo.core.decoder import DecoderLoss, make_units, skeleton
+from llm_demo.core.loop import score_rows
 from llm_demo.core.optim import make_adamw, set_lr
-from llm_demo.core.rows import micro_batches
+from llm_demo.core.rows import label_positions, micro_batches, to_device
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
@@ -43,13 +42,9 @@ def main() -> None:
     job = Job(args, world, "zero")
     if switches["zero_optimization"]["stage"] == 3:
         args.comm_timer = False  # its gathers and reductions end later than the calls
-    job.log.resolved(parallelism=ds_engine.describe(switches), comm_timer=args.comm_timer)
+    job.log.resolved(parallelism=ds_engine.parallelism_of(switches), comm_timer=args.comm_timer)
     job.decide(world.size, refuse_experts)
-    plan = job.plan
-    settings = ds_engine.engine_config(
-        switches, plan.compute.dtype, micro=args.micro_batch_size, accum=args.grad_accum_steps,
-        clip=args.max_grad_norm, compiled=plan.compute.compile,
-    )  # fmt: skip
+    settings = ds_engine.engine_config(switches, args, job.plan.compute)
     ranks = estimate.held(*job.planned(), world.size, settings["zero_optimization"])
     if args.estimate:
         job.log.say(memory.report(ranks, *job.planned()))
@@ -63,23 +58,20 @@ class Zero:
     """The model on this rank, and what loop.train asks of it. settings: DeepSpeed's."""
 
     def __init__(self, job: Job, settings: dict):
-        from pp import ds_state
-        from pp.ds_patches import join
+        from pp import ds_patches, ds_state
         from zero import ds_engine
 
         args, world, plan, saver = job.args, job.world, job.plan, job.saver
         config, weights, compute = plan.source.config, plan.source.weights, plan.compute
-        self.job, self.args, self.world = job, args, world
+        self.job, self.args, self.world, self.ds_state = job, args, world, ds_state
 
         # stage 3 shards each block as soon as it has weights
-        join(world.device)
+        ds_patches.join_group(world.device)
         lm = skeleton(config, compute.attn_impl, weights)
         n_params = param_count(lm)
         sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
-        units = make_units(lm, sizes, args.use_activation_checkpointing)
-        if compute.compile:
-            for unit in units:
-                compile_forward(unit, args.activation_memory_budget)
+        budget = args.activation_memory_budget if compute.compile else None
+        units = make_units(lm.model.layers, sizes, args.use_activation_checkpointing, budget)
         with loading(weights, 1):
             ds_engine.build(lm, weights, args.seed, world.device, compute.dtype, settings)
         self.model = DecoderLoss(lm, units, compute.compile)
@@ -105,7 +97,7 @@ class Zero:
         set_lr(engine.optimizer, lr)
         total = torch.zeros((), device=self.world.device)
         over, micro = (self.world.rank, self.world.size), args.micro_batch_size
-        batches = micro_batches(data.train, rows, *over, micro, data.max_docs)
+        batches = micro_batches(data.train, rows, *over, micro)
         for i, batch in enumerate(self.job.timer.data(batches)):
             # By hand: the engine would count micro-batches, also those before a resumed run.
             engine.set_gradient_accumulation_boundary(i == args.grad_accum_steps - 1)
@@ -116,13 +108,8 @@ class Zero:
         engine.step()
         return total, engine.get_global_grad_norm()
 
-    @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        total = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        over, max_docs = (self.world.rank, self.world.size), self.job.plan.data.max_docs
-        for batch, *labels in heldout_batches(packs, *over, micro, max_docs):
-            total += self.forward(batch, *labels)
-        return total
+        return score_rows(self.forward, packs, self.world.rank, self.world.size, micro)
 
     def next_tokens(self, batch, index) -> torch.Tensor:
         return self.forward(batch, index)
@@ -131,14 +118,10 @@ class Zero:
         return {}
 
     def state(self) -> dict[str, torch.Tensor]:
-        from pp.ds_state import training_state
-
-        return training_state(self.engine, copies=True)
+        return self.ds_state.training_state(self.engine, copies=True)
 
     def facts(self) -> dict:
-        from pp.ds_state import facts_of
-
-        return facts_of(self.engine)
+        return self.ds_state.facts_of(self.engine)
 
     def forward(self, batch, index, targets=None, answers=None, call=None) -> torch.Tensor:
         """DecoderLoss.forward. call: the engine, for a forward that has a backward."""

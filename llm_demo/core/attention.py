@@ -1,4 +1,4 @@
-"""Attention backends for packed documents: exact and causal on every machine.
+"""Attention and rotary embeddings of packed documents: exact and causal on every machine.
 
 A row of a batch holds several documents that must not see each other. `Documents` holds their
 layout; Hugging Face models pass it to `attend` as a keyword argument, so no model is changed.
@@ -19,11 +19,12 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from llm_demo.core.batch import document_of, to_device
 from llm_demo.core.errors import UserError
 from llm_demo.core.long_documents import LONG, attend_documents
+from llm_demo.core.rows import WHOLE, document_lengths, document_of, to_device
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
@@ -285,3 +286,47 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
             f"{documents.max_len}: sliding windows are not supported, so set --seq_len {window}"
         )
     return BACKENDS[impl](q, k, v, documents, scaling), None
+
+
+# ---------------------------------------------------------------- rotary embeddings
+
+
+def rope_type(config) -> str:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+
+
+class LongRope(nn.Module):
+    """Rotary embedding of type longrope, with frequencies by each document's own length.
+
+    transformers picks one set for a whole batch. Its other length-dependent type, dynamic, needs no
+    such class: its frequencies are constant up to the model's max_position_embeddings."""
+
+    def __init__(self, config):
+        # here, so that a probe of attention need not import transformers
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        super().__init__()
+        self.part = WHOLE  # of each row, that this rank holds
+        self.short_up_to = config.rope_parameters["original_max_position_embeddings"]
+        frequencies = ROPE_INIT_FUNCTIONS["longrope"]
+        for name, length in (("short", self.short_up_to), ("long", self.short_up_to + 1)):
+            inv_freq, self.scaling = frequencies(config, torch.device("cpu"), seq_len=length)
+            self.register_buffer(name, inv_freq, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, hidden, position_ids, cu_seqlens):
+        """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1], of whole
+        rows."""
+        B, S = position_ids.shape
+        lengths = self.part.of_rows(document_lengths(cu_seqlens, (B, S * self.part.of)))
+        is_long = (lengths > self.short_up_to)[..., None]
+        angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
+        angles = torch.cat((angles, angles), dim=-1)
+        return tuple((f(angles) * self.scaling).to(hidden.dtype) for f in (torch.cos, torch.sin))
+
+
+def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
+    """(cos, sin) for packed documents."""
+    if isinstance(rotary, LongRope):
+        return rotary(hidden, position_ids, documents.cu_seqlens)
+    return rotary(hidden, position_ids)

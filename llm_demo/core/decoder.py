@@ -1,24 +1,29 @@
-"""A Hugging Face decoder built block by block, so that no process holds more than it keeps."""
+"""A Hugging Face decoder built, and loaded or initialised, block by block, so that no process holds
+more than it keeps."""
 
 import contextlib
 import copy
+import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llm_demo.core import attention
+from llm_demo.core.attention import LongRope, rope_type, rotary_tables
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
-from llm_demo.core.rotary import LongRope, rope_type, rotary_tables
-
-for _impl in attention.IMPLS:
-    AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
+from llm_demo.core.mesh import exchange_rows, known
+from llm_demo.core.rows import Part
 
 
 def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> PreTrainedModel:
@@ -86,15 +91,23 @@ class Blocks(nn.Module):
 
 
 def make_units(
-    lm, sizes: list[int], checkpointing: bool, keeping: int = 0, kept: list | None = None
+    layers: Sequence[nn.Module],
+    sizes: list[int],
+    checkpointing: bool,
+    budget: float | None = None,
+    keeping: int = 0,
+    kept: list | None = None,
 ) -> list[Blocks]:
-    """The decoder's blocks in units, each compiled and sharded as one. sizes: blocks of each unit.
-    keeping: so many of the last blocks, if recomputed, keep what the operators `kept` return."""
+    """A decoder's blocks in units, each compiled and sharded as one. sizes: blocks of each unit.
+    budget: --activation_memory_budget if they are compiled. keeping: so many of the last blocks, if
+    recomputed, keep what the operators `kept` return."""
     units, i = [], 0
     for size in sizes:
         of_unit = kept if i >= sum(sizes) - keeping else []
-        units.append(Blocks(list(lm.model.layers[i : i + size]), checkpointing, of_unit))
+        units.append(Blocks(list(layers[i : i + size]), checkpointing, of_unit))
         i += size
+        if budget is not None:
+            compile_forward(units[-1], budget)
     return units
 
 
@@ -102,12 +115,10 @@ class Tail(nn.Module):
     """Last norm, head and loss: one module, because the head's weight is gathered only in the
     forward of the module that it is sharded with."""
 
-    def __init__(
-        self, norm: nn.Module, lm_head: nn.Module, compiled: bool, slim: bool, in_place: bool
-    ):
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, compiled: bool, **how):
+        """how: slim and in_place of cross_entropy_sum."""
         super().__init__()
-        self.norm, self.lm_head, self.compiled = norm, lm_head, compiled
-        self.slim, self.in_place = slim, in_place
+        self.norm, self.lm_head, self.compiled, self.how = norm, lm_head, compiled, how
         self.group = None  # of ranks with slices of the same rows
 
     def forward(self, hidden, index, targets=None, answers=None):
@@ -116,15 +127,7 @@ class Tail(nn.Module):
             return next_tokens(hidden, weight, index)
         if answers is not None:
             return score(hidden, weight, index, targets, answers, self.compiled, self.group)
-        return cross_entropy_sum(
-            hidden,
-            weight,
-            index,
-            targets,
-            compiled=self.compiled,
-            slim=self.slim,
-            in_place=self.in_place,
-        )
+        return cross_entropy_sum(hidden, weight, index, targets, self.compiled, **self.how)
 
 
 class DecoderLoss(nn.Module):
@@ -144,10 +147,8 @@ class DecoderLoss(nn.Module):
         super().__init__()
         self.embed_tokens = lm.model.embed_tokens if first else None
         self.units = nn.ModuleList(units)
-        in_place = slim and not any(unit.checkpointing for unit in units)
-        self.tail = None
-        if last:
-            self.tail = Tail(lm.model.norm, lm.lm_head, compiled, slim=slim, in_place=in_place)
+        how = {"slim": slim, "in_place": slim and not any(unit.checkpointing for unit in units)}
+        self.tail = Tail(lm.model.norm, lm.lm_head, compiled, **how) if last else None
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
         with_experts = blocks_with_experts(self)
@@ -172,6 +173,44 @@ class DecoderLoss(nn.Module):
         return self.tail(hidden, index, targets, answers) if self.tail else hidden
 
 
+def spread_rows(model: PreTrainedModel, group: ProcessGroup) -> None:
+    """Let a model take slices of rows, number i of them on the group's rank i, with the documents
+    of whole rows.
+
+    All of a decoder but its attention works on single tokens. There the slices of a group become
+    whole rows of a share of the heads, and back, so that an attention backend sees every document
+    whole. Source: "DeepSpeed Ulysses" (Jacobs et al. 2023)."""
+    config = model.config
+    config._attn_implementation = config._attn_implementation.replace("packed", "spread")
+    for block in model.model.layers:
+        block.self_attn.spread_over = known(group), group.size()
+    if isinstance(model.model.rotary_emb, LongRope):
+        model.model.rotary_emb.part = Part(group.rank(), group.size())
+
+
+def attend_spread(impl: str, module, q, k, v, attention_mask, *, documents=None, **kwargs):
+    """As `attention.attend`, of this rank's slices: q [B, H, s, D], k [B, KV, s, D], v [B, KV, s,
+    E] -> [B, s, H, E]. documents: of whole rows [B, S]."""
+    group, n = module.spread_over
+    D, E = q.shape[-1], v.shape[-1]
+    if k.shape[1] < n:
+        k, v = (x.repeat_interleave(n // x.shape[1], 1) for x in (k, v))
+    # for rank i share i of the heads: [n, B, s, h, D]
+    shares = [x.unflatten(1, (n, -1)).permute(1, 0, 3, 2, 4) for x in (q, k, v)]
+    rows = exchange_rows(torch.cat([x.flatten(3) for x in shares], -1), group)
+    rows = rows.transpose(0, 1).flatten(1, 2)  # from rank i slice i: [B, S, ...]; a view if B is 1
+    q, k, v = rows.split([x.shape[3] * x.shape[4] for x in shares], -1)
+    q, k = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in (q, k))
+    v = v.unflatten(-1, (-1, E)).transpose(1, 2)
+    out, _ = attention.attend(impl, module, q, k, v, attention_mask, documents=documents, **kwargs)
+    out = exchange_rows(out.unflatten(1, (n, -1)).transpose(0, 1), group)  # [n, B, s, h, E]
+    return out.permute(1, 2, 0, 3, 4).flatten(2, 3), None
+
+
+for _impl in attention.IMPLS:
+    AttentionInterface.register(f"packed_{_impl}", partial(attention.attend, _impl))
+    AttentionInterface.register(f"spread_{_impl}", partial(attend_spread, _impl))
+
 # What `sdpa_kernel` leaves in a graph. PyTorch does not cache graphs with functions that it does
 # not know: every run would trace and differentiate its blocks again. The names of the kernels are
 # in the graph, so a cached graph is never used for other kernels.
@@ -194,3 +233,88 @@ def compile_forward(module: nn.Module, memory_budget: float = 1.0) -> None:
     torch._inductor.config.unsafe_marked_cacheable_functions |= CACHEABLE
     # dynamic=False: evaluation with another batch size must not make training shapes symbolic
     module.forward = torch.compile(module.forward, dynamic=False)
+
+
+def materialise(
+    model: PreTrainedModel, name: str, weights, seed: int, device: torch.device
+) -> nn.Module:
+    """Give the submodule `name` of a skeleton its weights on `device`, and return it."""
+    allocate(model.get_submodule(name), device)
+    return fill(model, name, weights, seed)
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Allocate meta parameters (if sharded, only this rank's shard) and move buffers."""
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+@torch.no_grad()
+def fill(
+    model: PreTrainedModel, name: str, weights, seed: int, store: Callable | None = None
+) -> nn.Module:
+    """Set the values of the submodule's parameters (if sharded, this rank's part) and of its
+    persistent buffers, and their Hugging Face name, `hf_name`.
+
+    weights: their source, with `read` and `folder` as weights_files.Weights. Without it, values are
+    random by the model's own rule; those of adapters, which are in no files, by their `start`. Each
+    module is seeded by its name, so any process makes the same block. Values are rounded to bf16,
+    as published weights are, so that runs in every dtype start alike.
+
+    store(parameter, values): sets the values in place of a copy, to keep a master as well."""
+    module = model.get_submodule(name)
+    for path, owner in module.named_modules(prefix=name):
+        random, start = {}, getattr(owner, "start", None)  # only adapters have one
+        if weights is None:
+            random = _random(model, owner, f"{seed}:{path}")
+        if start:
+            random |= start(f"{seed}:{path}")
+        for key, p in owner.named_parameters(recurse=False):
+            p.hf_name, p.grid = f"{path}.{key}", getattr(owner, "grid", None)
+            local, part = p, (slice(None),)
+            if isinstance(p, DTensor):
+                local, chunk = p.to_local(), p.__create_chunk_list__()[0]  # as for a checkpoint
+                begins = list(chunk.offsets)
+                begins[0] += getattr(owner, "first", 0)  # of these experts
+                spans = zip(begins, chunk.sizes, strict=True)
+                part = tuple(slice(at, at + size) for at, size in spans)
+            values = random[key][part] if key in random else weights.read(p.hf_name, part)
+            if not store:  # move to the device first: copy_ would widen it in host memory
+                values = values.to(local.device)
+            if key not in random:
+                refuse_non_finite(values, weights.folder, p.hf_name)
+            if store:
+                store(p, values)
+            else:
+                local.copy_(values)
+        for key, buffer in owner.named_buffers(recurse=False):
+            if key not in owner._non_persistent_buffers_set:
+                buffer.hf_name = f"{path}.{key}"
+                if weights:
+                    buffer.copy_(weights.read(buffer.hf_name))
+                    refuse_non_finite(buffer, weights.folder, buffer.hf_name)
+    return module
+
+
+def refuse_non_finite(values: torch.Tensor, folder: Path, name: str) -> None:
+    """Raise UserError if a weight has NaN or infinity, which its sum then has too: summing takes a
+    hundredth of the time of looking at each."""
+    if not values.sum().isfinite() and not values.isfinite().all():
+        raise UserError(f"{folder}: {name} is not finite (NaN or infinity): give another copy")
+
+
+def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, torch.Tensor]:
+    """Random unsharded values for a module's own parameters, not its submodules'."""
+    params = dict(module.named_parameters(recurse=False))
+    if not params:
+        return {}
+    device = next(iter(params.values())).device
+    parts = module.grid.size(0) if hasattr(module, "grid") else 1  # of the experts
+    for key, p in params.items():
+        shape = parts * len(p), *p.shape[1:]
+        module._parameters[key] = nn.Parameter(torch.empty(shape, device=device))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(zlib.crc32(seed.encode()))
+        model._init_weights(module)
+    values = {key: module._parameters[key].bfloat16().float() for key in params}
+    module._parameters.update(params)
+    return values

@@ -2,7 +2,13 @@
 
 Tokens are sorted by expert, so that each expert's rows lie together. Every step is a gather whose
 backward is a gather too: no scatter-add, so results are the same bits each time. A token's weights
-are applied before the last product, in fp32, and its experts' results are summed in fp32."""
+are applied before the last product, in fp32, and its experts' results are summed in fp32.
+
+Experts may be spread: each rank of a group holds a part of every block's. The tokens of all ranks
+of the group come to each of them, which computes what its experts add, and these sums go back to
+where the tokens came from. With 8 experts of a token on 8 ranks that moves as many bytes as sending
+each row to its expert, and fewer on fewer ranks, and no rank waits for the number of rows that
+others send."""
 
 import functools
 import types
@@ -11,7 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from llm_demo.core.mesh import exchange_rows, gather_rows, known
 
 
 class Routers(nn.Module):
@@ -236,9 +246,60 @@ def looped_product(x, weight, ends):
     return torch.ops.transformers.grouped_mm_fallback(x, weight, ends)
 
 
+# ---------------------------------------------------------------- experts spread over ranks
+
+
+def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
+    """Leave this rank's part of each block's experts to a model on the meta device. grid: parts of
+    the experts x shards of such a part, over all ranks."""
+    group = grid.get_group(0)
+    config = model.config
+    config._experts_implementation = config._experts_implementation.replace("sorted", "spread")
+    for experts in (block.mlp.experts for block in blocks_with_experts(model)):
+        n = experts.num_experts // group.size()
+        experts.grid, experts.first = grid, group.rank() * n
+        experts.spread_over = known(group), group.size()
+        for name, p in experts.named_parameters(recurse=False):
+            part = nn.Parameter(p[experts.first :][:n].clone(), requires_grad=p.requires_grad)
+            setattr(experts, name, part)
+
+
+def spread_experts(product, self, hidden, index, weights):
+    """As `sorted_experts`, by this rank's experts for the tokens of the group's ranks, each of
+    which has as many tokens."""
+    n, over = len(self.gate_up_proj), self.spread_over
+    hidden, weights = (_Spread.apply(x, True, *over) for x in (hidden, weights))
+    index = gather_rows(index, *over) - self.first
+    index = index.where((index >= 0) & (index < n), n)  # another rank's
+    added = sorted_experts(product, self, hidden, index, weights)
+    return _Spread.apply(added, False, *over)
+
+
+class _Spread(torch.autograd.Function):
+    """Gather the tokens of all ranks, x [T, ...] of each -> [size T, ...], or sum what they add in
+    fp32, back to [T, ...] of each: each is the other's backward."""
+
+    @staticmethod
+    def forward(ctx, x, gathers, group, size):
+        ctx.back = not gathers, group, size
+        return _Spread.move(x, gathers, group, size)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Spread.move(grad, *ctx.back), None, None, None
+
+    @staticmethod
+    def move(x, gathers, group, size):
+        if gathers:
+            return gather_rows(x, group, size)
+        parts = exchange_rows(x, group).unflatten(0, (size, -1))
+        return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
 PRODUCTS = {"grouped": grouped_product, "looped": looped_product}
 for _name, _product in PRODUCTS.items():
     ALL_EXPERTS_FUNCTIONS.register(f"sorted_{_name}", functools.partial(sorted_experts, _product))
+    ALL_EXPERTS_FUNCTIONS.register(f"spread_{_name}", functools.partial(spread_experts, _product))
 
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

@@ -3,15 +3,22 @@
 import dataclasses
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.batch import Batch, answers_of, label_positions
 from llm_demo.core.errors import Stopped
 from llm_demo.core.optim import lr_at
-from llm_demo.core.rows import Packs, heldout_rows, micro_batches, token_counts
+from llm_demo.core.rows import (
+    Batch,
+    Packs,
+    answers_of,
+    heldout_rows,
+    label_positions,
+    micro_batches,
+    token_counts,
+)
 
 EVAL_BATCHES = 8  # an evaluation checks for a stop every 8 micro-batches of each rank
 
@@ -30,20 +37,8 @@ def train(job, engine) -> None:
     job: args, world, plan, log, and three that do not know each other: timer (StepTimer), records
         (what is logged) and saver (checkpoints)."""
     args, plan, timer, records, saver = job.args, job.plan, job.timer, job.records, job.saver
-    train_rows, heldout = plan.data.train, plan.data.heldout
-    first, end = saver.first_step, plan.horizon.max_steps
-    timer.begin()
-    if saver.continues:  # from its own checkpoint, so a stop asks to be continued
-        saver.listen()
-    if heldout and (not saver.path or saver.facts.get("unevaluated")):
-        if not evaluate(job, engine, first):
-            saver.end_before_first_step()
-    saver.listen()  # a new run: until now a stop loses nothing
-    with timer.mute():
-        if first == end:  # only the last evaluation was missing
-            records.open()
-        records.profile(first + 1)
-    timer.restart()
+    train_rows, first, end = plan.data.train, saver.first_step, plan.horizon.max_steps
+    begin(job, engine)
     for n in range(first, end):
         # rows and label count of the whole step over all ranks, known without communication
         rows = plan.rows_of(n)
@@ -62,7 +57,7 @@ def train(job, engine) -> None:
             if records.profile(n + 2):
                 timer.restart()
         last, evaluated = n + 1 == end, True
-        if heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
+        if plan.data.heldout and (last or args.eval_every and (n + 1) % args.eval_every == 0):
             evaluated = evaluate(job, engine, n + 1)
         if evaluated and not last and ends_early(args, records.history.evals):
             last = True
@@ -71,6 +66,23 @@ def train(job, engine) -> None:
         if last:
             break
     saver.finish()
+
+
+def begin(job, engine) -> None:
+    """What comes before the first step: an evaluation if it is due."""
+    timer, records, saver = job.timer, job.records, job.saver
+    timer.begin()
+    if saver.continues:  # from its own checkpoint, so a stop asks to be continued
+        saver.listen()
+    if job.plan.data.heldout and (not saver.path or saver.facts.get("unevaluated")):
+        if not evaluate(job, engine, saver.first_step):
+            saver.end_before_first_step()
+    saver.listen()  # a new run: until now a stop loses nothing
+    with timer.mute():
+        if saver.first_step == job.plan.horizon.max_steps:  # only the last evaluation was missing
+            records.open()
+        records.profile(saver.first_step + 1)
+    timer.restart()
 
 
 def settle(device: torch.device) -> None:
@@ -137,14 +149,24 @@ def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
 
 
 def heldout_batches(
-    packs: Packs, replica: int, replicas: int, micro: int, max_docs: int
+    packs: Packs, replica: int, replicas: int, micro: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows. See
     label_positions and answers_of; all are on the CPU."""
     rows = heldout_rows(packs, replicas, micro)
-    for batch in micro_batches(packs, rows, replica, replicas, micro, max_docs):
+    for batch in micro_batches(packs, rows, replica, replicas, micro):
         index, targets = label_positions(batch.labels)
         yield batch, index, targets, answers_of(index, batch.cu_seqlens)
+
+
+@torch.no_grad()
+def score_rows(
+    forward: Callable, packs: Packs, replica: int, replicas: int, micro: int
+) -> torch.Tensor:
+    """What an engine's `score` returns. forward(batch, index, targets, answers): loss.score of a
+    micro-batch."""
+    batches = heldout_batches(packs, replica, replicas, micro)
+    return sum(forward(*batch).double() for batch in batches)
 
 
 def ends_early(args, evals: list[tuple[int, float]]) -> bool:

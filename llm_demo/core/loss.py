@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from llm_demo.core.sums import compile_once
+from llm_demo.core.optim import compile_once
 
 HEAD_SLICE = 1 << 25  # elements of the head's gradient that exist in fp32 at a time
 CHUNK_ROWS = 4096  # small chunks starve the matrix units: 64 rows take several times as long

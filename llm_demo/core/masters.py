@@ -3,15 +3,14 @@
 A unit's weights are one flat tensor, and so is each AdamW state. Clipping, AdamW and the update of
 the weights then take a few large kernels, not several per parameter.
 
-If AdamW is compiled, bf16 weights are half of their masters: see `optim.split`."""
+If AdamW is compiled, bf16 weights are half of their masters: see `optim.halve`."""
 
 from collections.abc import Iterator, Set
 
 import torch
 from torch import nn
 
-from llm_demo.core.optim import LOW, MOMENTS, can_halve, join, split
-from llm_demo.core.sums import add, compile_once
+from llm_demo.core.optim import LOW, MOMENTS, add, can_halve, compile_once, halve, join
 
 
 class Group:
@@ -22,7 +21,7 @@ class Group:
         flat = torch.cat([p.detach().flatten() for p in params])
         if params[0].ndim >= 2:
             flat = flat[None]  # so that make_adamw sees a matrix
-        self.weights, self.low = split(flat) if halves else (flat.to(dtype), None)
+        self.weights, self.low = halve(flat) if halves else (flat.to(dtype), None)
         for p, part in zip(params, self.parts(self.weights), strict=True):
             p.data = part  # frees the fp32 parameter
         self.master = nn.Parameter(self.weights if halves else flat)  # what is optimized
@@ -44,7 +43,7 @@ class Group:
             self.master.copy_(flat)
             self.weights.copy_(flat)
         else:
-            for old, new in zip((self.weights, self.low), split(flat), strict=True):
+            for old, new in zip((self.weights, self.low), halve(flat), strict=True):
                 old.copy_(new)
 
 
@@ -132,7 +131,7 @@ class Masters:
             group.weights.copy_(group.master)
 
     def views(self, optimizer: torch.optim.AdamW) -> Iterator[tuple]:
-        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, as `shards.adam_views`.
+        """(parameter, its fp32 master, *MOMENTS of it) of each parameter, as `adam_views` of fsdp.
         All are in place, except masters made of two halves: pass those back to `store`."""
         for group in self.groups:
             state = optimizer.state[group.master]

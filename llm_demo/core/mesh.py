@@ -1,10 +1,12 @@
-"""The grid of processes, with a process group for each dimension, and a rank's part of a tensor."""
+"""The grid of processes, a process group for each dimension, collectives that torch.compile knows,
+and a rank's part of a tensor."""
 
 import functools
 import os
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -62,3 +64,59 @@ def local_part(t: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, without gradient: all of it unless it is sharded."""
     # detach() of a DTensor takes 10 times as long
     return (t.to_local() if isinstance(t, DTensor) else t).detach()
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, **how):
+    """all_gather_into_tensor, which PyTorch 2.13 renamed."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, input, **how)
+
+
+GROUPS = {}  # by name: what the compiler sees
+
+
+def known(group: ProcessGroup) -> str:
+    """The name by which the functions below know a group."""
+    GROUPS[group.group_name] = group
+    return group.group_name
+
+
+@torch.library.custom_op("llm_demo::gather_rows", mutates_args=())
+def gather_rows(x: torch.Tensor, group: str, size: int) -> torch.Tensor:
+    """x [T, ...] of each rank -> [size T, ...], by rank."""
+    out = x.new_empty(size * len(x), *x.shape[1:])
+    all_gather(out, x.contiguous(), group=GROUPS[group])
+    return out
+
+
+@gather_rows.register_fake
+def _(x, group, size):
+    return x.new_empty(size * len(x), *x.shape[1:])
+
+
+@torch.library.custom_op("llm_demo::exchange_rows", mutates_args=())
+def exchange_rows(x: torch.Tensor, group: str) -> torch.Tensor:
+    """x [size T, ...] -> the same shape: part i comes from rank i, which had it for this rank. Done
+    twice it is undone, so it is its own backward.
+
+    All ranks of a group run the same compiled graph, so their exchanges match in order."""
+    x = x.contiguous()
+    out = torch.empty_like(x)  # contiguous: gloo fills any other wrongly
+    dist.all_to_all_single(out, x, group=GROUPS[group])
+    return out
+
+
+@exchange_rows.register_fake
+def _(x, group):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _keep_group(ctx, inputs, output):
+    ctx.group = inputs[1]
+
+
+def _exchange_back(ctx, grad):
+    return exchange_rows(grad, ctx.group), None
+
+
+exchange_rows.register_autograd(_exchange_back, setup_context=_keep_group)

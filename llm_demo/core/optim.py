@@ -1,4 +1,4 @@
-"""AdamW's groups, the learning rate schedule, the global gradient norm, fp16's loss scale."""
+"""AdamW, the learning rate schedule, sums and global norm of gradients, fp16's loss scale."""
 
 import functools
 import math
@@ -85,7 +85,7 @@ class CompiledAdamW(torch.optim.AdamW):
                 low = self.state[tensors[0]].get(LOW)
                 low = [None] * len(slices[0]) if low is None else self._slices(low)
                 for *parts, other_half in zip(*slices, low, strict=True):
-                    compiled_adamw()(*parts, *numbers, other_half)
+                    compile_once(_adamw)(*parts, *numbers, other_half)
 
     def _slices(self, t: torch.Tensor) -> list[torch.Tensor]:
         """The tensor in slices, flat, so that shapes of equal size share their code."""
@@ -94,20 +94,16 @@ class CompiledAdamW(torch.optim.AdamW):
         return [flat] if len(flat) <= self.SLICE else list(flat.split(self.SLICE))
 
 
-@functools.cache
-def compiled_adamw():
-    """The compiled _adamw, one pass over the memory."""
-    return torch.compile(_adamw, dynamic=False)
-
-
 def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=None):
-    """In-place AdamW, skipped if skip > 0. Source: "Decoupled Weight Decay Regularization"
-    (Loshchilov and Hutter 2019). less: lr * decay; size: lr / (1 - beta1**step); root: sqrt(1 -
-    beta2**step). low: the other half of the master, for a bf16 p."""
+    """In-place AdamW, one pass over the memory once compiled; skipped if skip > 0.
+
+    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019). less: lr * decay;
+    size: lr / (1 - beta1**step); root: sqrt(1 - beta2**step). low: the other half of the master,
+    for a bf16 p."""
     if low is not None:
         master = join(p, low)
         _adamw(master, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps)
-        for old, new in zip((p, low), split(master), strict=True):
+        for old, new in zip((p, low), halve(master), strict=True):
             old.copy_(new)
         return
     g = g.float() / divisor
@@ -125,7 +121,7 @@ def can_halve(dtype: torch.dtype, fp32_grads: bool) -> bool:
     return dtype == torch.bfloat16 and (not fp32_grads or hasattr(torch.Tensor, "grad_dtype"))
 
 
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def halve(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split an fp32 tensor into bf16 weights and int16 remainders; `join` is the inverse.
 
     Weights are rounded to nearest, ties to even. The remainder, added to a weight's bits, gives its
@@ -138,7 +134,7 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Restore the fp32 tensor from the two results of `split`."""
+    """Restore the fp32 tensor from the two results of `halve`."""
     high = weights.view(torch.int16).to(torch.int32) << 16
     return (high + low).view(torch.float32)
 
@@ -217,18 +213,13 @@ class LossScale:
             self.good_steps = torch.where(grow, 0, self.good_steps)
 
 
-def global_norm(parts: list[tuple]) -> torch.Tensor:
-    """2-norm of all gradients together: an fp32 scalar.
-
-    parts: (gradients, the process group whose ranks each hold a part of them, or None). Summed in
-    fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
-    total = 0
-    for grads, group in parts:
-        square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
-        if group is not None:
-            dist.all_reduce(square, group=group)
-        total = total + square
-    return total.sqrt().float()
+def global_norm(grads: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """2-norm of all gradients together: an fp32 scalar. group: the ranks that each hold a part of
+    them. Summed in fp64, because in fp32 torch's norm of an embedding on a CPU is off by 3e-5."""
+    square = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64)).square().sum()
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    return square.sqrt().float()
 
 
 @torch.no_grad()
@@ -236,19 +227,20 @@ def clipped_step(
     optimizer: torch.optim.AdamW,
     max_grad_norm: float,
     loss_scale: LossScale,
-    norm_of: list[tuple] | None = None,
+    grads: list[torch.Tensor] | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip if that norm is not finite. Returns the norm.
 
-    norm_of: the parts for global_norm, each gradient once; default: all, whole on this rank.
+    grads, group: as of global_norm, each gradient once; default: all, whole on this rank.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
     ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.
     Nothing waits for the device: scale, clip factor and skip reach AdamW as tensors."""
-    if norm_of is None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        norm_of = [([p.grad for p in params if p.grad is not None], None)]
-    norm = global_norm(norm_of) / loss_scale.scale
+    if grads is None:
+        params = [p for each in optimizer.param_groups for p in each["params"]]
+        grads = [p.grad for p in params if p.grad is not None]
+    norm = global_norm(grads, group) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:
@@ -260,3 +252,34 @@ def clipped_step(
     loss_scale.update(skip)
     optimizer.zero_grad(set_to_none=True)
     return norm
+
+
+# Sums of gradients, each in one pass over the memory once compiled. PyTorch's own kernels that add
+# bf16 to fp32 run at half the memory bandwidth, once per tensor.
+
+
+@functools.cache
+def compile_once(function, dynamic: bool | None = False):
+    """The function, compiled the first time. dynamic: as in torch.compile; a unit has few, fixed
+    shapes, which leave nothing to generalise."""
+    return torch.compile(function, dynamic=dynamic)
+
+
+def add(sums: list[torch.Tensor], grads: list[torch.Tensor]) -> None:
+    """Add gradients to their sums in place, also bf16 gradients to fp32 sums."""
+    torch._foreach_add_(sums, grads)
+
+
+def sum_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Set `out` to the sum of `parts`, tensors of its shape, added in its dtype."""
+    out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+
+
+def add_into(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Add the sum of `parts`, tensors of its shape, to `out`; all additions are in its dtype."""
+    total = parts[0].to(out.dtype)
+    for part in parts[1:]:
+        total = total + part
+    out.add_(total)

@@ -1,16 +1,46 @@
-"""Rows of documents, the rows of each optimizer step, and their tensors."""
+"""Rows of documents, the rows of each optimizer step, and their tensors in micro-batches."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from llm_demo.core.batch import IGNORE_INDEX, Batch
-
+IGNORE_INDEX = -100
 _NONE = np.empty(0, np.int64)
+
+
+class Batch(NamedTuple):
+    input_ids: torch.Tensor  # int64 [B, S]
+    labels: torch.Tensor  # int64 [B, S], already shifted
+    position_ids: torch.Tensor  # int64 [B, S], restart at 0 in each document
+    cu_seqlens: torch.Tensor  # int32 [B * max_docs + 1], document starts in the flat B * S slots
+    n_tokens: torch.Tensor | None = None  # int64 [B], of each row before its padding
+
+
+class Part(NamedTuple):
+    """The slice of every row that a rank holds: number `at` of `of` equal ones."""
+
+    at: int = 0
+    of: int = 1
+
+    def of_rows(self, t: torch.Tensor) -> torch.Tensor:
+        """This slice of [B, S]: [B, S / of]."""
+        return t.chunk(self.of, 1)[self.at].contiguous()
+
+    def of_positions(self, index: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(which of the flat positions `index` [n] of whole rows lie here: bool [n]; their flat
+        positions in the slice)."""
+        own = seq_len // self.of
+        row, slot = index // seq_len, index % seq_len
+        here = slot // own == self.at
+        return here, (row * own + slot % own)[here]
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,7 +49,7 @@ class Packs:
 
     seq_len: int
     pad_id: int
-    max_docs: int  # most documents in one row; a padding tail counts as one
+    max_docs: int  # most documents in one row, or more; a padding tail counts as one
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
     token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
     stats: object  # data.stats.Stats: what was read, for the log and the identity
@@ -176,14 +206,14 @@ def _permutation(n_rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(n_rows)
 
 
-def collate(packs: Packs, rows, max_docs: int) -> Batch:
-    """The Batch of these rows. max_docs, at least packs.max_docs, fixes the shape of cu_seqlens:
-    its end repeats B * S, which reads as documents of length 0."""
+def collate(packs: Packs, rows) -> Batch:
+    """The Batch of these rows. packs.max_docs fixes the shape of cu_seqlens: its end repeats B * S,
+    which reads as documents of length 0."""
     ids, labels, lengths = zip(*(packs.row(int(row)) for row in rows), strict=True)
-    if max(map(len, lengths)) > max_docs:
-        raise ValueError(f"a row of {rows} has more documents than max_docs {max_docs}")
+    if max(map(len, lengths)) > packs.max_docs:
+        raise ValueError(f"a row of {rows} has more documents than max_docs {packs.max_docs}")
     ids, labels = np.stack(ids), np.stack(labels)
-    bounds = bounds_of(lengths, packs.seq_len, max_docs)
+    bounds = bounds_of(lengths, packs.seq_len, packs.max_docs)
     positions = np.arange(ids.size) - np.repeat(bounds[:-1], np.diff(bounds))
     rows = np.asarray(rows)
     n_tokens = np.where(rows < 0, 0, packs.token_counts[rows]).astype(np.int64)
@@ -206,11 +236,11 @@ def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
 
 
 def micro_batches(
-    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int, max_docs: int
+    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int
 ) -> Iterator[Batch]:
     """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
     for group in share_of(rows, replica, replicas, micro):
-        yield collate(packs, group, max_docs)
+        yield collate(packs, group)
 
 
 def share_of(rows: np.ndarray, replica: int, replicas: int, micro: int) -> np.ndarray:
@@ -225,3 +255,51 @@ def heldout_rows(packs: Packs, replicas: int, micro: int, at_least: int = 1) -> 
     rows = np.full(count * replicas * micro, -1)
     rows[: len(packs)] = np.arange(len(packs))
     return rows
+
+
+def to_device(device: torch.device, *tensors: torch.Tensor | None) -> list[torch.Tensor]:
+    """Move tensors to the device, skipping Nones. CPU tensors are pinned first: a copy from
+    pageable memory blocks the host until the GPU finishes its queued work."""
+    present = [t for t in tensors if t is not None]
+    if device.type == "cuda":
+        present = [t if t.is_cuda else t.pin_memory() for t in present]
+    return [t.to(device, non_blocking=True) for t in present]
+
+
+def label_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index, targets): the flat positions of labels [B, S] that have a label, and these labels,
+    int64 [n].
+
+    Call it on the CPU: a GPU would block until the number of positions is known."""
+    index = (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    return index, labels.flatten()[index]
+
+
+def real_tokens(batch: Batch, part: Part = WHOLE) -> torch.Tensor:
+    """Which slots of a slice are not padding: bool [B * S / part.of]."""
+    slots = torch.arange(batch.input_ids.shape[1], device=batch.n_tokens.device)
+    return part.of_rows(slots < batch.n_tokens[:, None]).flatten()
+
+
+def answers_of(index: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The answer of each label: int64 [n], documents with labels numbered from 0. index: from
+    label_positions; cu_seqlens: as in Batch. Call it on the CPU, like label_positions."""
+    documents = torch.searchsorted(cu_seqlens[1:].long(), index, right=True)
+    return documents.unique_consecutive(return_inverse=True)[1]
+
+
+def position_ids(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """Positions that restart at 0 in each document: int64 [B, S] from boundaries [D+1]."""
+    slots = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
+    return (slots - cu_seqlens[document_of(slots, cu_seqlens)]).view(shape)
+
+
+def document_lengths(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The length of each token's document: [B, S] from boundaries [D+1]."""
+    slots = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
+    return cu_seqlens.diff()[document_of(slots, cu_seqlens)].view(shape)
+
+
+def document_of(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """The number of each flat slot's document."""
+    return torch.searchsorted(cu_seqlens, slots.to(cu_seqlens.dtype), right=True) - 1

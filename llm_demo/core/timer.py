@@ -1,6 +1,28 @@
-"""Times the steps of a run: compute, communication, data, memory."""
+"""Times the steps of a run: compute, communication, data, memory; cheaply enough for all of it.
+
+For communication, the Python entry points of torch.distributed are wrapped, and a pair of events is
+recorded on the communicating stream: the compute stream, or a side stream, also one of autograd's
+threads. On a CPU the clock is read instead.
+
+    busy     union of the times in which an operation was under way, waiting for a peer included
+    exposed  the part of busy in which nothing was computed: operations on the compute stream,
+             and operations on other streams while it waits for them
+    wait     the part of busy that was not transfer: the union of the operations' waits. Each wait
+             lasts from the operation's start for its time beyond the shortest time of the same
+             operation on any of its ranks; a send and its receive count as one operation, matched
+             by order; a wait for a signal of copy_engines.py is all wait
+
+    doubt    how far busy may be off because the stream was idle while the host was still launching:
+             at most what the host took from recording an operation's first event to its second
+
+profiling.py takes busy and wait from a profiler's trace. Its exposed is the communication during
+which no kernel runs although one is launched: events know nothing of launches.
+"""
 
 import contextlib
+import functools
+import inspect
+import math
 import resource
 import sys
 import time
@@ -9,8 +31,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from llm_demo.core.comm import CommTimer
 from llm_demo.core.mesh import World
 
 
@@ -21,10 +43,10 @@ class Timings(NamedTuple):
     numbers: dict[str, torch.Tensor]  # of its last step, on the CPU
     seconds: float
     memory: tuple[float, float, int]  # as memory_peaks, with the retries of this interval
-    busy: float  # see comm.py, as exposed and doubt
+    busy: float  # see above, as exposed and doubt
     exposed: float
     doubt: float
-    operations: dict  # {operation: (start, end)} for comm.waiting
+    operations: dict  # {operation: (start, end)} for profiling.waiting
     data: float  # to make the batches
 
 
@@ -36,6 +58,7 @@ class StepTimer:
     def __init__(self, world: World, comm: bool = True):
         self.device, self.times_comm = world.device, comm
         self.comm = CommTimer(world.device, world.rank, world.size)
+        self.mute = self.comm.mute  # a context: communication inside is not timed
         self.started, self.retries = time.perf_counter(), 0  # retries: of the allocator so far
         self.restart()
 
@@ -60,10 +83,6 @@ class StepTimer:
         """The seconds since `begin`."""
         self.comm.remove()
         return time.perf_counter() - self.started
-
-    def mute(self) -> contextlib.AbstractContextManager:
-        """Do not time the communication inside."""
-        return self.comm.mute()
 
     def data(self, batches: Iterable) -> Iterator:
         """Yield the same batches, and time how long they take to make."""
@@ -129,3 +148,200 @@ def peak_host_gb() -> float:
     """Peak resident host memory of this process in 2**30 bytes."""
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kibibytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+COLLECTIVES = (
+    "all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single",
+    "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single", "send", "recv",
+)  # fmt: skip
+AWAIT = "wait_signal"  # an operation that only waits
+MUTED = "llm_demo: not timed"  # so that a CPU profile can exclude it too
+
+
+def union(intervals) -> float:
+    """Length covered by (start, end) pairs, overlaps counted once."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+class _Clock:
+    """A CPU clock with the interface of an event."""
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, later) -> float:
+        return (later.at - self.at) * 1e3
+
+    def synchronize(self):
+        pass
+
+
+class CommTimer:
+    """Times operations; `take` collects those of a step, `read` reads them after its end."""
+
+    def __init__(self, device: torch.device, rank: int, size: int):
+        self.device, self.rank = device, rank
+        self.cuda = device.type == "cuda"
+        self.spare, self.ops, self.waits, self.muted = [], [], [], size == 1
+        self.counts = Counter()
+        self.originals = {}
+
+    def event(self):
+        """A timing event (a clock on a CPU), recorded now on the current stream."""
+        event = self._take_event()
+        event.record()
+        return event
+
+    def _take_event(self):
+        return self.spare.pop() if self.spare else self._new()
+
+    def _new(self):
+        return torch.cuda.Event(enable_timing=True) if self.cuda else _Clock()
+
+    def install(self) -> None:
+        """Wrap torch.distributed's functions."""
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                parameters = tuple(inspect.signature(getattr(dist, name)).parameters)
+                self._patch(dist, name, functools.partial(self._timed_call, name, parameters))
+        self._patch(dist, "batch_isend_irecv", self._timed_batch)
+        if self.cuda:
+            self.compute = torch.cuda.current_stream().cuda_stream
+            self._patch(torch.cuda.Stream, "wait_event", self._timed_wait)
+
+    def call(self, name: str, function, *args, group: dist.ProcessGroup | None = None):
+        """Call and time a collective that is not one of torch.distributed's. group: the ranks that
+        take part; None: all."""
+        if not self.originals:  # not installed
+            return function(*args)
+        return self._timed(f"copied {name}", function, args, {}, group)
+
+    def remove(self) -> None:
+        for (where, name), original in self.originals.items():
+            setattr(where, name, original)
+        self.originals.clear()
+
+    @contextlib.contextmanager
+    def mute(self):
+        """Do not time operations inside, such as reading the measurements themselves."""
+        muted, self.muted = self.muted, True
+        try:
+            with torch.profiler.record_function(MUTED):
+                yield
+        finally:
+            self.muted = muted
+
+    def _patch(self, where, name, wrapper):
+        original = self.originals[where, name] = getattr(where, name)
+
+        @functools.wraps(original)
+        def patched(*args, **kwargs):
+            return wrapper(original, args, kwargs)
+
+        setattr(where, name, patched)
+
+    def _timed_call(self, name, parameters, call, args, kwargs):
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        if given.get("async_op"):
+            return call(*args, **kwargs)
+        return self._timed(name, call, args, kwargs, given.get("group"))
+
+    def _timed(self, name, call, args, kwargs, group=None):
+        tensors = []
+        for value in (*args, *kwargs.values()):
+            tensors += value if isinstance(value, (list, tuple)) else [value]
+        tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+        other_device = any(t.device.type != self.device.type for t in tensors)
+        if self.muted or other_device:
+            return call(*args, **kwargs)
+        if name in ("send", "recv"):
+            peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
+            ends = (self.rank, peer) if name == "send" else (peer, self.rank)
+        else:
+            ends = (name,)
+        ends += (group.group_name if group is not None else "",)  # each has an order of its own
+        begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
+        result = call(*args, **kwargs)
+        # An idle stream passes the event long before the operation is launched, which is the last
+        # thing the call does. Copies are several launches, the first of them immediate.
+        launched_last = not name.startswith("copied")
+        late = 0.0
+        if self.cuda and launched_last and start.query():
+            late = (time.perf_counter() - called) * 1e3
+        self._note(ends, start, begun, late)
+        return result
+
+    def _timed_batch(self, call, args, kwargs):
+        ops = args[0]
+        if self.muted or any(op.tensor.device.type != self.device.type for op in ops):
+            return call(*args, **kwargs)
+        begun, start = time.perf_counter(), self.event()
+        works = call(*args, **kwargs)
+        return [_Waited(works, lambda: self._note(("batch", ""), start, begun))]
+
+    def _timed_wait(self, call, args, kwargs):
+        stream = args[0]
+        if self.muted or stream.cuda_stream != self.compute:
+            return call(*args, **kwargs)
+        start, end = self._take_event(), self._take_event()
+        start.record(stream)
+        result = call(*args, **kwargs)
+        end.record(stream)
+        self.waits.append((start, end))
+        return result
+
+    def _note(self, ends, start, begun, late=0.0):
+        on_compute = not self.cuda or torch.cuda.current_stream().cuda_stream == self.compute
+        key = (*ends, self.counts[ends])
+        self.counts[ends] += 1
+        end, doubt = self.event(), 0.0
+        if self.cuda and start.query():
+            doubt = (time.perf_counter() - begun) * 1e3
+        self.ops.append((key, start, end, on_compute, late, doubt))
+
+    def take(self):
+        """Return what was recorded since the last call, for `read` after the step has ended."""
+        taken = self.ops, self.waits
+        self.ops, self.waits, self.counts = [], [], Counter()
+        return taken
+
+    def read(self, taken, origin) -> tuple[float, float, float, dict]:
+        """(busy ms, exposed ms, doubt ms, {operation: (start, end)}) of what `take` returned, with
+        start and end in ms since `origin`, an earlier event."""
+        ops, waits = taken
+        for key, _, end, *_ in ops:
+            if key[0] == self.rank:  # a send, for which the compute stream does not wait
+                end.synchronize()
+
+        def interval(start, end, late=0.0):
+            at = origin.elapsed_time(start) + late
+            # AMD's drivers have returned small negative times
+            return at, at + max(0.0, start.elapsed_time(end) - late)
+
+        timed = [(key, on_compute, interval(s, e, late)) for key, s, e, on_compute, late, _ in ops]
+        spans = [span for _, _, span in timed]
+        stalls = [interval(s, e) for s, e in waits]
+        stalls += [span for _, on_compute, span in timed if on_compute]
+        busy = union(spans)
+        # the compute stream also waits for arithmetic on other streams: count only the overlap
+        exposed = busy + union(stalls) - union(spans + stalls)
+        self.spare += [event for op in ops for event in op[1:3]] if self.cuda else []
+        self.spare += [event for pair in waits for event in pair]
+        doubt = math.fsum(op[-1] for op in ops)
+        return busy, exposed, doubt, {key: span for key, _, span in timed}
+
+
+class _Waited:
+    """A batch's works as one; wait() marks the end of the operation."""
+
+    def __init__(self, works, done):
+        self.works, self.done = works, done
+
+    def wait(self):
+        for work in self.works:
+            work.wait()
+        self.done()

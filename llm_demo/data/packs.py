@@ -17,9 +17,8 @@ import zlib
 
 import numpy as np
 
-from llm_demo.core.batch import IGNORE_INDEX
 from llm_demo.core.errors import UserError
-from llm_demo.core.rows import Packs
+from llm_demo.core.rows import IGNORE_INDEX, Packs
 from llm_demo.data.build import LEARNT, TOKENS, build, open_flat
 from llm_demo.data.labels import Codec
 from llm_demo.data.packing import LONGEST_DEFAULT, rows_of, tables_of

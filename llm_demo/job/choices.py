@@ -291,8 +291,8 @@ def compare_with_eager(impl: str, dtype: torch.dtype, device: torch.device) -> f
     # not above: who only chooses does not need them
     from transformers import AutoModelForCausalLM, Qwen3Config
 
-    from llm_demo.core.batch import position_ids
     from llm_demo.core.decoder import Blocks, DecoderLoss, compile_forward
+    from llm_demo.core.rows import position_ids
 
     B, S, columns = 2, 128, 8208  # the loss kernel reads two whole blocks of columns and a part
     config = Qwen3Config(

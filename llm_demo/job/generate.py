@@ -6,8 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from llm_demo.core.batch import IGNORE_INDEX, Batch, position_ids
-from llm_demo.core.rows import Packs, bounds_of
+from llm_demo.core.rows import IGNORE_INDEX, Batch, Packs, bounds_of, position_ids
 
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:

@@ -19,9 +19,9 @@ from transformers import (
     GenerationConfig,
 )
 
+from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
 from llm_demo.job.costs import active_of, head_widths, latent, parameters_of

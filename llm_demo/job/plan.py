@@ -258,7 +258,9 @@ def check_data(args: Args, world: World, train: Packs, heldout: Packs | None, co
     same_on_all_nodes(world, train.stats.identity | held | model)
     packs = [p for p in (train, heldout) if p]
     refuse_unknown_tokens(packs, config.vocab_size)
-    return Data(train, heldout, max(2, *(p.max_docs for p in packs)))
+    max_docs = max(2, *(p.max_docs for p in packs))
+    packs = (p and dataclasses.replace(p, max_docs=max_docs) for p in (train, heldout))
+    return Data(*packs, max_docs)
 
 
 def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str]]:

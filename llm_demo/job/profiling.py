@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.comm import AWAIT, MUTED, union
 from llm_demo.core.mesh import World
+from llm_demo.core.timer import AWAIT, MUTED, union
 
 # of copy_engines.py: what an operation ends with, and all that it consists of
 BARRIER = re.compile(r"symmetric_memory::(?:barrier|put_signal)", re.I)

@@ -166,7 +166,7 @@ def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> Path:
 def try_forward(args: Args, plan: Plan, next_tokens: Callable) -> None:
     """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
     rows = plan.rows_of(0)[: args.micro_batch_size]
-    batch = collate(plan.data.train, rows, plan.data.max_docs)
+    batch = collate(plan.data.train, rows)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
 

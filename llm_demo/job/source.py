@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.sources import LFS
 from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
 from llm_demo.job.foreign import read_config, refuse_adapter

@@ -29,7 +29,7 @@ class History:
         self.tokens = self.label_tokens = 0
         self.records, self.evals = [], []  # logged steps; (step, held-out loss)
         self.exact = []  # (step, share of the held-out rows answered exactly)
-        self.doubts = {}  # step -> doubt of each rank's communication time, see comm.py
+        self.doubts = {}  # step -> doubt of each rank's communication time, see timer.py
 
     def resume(self, facts: dict) -> None:
         """Continue from a checkpoint's facts."""
