@@ -25,7 +25,7 @@ from llm_demo.core.loss import score
 from llm_demo.core.rows import Packs
 from llm_demo.core.weights import refuse_non_finite
 from llm_demo.data.labels import stop_tokens
-from llm_demo.data.packs import load_packs, refuse_unknown_tokens
+from llm_demo.data.packs import load_packs, prompts_of, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
 from llm_demo.job.args import DataArgs
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
@@ -33,7 +33,6 @@ from llm_demo.job.dist import run
 from llm_demo.job.files import disk_full, write_json, write_text
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
 from llm_demo.job.foreign import load_model
-from llm_demo.job.generate import prompts_of
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.progress import progress

@@ -13,7 +13,7 @@ from llm_demo.core.batch import answers_of, label_positions, position_ids
 from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
 from llm_demo.core.loss import score
 from llm_demo.core.weights import allocate, fill
-from llm_demo.job.generate import generate
+from llm_demo.job.run import generate
 
 CPU = torch.device("cpu")
 

@@ -11,13 +11,15 @@ from pathlib import Path
 
 import torch
 
+from llm_demo.core.batch import IGNORE_INDEX, Batch, position_ids
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import ends_early, train
 from llm_demo.core.mesh import World
-from llm_demo.core.rows import collate
+from llm_demo.core.rows import bounds_of, collate
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
+from llm_demo.data.packs import prompts_of
 from llm_demo.export import export
 from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args
@@ -25,7 +27,6 @@ from llm_demo.job.costs import parameters_of
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
-from llm_demo.job.generate import generate, prompts_of
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, make_plan
@@ -203,6 +204,43 @@ def show_answers(job: Job, next_tokens: Callable) -> None:
         job.log.say(
             "\nprompt   {}\nanswer   {}\nexpected {}".format(*(" ".join(t.split()) for t in text))
         )
+
+
+def generate(
+    ask: Callable, prompts: list[list[int]], shape: tuple[int, int], max_docs: int, tokens: int,
+    stop: set[int],
+) -> list[list[int]]:  # fmt: skip
+    """Up to `tokens` more tokens for each prompt, greedily, ending at a token of `stop`: training's
+    forward, without a cache, so that it works with any parallelism.
+
+    ask(batch, index) -> int64 [B]: the most likely next tokens at the flat positions `index`, the
+    same on every rank. shape (B, S) and max_docs: as in training, since a pipeline fixes them."""
+    B, S = shape
+    answers = []
+    for first in range(0, len(prompts), B):
+        rows = [list(p) for p in prompts[first : first + B]]
+        done = [False] * len(rows)
+        lengths = [len(r) for r in rows]
+        for _ in range(tokens):
+            if all(done):
+                break
+            batch = _batch(rows, S, max_docs, B)
+            index = torch.tensor([i * S + len(r) - 1 for i, r in enumerate(rows)])
+            for i, token in enumerate(ask(batch, index).tolist()):
+                done[i] = done[i] or token in stop or len(rows[i]) == S
+                if not done[i]:
+                    rows[i].append(token)
+        answers += [row[n:] for row, n in zip(rows, lengths, strict=True)]
+    return answers
+
+
+def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Batch:
+    rows = rows + [[]] * (count - len(rows))
+    ids = torch.tensor([row + [0] * (seq_len - len(row)) for row in rows])
+    lengths = [[n for n in (len(row), seq_len - len(row)) if n] for row in rows]  # and of padding
+    cu = torch.from_numpy(bounds_of(lengths, seq_len, max_docs))
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    return Batch(ids, labels, position_ids(cu, (count, seq_len)), cu)
 
 
 def finish(job: Job, best: Path) -> None:
