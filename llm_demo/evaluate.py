@@ -35,7 +35,6 @@ from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
 from llm_demo.job.foreign import load_model
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
-from llm_demo.job.progress import progress
 from llm_demo.job.source import (
     find_model,
     fix_date,
@@ -44,7 +43,7 @@ from llm_demo.job.source import (
     load_tokenizer,
     position_limit,
 )
-from llm_demo.job.text import counted
+from llm_demo.job.text import counted, progress
 
 TOKENS = 1 << 16  # of a batch, including padding
 DATA = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from llm_demo.core.rows import bounds_of, collate
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
+from llm_demo.data.sources import hub_parts
 from llm_demo.export import export
 from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args
@@ -30,10 +32,9 @@ from llm_demo.job.folder import published
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, make_plan
-from llm_demo.job.records import Records
+from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
-from llm_demo.job.summary import COLUMNS, next_steps, summarise
-from llm_demo.job.text import counted
+from llm_demo.job.text import counted, module, resume, shown
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
 # which weights an untrained one starts with.
@@ -41,6 +42,7 @@ WITHOUT_EFFECT = re.compile(
     "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
     "|transformers_version|use_cache"
 )
+DATA_FLAGS = ("data_format", "input_key", "target_key")
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
 
@@ -268,3 +270,63 @@ def finish(job: Job, best: Path) -> None:
     if lines := next_steps(log.folder, settings, summary["steps"], best):
         log.say("\n".join(["next steps:", *lines]))
     log.close()
+
+
+def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
+    """Lines for the end of a run of `steps` optimizer steps, with only the commands that can work
+    now, or after those above them. They work in the folder where the run was started. best: the
+    checkpoint to export, which --early_stopping chooses."""
+    lines, of = [], int(best.name.removeprefix("step_"))
+    source = folder if of == steps else best
+    if (folder / "checkpoints/latest").is_file():
+        exported = export_of(folder / "hf", of)
+        if not exported.exists():
+            lines.append(("export", module("export", shown(source), shown(exported))))
+        if getattr(args, "lora_rank", 0):  # hf/ holds adapters
+            exported = export_of(folder / "merged", of)
+            if not exported.exists():
+                lines.append(("merge", module("export", shown(source), shown(exported), "--merge")))
+        if (folder / "model/chat_template.jinja").is_file():  # a run's chat is of its newest
+            lines.append(("chat", module("chat", shown(folder if of == steps else exported))))
+        if args.eval_json not in ("auto", "none"):
+            lines.append(("evaluate", evaluate(exported, args)))
+        if "NNODES" not in os.environ:  # else every node has its own command
+            lines.append(("continue", resume(folder, "--max_steps", 2 * steps)))
+    page = shown(folder / "report.html")
+    lines.append(("report", module("report", shown(folder), "--out", page)))
+    return [f"  {what + ':':<10}{line}" for what, line in lines]
+
+
+def export_of(out: Path, steps: int) -> Path:
+    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
+    card = out / "README.md"
+    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text()
+    return out.with_name(f"{out.name}_step_{steps}") if other else out
+
+
+def evaluate(exported: Path, args: Args) -> str:
+    """The command to evaluate the exported model (and a base with weights) on held-out data."""
+    base = args.model_name_or_path
+    folder = Path(base).expanduser()
+    trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
+    flags = ["--data", with_config(args.eval_json, args.dataset_config)]
+    flags += ["--seq_len", args.seq_len]
+    for name in DATA_FLAGS:
+        if getattr(args, name) not in (None, "auto"):
+            flags += [f"--{name}", getattr(args, name)]
+    flags += ["--train_on_prompt"] * args.train_on_prompt
+    flags += ["--learn_turns", args.learn_turns] * (args.learn_turns != "all")
+    flags += ["--learn_reasoning", "false"] * (not args.learn_reasoning)
+    return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
+
+
+def with_config(named: str, config: str | None) -> str:
+    """Hub splits with the configuration in their name: id:config:split."""
+    if not config:
+        return named
+    parts = [part.strip() for part in named.split(",")]
+    for i, part in enumerate(parts):
+        if (hub := hub_parts(part)) and not hub[1]:
+            parts[i] = ":".join([hub[0], config, *filter(None, hub[2:])])
+    return ",".join(parts)
