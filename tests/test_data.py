@@ -22,7 +22,7 @@ from llm_demo.core.rows import collate, order_rows, step_rows
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
 from llm_demo.data.packs import describe_example, heldout_beside, prompts_of
-from llm_demo.job.horizon import decide_horizon, usual_lr
+from llm_demo.job.plan import decide_horizon, usual_lr
 from llm_demo.job.text import counted
 from pp.cut import describe_split
 

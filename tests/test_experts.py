@@ -19,8 +19,7 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts
 from llm_demo.core.mesh import World
-from llm_demo.job.choices import choose_product, why_not_compiled
-from llm_demo.job.plan import decide_compute
+from llm_demo.job.choices import choose_product, decide_compute, why_not_compiled
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 D, E, K = 32, 8, 2

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from llm_demo.core.errors import UserError
+from llm_demo.core.mesh import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -210,6 +211,22 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     if device.arch == "gfx908":
         return torch.bfloat16, "needs no loss scaling; on gfx908 fp16 has twice its matrix rate"
     return torch.bfloat16, "needs no loss scaling"
+
+
+def prepare_device(args, world: World) -> tuple[tuple[Device, torch.dtype], list[str]]:
+    """((the device, planned for or real; the compute dtype), lines). Limits the GPU's memory."""
+    plan_for(args.card)
+    device, lines = this_device(world.device.index or 0), []
+    if args.device_memory_gb:
+        if not args.estimate:  # which is also for other machines
+            limit_memory(world.device, args.device_memory_gb)
+        lines.append(f"memory: at most {args.device_memory_gb:g} GB of each GPU")
+    dtype, why = pick_dtype(args.dtype, device)
+    lines += [
+        f"device: {world.size} x {device}",
+        f"dtype: {dtype_name(dtype)} ({why}); weights and optimizer states in fp32",
+    ]
+    return (device, dtype), lines
 
 
 def dtype_name(dtype: torch.dtype) -> str:

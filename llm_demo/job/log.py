@@ -52,6 +52,13 @@ class Log:
                 print(text, file=self.file, flush=True)
         print(shown or text, flush=True)
 
+    def decided(self, decision: tuple):
+        """The value of a decision, whose lines are logged. decision: (value, lines)."""
+        value, lines = decision
+        for line in lines:
+            self.say(line)
+        return value
+
     def record(self, record: dict) -> None:
         """Append an object to metrics.jsonl, and to the tracker."""
         if not self.is_main:
