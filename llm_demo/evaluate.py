@@ -32,8 +32,7 @@ from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import disk_full, write_json, write_text
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
-from llm_demo.job.foreign import load_model
-from llm_demo.job.model_folder import open_model
+from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.source import (
     find_model,

@@ -25,7 +25,7 @@ from llm_demo.data.sources import hub_parts
 from llm_demo.export import export
 from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args
-from llm_demo.job.costs import parameters_of
+from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
@@ -34,6 +34,7 @@ from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, make_plan
 from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
+from llm_demo.job.source import is_mixture
 from llm_demo.job.text import counted, module, resume, shown
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
@@ -164,6 +165,33 @@ def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> Path:
     evals = [(loss, step) for step, loss in evals if math.isfinite(loss)]
     best = newest.with_name(f"step_{min(evals)[1]:08d}") if evals else newest
     return best if args.early_stopping and best.is_dir() else newest
+
+
+def refuse_experts(config) -> None:
+    """Raise UserError if the model has experts, which DeepSpeed's engines do not train exactly."""
+    if is_mixture(config):
+        raise UserError(
+            f"{config.model_type}: only fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py train "
+            "models with experts"
+        )
+
+
+def check_experts(args, config) -> None:
+    """Raise UserError for flags that this model has no use for, or that don't work with it."""
+    name, experts = config.model_type, experts_of(config)
+    flags = ("freeze_router", "router_bias_update", "router_aux_loss", "expert_parallel")
+    if not is_mixture(config):
+        for flag in flags:
+            if getattr(args, flag):
+                raise UserError(f"--{flag}: this model has no experts")
+    elif args.router_aux_loss and name == "deepseek_v3":
+        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
+    elif args.router_bias_update and name != "deepseek_v3":
+        raise UserError(f"--router_bias_update: {name} has no bias for its experts")
+    elif args.psgd_rank:
+        raise UserError("--psgd_rank does not work with a mixture of experts")
+    elif experts % (asked := args.expert_parallel or 1):
+        raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
 
 
 def try_forward(args: Args, plan: Plan, next_tokens: Callable) -> None:
