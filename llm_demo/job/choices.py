@@ -24,7 +24,6 @@ from torch.nn.attention import sdpa_kernel
 
 from llm_demo.core.attention import BACKENDS, FASTEST_FIRST, IMPLS, LONG, make_documents
 from llm_demo.core.errors import UserError
-from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import Packs
 from llm_demo.job.args import Args
@@ -51,7 +50,7 @@ class Compute(NamedTuple):
     attn_impl: str
     compile: bool
     product: str = "looped"  # of experts, see core/experts.py
-    lora: Lora | None = None  # adapters: the model itself is frozen
+    lora: tuple | None = None  # a core.lora.Lora: adapters, the model itself is frozen
     attention_kept: int = 0  # the last blocks whose attention is not recomputed
 
 

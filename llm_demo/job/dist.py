@@ -89,6 +89,15 @@ def _patient_group():
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
+def _outcome(make: Callable) -> tuple:
+    """(what make() returns, None), or (None, what its UserError says)."""
+    try:
+        with refuse_unusable_paths():
+            return make(), None
+    except UserError as e:
+        return None, str(e)
+
+
 def once_per_node(world: World, build: Callable):
     """Run `build` on the first process of each node, then on the others (which find its files). It
     may take longer than DIST_TIMEOUT_MINUTES.
@@ -96,16 +105,11 @@ def once_per_node(world: World, build: Callable):
     A UserError on one process is raised on all of them, so that none waits for a dead one."""
     result, group = None, _patient_group()
     for turn in (world.local_rank == 0, world.local_rank != 0):
-        error = None
+        error, errors = None, [None] * world.size
         if turn:
-            try:
-                with refuse_unusable_paths():
-                    result = build()
-            except UserError as e:
-                error = str(e)
-        errors = [None] * world.size
+            result, error = _outcome(build)
         dist.all_gather_object(errors, error, group=group)
-        if first := next((e for e in errors if e), None):
+        if first := next(filter(None, errors), None):
             raise UserError(first)
     return result
 
@@ -114,21 +118,14 @@ def from_rank0(world: World, make: Callable, long: bool = False):
     """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
 
     long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
-    if world.size == 1:  # perhaps without a process group
-        with refuse_unusable_paths():
-            return make()
-    group = _patient_group() if long else None
-    box = [None, None]
-    if world.rank == 0:
-        try:
-            with refuse_unusable_paths():
-                box[0] = make()
-        except UserError as e:
-            box[1] = str(e)
-    dist.broadcast_object_list(box, group=group)
-    if box[1]:
-        raise UserError(box[1])
-    return box[0]
+    group = _patient_group() if long and world.size > 1 else None
+    box = [*_outcome(make)] if world.rank == 0 else [None, None]
+    if world.size > 1:  # else perhaps without a process group
+        dist.broadcast_object_list(box, group=group)
+    result, error = box
+    if error:
+        raise UserError(error)
+    return result
 
 
 def same_on_all_nodes(world: World, facts: dict) -> None:
