@@ -212,12 +212,11 @@ def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatc
         asked.append(heads[:2])
         return "math", []
 
-    monkeypatch.setattr(choices, "from_rank0", lambda world, make: make())
     monkeypatch.setattr(choices, "choose_attention", choose)
     args = SimpleNamespace(
         attn_impl="auto", compile=False, activation_memory_budget=1.0, sequence_parallel=ranks
     )
-    how = None, SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
+    how = (lambda make: make()), SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
     if expected:
         choices.decide_compute(args, *how)
         assert asked == [expected]

@@ -24,8 +24,6 @@ from torch.nn.attention import sdpa_kernel
 
 from llm_demo.core.attention import BACKENDS, FASTEST_FIRST, IMPLS, LONG, make_documents
 from llm_demo.core.errors import UserError
-from llm_demo.core.mesh import World
-from llm_demo.core.rows import Packs
 from llm_demo.job.args import Args
 from llm_demo.job.costs import Heads, experts_of, heads_of, share_of_heads
 from llm_demo.job.device import (
@@ -37,7 +35,6 @@ from llm_demo.job.device import (
     planned,
     this_device,
 )
-from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import cache_folder
 from llm_demo.job.process import PARENT
 
@@ -362,14 +359,14 @@ def heads_of_rank(args: Args, config) -> Heads:
 
 
 def decide_compute(
-    args: Args, world: World, device: Device, dtype: torch.dtype, config, packs: list[Packs]
+    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, packs: list
 ) -> tuple[Compute, list[str]]:
-    """(kernels of attention and experts, and whether to compile; lines), tested on rank 0."""
+    """(kernels of attention and experts, and whether to compile; lines). ask(choose): what choose()
+    returns on rank 0. packs: as rows.Packs, of all data."""
     single, heads = all(p.single for p in packs), heads_of_rank(args, config)
     longest = max((p.longest for p in packs), default=0)
-    attn_impl, rejected = from_rank0(
-        world,
-        lambda: choose_attention(args.attn_impl, device, dtype, heads, single, longest=longest),
+    attn_impl, rejected = ask(
+        lambda: choose_attention(args.attn_impl, device, dtype, heads, single, longest=longest)
     )
     lines = [f"attention: not {reason}" for reason in rejected]
     lines.append(f"attention: {attn_impl}" + " (as requested)" * (args.attn_impl != "auto"))
@@ -380,11 +377,11 @@ def decide_compute(
                 "--activation_memory_budget may choose other experts in the backward: use "
                 "--use_activation_checkpointing"
             )
-        product, why = from_rank0(world, lambda: choose_product(config, device, dtype))
+        product, why = ask(lambda: choose_product(config, device, dtype))
         lines.append(f"experts: {product} products ({why})")
         problem = why_not_compiled(product)
-    compiled, why = from_rank0(
-        world, lambda: choose_compile(args.compile, device, attn_impl, None, problem, dtype)
+    compiled, why = ask(
+        lambda: choose_compile(args.compile, device, attn_impl, None, problem, dtype)
     )
     lines.append(f"compile: {'yes' if compiled else 'no'} ({why})")
     if args.activation_memory_budget < 1 and not compiled:

@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.mesh import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -213,8 +212,9 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     return torch.bfloat16, "needs no loss scaling"
 
 
-def prepare_device(args, world: World) -> tuple[tuple[Device, torch.dtype], list[str]]:
-    """((the device, planned for or real; the compute dtype), lines). Limits the GPU's memory."""
+def prepare_device(args, world) -> tuple[tuple[Device, torch.dtype], list[str]]:
+    """((the device, planned for or real; the compute dtype), lines). Limits the GPU's memory.
+    world: core.mesh.World, whose import takes too long for a launcher."""
     plan_for(args.card)
     device, lines = this_device(world.device.index or 0), []
     if args.device_memory_gb:

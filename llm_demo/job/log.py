@@ -1,9 +1,9 @@
 """What a run prints and records: the console, train.log, metrics.jsonl, trackers, the folder."""
 
 import contextlib
+import importlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ class Log:
     def __init__(self, args: Args, world: World, script: str):
         self.args, self.world = args, world
         self.is_main = world.rank == 0
-        self.track, self.close_tracker = open_tracker(args.report_to)
+        self.tracker = Tracker(args.report_to)
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
         self.lock = self.file = None
@@ -69,7 +69,7 @@ class Log:
         with self.writing():
             with open(self.folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(finite(record)) + "\n")
-            self.track(self.folder, record)
+            self.tracker.add(self.folder, record)
 
     @contextlib.contextmanager
     def writing(self):
@@ -127,55 +127,50 @@ class Log:
     def close(self) -> None:
         """End the log of a run that is complete or stopped. Every rank may call."""
         if self.is_main:
-            self.close_tracker()  # else a run that was stopped would appear as crashed
+            self.tracker.close()  # else a run that was stopped would appear as crashed
             self.file.close()
             self.lock.close()
 
 
-def open_tracker(name: str) -> tuple[Callable, Callable]:
-    """(track(folder, record), close()), which send numbers to TensorBoard or Weights & Biases, or
-    do nothing without a tracker. name: of --report_to, whose package is imported only then."""
-    if name == "none":
-        return lambda folder, record: None, lambda: None
-    try:
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-        else:
-            import wandb
-    except ImportError as e:
-        raise UserError(f"--report_to {name}: run pip install {name}") from e
+class Tracker:
+    """Sends a run's numbers to TensorBoard or Weights & Biases, if asked. name: of --report_to,
+    whose package is imported only then."""
 
-    opened = []  # the writer or the run, from the first record on
+    def __init__(self, name: str):
+        self.name, self.writer, self.newest = name, None, 0
+        package = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}.get(name)
+        try:
+            self.package = package and importlib.import_module(package)
+        except ImportError as e:
+            raise UserError(f"--report_to {name}: run pip install {name}") from e
 
-    def to_tensorboard(folder: Path, record: dict) -> None:
-        if not opened:
-            opened.append(SummaryWriter(folder / "tb"))
-            config = json.loads((folder / "config.json").read_text())
-            rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
-            opened[0].add_text("config", f"| setting | value |\n|---|---|\n{rows}")
-        for key, value in largest(record).items():
-            opened[0].add_scalar(key, value, record["step"])
-        opened[0].flush()
+    def add(self, folder: Path, record: dict) -> None:
+        """Send the numbers of a record: of a list, such as one of each rank, the largest."""
+        if not self.package:
+            return
+        self.writer = self.writer or self._open(folder)
+        values = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
+        values = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
+        if self.name == "wandb":
+            # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
+            self.newest = max(self.newest, record["step"])
+            self.writer.log(values, step=self.newest)
+            return
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, record["step"])
+        self.writer.flush()
 
-    def to_wandb(folder: Path, record: dict) -> None:
-        if not opened:
+    def _open(self, folder: Path):
+        config = json.loads((folder / "config.json").read_text())
+        if self.name == "wandb":
             project = os.environ.get("WANDB_PROJECT", "llm_demo")
-            config = json.loads((folder / "config.json").read_text())
-            opened.append(wandb.init(project=project, name=folder.name, dir=folder, config=config))
-            opened.append(0)  # the newest step
-        # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
-        opened[1] = max(opened[1], record["step"])
-        opened[0].log(largest(record), step=opened[1])
+            return self.package.init(project=project, name=folder.name, dir=folder, config=config)
+        writer = self.package.SummaryWriter(folder / "tb")
+        rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+        writer.add_text("config", f"| setting | value |\n|---|---|\n{rows}")
+        return writer
 
-    def close() -> None:
-        if opened:
-            opened[0].close() if name == "tensorboard" else opened[0].finish()
-        opened.clear()
-
-    return to_tensorboard if name == "tensorboard" else to_wandb, close
-
-
-def largest(record: dict) -> dict:
-    """The numbers of a record: of a list, such as one of each rank, the largest."""
-    values = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
-    return {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
+    def close(self) -> None:
+        if self.writer:
+            self.writer.finish() if self.name == "wandb" else self.writer.close()
+        self.writer = None

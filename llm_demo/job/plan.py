@@ -117,7 +117,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     args.num_epochs, args.warmup_steps = horizon.num_epochs, horizon.warmup_steps  # loop's, too
     data = check_data(args, world, train, heldout, source.config)
     sample_tokens = tell(decide_answers(args.sample_tokens, source.config, data))
-    compute = tell(decide_compute(args, world, device, dtype, source.config, data.packs()))
+    ask = functools.partial(from_rank0, world)
+    compute = tell(decide_compute(args, ask, device, dtype, source.config, data.packs()))
     rows_of = tell(decide_order(args, horizon, train))
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")

@@ -24,7 +24,7 @@ from llm_demo.data.packs import prompts_of
 from llm_demo.data.sources import hub_parts
 from llm_demo.export import export
 from llm_demo.job.adapters import factors_of
-from llm_demo.job.args import Args
+from llm_demo.job.args import Args, DataArgs
 from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import finite, write_json
@@ -43,7 +43,7 @@ WITHOUT_EFFECT = re.compile(
     "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
     "|transformers_version|use_cache"
 )
-DATA_FLAGS = ("data_format", "input_key", "target_key")
+DATA_FLAGS = ("data_format", "input_key", "target_key", "learn_turns", "learn_reasoning")
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
 
@@ -340,12 +340,10 @@ def evaluate(exported: Path, args: Args) -> str:
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
     flags = ["--data", with_config(args.eval_json, args.dataset_config)]
     flags += ["--seq_len", args.seq_len]
-    for name in DATA_FLAGS:
-        if getattr(args, name) not in (None, "auto"):
-            flags += [f"--{name}", getattr(args, name)]
     flags += ["--train_on_prompt"] * args.train_on_prompt
-    flags += ["--learn_turns", args.learn_turns] * (args.learn_turns != "all")
-    flags += ["--learn_reasoning", "false"] * (not args.learn_reasoning)
+    for name in DATA_FLAGS:
+        if (value := getattr(args, name)) != getattr(DataArgs, name):
+            flags += [f"--{name}", "false" if value is False else value]
     return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
 
 
