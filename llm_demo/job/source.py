@@ -1,4 +1,6 @@
-"""Finds and checks a model's folder, configuration and tokenizer."""
+"""Finds and checks a model's folder, configuration and tokenizer.
+
+They may be a stranger's: what transformers would load besides them and the weights is refused."""
 
 import json
 import os
