@@ -41,8 +41,7 @@ from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_d
 from llm_demo.job.args import less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
-from llm_demo.job.run import Job, run
-from llm_demo.job.source import check_experts
+from llm_demo.job.run import Job, check_experts, run
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)
 

@@ -39,8 +39,7 @@ from llm_demo.core.rows import heldout_rows, label_positions, micro_batches, to_
 from llm_demo.job.args import Args, less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
-from llm_demo.job.run import Job, run
-from llm_demo.job.source import check_experts
+from llm_demo.job.run import Job, check_experts, run
 from pp.cut import plan_and_cut
 
 parse = functools.partial(parse_args, __doc__, *GROUPS)

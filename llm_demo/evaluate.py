@@ -24,18 +24,15 @@ from llm_demo.core.errors import UserError, printable
 from llm_demo.core.loss import score
 from llm_demo.core.rows import Packs, label_positions
 from llm_demo.data.labels import stop_tokens
-from llm_demo.data.packs import load_packs, refuse_unknown_tokens
+from llm_demo.data.packs import load_packs, prompts_of, refuse_unknown_tokens
 from llm_demo.data.sources import find_files
 from llm_demo.job.args import DataArgs
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import disk_full, write_json, write_text
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
-from llm_demo.job.foreign import load_model
-from llm_demo.job.generate import prompts_of
-from llm_demo.job.model_folder import open_model
+from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
-from llm_demo.job.progress import progress
 from llm_demo.job.source import (
     find_model,
     fix_date,
@@ -44,7 +41,7 @@ from llm_demo.job.source import (
     load_tokenizer,
     position_limit,
 )
-from llm_demo.job.text import counted
+from llm_demo.job.text import counted, progress
 
 TOKENS = 1 << 16  # of a batch, including padding
 DATA = ("seq_len", "data_format", "input_key", "target_key", "train_on_prompt", "learn_turns",

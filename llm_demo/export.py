@@ -42,13 +42,11 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
-from llm_demo.job.foreign import read_config
 from llm_demo.job.model_folder import describe
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
-from llm_demo.job.progress import size_of, watched
-from llm_demo.job.source import find_model, load_tokenizer
-from llm_demo.job.text import differences, words_of
+from llm_demo.job.source import find_model, load_tokenizer, read_config
+from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import Weights, in_files, matrices, open_weights
 
 ALONE = World(0, 1, 0, torch.device("cpu"))  # this process

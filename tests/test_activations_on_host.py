@@ -226,7 +226,7 @@ def settings(**more):
 
 
 def test_estimates(monkeypatch):
-    from llm_demo.job.plan import Compute
+    from llm_demo.job.choices import Compute
     from llm_demo.job.source import load_config
 
     config = load_config(ROOT / "models/qwen3-8b", ROWS)

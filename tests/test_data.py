@@ -21,9 +21,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
 from llm_demo.data import packs as data
 from llm_demo.data.packing import best_fit
-from llm_demo.data.packs import describe_example, heldout_beside
-from llm_demo.job.generate import prompts_of
-from llm_demo.job.horizon import decide_horizon, usual_lr
+from llm_demo.data.packs import describe_example, heldout_beside, prompts_of
+from llm_demo.job.plan import decide_horizon, usual_lr
 from llm_demo.job.text import counted
 from pp.cut import describe_split
 

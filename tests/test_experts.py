@@ -19,10 +19,8 @@ from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import PRODUCTS, Routers, looped_product, sorted_experts
 from llm_demo.core.lora import Lora, adapt_experts
 from llm_demo.core.mesh import World
-from llm_demo.job.choices import choose_product, why_not_compiled
-from llm_demo.job.plan import decide_compute
+from llm_demo.job.choices import choose_product, decide_compute, why_not_compiled
 
-WORLD = World(0, 1, 0, torch.device("cpu"))
 D, E, K = 32, 8, 2
 SIZES = dict(hidden_size=D, moe_intermediate_size=16, num_experts_per_tok=K, hidden_act="silu")
 CONFIGS = {
@@ -396,7 +394,7 @@ def test_blocks_are_not_compiled_if_their_backward_cannot_be(asked, reason, alon
     monkeypatch.setattr(torch.ops, "transformers", ops)
     config = Qwen3MoeConfig(num_experts=E, **SIZES)
     for given, experts in ((config, True), (Qwen3Config(hidden_size=D), False)):
-        compute, said = decide_compute(args, WORLD, CPU, torch.float32, given, [])
+        compute, said = decide_compute(args, lambda make: make(), CPU, torch.float32, given, [])
         assert compute.compile == (asked is True and not experts)
         (line,) = [line for line in said if line.startswith("compile: ")]
         assert (reason in line) == (experts or asked is None)

@@ -14,8 +14,8 @@ from llm_demo import estimate as memory
 from llm_demo.core.lora import Lora
 from llm_demo.core.loss import SLIM
 from llm_demo.estimate import loss_bytes
+from llm_demo.job.choices import Compute
 from llm_demo.job.costs import block_costs, experts_of, flops_of_slot
-from llm_demo.job.plan import Compute
 from llm_demo.job.source import load_config
 
 

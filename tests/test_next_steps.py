@@ -12,8 +12,9 @@ import pytest
 from conftest import ROOT, python, run
 
 from llm_demo import evaluate, export
-from llm_demo.job import progress
-from llm_demo.job.summary import next_steps, resume
+from llm_demo.job import text
+from llm_demo.job.run import next_steps
+from llm_demo.job.text import resume
 from llm_demo.job.weights_files import loading, open_weights
 
 
@@ -163,8 +164,8 @@ def heldout_loss(folder, step):
 
 SHOW_ALL = """
 import runpy, sys
-from llm_demo.job import progress
-progress.DELAY = 0
+from llm_demo.job import text
+text.DELAY = 0
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
@@ -197,7 +198,7 @@ def test_pasted_commands_run(tmp_path, monkeypatch, capsys):
     assert loss_of(said["evaluate"]) == pytest.approx(heldout_loss(here / "run", 2), rel=1e-3)
     assert "after step 2, checked" in said["continue"] and "step 4/4" in said["continue"]
 
-    monkeypatch.setattr(progress, "DELAY", 0)
+    monkeypatch.setattr(text, "DELAY", 0)
     export.export(here / "run/checkpoints/step_00000004", here / "again", "fp32")
     weights = open_weights(here / "run/hf")
     with loading(weights, 1):

@@ -19,7 +19,7 @@ from llm_demo import estimate as memory
 from llm_demo.core import optim
 from llm_demo.core.masters import Masters
 from llm_demo.core.optim import LossScale, clipped_step, halve, join, make_adamw
-from llm_demo.job.plan import Compute
+from llm_demo.job.choices import Compute
 from llm_demo.job.source import load_config
 
 ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}

@@ -39,7 +39,7 @@ OTHERS = {kind: [ExpertArgs] for kind in ("fsdp", "fsdp_pp")}  # further groups 
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 OF_RUNS = [
     (ROOT / f"llm_demo/job/{name}.py").read_text()
-    for name in ("folder", "log", "records", "run", "saver", "summary")
+    for name in ("folder", "log", "records", "run", "saver")
 ]
 FILES_OF_A_RUN = {
     "config.json", "env.json", "cmd.sh", "train.log", "metrics.jsonl", "summary.json",

@@ -10,8 +10,13 @@ from llm_demo.core import timer as timing
 from llm_demo.core.mesh import World
 from llm_demo.core.timer import StepTimer, _Clock
 from llm_demo.job.args import parse_args
-from llm_demo.job.records import Records, fit_terminal
-from llm_demo.job.summary import TIMES, summarise, timed_while_profiled
+from llm_demo.job.records import (
+    TIMES,
+    Records,
+    fit_terminal,
+    summarise,
+    timed_while_profiled,
+)
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
 

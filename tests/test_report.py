@@ -18,7 +18,7 @@ from conftest import ROOT, run
 
 from llm_demo import report
 from llm_demo.core.errors import UserError
-from llm_demo.job import reader, summary
+from llm_demo.job import reader, records
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -230,7 +230,7 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     steps += [record(s, ranks=3) for s in (4, 5)]
     ranks = reader.step_parts(report.SimpleNamespace(steps=steps, config={}))
     assert len(ranks) == 3 and ranks[0]["step"] == 100
-    assert report.WARMUP == summary.WARMUP
+    assert report.WARMUP == records.WARMUP
 
 
 def test_a_run_that_is_going_on_and_one_killed_in_the_middle_of_a_line(tmp_path):

@@ -28,8 +28,7 @@ from llm_demo.core.mesh import World
 from llm_demo.export import find_base
 from llm_demo.job import checkpoint_files, saver
 from llm_demo.job.folder import choose_folder
-from llm_demo.job.foreign import load_model
-from llm_demo.job.model_folder import describe_model, find_source
+from llm_demo.job.model_folder import describe_model, find_source, load_model
 from llm_demo.job.source import find_model, load_config, load_tokenizer
 from llm_demo.job.weights_files import open_weights
 

@@ -23,10 +23,10 @@ from llm_demo import estimate as memory
 from llm_demo.core.attention import LongRope
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part
-from llm_demo.job import plan
+from llm_demo.job import choices
 from llm_demo.job.args import parse_args
+from llm_demo.job.choices import Compute
 from llm_demo.job.costs import Heads, share_of_heads
-from llm_demo.job.plan import Compute
 
 LONGROPE = {  # whose frequencies change after 24 tokens of a document
     "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24,
@@ -212,18 +212,17 @@ def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatc
         asked.append(heads[:2])
         return "math", []
 
-    monkeypatch.setattr(plan, "from_rank0", lambda world, make: make())
-    monkeypatch.setattr(plan, "choose_attention", choose)
+    monkeypatch.setattr(choices, "choose_attention", choose)
     args = SimpleNamespace(
         attn_impl="auto", compile=False, activation_memory_budget=1.0, sequence_parallel=ranks
     )
-    how = None, SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
+    how = (lambda make: make()), SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
     if expected:
-        plan.decide_compute(args, *how)
+        choices.decide_compute(args, *how)
         assert asked == [expected]
     else:
         with pytest.raises(UserError, match="does not divide 4"):
-            plan.decide_compute(args, *how)
+            choices.decide_compute(args, *how)
 
 
 def test_an_estimate_counts_the_tokens_of_a_slice():

@@ -23,8 +23,7 @@ from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
-from llm_demo.job.run import Job, run
-from llm_demo.job.source import refuse_experts
+from llm_demo.job.run import Job, refuse_experts, run
 from llm_demo.job.text import counted
 from llm_demo.job.weights_files import loading
 from zero.flags import GROUPS

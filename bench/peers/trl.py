@@ -14,7 +14,7 @@ import torch
 
 from llm_demo.job.folder import environment
 from llm_demo.job.reader import WARMUP
-from llm_demo.job.summary import SETTLED
+from llm_demo.job.records import SETTLED
 
 PACKAGES = "trl peft"
 ROW = "BENCH_TRL_ROW"  # the row to measure, as JSON

@@ -21,7 +21,7 @@ from llm_demo.data.packing import choose_seq_len, fit
 from llm_demo.data.records import REAL, Record, RowFormat, Sample, detect_format, keys_of, to_record
 from llm_demo.data.sources import hub_parts, place_of, read_rows
 from llm_demo.data.stats import File, LeftOut, Stats
-from llm_demo.job.progress import progress
+from llm_demo.job.text import progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used

@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 from llm_demo.data.records import Sample
-from llm_demo.job.progress import progress
+from llm_demo.job.text import progress
 
 # default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096

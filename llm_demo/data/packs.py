@@ -209,6 +209,22 @@ def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
     return f"\n[... {n - 2 * SHOWN:,} tokens ...]\n".join(texts)
 
 
+def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
+    """(prompt, answer) token lists of the file's first `count` documents with prompts of at most
+    `most` tokens. An answer is the last run of labels with such a prompt: a conversation's last
+    learnt turn, after the turns before it as they are in the file."""
+    pairs = []
+    for start, end in itertools.pairwise(packs.doc_start.tolist()):
+        if len(pairs) == count:
+            break
+        ids = packs.tokens[start:end]
+        where = packs.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
+        runs = np.split(where, (np.diff(where) > 1).nonzero()[0] + 1)
+        if runs := [run for run in runs if len(run) and run[0] <= most]:
+            pairs.append((ids[: runs[-1][0]].tolist(), ids[runs[-1]].tolist()))
+    return pairs
+
+
 def heldout_beside(train_json: str) -> str | None:
     """The path x.heldout.jsonl for a single file x.jsonl, if both exist."""
     stem, extension = split_name(train_json)

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -16,13 +15,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
+from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn.attention import sdpa_kernel
 
 from llm_demo.core.attention import BACKENDS, FASTEST_FIRST, IMPLS, LONG, make_documents
 from llm_demo.core.errors import UserError
+from llm_demo.job.args import Args
+from llm_demo.job.costs import Heads, experts_of, heads_of, share_of_heads
 from llm_demo.job.device import (
     DTYPES,
     KERNEL_VARIABLES,
@@ -37,6 +40,15 @@ from llm_demo.job.process import PARENT
 
 BOUNDS = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}  # of errors relative to plain fp32
 MODULE = "llm_demo.job.choices"
+
+
+class Compute(NamedTuple):
+    dtype: torch.dtype  # compute dtype; masters are fp32
+    attn_impl: str
+    compile: bool
+    product: str = "looped"  # of experts, see core/experts.py
+    lora: tuple | None = None  # a core.lora.Lora: adapters, the model itself is frozen
+    attention_kept: int = 0  # the last blocks whose attention is not recomputed
 
 
 def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
@@ -131,7 +143,7 @@ def choose_attention(
 
 def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
     """Why `impl` fails or is wrong here, tested in its own process; None if it is correct."""
-    versions = (importlib.metadata.version("flash_attn"),) if impl == "flash_attn" else ()
+    versions = (version("flash_attn"),) if impl == "flash_attn" else ()
     given = "attention", dtype_name(dtype), impl, *heads
     return probe_once(MODULE, *given, versions=versions)
 
@@ -200,10 +212,8 @@ def fused_kernels(impl: str) -> list:
     else:
         kinds = "cudnn_attention", "flash_attention", "efficient_attention"
         names = [f"aten._scaled_dot_product_{kind}" for kind in (*kinds, f"{kinds[1]}_for_cpu")]
-    spaces = [
-        (getattr(torch.ops, space), kernel) for space, kernel in (n.split(".") for n in names)
-    ]
-    return [getattr(space, kernel).default for space, kernel in spaces if hasattr(space, kernel)]
+    places = [(getattr(torch.ops, space), op) for space, op in (n.split(".") for n in names)]
+    return [getattr(space, op).default for space, op in places if hasattr(space, op)]
 
 
 # ---------------------------------------------------------------- experts
@@ -214,8 +224,8 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tu
     UserError if transformers lacks what both need."""
     importlib.import_module("transformers.integrations.moe")  # which registers both
     if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        version = importlib.metadata.version("transformers")
-        raise UserError(f"transformers {version} is too old for experts: upgrade it")
+        old = version("transformers")
+        raise UserError(f"transformers {old} is too old for experts: upgrade it")
     if device.type == "cpu":
         return "looped", "on a CPU"
     if dtype != torch.bfloat16:
@@ -233,8 +243,7 @@ def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tu
 def why_not_compiled(product: str) -> str | None:
     """Why blocks with this product can't be compiled, if so."""
     if product == "looped" and not hasattr(torch.ops.transformers, "grouped_mm_fallback_backward"):
-        version = importlib.metadata.version("transformers")
-        theirs = f"the looped product's backward in transformers {version}"
+        theirs = f"the looped product's backward in transformers {version('transformers')}"
         return f"{theirs} can't be compiled: upgrade it"
     return None
 
@@ -342,11 +351,45 @@ def compiles_adamw(
     return chosen
 
 
-PROBES = {
-    "attention": attention_fault,
-    "experts": experts_fault,
-    "compile": compiling_fault,
-}
+# ---------------------------------------------------------------- all of them
+
+
+def heads_of_rank(args: Args, config) -> Heads:
+    return share_of_heads(heads_of(config), args.sequence_parallel)
+
+
+def decide_compute(
+    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, packs: list
+) -> tuple[Compute, list[str]]:
+    """(kernels of attention and experts, and whether to compile; lines). ask(choose): what choose()
+    returns on rank 0. packs: as rows.Packs, of all data."""
+    single, heads = all(p.single for p in packs), heads_of_rank(args, config)
+    longest = max((p.longest for p in packs), default=0)
+    attn_impl, rejected = ask(
+        lambda: choose_attention(args.attn_impl, device, dtype, heads, single, longest=longest)
+    )
+    lines = [f"attention: not {reason}" for reason in rejected]
+    lines.append(f"attention: {attn_impl}" + " (as requested)" * (args.attn_impl != "auto"))
+    product, problem = "looped", None
+    if experts_of(config):
+        if args.activation_memory_budget < 1:
+            raise UserError(
+                "--activation_memory_budget may choose other experts in the backward: use "
+                "--use_activation_checkpointing"
+            )
+        product, why = ask(lambda: choose_product(config, device, dtype))
+        lines.append(f"experts: {product} products ({why})")
+        problem = why_not_compiled(product)
+    compiled, why = ask(
+        lambda: choose_compile(args.compile, device, attn_impl, None, problem, dtype)
+    )
+    lines.append(f"compile: {'yes' if compiled else 'no'} ({why})")
+    if args.activation_memory_budget < 1 and not compiled:
+        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
+    return Compute(dtype, attn_impl, compiled, product), lines
+
+
+PROBES = {"attention": attention_fault, "experts": experts_fault, "compile": compiling_fault}
 
 if __name__ == "__main__":
     with contextlib.suppress(BrokenPipeError):

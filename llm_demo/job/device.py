@@ -212,6 +212,23 @@ def pick_dtype(asked: str, device: Device) -> tuple[torch.dtype, str]:
     return torch.bfloat16, "needs no loss scaling"
 
 
+def prepare_device(args, world) -> tuple[tuple[Device, torch.dtype], list[str]]:
+    """((the device, planned for or real; the compute dtype), lines). Limits the GPU's memory.
+    world: core.mesh.World, whose import takes too long for a launcher."""
+    plan_for(args.card)
+    device, lines = this_device(world.device.index or 0), []
+    if args.device_memory_gb:
+        if not args.estimate:  # which is also for other machines
+            limit_memory(world.device, args.device_memory_gb)
+        lines.append(f"memory: at most {args.device_memory_gb:g} GB of each GPU")
+    dtype, why = pick_dtype(args.dtype, device)
+    lines += [
+        f"device: {world.size} x {device}",
+        f"dtype: {dtype_name(dtype)} ({why}); weights and optimizer states in fp32",
+    ]
+    return (device, dtype), lines
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return next(name for name, each in DTYPES.items() if each == dtype)
 

@@ -14,23 +14,15 @@ import torch.distributed as dist
 
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World
+from llm_demo.job import process
 from llm_demo.job.device import refuse_gpus
 from llm_demo.job.files import disk_full
-from llm_demo.job.process import (
-    fault_of_environment,
-    let_others_speak,
-    minutes,
-    number,
-    outlive_terminal,
-    raise_on_ctrl_c,
-    refuse_unusable_paths,
-)
 from llm_demo.job.text import STOPPED, counted
 
 
 def timeout() -> timedelta:
     """How long a rank waits for the others in one operation. Raises UserError for a bad setting."""
-    return timedelta(minutes=minutes("DIST_TIMEOUT_MINUTES", 30))
+    return timedelta(minutes=process.minutes("DIST_TIMEOUT_MINUTES", 30))
 
 
 def stay_on_loopback() -> None:
@@ -49,10 +41,10 @@ def start() -> World:
     listens on other interfaces than loopback. Raises UserError for an environment that describes no
     group, and for GPUs that PyTorch has no code for or that are of two kinds."""
     env = os.environ
-    size = number("WORLD_SIZE", 1, at_least=1)
-    rank, local_rank = number("RANK", 0, at_most=size - 1), number("LOCAL_RANK", 0)
-    local_size = number("LOCAL_WORLD_SIZE", 1, at_least=1)
-    number("MASTER_PORT", 0, at_most=65535)
+    size = process.number("WORLD_SIZE", 1, at_least=1)
+    rank, local_rank = process.number("RANK", 0, at_most=size - 1), process.number("LOCAL_RANK", 0)
+    local_size = process.number("LOCAL_WORLD_SIZE", 1, at_least=1)
+    process.number("MASTER_PORT", 0, at_most=65535)
     env.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if size > 1 and not env.get(name):
@@ -81,7 +73,7 @@ def start() -> World:
             # NCCL connects the ranks in the first sum. It must not find the card filled by PyTorch.
             dist.all_reduce(torch.zeros((), device=device, dtype=torch.float64))
     except Exception as e:
-        if reason := fault_of_environment(e):
+        if reason := process.fault_of_environment(e):
             raise UserError(reason) from e
         raise
     return World(rank, size, local_rank, device)
@@ -92,6 +84,15 @@ def _patient_group():
     return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
+def _outcome(make: Callable) -> tuple:
+    """(what make() returns, None), or (None, what its UserError says)."""
+    try:
+        with process.refuse_unusable_paths():
+            return make(), None
+    except UserError as e:
+        return None, str(e)
+
+
 def once_per_node(world: World, build: Callable):
     """Run `build` on the first process of each node, then on the others (which find its files). It
     may take longer than DIST_TIMEOUT_MINUTES.
@@ -99,16 +100,11 @@ def once_per_node(world: World, build: Callable):
     A UserError on one process is raised on all of them, so that none waits for a dead one."""
     result, group = None, _patient_group()
     for turn in (world.local_rank == 0, world.local_rank != 0):
-        error = None
+        error, errors = None, [None] * world.size
         if turn:
-            try:
-                with refuse_unusable_paths():
-                    result = build()
-            except UserError as e:
-                error = str(e)
-        errors = [None] * world.size
+            result, error = _outcome(build)
         dist.all_gather_object(errors, error, group=group)
-        if first := next((e for e in errors if e), None):
+        if first := next(filter(None, errors), None):
             raise UserError(first)
     return result
 
@@ -117,21 +113,14 @@ def from_rank0(world: World, make: Callable, long: bool = False):
     """Return rank 0's `make()` on every rank. A UserError on rank 0 is raised on every rank.
 
     long: make() may take longer than DIST_TIMEOUT_MINUTES; the other ranks wait for up to a day."""
-    if world.size == 1:  # perhaps without a process group
-        with refuse_unusable_paths():
-            return make()
-    group = _patient_group() if long else None
-    box = [None, None]
-    if world.rank == 0:
-        try:
-            with refuse_unusable_paths():
-                box[0] = make()
-        except UserError as e:
-            box[1] = str(e)
-    dist.broadcast_object_list(box, group=group)
-    if box[1]:
-        raise UserError(box[1])
-    return box[0]
+    group = _patient_group() if long and world.size > 1 else None
+    box = [*_outcome(make)] if world.rank == 0 else [None, None]
+    if world.size > 1:  # else perhaps without a process group
+        dist.broadcast_object_list(box, group=group)
+    result, error = box
+    if error:
+        raise UserError(error)
+    return result
 
 
 def same_on_all_nodes(world: World, facts: dict) -> None:
@@ -168,10 +157,10 @@ def run(
     parse() returns the flags again, to locate a full disk; advice(flags): help for a full GPU."""
     code = 0
     gc.freeze()  # no collection goes through what is imported, and the process ends faster
-    outlive_terminal()
-    raise_on_ctrl_c()
+    process.outlive_terminal()
+    process.raise_on_ctrl_c()
     try:
-        with refuse_unusable_paths():
+        with process.refuse_unusable_paths():
             main()
         if dist.is_initialized():
             # Without the barrier, a fast rank's exit looks like a crash to a slow one. Without the
@@ -186,7 +175,7 @@ def run(
     except (Exception, KeyboardInterrupt) as e:
         code, line, later = verdict(e, parse, advice)
         if later:
-            let_others_speak()
+            process.let_others_speak()
         if line:
             print(f"error: {line}", file=sys.stderr)
         else:
@@ -223,6 +212,6 @@ def verdict(
         return 1, f"rank {rank} can't meet the other ranks: {str(error).splitlines()[0]}", False
     if reason := disk_full(error, output_dir=parse and parse().output_dir):
         return 1, f"rank {rank}: {reason}", False
-    if reason := fault_of_environment(error):
+    if reason := process.fault_of_environment(error):
         return 2, reason, rank != "0"
     return 1, "", False

@@ -1,7 +1,10 @@
-"""What a run prints and records: the console, train.log, metrics.jsonl and the run's folder."""
+"""What a run prints and records: the console, train.log, metrics.jsonl, trackers, the folder."""
 
 import contextlib
+import importlib
 import json
+import os
+from pathlib import Path
 
 import torch
 
@@ -12,10 +15,8 @@ from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import disk_full, finite, write_text
 from llm_demo.job.folder import choose_folder, describe_run, folder_gone, lock_folder, take_folder
 from llm_demo.job.process import regular
-from llm_demo.job.progress import progress
 from llm_demo.job.reader import number, read_records
-from llm_demo.job.text import counted
-from llm_demo.job.tracker import open_tracker
+from llm_demo.job.text import counted, progress
 
 
 class Log:
@@ -24,7 +25,7 @@ class Log:
     def __init__(self, args: Args, world: World, script: str):
         self.args, self.world = args, world
         self.is_main = world.rank == 0
-        self.track, self.close_tracker = open_tracker(args.report_to)
+        self.tracker = Tracker(args.report_to)
         self.folder = from_rank0(world, lambda: choose_folder(args, script))
         self.settings = dict(vars(args))  # for config.json: flags as resolved
         self.lock = self.file = None
@@ -51,6 +52,13 @@ class Log:
                 print(text, file=self.file, flush=True)
         print(shown or text, flush=True)
 
+    def decided(self, decision: tuple):
+        """The value of a decision, whose lines are logged. decision: (value, lines)."""
+        value, lines = decision
+        for line in lines:
+            self.say(line)
+        return value
+
     def record(self, record: dict) -> None:
         """Append an object to metrics.jsonl, and to the tracker."""
         if not self.is_main:
@@ -61,7 +69,7 @@ class Log:
         with self.writing():
             with open(self.folder / "metrics.jsonl", "a") as f:
                 f.write(json.dumps(finite(record)) + "\n")
-            self.track(self.folder, record)
+            self.tracker.add(self.folder, record)
 
     @contextlib.contextmanager
     def writing(self):
@@ -119,6 +127,50 @@ class Log:
     def close(self) -> None:
         """End the log of a run that is complete or stopped. Every rank may call."""
         if self.is_main:
-            self.close_tracker()  # else a run that was stopped would appear as crashed
+            self.tracker.close()  # else a run that was stopped would appear as crashed
             self.file.close()
             self.lock.close()
+
+
+class Tracker:
+    """Sends a run's numbers to TensorBoard or Weights & Biases, if asked. name: of --report_to,
+    whose package is imported only then."""
+
+    def __init__(self, name: str):
+        self.name, self.writer, self.newest = name, None, 0
+        package = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}.get(name)
+        try:
+            self.package = package and importlib.import_module(package)
+        except ImportError as e:
+            raise UserError(f"--report_to {name}: run pip install {name}") from e
+
+    def add(self, folder: Path, record: dict) -> None:
+        """Send the numbers of a record: of a list, such as one of each rank, the largest."""
+        if not self.package:
+            return
+        self.writer = self.writer or self._open(folder)
+        values = {k: max(v) if isinstance(v, list) and v else v for k, v in record.items()}
+        values = {k: v for k, v in values.items() if isinstance(v, (int, float)) and k != "step"}
+        if self.name == "wandb":
+            # a checkpoint is reported steps later, when it is written; wandb drops earlier steps
+            self.newest = max(self.newest, record["step"])
+            self.writer.log(values, step=self.newest)
+            return
+        for key, value in values.items():
+            self.writer.add_scalar(key, value, record["step"])
+        self.writer.flush()
+
+    def _open(self, folder: Path):
+        config = json.loads((folder / "config.json").read_text())
+        if self.name == "wandb":
+            project = os.environ.get("WANDB_PROJECT", "llm_demo")
+            return self.package.init(project=project, name=folder.name, dir=folder, config=config)
+        writer = self.package.SummaryWriter(folder / "tb")
+        rows = "\n".join(f"| {key} | {value} |" for key, value in config.items())
+        writer.add_text("config", f"| setting | value |\n|---|---|\n{rows}")
+        return writer
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.finish() if self.name == "wandb" else self.writer.close()
+        self.writer = None

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedModel,
 )
 
 from llm_demo.core.attention import LongRope, rope_type
@@ -33,6 +34,7 @@ from llm_demo.job.source import (
     load_config,
     load_tokenizer,
     position_limit,
+    refuse_adapter,
     same_ids,
 )
 from llm_demo.job.text import counted, words_of
@@ -256,3 +258,22 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
         raise UserError(f"{file}: {words_of(e)}; {COMPARE}") from e
     config.eos_token_id = list(dict.fromkeys([*ends, *stop_tokens(tokenizer)])) or None
     return config, notes
+
+
+def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
+    """transformers' own model of a folder, on the CPU, in evaluation mode, which generates greedily
+    and without penalties. name: what the user calls it; config: from load_config. Raises UserError
+    for what `refuse_adapter` and transformers refuse."""
+    refuse_adapter(name, folder)
+    # sdpa: for flash attention that is not installed, transformers asks the hub for a kernel
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            trust_remote_code=False,
+        ).eval()  # fmt: skip
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as e:  # of the files that only transformers reads
+        raise UserError(f"{folder}: transformers can't load this model: {words_of(e)}") from e
+    model.generation_config = GenerationConfig()  # in place of the folder's
+    return model

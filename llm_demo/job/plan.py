@@ -1,6 +1,7 @@
-"""Decide everything before the model exists: model, data, kernels, steps.
+"""Decide everything before the model exists: model, data, kernels, steps, the rows of each.
 
-Every script makes the same decisions from the same flags, and prints each with its reason."""
+Every script makes the same decisions from the same flags, and prints each with its reason:
+decisions are (value, lines), what was decided and what the log says of it."""
 
 import contextlib
 import dataclasses
@@ -8,6 +9,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -16,60 +18,28 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
-from llm_demo.core.rows import Packs
-from llm_demo.data.choose import split_off
+from llm_demo.core.rows import Packs, order_rows
+from llm_demo.data.choose import mix, split_off
 from llm_demo.data.packing import LONGEST_DEFAULT
 from llm_demo.data.packs import describe_example, heldout_beside, load_packs, refuse_unknown_tokens
 from llm_demo.data.sources import hub_parts, weighted
 from llm_demo.job.adapters import choose_lora, factors_of, identity_of, refuse_other_adapters
-from llm_demo.job.args import Args
-from llm_demo.job.checkpoint_files import (
-    checked_facts,
-    compare_shapes,
-    find_checkpoint,
-    weights_of,
-)
-from llm_demo.job.choices import (
-    choose_attention,
-    choose_compile,
-    choose_product,
-    why_not_compiled,
-)
-from llm_demo.job.costs import (
-    Heads,
-    flops_of_slot,
-    heads_of,
-    parameters_of,
-    share_of_heads,
-)
-from llm_demo.job.device import (
-    Device,
-    drawn_on,
-    dtype_name,
-    limit_memory,
-    pick_dtype,
-    plan_for,
-    this_device,
-)
+from llm_demo.job.args import MAX_STEPS, Args
+from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
+from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
+from llm_demo.job.costs import flops_of_slot, parameters_of
+from llm_demo.job.device import drawn_on, dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
-from llm_demo.job.horizon import Horizon, decide_horizon, decide_order, identity_of_rows, usual_lr
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import Source, find_source, short
 from llm_demo.job.process import regular
 from llm_demo.job.reader import settings_of
-from llm_demo.job.source import (
-    fix_date,
-    is_mixture,
-    position_limit,
-    window_of,
-    without_window,
-)
+from llm_demo.job.source import fix_date, position_limit, window_of, without_window
 from llm_demo.job.text import counted
 
 # Flags that may differ between nodes: what is read there is compared instead.
@@ -78,6 +48,8 @@ PATHS = {
     "output_dir", "deepspeed_config", "local_rank",
 }  # fmt: skip
 
+ABOUT_STEPS = 100  # what a run takes if no flag sets its length
+FEW_STEPS = 30  # fewer learn little, so smaller steps are proposed
 LONG_ROW = 8192  # tokens of a row above which sample answers have to be asked for
 
 
@@ -90,13 +62,16 @@ class Data(NamedTuple):
         return [packs for packs in (self.train, self.heldout) if packs]
 
 
-class Compute(NamedTuple):
-    dtype: torch.dtype  # compute dtype; masters are fp32
-    attn_impl: str
-    compile: bool
-    product: str = "looped"  # of experts, see core/experts.py
-    lora: Lora | None = None  # adapters: the model itself is frozen
-    attention_kept: int = 0  # the last blocks whose attention is not recomputed
+class Horizon(NamedTuple):
+    """The length of the run and the size of its steps."""
+
+    data_parallel: int  # ranks, or groups of ranks, that each train on rows of their own
+    global_batch: int  # rows of an optimizer step
+    max_steps: int
+    n_total: int | None  # rows of the whole run, if num_epochs sets its length
+    lr: float
+    num_epochs: float | None  # None: max_steps sets the length
+    warmup_steps: int
 
 
 class Plan(NamedTuple):
@@ -119,7 +94,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     """Decide what the flags leave open, and print it. Raises UserError on every rank.
     refuse(config): raises one for a model that the script can't train, before data is read, as is
     done for a --resume that names no checkpoint of this model."""
-    say, tell = log.say, functools.partial(told, log.say)
+    say, tell = log.say, log.decided
     say(f"command: {shlex.join([sys.executable, *sys.argv])}")
     device, dtype = tell(prepare_device(args, world))
     same_on_all_nodes(world, same_flags(args))
@@ -142,7 +117,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     args.num_epochs, args.warmup_steps = horizon.num_epochs, horizon.warmup_steps  # loop's, too
     data = check_data(args, world, train, heldout, source.config)
     sample_tokens = tell(decide_answers(args.sample_tokens, source.config, data))
-    compute = tell(decide_compute(args, world, device, dtype, source.config, data.packs()))
+    ask = functools.partial(from_rank0, world)
+    compute = tell(decide_compute(args, ask, device, dtype, source.config, data.packs()))
     rows_of = tell(decide_order(args, horizon, train))
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
@@ -155,32 +131,12 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         num_epochs=args.num_epochs, warmup_steps=args.warmup_steps,
         random_weights=earlier.get("random_weights"),  # of a run that is resumed, if known
     )  # fmt: skip
-    compute, identity = compute._replace(lora=lora), identity_of_rows(args, horizon, train)
+    identity = {
+        **train.stats.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
+        "shuffle": args.shuffle, "length_warmup": args.length_warmup,
+    }  # fmt: skip
+    compute = compute._replace(lora=lora)
     return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
-
-
-def told(say: Callable, decision: tuple):
-    """The value of a decision, whose lines are logged. decision: (value, lines)."""
-    value, lines = decision
-    for line in lines:
-        say(line)
-    return value
-
-
-def prepare_device(args: Args, world: World) -> tuple[tuple[Device, torch.dtype], list[str]]:
-    """((the device, planned for or real; the compute dtype), lines). Limits the GPU's memory."""
-    plan_for(args.card)
-    device, lines = this_device(world.device.index or 0), []
-    if args.device_memory_gb:
-        if not args.estimate:  # which is also for other machines
-            limit_memory(world.device, args.device_memory_gb)
-        lines.append(f"memory: at most {args.device_memory_gb:g} GB of each GPU")
-    dtype, why = pick_dtype(args.dtype, device)
-    lines += [
-        f"device: {world.size} x {device}",
-        f"dtype: {dtype_name(dtype)} ({why}); weights and optimizer states in fp32",
-    ]
-    return (device, dtype), lines
 
 
 def same_flags(args: Args) -> dict:
@@ -282,42 +238,6 @@ def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str
     return n, lines
 
 
-def heads_of_rank(args: Args, config) -> Heads:
-    return share_of_heads(heads_of(config), args.sequence_parallel)
-
-
-def decide_compute(
-    args: Args, world: World, device: Device, dtype: torch.dtype, config, packs: list[Packs]
-) -> tuple[Compute, list[str]]:
-    """(kernels of attention and experts, and whether to compile; lines), tested on rank 0."""
-    single, heads = all(p.single for p in packs), heads_of_rank(args, config)
-    longest = max((p.longest for p in packs), default=0)
-    pick = functools.partial(
-        choose_attention, args.attn_impl, device, dtype, heads, single, longest=longest
-    )
-    attn_impl, rejected = from_rank0(world, pick)
-    lines = [f"attention: not {reason}" for reason in rejected]
-    lines.append(f"attention: {attn_impl}" + " (as requested)" * (args.attn_impl != "auto"))
-    product, problem = "looped", None
-    if is_mixture(config):
-        if args.activation_memory_budget < 1:
-            raise UserError(
-                "--activation_memory_budget may choose other experts in the backward: use "
-                "--use_activation_checkpointing"
-            )
-        product, why = from_rank0(world, lambda: choose_product(config, device, dtype))
-        lines.append(f"experts: {product} products ({why})")
-        problem = why_not_compiled(product)
-    pick = functools.partial(
-        choose_compile, args.compile, device, attn_impl, problem=problem, dtype=dtype
-    )
-    compiled, why = from_rank0(world, pick)
-    lines.append(f"compile: {'yes' if compiled else 'no'} ({why})")
-    if args.activation_memory_budget < 1 and not compiled:
-        raise UserError("--activation_memory_budget works on compiled blocks: add --compile")
-    return Compute(dtype, attn_impl, compiled, product), lines
-
-
 def fingerprint(config) -> str:
     """A digest of the model's configuration, wherever it was read from."""
     values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
@@ -378,3 +298,105 @@ def decide_seq_len(asked: int, earlier: dict) -> tuple[int, list[str]]:
     if asked or not earlier:
         return asked, []
     return earlier["seq_len"], [f"seq_len: {earlier['seq_len']} (from the resumed run)"]
+
+
+def usual_lr(trained: bool, lora: Lora | None) -> tuple[float, str, int]:
+    """(the learning rate if the flags give none, what it is for, the most passes over small data).
+    trained: the model has weights.
+
+    Adapters want ten times that of all weights: "LoRA Without Regret" (Schulman et al. 2025), and
+    2e-4 in "QLoRA" (Dettmers et al. 2023)."""
+    if lora:
+        return 2e-4, "adapters", 10
+    return (2e-5, "trained weights", 10) if trained else (1e-3, "random weights", 100)
+
+
+def decide_horizon(
+    args: Args, data_parallel: int, train: Packs, usual: tuple, earlier: dict
+) -> tuple[tuple[Horizon, Packs], list[str]]:
+    """((rows of a step, number of steps and learning rate; the rows of all passes), lines). usual:
+    from `usual_lr`; earlier: settings of the run that is resumed."""
+    global_batch = args.micro_batch_size * args.grad_accum_steps * data_parallel
+    lines = [
+        f"batch: {counted(args.micro_batch_size, 'row')} x {args.grad_accum_steps} accumulated x "
+        f"{data_parallel} data-parallel = {counted(global_batch, 'row')} = "
+        f"{global_batch * train.seq_len:,} token slots a step"
+    ]
+    weights = train.stats.identity.get("weights")
+    mixed = functools.partial(mix, train, weights, args.seed, args.pack_sequences)
+    n_rows = len(mixed(1) if weights else train)  # of a pass
+    epochs, chosen = args.num_epochs, not args.max_steps and args.num_epochs is None
+    if chosen and not (epochs := float(earlier.get("num_epochs") or 0)):
+        epochs = min(usual[2], max(1, round(ABOUT_STEPS * global_batch / n_rows)))
+        lines.append(f"num_epochs: {epochs}, for about {ABOUT_STEPS} steps (from 1 to {usual[2]})")
+    if weights:
+        train = mixed(math.ceil(epochs or 1), args.max_steps * global_batch)
+        lines += shares_of_files(train, weights)
+    n_total = None if args.max_steps else max(1, train.rows_in(epochs))
+    max_steps = args.max_steps or math.ceil(n_total / global_batch)
+    if max_steps > MAX_STEPS:
+        raise UserError(f"--num_epochs {epochs:g} takes {max_steps:,} steps: at most {MAX_STEPS:,}")
+    if chosen and max_steps < FEW_STEPS:
+        lines += smaller_steps(args, data_parallel, n_total, max_steps)
+    lr, warmup = args.lr or usual[0], args.warmup_steps
+    if warmup is None:
+        warmup = earlier.get("warmup_steps", min(10, max_steps // 10))
+    why = "" if args.lr else f" (the default for {usual[1]})"
+    rows = min(max_steps * global_batch, n_total or math.inf)
+    lines.append(
+        f"steps: {max_steps} = {rows / n_rows:.2f} epochs of {counted(n_rows, 'row')}; "
+        f"lr {lr:g}{why}, {counted(warmup, 'step')} of warm-up, then {args.lr_scheduler}"
+    )
+    if warmup >= max_steps:
+        lines.append(
+            f"warning: --warmup_steps {warmup} is not shorter than the run of "
+            f"{counted(max_steps, 'step')}: the learning rate only rises, to "
+            f"{lr * max_steps / warmup:.2g} in the last step; give a shorter warm-up"
+        )
+    horizon = Horizon(data_parallel, global_batch, max_steps, n_total, lr, epochs, warmup)
+    return (horizon, train), lines
+
+
+def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
+    """Lines on the documents of each file in the first pass of a mixture."""
+    first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
+    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
+        documents = counted(int((first == n).sum()), "document")
+        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
+    return lines
+
+
+def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) -> list[str]:
+    """A line with a micro-batch size and accumulation that give about FEW_STEPS steps or more."""
+    rows, micro, accum = n_total // (FEW_STEPS * data_parallel), 1, 1
+    if getattr(args, "stages", 1) > 1:  # a pipeline needs many micro-batches
+        accum = args.grad_accum_steps
+    else:
+        micro = min(args.micro_batch_size, max(1, rows))
+        accum = max(1, rows // micro)
+    steps = math.ceil(n_total / (micro * accum * data_parallel))
+    line = f"steps: only {max_steps}; MICRO_BATCH_SIZE={micro} GRAD_ACCUM_STEPS={accum} makes "
+    return [f"{line}them {steps}"] if steps > max_steps else []
+
+
+def decide_order(args: Args, horizon: Horizon, train: Packs) -> tuple[Callable, list[str]]:
+    """(step -> its rows, lines). Raises UserError for a --length_warmup with steps that this run
+    lacks or fills up with padding: the sorted rows would be others once the run is extended."""
+    first, full, lines = args.length_warmup, horizon.max_steps, []
+    if horizon.n_total:
+        full = min(full, horizon.n_total // horizon.global_batch)
+    if first > full:
+        raise UserError(
+            f"--length_warmup {first} is longer than the run's {counted(full, 'step')} of "
+            f"{counted(horizon.global_batch, 'row')}: give at most {full}"
+        )
+    if not args.shuffle:
+        packed = "" if train.single else " by the first document of each (they are packed)"
+        lines.append(f"rows: in file order{packed}, the same in every epoch (--no_shuffle)")
+    if first:
+        lines.append(f"rows: those of the first {first} steps in order of their longest document")
+    rows_of = order_rows(
+        train, args.seed, horizon.global_batch, horizon.n_total,
+        shuffle=args.shuffle, length_warmup=first,
+    )  # fmt: skip
+    return rows_of, lines

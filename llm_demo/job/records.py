@@ -1,10 +1,12 @@
-"""What a run records of its steps: metrics.jsonl, the line of a step, its history."""
+"""What a run records of its steps: metrics.jsonl, the line of a step, its history and summary."""
 
+import itertools
 import math
 import re
 import shutil
+import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
@@ -15,11 +17,45 @@ from llm_demo.core.mesh import World
 from llm_demo.core.timer import Timings, peak_host_gb
 from llm_demo.job.args import Args, less_memory, parse_steps
 from llm_demo.job.device import peak_tflops, this_device
+from llm_demo.job.files import finite
 from llm_demo.job.folder import last_checkpoint
 from llm_demo.job.log import Log
 from llm_demo.job.profiling import StepProfiler, waiting
-from llm_demo.job.summary import History, timed_while_profiled
+from llm_demo.job.reader import WARMUP, median, of_ranks, peaks_of
 from llm_demo.job.text import counted
+
+SETTLED = 3  # steps after which the allocator should have all that a step needs
+COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
+TIMES = ("perf/comm_ms", "perf/comm_exposed_ms", "perf/comm_wait_ms")  # None: not measured
+MEDIANS = ("step_ms", "data_ms", "toks_per_s", "label_toks_per_s", "slots_per_s")
+
+
+class History:
+    """What a run has done so far. A checkpoint keeps the totals and the evaluations."""
+
+    def __init__(self):
+        self.first_step = self.step = 0  # the last step before this process; the latest step
+        self.tokens = self.label_tokens = 0
+        self.records, self.evals = [], []  # logged steps; (step, held-out loss)
+        self.exact = []  # (step, share of the held-out rows answered exactly)
+        self.doubts = {}  # step -> doubt of each rank's communication time, see timer.py
+
+    def resume(self, facts: dict) -> None:
+        """Continue from a checkpoint's facts."""
+        self.first_step = self.step = facts["step"]
+        self.tokens, self.label_tokens = facts["tokens"], facts["label_tokens"]
+        self.evals = [tuple(pair) for pair in facts["evals"]]
+        self.exact = [tuple(pair) for pair in facts["exact"]]
+
+    def facts(self, step: int) -> dict:
+        """What a checkpoint of this step keeps, to resume and to find the best one."""
+        return {
+            "tokens": self.tokens,
+            "label_tokens": self.label_tokens,
+            "evals": list(self.evals),
+            "exact": list(self.exact),
+            "eval_loss": dict(self.evals).get(step),
+        }
 
 
 class Records:
@@ -286,3 +322,71 @@ class Gather:
             for keys, row in zip(self.all_keys, rows, strict=True)
         ]
         return [row[1:at] for row in rows], waiting(ranks)
+
+
+def summarise(
+    history: History, settings: dict, seconds: float, peak_tflops, profile, host: list[float]
+) -> dict:
+    """The contents of summary.json. settings: resolved flags. profile: the profiler's figures or
+    None. host: each rank's peak host memory."""
+    records = history.records
+    # Earlier processes may have been another script's, or more or fewer.
+    ranks = len(records[-1]["perf/peak_mem_gb"])
+    alike = [r for r in records if len(r["perf/peak_mem_gb"]) == ranks]
+    steps = [r for r in records if r["step"] > history.first_step] or alike
+    losses = [r["train/loss"] for r in records]
+    times = [r["perf/step_ms"] for r in steps[WARMUP:] or steps]
+    medians = {key: median(steps, f"perf/{key}") for key in MEDIANS}
+    comm, exposed, wait = ([round(ms, 3) for ms in of_ranks(steps, key)] or None for key in TIMES)
+    row = (
+        settings["micro_batch_size"], settings["grad_accum_steps"],
+        "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"].upper(),
+        f"{medians['step_ms']:.0f}", f"{max(comm):.0f}" if comm else "n/a",
+        f"{medians['slots_per_s']:.0f}", " / ".join(f"{m:.1f}" for m in peaks_of(records[-1])),
+    )  # fmt: skip
+    return {
+        "steps": records[-1]["step"],
+        "seconds": seconds,
+        "tokens": history.tokens,
+        "label_tokens": history.label_tokens,
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "best_loss": min((x for x in losses if math.isfinite(x)), default=None),
+        "eval_loss": finite(dict(history.evals)),
+        "eval_exact": dict(history.exact),
+        "skipped_steps": sum(r.get("train/skipped") is True for r in records),
+        "spread_step_ms": [min(times), max(times)],
+        "median_comm_ms": comm,
+        "median_comm_exposed_ms": exposed,
+        "median_comm_wait_ms": wait,
+        **{f"median_{key}": value for key, value in medians.items()},
+        "mfu": median(steps, "perf/mfu") if peak_tflops else None,
+        "peak_tflops": peak_tflops,
+        "profile": profile,
+        "peak_mem_gb": records[-1]["perf/peak_mem_gb"],
+        "reserved_gb": records[-1].get("perf/reserved_gb"),
+        "alloc_retries": retries_of(steps),
+        "late_alloc_retries": retries_of(
+            after
+            for before, after in itertools.pairwise(steps)
+            if before["step"] >= history.first_step + SETTLED
+        ),
+        "peak_host_gb": host,
+        "row": dict(zip(COLUMNS, row, strict=True)),
+    }
+
+
+def retries_of(records: Iterable[dict]) -> int | None:
+    """The allocator's retries in these records, of the rank with most; None if not recorded."""
+    ranks = zip(*filter(None, (r.get("perf/alloc_retries") for r in records)), strict=True)
+    return max(map(sum, ranks), default=None)
+
+
+def timed_while_profiled(history: History, first: int, last: int) -> dict | None:
+    """The means of each rank's event timings over the profiled steps; None: not measured."""
+    same = [r for r in history.records if first <= r["step"] <= last]
+    if not all(r["perf/comm_ms"] for r in same):
+        return None
+    ranks = {k: zip(*(r[k] for r in same), strict=True) for k in TIMES}
+    ranks["doubt"] = zip(*(history.doubts[r["step"]] for r in same), strict=True)
+    return {k: [statistics.fmean(x) for x in of_ranks] for k, of_ranks in ranks.items()}

@@ -4,6 +4,7 @@ import argparse
 import functools
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -15,24 +16,25 @@ from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import ends_early, train
 from llm_demo.core.mesh import World
-from llm_demo.core.rows import collate
+from llm_demo.core.rows import bounds_of, collate
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
+from llm_demo.data.packs import prompts_of
+from llm_demo.data.sources import hub_parts
 from llm_demo.export import export
 from llm_demo.job.adapters import factors_of
-from llm_demo.job.args import Args
-from llm_demo.job.costs import parameters_of
+from llm_demo.job.args import Args, DataArgs
+from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
-from llm_demo.job.generate import generate, prompts_of
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, make_plan
-from llm_demo.job.records import Records
+from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
-from llm_demo.job.summary import COLUMNS, next_steps, summarise
-from llm_demo.job.text import counted
+from llm_demo.job.source import is_mixture
+from llm_demo.job.text import counted, module, resume, shown
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
 # which weights an untrained one starts with.
@@ -40,6 +42,7 @@ WITHOUT_EFFECT = re.compile(
     "_.*|.*_token_id|.*dtype|architectures|auto_map|id2label|label2id|max_position_embeddings"
     "|transformers_version|use_cache"
 )
+DATA_FLAGS = ("data_format", "input_key", "target_key", "learn_turns", "learn_reasoning")
 LOADED = "dry run: the model is loaded; trying a forward pass"
 
 
@@ -163,6 +166,33 @@ def best_of(args: Args, evals: list[tuple[int, float]], newest: Path) -> Path:
     return best if args.early_stopping and best.is_dir() else newest
 
 
+def refuse_experts(config) -> None:
+    """Raise UserError if the model has experts, which DeepSpeed's engines do not train exactly."""
+    if is_mixture(config):
+        raise UserError(
+            f"{config.model_type}: only fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py train "
+            "models with experts"
+        )
+
+
+def check_experts(args, config) -> None:
+    """Raise UserError for flags that this model has no use for, or that don't work with it."""
+    name, experts = config.model_type, experts_of(config)
+    flags = ("freeze_router", "router_bias_update", "router_aux_loss", "expert_parallel")
+    if not is_mixture(config):
+        for flag in flags:
+            if getattr(args, flag):
+                raise UserError(f"--{flag}: this model has no experts")
+    elif args.router_aux_loss and name == "deepseek_v3":
+        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
+    elif args.router_bias_update and name != "deepseek_v3":
+        raise UserError(f"--router_bias_update: {name} has no bias for its experts")
+    elif args.psgd_rank:
+        raise UserError("--psgd_rank does not work with a mixture of experts")
+    elif experts % (asked := args.expert_parallel or 1):
+        raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
+
+
 def try_forward(args: Args, plan: Plan, next_tokens: Callable) -> None:
     """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
     rows = plan.rows_of(0)[: args.micro_batch_size]
@@ -205,6 +235,43 @@ def show_answers(job: Job, next_tokens: Callable) -> None:
         )
 
 
+def generate(
+    ask: Callable, prompts: list[list[int]], shape: tuple[int, int], max_docs: int, tokens: int,
+    stop: set[int],
+) -> list[list[int]]:  # fmt: skip
+    """Up to `tokens` more tokens for each prompt, greedily, ending at a token of `stop`: training's
+    forward, without a cache, so that it works with any parallelism.
+
+    ask(batch, index) -> int64 [B]: the most likely next tokens at the flat positions `index`, the
+    same on every rank. shape (B, S) and max_docs: as in training, since a pipeline fixes them."""
+    B, S = shape
+    answers = []
+    for first in range(0, len(prompts), B):
+        rows = [list(p) for p in prompts[first : first + B]]
+        done = [False] * len(rows)
+        lengths = [len(r) for r in rows]
+        for _ in range(tokens):
+            if all(done):
+                break
+            batch = _batch(rows, S, max_docs, B)
+            index = torch.tensor([i * S + len(r) - 1 for i, r in enumerate(rows)])
+            for i, token in enumerate(ask(batch, index).tolist()):
+                done[i] = done[i] or token in stop or len(rows[i]) == S
+                if not done[i]:
+                    rows[i].append(token)
+        answers += [row[n:] for row, n in zip(rows, lengths, strict=True)]
+    return answers
+
+
+def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Batch:
+    rows = rows + [[]] * (count - len(rows))
+    ids = torch.tensor([row + [0] * (seq_len - len(row)) for row in rows])
+    lengths = [[n for n in (len(row), seq_len - len(row)) if n] for row in rows]  # and of padding
+    cu = torch.from_numpy(bounds_of(lengths, seq_len, max_docs))
+    labels = torch.full_like(ids, IGNORE_INDEX)
+    return Batch(ids, labels, position_ids(cu, (count, seq_len)), cu)
+
+
 def finish(job: Job, best: Path) -> None:
     """Write summary.json, print the table row and the next commands, and close the log. best: the
     checkpoint to export."""
@@ -230,3 +297,61 @@ def finish(job: Job, best: Path) -> None:
     if lines := next_steps(log.folder, settings, summary["steps"], best):
         log.say("\n".join(["next steps:", *lines]))
     log.close()
+
+
+def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
+    """Lines for the end of a run of `steps` optimizer steps, with only the commands that can work
+    now, or after those above them. They work in the folder where the run was started. best: the
+    checkpoint to export, which --early_stopping chooses."""
+    lines, of = [], int(best.name.removeprefix("step_"))
+    source = folder if of == steps else best
+    if (folder / "checkpoints/latest").is_file():
+        exported = export_of(folder / "hf", of)
+        if not exported.exists():
+            lines.append(("export", module("export", shown(source), shown(exported))))
+        if getattr(args, "lora_rank", 0):  # hf/ holds adapters
+            exported = export_of(folder / "merged", of)
+            if not exported.exists():
+                lines.append(("merge", module("export", shown(source), shown(exported), "--merge")))
+        if (folder / "model/chat_template.jinja").is_file():  # a run's chat is of its newest
+            lines.append(("chat", module("chat", shown(folder if of == steps else exported))))
+        if args.eval_json not in ("auto", "none"):
+            lines.append(("evaluate", evaluate(exported, args)))
+        if "NNODES" not in os.environ:  # else every node has its own command
+            lines.append(("continue", resume(folder, "--max_steps", 2 * steps)))
+    page = shown(folder / "report.html")
+    lines.append(("report", module("report", shown(folder), "--out", page)))
+    return [f"  {what + ':':<10}{line}" for what, line in lines]
+
+
+def export_of(out: Path, steps: int) -> Path:
+    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
+    card = out / "README.md"
+    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text()
+    return out.with_name(f"{out.name}_step_{steps}") if other else out
+
+
+def evaluate(exported: Path, args: Args) -> str:
+    """The command to evaluate the exported model (and a base with weights) on held-out data."""
+    base = args.model_name_or_path
+    folder = Path(base).expanduser()
+    trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
+    trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
+    flags = ["--data", with_config(args.eval_json, args.dataset_config)]
+    flags += ["--seq_len", args.seq_len]
+    flags += ["--train_on_prompt"] * args.train_on_prompt
+    for name in DATA_FLAGS:
+        if (value := getattr(args, name)) != getattr(DataArgs, name):
+            flags += [f"--{name}", "false" if value is False else value]
+    return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
+
+
+def with_config(named: str, config: str | None) -> str:
+    """Hub splits with the configuration in their name: id:config:split."""
+    if not config:
+        return named
+    parts = [part.strip() for part in named.split(",")]
+    for i, part in enumerate(parts):
+        if (hub := hub_parts(part)) and not hub[1]:
+            parts[i] = ":".join([hub[0], config, *filter(None, hub[2:])])
+    return ",".join(parts)

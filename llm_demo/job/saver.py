@@ -39,9 +39,7 @@ from llm_demo.job.files import PART
 from llm_demo.job.folder import folder_gone, last_checkpoint, published
 from llm_demo.job.log import Log
 from llm_demo.job.process import stop_signals
-from llm_demo.job.progress import size_of, watched
-from llm_demo.job.summary import resume
-from llm_demo.job.text import differences
+from llm_demo.job.text import differences, resume, size_of, watched
 
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (

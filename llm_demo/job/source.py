@@ -1,4 +1,6 @@
-"""Finds and checks a model's folder, configuration and tokenizer."""
+"""Finds and checks a model's folder, configuration and tokenizer.
+
+They may be a stranger's: what transformers would load besides them and the weights is refused."""
 
 import json
 import os
@@ -9,7 +11,7 @@ from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -17,7 +19,6 @@ from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.data.sources import LFS
 from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
-from llm_demo.job.foreign import read_config, refuse_adapter
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights
@@ -72,6 +73,29 @@ def find_model(name: str, config_in: str | None = None) -> Path:
         ) from e
     refuse_adapter(name, folder)
     return folder
+
+
+def refuse_adapter(name: str, folder: Path) -> None:
+    """Raise UserError if a model's folder also holds an adapter. transformers would add it to the
+    model, and peft before 0.20 runs a module that the adapter's configuration names. Training
+    would ignore it."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{name} holds both a model and an adapter (adapter_config.json), so what to load is "
+            "not clear: merge them into one model, or move the adapter's files away"
+        )
+
+
+def read_config(folder: Path):
+    """transformers' configuration of a folder. Raises ValueError if it makes transformers load
+    what lies elsewhere, and whatever the libraries raise that check it."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for name in ("_attn_implementation", "_experts_implementation"):
+        if "/" in str(value := getattr(config, name, None)):
+            raise ValueError(f"{name} {value} is a kernel of the hub, which is code: remove it")
+    if getattr(config, "transformers_weights", None):
+        raise ValueError("transformers_weights: weights must be model.safetensors: remove it")
+    return config
 
 
 def refuse_pointers(folder: Path) -> None:
@@ -207,33 +231,6 @@ def problems_of_rope(config) -> Iterator[str]:
 def is_mixture(config) -> bool:
     """Whether the model is a mixture of experts."""
     return config.model_type in EXPERTS
-
-
-def refuse_experts(config) -> None:
-    """Raise UserError if the model has experts, which DeepSpeed's engines do not train exactly."""
-    if is_mixture(config):
-        raise UserError(
-            f"{config.model_type}: only fsdp/train_fsdp.py and fsdp_pp/train_fsdp_pp.py train "
-            "models with experts"
-        )
-
-
-def check_experts(args, config) -> None:
-    """Raise UserError for flags that this model has no use for, or that don't work with it."""
-    name, experts = config.model_type, experts_of(config)
-    flags = ("freeze_router", "router_bias_update", "router_aux_loss", "expert_parallel")
-    if not is_mixture(config):
-        for flag in flags:
-            if getattr(args, flag):
-                raise UserError(f"--{flag}: this model has no experts")
-    elif args.router_aux_loss and name == "deepseek_v3":
-        raise UserError(f"--router_aux_loss: {name} balances its load by --router_bias_update")
-    elif args.router_bias_update and name != "deepseek_v3":
-        raise UserError(f"--router_bias_update: {name} has no bias for its experts")
-    elif args.psgd_rank:
-        raise UserError("--psgd_rank does not work with a mixture of experts")
-    elif experts % (asked := args.expert_parallel or 1):
-        raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
 
 
 def position_limit(config) -> int | None:

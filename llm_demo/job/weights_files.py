@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
-from llm_demo.job.progress import watched
-from llm_demo.job.text import words_of
+from llm_demo.job.text import watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
