@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core.batch import Batch, answers_of, label_positions
-from llm_demo.core.errors import Stopped
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import Packs, heldout_rows, micro_batches, token_counts
 
@@ -37,7 +36,7 @@ def train(job, engine) -> None:
         saver.listen()
     if heldout and (not saver.path or saver.facts.get("unevaluated")):
         if not evaluate(job, engine, first):
-            saver.end_before_first_step()
+            raise saver.stopped(f"before step {first + 1}")
     saver.listen()  # a new run: until now a stop loses nothing
     with timer.mute():
         if first == end:  # only the last evaluation was missing
@@ -100,7 +99,7 @@ def save(job, engine, step: int, last: bool, evaluated: bool) -> None:
         timer.restart()
     if stop and not (last and evaluated):
         job.log.close()
-        raise Stopped(f"stopped after step {step}, checkpoint saved; {saver.to_continue()}")
+        raise saver.stopped(f"after step {step}, checkpoint saved")
 
 
 def evaluate(job, engine, step: int) -> bool:
