@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,7 +67,14 @@ def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     return shapes
 
 
-def in_files(wanted: dict[str, tuple], as_they_are: set[str]) -> dict[str, tuple]:
+def split(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{name in the files: view} of all that a parameter consists of."""
+    return {m.name: tensor[m.expert, m.rows] for m in matrices(name, tensor.shape)} or {
+        name: tensor
+    }
+
+
+def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[str, tuple]:
     """{name: shape} in the files for a model's {parameter: shape}. as_they_are: names
     that are in them as they are in memory."""
     names = {}
