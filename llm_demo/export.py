@@ -118,12 +118,12 @@ def export(
     only when complete. A run of adapters is written without the base's weights and configurations,
     or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
     Raises UserError if `out` is not empty."""
-    if out.is_dir() and any(out.iterdir()):
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: choose another name")
+    if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is not empty: choose another folder")
     if out.resolve() == Path.cwd():  # it is replaced as a whole
         raise UserError(f"{out} is the working folder: choose another")
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: choose another name")
     refuse_inside_checkpoints(out)
     source = checkpoint.parent.parent
     model = source / "model"
