@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
@@ -42,7 +41,7 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
-from llm_demo.job.model_folder import describe
+from llm_demo.job.model_folder import describe, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
@@ -181,11 +180,7 @@ def model_of(folder: Path) -> tuple:
     those of them that are buffers). Raises UserError for any problem with it."""
     try:
         config = read_config(folder)
-        with torch.device("meta"):
-            # eager: flash attention that a configuration names may not be installed
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager", trust_remote_code=False
-            )
+        model = on_meta(config)
         buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
         weights = dict(model.named_parameters()) | buffers
         return config, {name: tuple(t.shape) for name, t in weights.items()}, set(buffers)
@@ -284,18 +279,17 @@ def write_weights(
     read = read or functools.partial(read_tensors, checkpoint)
     of_files = {
         name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
-        for name, shape in in_files(wanted, set()).items()
+        for name, shape in in_files(wanted).items()
     }
     plan = in_shards(of_files, max_shard_size)
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
-            names, tensors = set(names), {}
+            kinds, tensors = {name: of_files[name].dtype for name in names}, {}
             # a fused tensor is read whole, even if another file has some of its experts
-            needed = {n: s for n, s in wanted.items() if names & in_files({n: s}, set()).keys()}
+            needed = {n: s for n, s in wanted.items() if kinds.keys() & in_files({n: s})}
             masters = {n: torch.empty(s, device="meta") for n, s in needed.items()}
             for group in in_shards(masters, READ).filename_to_tensors.values():
-                shapes = {name: needed[name] for name in group}
-                tensors |= read_group(shapes, names, dtype, buffers, read)
+                tensors |= read_group({name: needed[name] for name in group}, kinds, read)
             save_finite(tensors, folder / file, checkpoint)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -311,22 +305,13 @@ def in_shards(tensors: dict[str, torch.Tensor], most):
     )
 
 
-def read_group(
-    shapes: dict[str, tuple], names: set[str], dtype, buffers, read: Callable
-) -> dict[str, torch.Tensor]:
-    """Read these parameters; returns their tensors in a file, in the dtype to write. names: the
-    tensors in that file; for the rest see write_weights."""
+def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable) -> dict[str, torch.Tensor]:
+    """Read these parameters; returns what a file holds of them. kinds: {name: dtype} there."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
     read(masters)
-    tensors = {}
-    for name, master in masters.items():
-        parts = matrices(name, shapes[name])
-        for m in parts:
-            if m.name in names:  # a copy, since safetensors refuses shared memory
-                tensors[m.name] = master[m.expert, m.rows].to(dtype, copy=True)
-        if not parts:
-            tensors[name] = master.to(torch.float32 if name in buffers else dtype)
-    return tensors
+    parts = [part for name, master in masters.items() for part in matrices(name, master).items()]
+    # copies, since safetensors refuses shared memory
+    return {name: t.to(kinds[name], copy=True) for name, t in parts if name in kinds}
 
 
 def heldout_of(checkpoint: Path, facts: dict) -> str:

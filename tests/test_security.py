@@ -58,7 +58,7 @@ def good(tmp_path_factory):
     tensors = {n: p.detach().float() for n, p in weights.items()}
     part = folder / "checkpoints/.part"
     folder.mkdir()
-    checkpoint_files.write(part, tensors | checkpoint_files.rng_state(WORLD), FACTS, WORLD)
+    checkpoint_files.write(part, tensors | saver.rng_state(WORLD), FACTS, WORLD)
     checkpoint_files.publish(part, folder / "checkpoints/step_00000007")
     config.save_pretrained(folder / "source")
     describe_model(folder / "source", AutoTokenizer.from_pretrained(TINY), folder / "model")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
-from llm_demo.core.errors import Stopped
 from llm_demo.core.optim import lr_at
 from llm_demo.core.rows import (
     Batch,
@@ -76,7 +75,7 @@ def begin(job, engine) -> None:
         saver.listen()
     if job.plan.data.heldout and (not saver.path or saver.facts.get("unevaluated")):
         if not evaluate(job, engine, saver.first_step):
-            saver.end_before_first_step()
+            raise saver.stopped(f"before step {saver.first_step + 1}")
     saver.listen()  # a new run: until now a stop loses nothing
     with timer.mute():
         if saver.first_step == job.plan.horizon.max_steps:  # only the last evaluation was missing
@@ -112,7 +111,7 @@ def save(job, engine, step: int, last: bool, evaluated: bool) -> None:
         timer.restart()
     if stop and not (last and evaluated):
         job.log.close()
-        raise Stopped(f"stopped after step {step}, checkpoint saved; {saver.to_continue()}")
+        raise saver.stopped(f"after step {step}, checkpoint saved")
 
 
 def evaluate(job, engine, step: int) -> bool:

@@ -8,43 +8,32 @@ number of ranks or stages, or with another script.
                                  trainer.json          step, loss scale, what the run trains on
                                  manifest.json         size and SHA-256 of the others, written last
     checkpoints/latest           the name of the last one published
+
+.metadata, the index of tensors, is a pickle, and unpickling can run any command. So it is read into
+inert records: only names that torch.distributed.checkpoint (DCP) writes are accepted, and none of
+them is imported. DCP's own objects are then built from the records, with every value checked.
 """
 
 import contextlib
 import json
 import pickle
+import re
 import shutil
 import stat
 import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, metadata
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.optim import MOMENTS, PSGD
-from llm_demo.job.dist import from_rank0
+from llm_demo.job.dist import from_rank0, on_all_ranks
 from llm_demo.job.files import PART, digest, disk_full, sync_folder, write_json, write_text
 from llm_demo.job.folder import published
-from llm_demo.job.metadata import Reader, read_metadata
 from llm_demo.job.process import read_text
-
-
-def on_all_ranks(act, world: World, group=None) -> list:
-    """The results of act() on all ranks. An error on one rank raises OSError on all."""
-    mine = error = None
-    try:
-        mine = act()
-    except Exception as e:
-        error = reason_of(e)
-    ranks = [(mine, error)] * world.size
-    if world.size > 1:
-        dist.all_gather_object(ranks, (mine, error), group=group)
-    if errors := [e for _, e in ranks if e]:
-        raise OSError(errors[0])
-    return [result for result, _ in ranks]
 
 
 def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
@@ -109,25 +98,24 @@ def checked_facts(path: Path) -> dict:
     """A checkpoint's trainer.json, validated. Raises UserError if an entry is missing or has the
     wrong type: the file may come from elsewhere, or from an earlier version."""
     facts = facts_of(path)
-    if missing := [name for name in NEEDED if name not in facts]:
+    if missing := [name for name in FITS if name not in facts and name not in OPTIONAL]:
         raise UserError(
             f"{path} is not a checkpoint of this version: trainer.json has no {missing[0]}"
         )
-    for name, fits in {**NEEDED, **OTHERS}.items():
+    for name, fits in FITS.items():
         if name in facts and not fits(facts[name]):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
-    rows = facts.get("identity", {}).get("rows of a step", 1)
-    if not (_count(rows) and rows):
+    if not _count(rows := facts.get("identity", {}).get("rows of a step", 1), at_least=1):
         raise UserError(f"{path}/trainer.json: invalid rows of a step: {str(rows)[:60]!r}")
     return facts
 
 
-def _count(x) -> bool:
-    return type(x) is int and 0 <= x < 2**53
-
-
 def _number(x) -> bool:
     return type(x) in (int, float)
+
+
+def _count(x, at_least: int = 0) -> bool:
+    return type(x) is int and at_least <= x < 2**53
 
 
 def _pairs(x) -> bool:
@@ -142,25 +130,23 @@ def _loss_scale(x) -> bool:
 
 
 def _adapters(x) -> bool:
-    """Whether x has the form of what model.lora.Lora.facts() returns."""
+    """Whether x has the form of what core.lora.Lora.facts() returns."""
     match x:
         case {"rank": rank, "alpha": alpha, "targets": [*names], "base": {"path": str()}}:
             numbers = all(_number(n) and 0 <= n < 2**53 for n in (alpha, x.get("dropout", 0)))
-            texts = all(isinstance(name, str) for name in names)
-            return _count(rank) and rank > 0 and numbers and texts
+            return _count(rank, at_least=1) and numbers and all(type(n) is str for n in names)
     return False
 
 
-NEEDED = {  # entry that trainer.json must have -> check of its value
+FITS = {  # entry of trainer.json -> check of its value
     **dict.fromkeys(("step", "adam_steps", "tokens", "label_tokens"), _count),
     **dict.fromkeys(("evals", "exact"), _pairs),
     "loss_scale": _loss_scale,
     "eval_loss": lambda x: x is None or _number(x),
-}
-OTHERS = {  # entry that it may have -> check of its value
     **dict.fromkeys(("identity", "settings", "model"), lambda x: isinstance(x, dict)),
     "adapters": _adapters,
 }
+OPTIONAL = ("identity", "settings", "model", "adapters")
 
 
 def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
@@ -190,19 +176,19 @@ def manifest_of(path: Path) -> dict[str, tuple[int, str]]:
 def problem_of(path: Path, world: World, tensors: bool = True) -> str | None:
     """Why a checkpoint is not intact, or None. Every rank calls and reads a share of it. tensors:
     read their files too, which takes long."""
+
+    def compare():
+        for name in names[world.rank :: world.size]:
+            if digest(path / name) != files[name][1]:
+                raise OSError(f"{name} has changed since it was written: its SHA-256 differs")
+
     try:
         files = from_rank0(world, lambda: manifest_of(path))
-    except UserError as e:
+        names = sorted(name for name in files if tensors or not name.endswith(".distcp"))
+        on_all_ranks(compare, world)
+    except (UserError, OSError) as e:
         return str(e)
-    names = sorted(name for name in files if tensors or not name.endswith(".distcp"))
-    problem = None
-    for name in names[world.rank :: world.size]:
-        try:
-            if digest(path / name) != files[name][1]:
-                problem = f"{name} has changed since it was written: its SHA-256 differs"
-        except OSError as e:
-            problem = f"{name}: {e.strerror}"
-    return next(filter(None, on_all_ranks(lambda: problem, world)), None)
+    return None
 
 
 def find_checkpoint(
@@ -221,8 +207,7 @@ def find_checkpoint(
     folder = named / "checkpoints"
     paths = from_rank0(world, lambda: published(folder))
     for path in paths:
-        problem = problem_of(path, world, tensors)
-        if not problem:
+        if not (problem := problem_of(path, world, tensors)):
             return path
         say(f"resume: {path.name} skipped: {problem}")
     if not auto:
@@ -234,6 +219,114 @@ def find_checkpoint(
         )
     say(f"resume: no checkpoint in {folder}, starting from step 1")
     return None
+
+
+# What DCP pickles in addition to dtypes. BytesStorageMetadata is left out: DCP unpickles such items
+# without restrictions, and this project's checkpoints hold tensors only.
+PICKLED = {
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "WindowsPath")),
+}  # fmt: skip
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader with a safe read_metadata. DCP reads the tensors by
+    torch.load(weights_only=True)."""
+
+    def read_metadata(self, *_args, **_kwargs) -> metadata.Metadata:
+        index = read_metadata(Path(self.path))
+        index.storage_meta.load_id = self.load_id
+        return index
+
+
+def read_metadata(checkpoint: Path) -> metadata.Metadata:
+    """DCP's index of a checkpoint's tensors. Raises UserError if the index can't be read or holds
+    anything this project does not write."""
+    file = checkpoint / ".metadata"
+    try:
+        with open(file, "rb") as opened:
+            return _metadata(_Unpickler(opened).load().state)
+    except OSError as e:
+        raise UserError(f"{file} can't be read: {e.strerror or e}") from None
+    except UserError as e:
+        raise UserError(f"{file} is refused: {e}") from None
+    except Exception as e:  # a damaged pickle can raise almost anything
+        raise UserError(f"{file} is damaged: {str(e).strip() or repr(e)}"[:300]) from None
+
+
+class _Record:
+    """An inert stand-in for a pickled object: keeps what the object was made of."""
+
+    def __init__(self, *args):
+        self.args = args
+
+    def __setstate__(self, state):
+        self.state = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file):
+        super().__init__(file)
+        self.stand_ins = {}  # classes of this file only: a pickle may also modify a class
+
+    def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in PICKLED.get(module, ()):
+            raise UserError(f"it refers to {module}.{name}, which no checkpoint needs")
+        return self.stand_ins.setdefault(name, type(name, (_Record,), {}))
+
+
+def _member(kind, _name):
+    """Stands in for getattr, by which Python 3.11.0 to 3.11.3 pickles members of an enum."""
+    if getattr(kind, "__name__", "") != "_MEM_FORMAT_ENCODING" or not issubclass(kind, _Record):
+        raise UserError("it refers to builtins.getattr, which no checkpoint needs")
+
+
+def _metadata(index: dict) -> metadata.Metadata:
+    """DCP's own object with the same places and sizes. Dtypes are read with the tensors. Raises if
+    a value has the wrong type: no record, number or text is taken for another."""
+    tensors, storage = {}, {}
+    for name, tensor in index["state_dict_metadata"].items():
+        states = [chunk.state for chunk in tensor.state["chunks"]]
+        parts = [(_size(state["offsets"]), _size(state["sizes"])) for state in states]
+        chunks = [metadata.ChunkStorageMetadata(*part) for part in parts]
+        properties, size = metadata.TensorProperties(), _size(tensor.state["size"])
+        tensors[_text(name)] = metadata.TensorStorageMetadata(properties, size, chunks)
+    for key, place in index["storage_data"].items():
+        key, place = key.state, place.state
+        file, offset = _text(place["relative_path"]), key.get("offset")
+        if not re.fullmatch(r"__\d+_\d+\.distcp", file):
+            raise UserError(f"it names {file!r}, which is not a checkpoint file")
+        if place.get("transform_descriptors"):
+            raise UserError(f"it asks to transform {file}")
+        key = metadata.MetadataIndex(_text(key["fqn"]), offset and _size(offset))
+        where = _counts((place["offset"], place["length"]))
+        storage[key] = filesystem._StorageInfo(file, *where)
+    return metadata.Metadata(tensors, storage_data=storage, storage_meta=metadata.StorageMeta())
+
+
+def _text(value) -> str:
+    if type(value) is not str:
+        raise TypeError(f"expected a text, got {value!r}")
+    return value
+
+
+def _size(record: _Record) -> torch.Size:
+    return torch.Size(_counts(record.args[0]))
+
+
+def _counts(values: tuple) -> tuple:
+    if not all(map(_count, values)):
+        raise TypeError(f"expected sizes, got {values!r}")
+    return values
 
 
 def shapes_of(path: Path) -> dict[str, tuple]:
@@ -268,21 +361,25 @@ def load(path: Path, tensors: dict, world: World, group=None, say=print) -> None
     """Fill `tensors` ({name: tensor or DTensor}) in place from a checkpoint, however it was
     sharded. Every rank calls. Raises UserError if names or shapes do not match the model. What
     PowerSGD keeps may be missing on either side, or differ in its rank."""
+    mine = {name: tuple(t.shape) for name, t in tensors.items()}
+    wanted = {k: v for shapes in on_all_ranks(lambda: mine, world) for k, v in shapes.items()}
     saved = shapes_of(path)
-    mine = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("rng.")}
-    ranks = on_all_ranks(lambda: mine, world)
-    wanted = {name: shape for shapes in ranks for name, shape in shapes.items()}
     unused = compare_shapes(path, saved, wanted)
     for kind in PSGD:
         if some := [name for name in unused & saved.keys() if name.endswith(kind)]:
             say(f"resume: {kind} of {len(some)} matrices in the checkpoint is not used")
     tensors = {name: t for name, t in tensors.items() if name not in unused}
-    _load(path, tensors, process_group=group)
+    read_tensors(path, tensors, process_group=group)
 
 
-def _load(path: Path, tensors: dict, **options) -> None:
+def read_tensors(path: Path, tensors: dict, **options) -> None:
+    """Fill tensors by name: unsharded ones in this process alone, unless options, those of
+    dcp.load, name a process group. Raises UserError."""
+    options = options or {"no_dist": True}
     try:
-        dcp.load(tensors, storage_reader=Reader(path), **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no_dist means a single process
+            dcp.load(tensors, storage_reader=Reader(path), **options)
     except (dcp.CheckpointException, OSError) as e:
         raise UserError(f"{path} can't be read: {reason_of(e)}") from e
 
@@ -300,29 +397,3 @@ def reason_of(error: BaseException, folder: Path | None = None) -> str:
         cause = cause.__cause__ or cause.__context__
     lines = str(cause or error).strip().splitlines()
     return (lines[-1] if lines else repr(error))[:300]
-
-
-def rng_state(world: World) -> dict[str, torch.Tensor]:
-    """{name: state} of this rank's random generators. Only --lora_dropout draws from them."""
-    state = {f"rng.cpu.{world.rank}": torch.get_rng_state()}
-    if world.device.type == "cuda":
-        state[f"rng.cuda.{world.rank}"] = torch.cuda.get_rng_state()
-    return state
-
-
-def load_rng(path: Path, world: World) -> None:
-    """Restore the generators, if the checkpoint has states for this rank."""
-    saved = read_metadata(path).state_dict_metadata
-    state = {name: t for name, t in rng_state(world).items() if name in saved}
-    state = {name: t for name, t in state.items() if saved[name].size == t.shape}
-    read_tensors(path, state)
-    with contextlib.suppress(RuntimeError):  # from another kind of device
-        for name, t in state.items():
-            torch.cuda.set_rng_state(t) if "cuda" in name else torch.set_rng_state(t)
-
-
-def read_tensors(path: Path, tensors: dict) -> None:
-    """Fill unsharded tensors by name, in this process alone."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that no_dist means a single process
-        _load(path, tensors, no_dist=True)

@@ -123,6 +123,21 @@ def from_rank0(world: World, make: Callable, long: bool = False):
     return result
 
 
+def on_all_ranks(act, world: World, group=None) -> list:
+    """The results of act() on all ranks. An error on one rank raises OSError on all."""
+    mine = error = None
+    try:
+        mine = act()
+    except Exception as e:
+        error = disk_full(e) or str(e).strip() or repr(e)
+    ranks = [(mine, error)] * world.size
+    if world.size > 1:
+        dist.all_gather_object(ranks, (mine, error), group=group)
+    if errors := [e for _, e in ranks if e]:
+        raise OSError(errors[0])
+    return [result for result, _ in ranks]
+
+
 def same_on_all_nodes(world: World, facts: dict) -> None:
     """Raise UserError on every rank if one of the facts differs between nodes."""
     everyone = [None] * world.size

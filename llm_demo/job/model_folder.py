@@ -110,10 +110,7 @@ def open_model(
                 "a head of other values: it is kept and trained as its own"
             )
     try:
-        with torch.device("meta"):  # eager, because a configuration may name a kernel to download
-            lm = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
-            )
+        lm = on_meta(config)
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
         rotary, width = rotary(config), head_widths(config)[0]
         if latent(config):
@@ -132,6 +129,15 @@ def open_model(
                 f"{width / 2:g} positive frequencies and a positive scaling"
             )
     return config, weights
+
+
+def on_meta(config):
+    """transformers' model of a configuration, without memory. Its attention is eager: the
+    configuration may name flash attention that is not installed, or a kernel to download."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
+        )
 
 
 def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:

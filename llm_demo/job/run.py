@@ -16,7 +16,7 @@ from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import ends_early, train
 from llm_demo.core.mesh import World
-from llm_demo.core.rows import bounds_of, collate
+from llm_demo.core.rows import IGNORE_INDEX, Batch, bounds_of, collate, position_ids
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of

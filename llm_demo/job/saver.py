@@ -26,15 +26,14 @@ from llm_demo.job.checkpoint_files import (
     facts_of,
     find_checkpoint,
     load,
-    load_rng,
-    on_all_ranks,
     publish,
+    read_metadata,
+    read_tensors,
     reason_of,
-    rng_state,
     write,
 )
 from llm_demo.job.device import free_host_memory, pin
-from llm_demo.job.dist import from_rank0, lost_peer, timeout
+from llm_demo.job.dist import from_rank0, lost_peer, on_all_ranks, timeout
 from llm_demo.job.files import PART
 from llm_demo.job.folder import folder_gone, last_checkpoint, published
 from llm_demo.job.log import Log
@@ -149,30 +148,28 @@ class Saver:
         """Raise UserError, on all ranks, if a node can't see the run's folder to write its part.
         Nothing is created or emptied yet, so an existing parent folder is tested."""
 
-        def mark():
+        def make():
             above = next(p for p in self.folder.absolute().parents if p.exists())
-            file, path = tempfile.mkstemp(prefix=".seen-", dir=above)
-            os.close(file)
-            return Path(path)
+            return Path(tempfile.mkdtemp(prefix=".seen-", dir=above))
 
         def look():
-            until = time.monotonic() + 5  # a network file system may lag
-            while not name.exists():
-                if time.monotonic() > until:
-                    raise OSError(
-                        f"rank {self.world.rank} can't see {name.parent}: set an --output_dir "
-                        "that all nodes share, or add --save false"
-                    )
+            for _ in range(50):  # 5 s, since a network file system may lag
+                if mark.exists():
+                    return
                 time.sleep(0.1)
+            raise OSError(
+                f"rank {self.world.rank} can't see {mark.parent}: set an --output_dir that all "
+                "nodes share, or add --save false"
+            )
 
-        name = from_rank0(self.world, mark)
+        mark = from_rank0(self.world, make)
         try:
             on_all_ranks(look, self.world)
         except OSError as e:
             raise UserError(str(e)) from None
         finally:
             if self.world.rank == 0:
-                name.unlink()
+                mark.rmdir()
 
     def load(self, tensors: dict) -> None:
         """Fill tensors from the checkpoint that --resume found."""
@@ -231,13 +228,9 @@ class Saver:
             self.finish()
         return bool(stop)
 
-    def to_continue(self) -> str:
-        """How to continue the run, for the user."""
-        return f"to continue: {resume(self.log.folder)}"
-
-    def end_before_first_step(self) -> None:
-        """Raise Stopped for a signal received before this run's first step: nothing is to save."""
-        raise Stopped(f"stopped before step {self.first_step + 1}; {self.to_continue()}")
+    def stopped(self, where: str) -> Stopped:
+        """The end of a run that a signal has asked for, with how to continue."""
+        return Stopped(f"stopped {where}; to continue: {resume(self.log.folder)}")
 
     def save(self, step: int, tensors: dict, facts: dict, wait: bool) -> None:
         """Write a checkpoint, in the background unless `wait`. Training pauses until its tensors
@@ -247,15 +240,12 @@ class Saver:
         self._refuse_non_finite(step, tensors)
         tensors = {**tensors, **rng_state(self.world)}
         facts = {"step": step, **facts, "identity": self.identity, "settings": self.settings}
-        facts["model"] = self.model
-        if self.adapters:
-            facts["adapters"] = self.adapters
+        facts |= {"model": self.model} | ({"adapters": self.adapters} if self.adapters else {})
         name = f"step_{step:08d}"
         if wait or not self.in_background:
             # a sharded tensor is written once, even if several ranks have the same part
-            writers = {name: 1 if isinstance(t, DTensor) else self.world.size
-                       for name, t in tensors.items()}  # fmt: skip
-            size = sum(t.nbytes * writers[name] for name, t in tensors.items())
+            copies = [1 if isinstance(t, DTensor) else self.world.size for t in tensors.values()]
+            size = sum(n * t.nbytes for n, t in zip(copies, tensors.values(), strict=True))
             part = self.folder / f"{PART}{name}"
             with watched("saving", size, lambda: min(size, size_of(part))):
                 self._write(name, tensors, facts, started)
@@ -308,12 +298,9 @@ class Saver:
         """Allocate memory for copies in the background, which takes seconds; pinned if they come
         from a GPU. If the host is short of memory, checkpoints are written in the foreground."""
         local = {name: local_part(t) for name, t in {**tensors, **rng_state(self.world)}.items()}
-        places, total = {}, 0
-        for name, t in local.items():
-            places[name] = slice(total, total + t.nbytes)
-            total += -(-t.nbytes // 64) * 64
+        sizes = [-(-t.nbytes // 64) * 64 for t in local.values()]
         room = 0.8 * free_host_memory()
-        short = torch.tensor(int(total * self.world.local_size > room))
+        short = torch.tensor(int(sum(sizes) * self.world.local_size > room))
         dist.all_reduce(short, dist.ReduceOp.MAX)
         if short:
             self.in_background = False
@@ -321,13 +308,13 @@ class Saver:
             return
 
         def reserve():
-            memory = torch.empty(total, dtype=torch.uint8).zero_()
+            memory = torch.empty(sum(sizes), dtype=torch.uint8).zero_()
             if any(t.is_cuda for t in local.values()):
                 torch.cuda.set_device(self.world.device)  # a new thread starts on device 0
                 if not pin(memory, self):
                     self.log.say("checkpoints: memory can't be pinned, so copying is slow")
-            for name, t in local.items():
-                self.staged[name] = memory[places[name]].view(t.dtype).view(t.shape)
+            for (name, t), part in zip(local.items(), memory.split(sizes), strict=True):
+                self.staged[name] = part[: t.nbytes].view(t.dtype).view(t.shape)
 
         self.reserving = threading.Thread(target=reserve, daemon=True)
         self.reserving.start()
@@ -353,24 +340,21 @@ class Saver:
         return copies
 
     def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:
-        part = self.folder / f"{PART}{name}"
+        part, final = self.folder / f"{PART}{name}", self.folder / name
         try:
             size = write(part, tensors, facts, self.world, self.group)
 
             def show():
                 if self.world.rank == 0:
-                    publish(part, self.folder / name)
+                    publish(part, final)
                     self._prune(name)
 
             on_all_ranks(show, self.world, self.group)
             now = time.perf_counter()
-            stall = (training_resumed or now) - started
-            self.published = self.folder / name, size, now - started, stall
+            self.published = final, size, now - started, (training_resumed or now) - started
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
-            final, reason = self.folder / name, reason_of(e, part)
-            self.problem = UserError(
-                f"checkpoint {final} can't be written: {reason}; {last_checkpoint(self.log.folder)}"
-            )
+            problem = f"checkpoint {final} can't be written: {reason_of(e, part)}"
+            self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
             if not self.log.folder.is_dir():
                 self.problem = UserError(folder_gone(self.log.folder))
             elif lost_peer(e):  # its end is what went wrong, not the writing
@@ -385,12 +369,28 @@ class Saver:
         names = [path.name for path in published(self.folder)]
         keep = {newest, *names[: self.args.keep_last]}
         if self.args.keep_best:
-            losses = {n: facts_of(self.folder / n).get("eval_loss") for n in names}
-            # a checkpoint of a stopped evaluation lacks its loss, which was measured on resume
-            later = dict(facts_of(self.folder / newest)["evals"])
-            losses = {n: later.get(int(n[-8:])) if x is None else x for n, x in losses.items()}
-            known = {n: loss for n, loss in losses.items() if math.isfinite(loss or math.nan)}
-            keep |= {min(known, key=known.get)} if known else set()
+            evals = facts_of(self.folder / newest)["evals"]  # all of this run
+            losses = {f"step_{step:08d}": loss for step, loss in evals if math.isfinite(loss)}
+            keep |= {min((n for n in names if n in losses), key=losses.get, default=newest)}
         for name in set(names) - keep:
             (self.folder / name).rename(self.folder / f"{PART}{name}")
             shutil.rmtree(self.folder / f"{PART}{name}", ignore_errors=True)
+
+
+def rng_state(world: World) -> dict[str, torch.Tensor]:
+    """{name: state} of this rank's random generators. Only --lora_dropout draws from them."""
+    state = {f"rng.cpu.{world.rank}": torch.get_rng_state()}
+    if world.device.type == "cuda":
+        state[f"rng.cuda.{world.rank}"] = torch.cuda.get_rng_state()
+    return state
+
+
+def load_rng(path: Path, world: World) -> None:
+    """Restore the generators, if the checkpoint has states for this rank."""
+    saved = read_metadata(path).state_dict_metadata
+    state = {name: t for name, t in rng_state(world).items() if name in saved}
+    state = {name: t for name, t in state.items() if saved[name].size == t.shape}
+    read_tensors(path, state)
+    with contextlib.suppress(RuntimeError):  # from another kind of device
+        for name, t in state.items():
+            (torch.cuda if "cuda" in name else torch).set_rng_state(t)

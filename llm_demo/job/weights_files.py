@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,7 +66,14 @@ def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     return shapes
 
 
-def in_files(wanted: dict[str, tuple], as_they_are: set[str]) -> dict[str, tuple]:
+def split(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{name in the files: view} of all that a parameter consists of."""
+    return {m.name: tensor[m.expert, m.rows] for m in matrices(name, tensor.shape)} or {
+        name: tensor
+    }
+
+
+def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[str, tuple]:
     """{name: shape} in the files for a model's {parameter: shape}. as_they_are: names
     that are in them as they are in memory."""
     names = {}
@@ -148,18 +156,14 @@ class Weights:
         files they are in. Reading all values would take minutes for a large model."""
         samples = {}
         for file in set(self.files.values()):
-            with open(file, "rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                for name, about in json.loads(opened.read(length)).items():
-                    if self.files.get(name) != file:
-                        continue
-                    first, end = about["data_offsets"]
-                    sample = b""
-                    for at in (first, (first + end) // 2, max(first, end - SAMPLE)):
-                        opened.seek(8 + length + at)
-                        sample += opened.read(min(SAMPLE, end - at))
+            with _open(file) as opened:
+                for name in (n for n, f in self.files.items() if f == file):
+                    about = opened.get_slice(name)
+                    values = opened.get_tensor(name).flatten().view(torch.uint8).numpy()  # mapped
+                    begins = 0, len(values) // 2, max(0, len(values) - SAMPLE)
+                    sample = b"".join(values[at : at + SAMPLE].tobytes() for at in begins)
                     digest = hashlib.sha256(sample).hexdigest()
-                    samples[name] = about["dtype"], about["shape"], digest
+                    samples[name] = about.get_dtype(), about.get_shape(), digest
         return hashlib.sha256(json.dumps(samples, sort_keys=True).encode()).hexdigest()[:16]
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
