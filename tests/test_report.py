@@ -194,7 +194,7 @@ def test_a_run_is_compared_with_the_first(speed, ratio, key, tmp_path):
     b = write(tmp_path / "b", records(**{"perf/toks_per_s": speed}), {key: "other"})
     rows = rows_of(make(tmp_path / "page.html", a, b))
     assert rows["tokens per second"] == ["1k", ratio]
-    other = " (of other data or tokens than A&#x27;s)" * (key != "max_steps")
+    other = " (of other data or tokens than A&#39;s)" * (key != "max_steps")
     assert rows["held-out loss"] == ["4.0000", "4.0000" + other]
 
 
