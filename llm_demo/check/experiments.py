@@ -49,7 +49,7 @@ def torch_facts() -> dict:
     except UserError as e:
         facts["refused"] = str(e)
     dtype, _ = hardware.pick_dtype("auto", this_device(kept[0]))
-    facts["dtype"] = next(name for name, d in DTYPES.items() if d == dtype)
+    facts["dtype"] = hardware.dtype_name(dtype)
     for i in kept:
         gpu, props = this_device(i), torch.cuda.get_device_properties(i)
         peak = {name: hardware.peak_tflops(gpu, dtype) for name, dtype in DTYPES.items()}

@@ -24,7 +24,7 @@ from llm_demo.core.mesh import World
 from llm_demo.core.rotary import LongRope, rope_type
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
-from llm_demo.job.costs import active_of, head_widths, latent, parameters_of
+from llm_demo.job.costs import active_of, heads_of, latent, parameters_of
 from llm_demo.job.dist import from_rank0, once_per_node
 from llm_demo.job.files import write_json
 from llm_demo.job.source import (
@@ -113,7 +113,7 @@ def open_model(
                 copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
             )
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
-        rotary, width = rotary(config), head_widths(config)[0]
+        rotary, width = rotary(config), heads_of(config).width
         if latent(config):
             width = config.qk_rope_head_dim
         scaling = getattr(rotary, "scaling", getattr(rotary, "attention_scaling", 1.0))
