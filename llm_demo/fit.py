@@ -33,12 +33,12 @@ from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
 from llm_demo.core.errors import UserError
-from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, Held, fullest
+from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
 from llm_demo.job.costs import experts_of, heads_of, share_of_heads
-from llm_demo.job.device import CARDS, DTYPES, peak_tflops, pick_dtype, plan_for, this_device
+from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.files import ROOT
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, whole
@@ -52,9 +52,6 @@ from pp.flags import PipeArgs
 LARGEST = 64  # micro-batch size
 ADAPTERS = 16  # rank of those offered if nothing else fits
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
-TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
-NVLINK, PCIE = 200, 20  # GB/s between cards
-LINKED = ("h100", "h200", "a100")  # by NVLink
 FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
 FLAGS = {FSDP: FsdpArgs, PP: PipeArgs, FSDP_PP: FsdpPipeArgs}
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
@@ -179,9 +176,13 @@ def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice
             ranks = estimate.held(*job, *how)
             seconds = step_time.of_fsdp(args, config, job[2], cards, *speed)
         else:
-            ranks = of_stages(launcher, *job, replicas)
+            pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
+            shape = args.partition, micro, S, args.use_activation_checkpointing
+            counts = split(config, pieces, *shape)
+            held = fsdp_pp_estimate.held if launcher == FSDP_PP else pp_estimate.held
+            ranks = held(*job, replicas, counts)
             seconds = step_time.of_pipeline(args, config, compute, replicas, *speed)
-        host = sum(held.host for held in ranks) / GB
+        host = sum(each.host for each in ranks) / GB
         tokens, parts = micro * accum * replicas * S, fullest(ranks, *job)
         yield Choice(launcher, {**batch, **flags}, seconds, tokens, parts, host)
 
@@ -191,23 +192,10 @@ def flags_of(group: type):
     return parse_args("", group, argv=[])
 
 
-def of_stages(launcher: str, args, config, compute, train, replicas: int) -> list[Held]:
-    """What the ranks of a pipeline hold."""
-    B, S, checkpointing = args.micro_batch_size, args.seq_len, args.use_activation_checkpointing
-    pieces = args.stages * (1 + (args.schedule in ("dualpipev", "interleaved")))
-    counts = split(config, pieces, args.partition, B, S, checkpointing)
-    job = args, config, compute, train, replicas, counts
-    return fsdp_pp_estimate.held(*job) if launcher == FSDP_PP else pp_estimate.held(*job)
-
-
 def lacking(choice: Choice, ask) -> float:
     """What is missing, as shares of the memory of a card and of the host; 0 if the choice fits."""
-    card = max(0, choice.memory / usable(ask) - 1)
+    card = max(0, choice.memory / ask.usable - 1)
     return card + (max(0, choice.host / ask.host_memory - 1) if ask.host_memory else 0)
-
-
-def usable(ask) -> float:
-    return ask.memory * USABLE
 
 
 def best(found: list[Choice], ask) -> tuple[Choice, bool]:
@@ -234,7 +222,7 @@ def line(choice: Choice, ask) -> str:
 def report(found: list[Choice], ask) -> str:
     first, _ = best(found, ask)
     parts = ", ".join(f"{name} {gb:.1f}" for name, gb in first.parts.items() if gb)
-    dtype = next(name for name, kind in DTYPES.items() if kind == ask.compute.dtype)
+    dtype = dtype_name(ask.compute.dtype)
     compiled = "compiled" if ask.compute.compile else "not compiled"
     on_host = ["masters and moments"] * ("optimizer_on_host" in first.flags)
     on_host += ["inputs of blocks"] * ("activations_on_host" in first.flags)
@@ -257,10 +245,10 @@ def report(found: list[Choice], ask) -> str:
     for way in WAYS:
         if candidates := [choice for choice in found if choice.way == way]:
             choice, fits = best(candidates, ask)
-            why = f"{choice.memory - usable(ask):.1f} GiB too much"
+            why = f"{choice.memory - ask.usable:.1f} GiB too much"
             if fits:
                 why = f"{choice.seconds / first.seconds:.2f} x the time"
-            elif choice.memory <= usable(ask):
+            elif choice.memory <= ask.usable:
                 why = f"needs {choice.host:.1f} GiB of the host's"
             why = "chosen" if choice is first else why
             lines.append(f"  {way:15} {choice.memory:6.1f} GiB  {why:28} {choice}")
@@ -275,9 +263,9 @@ def nothing(found: list[Choice], config, ask) -> str:
         return best([*choices(config, those, pipeline=False)], those)[1]
 
     choice, _ = best(found, ask)
-    memory = f"{choice.memory:.1f} GiB a card, where {usable(ask):.1f} may be used"
+    memory = f"{choice.memory:.1f} GiB a card, where {ask.usable:.1f} may be used"
     memory += f", and {choice.host:.1f} GiB of host memory" * (choice.host > 0)
-    needs = [f"cards of {math.ceil(choice.memory / USABLE)} GiB"] * (choice.memory > usable(ask))
+    needs = [f"cards of {math.ceil(choice.memory / USABLE)} GiB"] * (choice.memory > ask.usable)
     if ask.host_memory and choice.host > ask.host_memory:
         memory += f", of {ask.host_memory:g}"
         needs.append(f"{math.ceil(choice.host)} GiB of host memory")
@@ -286,7 +274,7 @@ def nothing(found: list[Choice], config, ask) -> str:
         helps.insert(0, f"adapters only (--lora_rank {ADAPTERS})")
     more = (ask.cards * times for times in (2, 4, 8))
     helps += [f"{n} such cards" for n in more if would_fit(cards=n)][:1]
-    if enough := [c.host for c in found if c.memory <= usable(ask)]:
+    if enough := [c.host for c in found if c.memory <= ask.usable]:
         helps.append(f"{math.ceil(min(enough))} GiB of host memory")
     note = "" if ask.lora_rank or is_mixture(config) else f"; {NOT_SEARCHED}: see docs/zero.md"
     helps = " or ".join(dict.fromkeys(helps))
@@ -316,8 +304,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
     add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
     number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
-    number("--tflops", help=f"TFLOP/s that a card sustains; default: {SUSTAINED} x its peak")
-    number("--bandwidth", help=f"GB/s between cards; default: {NVLINK}, or {PCIE} without NVLink")
+    share, nvlink, pcie = step_time.SUSTAINED, step_time.NVLINK, step_time.PCIE
+    number("--tflops", help=f"TFLOP/s that a card sustains; default: {share} x its peak")
+    number("--bandwidth", help=f"GB/s between cards; default: {nvlink}, or {pcie} without NVLink")
     add("--limit", action="store_true", help="add --device_memory_gb to the line")
     return parser
 
@@ -326,18 +315,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """What is asked for, with what --card stands for."""
     ask = (parser := make_parser()).parse_args(argv)
     plan_for(ask.card)
-    ask.name, ask.compute, tflops = "any, as fast as an H200", COMPUTE, TFLOPS
+    ask.name, ask.compute = "any, as fast as an H200", COMPUTE
     if ask.card:
         card = this_device()
         dtype, _ = pick_dtype("auto", card)
         attention = "varlen" if has_fused_kernels(card) else "bucketed"
         ask.name, ask.memory = card.name, ask.memory or card.memory_gb
         ask.compute = Compute(dtype, attention, choose_compile(None, card, attention)[0])
-        tflops = SUSTAINED * peak_tflops(card, dtype)
     elif not ask.memory:
         parser.error("set --card, or --memory")
-    ask.tflops = ask.tflops or tflops
-    ask.bandwidth = ask.bandwidth or (NVLINK if ask.card in (None, *LINKED) else PCIE)
+    ask.usable = ask.memory * USABLE
+    tflops, bandwidth = step_time.speed_of(ask.card, ask.compute.dtype)
+    ask.tflops, ask.bandwidth = ask.tflops or tflops, ask.bandwidth or bandwidth
     return ask
 
 

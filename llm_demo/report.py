@@ -3,7 +3,6 @@
 RUN is a run's folder, finished or not. The page is one file that includes its charts, loads nothing
 and runs no script. docs/report.md explains each chart."""
 
-import html
 import io
 import math
 import re
@@ -15,6 +14,7 @@ from types import SimpleNamespace
 
 import matplotlib
 import numpy as np
+from jinja2 import Environment
 from matplotlib.figure import Figure
 
 from llm_demo.core.errors import UserError
@@ -38,7 +38,7 @@ JUDGED = (  # settings that decide which tokens a held-out loss is of
     "learn_reasoning", "model_name_or_path", "tokenizer_name_or_path",
 )  # fmt: skip
 GROUPS = 150  # of steps in a long line: their median and range are drawn
-STYLE = Path(__file__).with_suffix(".css").read_text()
+PAGE = Path(__file__).with_suffix(".html")  # the template
 MARKER = "<!-- llm_demo report -->"  # only files with this marker are replaced
 
 COLORS = ("#0072b2", "#d25500", "#00805c", "#a6478a", "#8a6a00", "#5b4fc4")
@@ -181,11 +181,6 @@ def split_chart(runs: list) -> str:
     return svg(figure, "split")
 
 
-def esc(value) -> str:
-    """Escape a value from a file: text, never markup."""
-    return html.escape(str(value))
-
-
 def short(n: float, digits: int = 3) -> str:
     """1234 -> 1.23k; NaN -> a dash."""
     if not math.isfinite(n):
@@ -199,20 +194,6 @@ def short(n: float, digits: int = 3) -> str:
 
 def decimal(n: float) -> str:
     return f"{n:.4f}" if math.isfinite(n) else "not finite"
-
-
-def badge(run) -> str:
-    return f'<b class="badge" style="background: {run.color}">{run.letter}</b>'
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """A table of cells in HTML; the first of a row is its head."""
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(
-        f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
-        for name, *cells in rows
-    )
-    return f'<div class="scroll" tabindex="0"><table><tr>{top}</tr>{body}</table></div>'
 
 
 def facts(run, first) -> dict[str, object]:
@@ -254,22 +235,6 @@ def facts(run, first) -> dict[str, object]:
     }
 
 
-def overview(runs: list) -> str:
-    """The table at the top: a column for each run."""
-    of_runs = [facts(run, runs[0]) for run in runs]
-    rows = [[name, *(esc(one[name]) for one in of_runs)] for name in of_runs[0]]
-    heads = [f'{badge(run)} <span class="name">{esc(run.folder)}</span>' for run in runs]
-    return table(["", *heads], rows)
-
-
-def figure(title: str, chart: str, caption: str) -> str:
-    """A chart with its title and caption."""
-    if not chart:
-        return f'<figure><h3>{title}</h3><p class="note">Not recorded in these runs.</p></figure>'
-    chart = chart.replace("<svg", f'<svg role="img" aria-label="{title}"', 1)
-    return f"<figure><h3>{title}</h3>{chart}<figcaption>{caption}</figcaption></figure>"
-
-
 def settings(run) -> dict[str, object]:
     """The settings and the environment of a run, flat."""
     flat = dict(run.config)
@@ -287,68 +252,41 @@ HIDDEN = (  # what changes no result, noise, and what follows from other setting
 UNUSED = {"None", "False", "0", "0.0", ""}
 
 
-def settings_that_differ(runs: list) -> str:
-    of_runs, rows = [settings(run) for run in runs], []
-    absent = '<span class="absent">absent</span>'
+def differences(runs: list) -> dict[str, list[str | None]]:
+    """The settings that differ, each with its text in every run; None where it is absent."""
+    of_runs, found = [settings(run) for run in runs], {}
     for key in dict.fromkeys(key for one in of_runs for key in one):
-        cells = [esc(one[key]) if key in one else absent for one in of_runs]
-        values = {str(one[key]) for one in of_runs if key in one}
-        missing = absent in cells and values <= UNUSED  # a flag of one script, not used
-        if len(set(cells)) > 1 and not missing:
-            rows.append([esc(key).replace("_", "_<wbr>"), *cells])
-    shown = table(["setting", *map(badge, runs)], rows) if rows else "<p>None.</p>"
-    hidden = f'<p class="note">Not compared: {", ".join(HIDDEN)}.</p>'.replace("_", "_<wbr>")
-    return f"<h2>Settings that differ</h2>{shown}{hidden}"
+        values = [str(one[key]) if key in one else None for one in of_runs]
+        unused = None in values and {*values} <= {None, *UNUSED}  # a flag of one script
+        if len({*values}) > 1 and not unused:
+            found[key] = values
+    return found
 
 
-def charts(runs: list) -> str:
-    """All figures, for runs that have steps."""
-    untimed = ", ".join(run.letter for run in runs if not run.parts)
-    said = [
-        "Solid: training. Dashed: held-out. For a long run, the line is the median of each group "
-        "of steps, and the band its range.",
-        "The global norm before clipping. A skipped step has none.",
-        "All processes together, without padding.",
-        f"Medians without the first {WARMUP} logged steps. <b>Exposed</b>: compute waited for it. "
-        "<b>Waiting</b>: time beyond that of the fastest rank; in a pipeline, the bubble and the "
-        "cost of an uneven split. Exposed waiting is an upper bound and exposed transfer a lower "
-        "one; both are exact in a pipeline and on a CPU."
-        + f" Communication was not timed in {untimed}."
-        * bool(untimed),
-    ]
-    drawn = {
-        "Loss": line_chart(runs, "loss", "train/loss", "loss"),
-        "Gradient norm": line_chart(runs, "norm", "train/grad_norm", "gradient norm"),
-        "Tokens per second": line_chart(runs, "speed", "perf/toks_per_s", "tokens per second"),
-        "Where a step's time goes": split_chart(runs),
+def charts(runs: list) -> dict[str, str]:
+    """All charts by name, for runs that have steps."""
+    return {
+        "loss": line_chart(runs, "loss", "train/loss", "loss"),
+        "norm": line_chart(runs, "norm", "train/grad_norm", "gradient norm"),
+        "speed": line_chart(runs, "speed", "perf/toks_per_s", "tokens per second"),
+        "split": split_chart(runs),
     }
-    figures = map(figure, drawn, drawn.values(), said)
-    return f'<div class="grid">{"".join(figures)}</div>'
 
 
 def page(runs: list) -> str:
     """The whole page. A policy in its head forbids scripts and requests, whatever files say."""
     drawn = [run for run in runs if run.steps]
-    names = ", ".join(str(run.folder) for run in runs)
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignores the user's matplotlibrc
         matplotlib.rcParams.update(CHART)
-        figures = charts(drawn) if drawn else '<p class="note">No step is logged yet.</p>'
-    return f"""<!doctype html>
-{MARKER}
-<html lang="en"><head><meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>llm_demo report: {esc(names)}</title><style>{STYLE}</style>
-</head><body><header><p>llm_demo, training report of {datetime.now():%Y-%m-%d %H:%M:%S}</p>
-<h1>{f"{len(runs)} runs compared" if len(runs) > 1 else esc(names)}</h1>
-</header><main>
-{overview(runs)}
-{figures}
-{settings_that_differ(runs) if len(runs) > 1 else ""}</main>
-<footer>Definitions: docs/report.md and docs/metrics.md.</footer>
-</body></html>
-"""
+        figures = charts(drawn) if drawn else {}
+    template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE.read_text())
+    return template.render(
+        marker=MARKER, names=", ".join(str(run.folder) for run in runs), runs=runs, charts=figures,
+        facts=[facts(run, runs[0]) for run in runs], differences=differences(runs), hidden=HIDDEN,
+        warmup=WARMUP, untimed=[run.letter for run in drawn if not run.parts],
+        now=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
+    )  # fmt: skip
 
 
 CHART = {  # matplotlib's settings

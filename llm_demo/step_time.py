@@ -25,9 +25,20 @@ from llm_demo.job.costs import (
     mixed_blocks,
     parameters_of,
 )
+from llm_demo.job.device import peak_tflops, this_device
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
-PCIE = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
+TO_HOST = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
+TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
+NVLINK, PCIE = 200, 20  # GB/s between cards
+LINKED = ("h100", "h200", "a100")  # by NVLink
+
+
+def speed_of(card: str | None, dtype) -> tuple[float, float]:
+    """(TFLOP/s that a card sustains, GB/s between cards). card: the one planned for with --card;
+    None stands for an H200."""
+    tflops = SUSTAINED * peak_tflops(this_device(), dtype) if card else TFLOPS
+    return tflops, NVLINK if card in (None, *LINKED) else PCIE
 
 
 def micro_batch(args, config, compute, flops: float) -> float:
@@ -52,7 +63,7 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     micro, accum = micro_batch(args, config, compute, flops), args.grad_accum_steps
     n, tokens, total = config.num_hidden_layers, tokens_here(args, args), parameters_of(config)
     if args.activations_on_host:  # there and back
-        micro += exposed(4 * config.hidden_size * tokens * n / PCIE, micro)
+        micro += exposed(4 * config.hidden_size * tokens * n / TO_HOST, micro)
     # Numbers of a token that cards exchange for rows and experts: forward, backward, and once more
     # if blocks are recomputed. They wait for experts' ranks about as long again (bench/LOG.md).
     over, (queries, keys, width, values) = args.sequence_parallel, heads_of(config)
@@ -67,7 +78,7 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     sent = (total * weights + trained * grads) * (1 - 1 / cards)
     step = exposed(sent / bandwidth, micro * (accum if reshard or on_host else 1))
     if on_host:  # masters and moments to the card, and back at the same time, beside a forward
-        step += exposed(total * 12 / cards / PCIE, micro / 3)
+        step += exposed(total * 12 / cards / TO_HOST, micro / 3)
     return step + accum * (micro + waits)
 
 

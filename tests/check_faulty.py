@@ -8,7 +8,7 @@ import signal
 import torch
 import torch.distributed as dist
 
-from llm_demo.check import groups
+from llm_demo.check import experiments
 from llm_demo.check.processes import serve
 
 faults, calls, real = json.loads(os.environ["FAULTS"]), [], {}
@@ -31,7 +31,7 @@ def group(index, members, **more):
     if fault:
         real[fault] = getattr(dist, fault)
         setattr(dist, fault, lambda *args, **kw: off_by_one(fault, *args, **kw))
-    answer = groups.group(index=index, members=members, **more)
+    answer = experiments.group(index=index, members=members, **more)
     if real:
         setattr(dist, *real.popitem())
     return answer

@@ -35,7 +35,8 @@ def prompts_like(lengths, seed=0):
 
 def answers(model, tokenizer, prompts, *flags):
     args = evaluate.make_parser().parse_args(["--models", "m", "--data", "d", *map(str, flags)])
-    return evaluate.answer(model, tokenizer, prompts, args, HERE)
+    how = model, tokenizer, prompts, args.max_new_tokens
+    return evaluate.in_batches(args, HERE, evaluate.answers_of, *how)
 
 
 def alone(model, tokenizer, prompt, new):

@@ -17,7 +17,8 @@ import torch
 from conftest import ROOT, run
 
 from llm_demo.check import __main__ as check
-from llm_demo.check import experiments, machine, pairs, processes
+from llm_demo.check import experiments, processes
+from llm_demo.check import lines as lines_of
 
 H200 = {"vendor": "nvidia", "name": "NVIDIA H200 (nvidia sm_90, 140 GB)"}
 H200 |= {"peak": {"fp32": 66.9, "bf16": 989.4, "fp16": 989.4}}
@@ -42,7 +43,7 @@ class Machine:
         reach = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
         for name, value in {"PROBE_ROOT": root, "PATH": path, "PYTHONPATH": reach}.items():
             monkeypatch.setenv(name, str(value))
-        for name in (*machine.VISIBLE, pairs.P2P_OFF):
+        for name in (*lines_of.VISIBLE, processes.P2P_OFF):
             monkeypatch.delenv(name, raising=False)
 
     def file(self, path, text):
@@ -206,13 +207,13 @@ def test_the_build_of_torch_against_the_machine(faked, name):
     if "hide" in facts:
         faked.monkeypatch.setenv(facts["hide"], "")
     faked.gpus(**facts)
-    line = machine.torch_build(faked.scenario["torch_facts"], smi)
+    line = lines_of.torch_build(faked.scenario["torch_facts"], smi)
     assert line[0] == level and words in line[2] and fix in line[3], line
 
 
 def test_gpus_that_training_refuses(faked):
     faked.gpus(MI100, cuda=None, hip="6.4", refused="torch has no code for gfx908")
-    line = machine.torch_build(faked.scenario["torch_facts"], "")
+    line = lines_of.torch_build(faked.scenario["torch_facts"], "")
     assert line[0] == "error" and "ends at once: torch has no code for gfx908" in line[2]
 
 
@@ -252,7 +253,7 @@ def test_the_kernel_beside_amd_gpus(faked, place, well):
     faked.file("proc/sys/kernel/numa_balancing", "0\n" if well else "1\n")
     faked.file("proc/cmdline", "quiet iommu=pt" if well else "quiet")
     faked.file("sys/module/amdgpu/version", "6.12.12\n")
-    level, _, text, fix = machine.kernel_line()
+    level, _, text, fix = lines_of.kernel_line()
     assert text == (
         f"Linux 6.8.0-90, amdgpu 6.12.12, numa_balancing {0 if well else 1}, iommu=pt {well}, "
         f"CONFIG_HSA_AMD_P2P {well}, CONFIG_PCI_P2PDMA True"
@@ -267,14 +268,14 @@ def test_the_kernel_beside_amd_gpus(faked, place, well):
     ({"python_s": 0.12, "launch_us": 7.5}, "warning"), ({"python_s": 0.27}, "ok"),  # no GPU waits
 ])  # fmt: skip
 def test_a_host_that_small_models_wait_for(speed, level):
-    line = machine.host_line(speed)
+    line = lines_of.host_line(speed)
     assert line[0] == level and ("--micro_batch_size" in line[3]) == (level == "warning")
 
 
 def test_kernels_that_differ_or_fail_are_warnings(faked):
     cases = {"a compiled block": "RuntimeError: x", "the loss kernel": [1, 2, 0.5]}
     cases |= {"math attention with 16-bit sums": [1, 2, 0.5]}
-    block, loss, sums = machine.kernel_lines({"cases": cases}, None)
+    block, loss, sums = lines_of.kernel_lines({"cases": cases}, None)
     assert block[0] == "warning" and "a compiled block fails: RuntimeError: x" in block[2]
     assert loss[0] == "warning" and "differ by 5.0e-01" in loss[2] and loss[3] == "--no_compile"
     assert sums[0] == "ok"  # no run uses them
@@ -282,12 +283,12 @@ def test_kernels_that_differ_or_fail_are_warnings(faked):
 
 def test_disk(tmp_path, monkeypatch):
     place = tmp_path / "not yet/there"
-    assert machine.disk(str(place))[2].startswith(f"{tmp_path}: ") and not any(tmp_path.iterdir())
-    assert machine.disk("/proc/1")[0] == "error"  # nobody can write there
+    assert lines_of.disk(str(place))[2].startswith(f"{tmp_path}: ") and not any(tmp_path.iterdir())
+    assert lines_of.disk("/proc/1")[0] == "error"  # nobody can write there
     for free, level in ((900, "ok"), (15, "warning"), (0.5, "error")):
         usage = SimpleNamespace(free=free * 1e9)
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda path, usage=usage: usage)
-        assert machine.disk(str(place))[0] == level
+        monkeypatch.setattr(lines_of.shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert lines_of.disk(str(place))[0] == level
 
 
 def test_tools_that_hang_fail_or_are_missing():
@@ -326,12 +327,12 @@ def test_every_value_received_is_compared(tmp_path, monkeypatch):
         return processes.Job(tasks, tmp_path, "check_faulty")
 
     groups = [(0, 1), (0, 2), (1, 2)]
-    results = pairs.try_groups(groups, "cpu", start, tmp_path)
+    results = processes.try_groups(groups, "cpu", start, tmp_path)
     assert results[0, 1]["wrong"] == {"send": 1, "all_reduce": 0, "all_gather_object": 0}
     assert results[0, 1]["elements"] == 8 * ((1 << 8) + (1 << 18))
-    assert "died of SIGSEGV" in pairs.failure(results[0, 2]) and "log" in results[0, 2]
-    assert pairs.failure(results[1, 2]) is None and results[1, 2]["all_reduce"] > 0
-    everyone = pairs.try_groups([(0, 1, 2)], "cpu", start, tmp_path)[0, 1, 2]
+    assert "died of SIGSEGV" in processes.failure(results[0, 2]) and "log" in results[0, 2]
+    assert processes.failure(results[1, 2]) is None and results[1, 2]["all_reduce"] > 0
+    everyone = processes.try_groups([(0, 1, 2)], "cpu", start, tmp_path)[0, 1, 2]
     assert everyone["wrong"] == {"send": 0, "all_reduce": 1, "all_gather_object": 0}
 
 
@@ -433,7 +434,7 @@ def test_these_gpus(tmp_path):
 
 
 def test_a_bug_in_the_check_is_a_line(monkeypatch, capsys):
-    monkeypatch.setattr(machine, "packages", lambda: {}["x"])
+    monkeypatch.setattr(lines_of, "packages", lambda: {}["x"])
     monkeypatch.setattr(sys, "argv", ["check"])
     assert check.main() == 0
     assert "a bug of its own: KeyError 'x'" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """llm_demo.fit: what it prints runs, fits and is the fastest by its formula, which is near what was
 measured; the tables made from it are up to date."""
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -42,6 +43,15 @@ def searched(**asked):
 def chosen(*args):
     ask = asked(*args)
     return fit.best(search(ask), ask)[0]
+
+
+def printed(capsys, model, words, fits=True):
+    """What the command prints."""
+    with contextlib.nullcontext() if fits else pytest.raises(SystemExit, match="1"):
+        fit.main([str(ROOT / model), *words.split()])
+    out, err = capsys.readouterr()
+    assert not (err if fits else out)
+    return out or err
 
 
 def best_of(way, more=""):
@@ -151,8 +161,8 @@ def test_more_memory_is_never_slower(model, host):
 
 
 def test_what_is_printed(capsys):
-    fit.main([str(ROOT / LARGE), *"--cards 2 --memory 32 --tokens_a_step 100000 --limit".split()])
-    line, _, tokens, card, seconds, parts, host, _, *ways = capsys.readouterr().out.splitlines()
+    out = printed(capsys, LARGE, "--cards 2 --memory 32 --tokens_a_step 100000 --limit")
+    line, _, tokens, card, seconds, parts, host, _, *ways = out.splitlines()
     assert line.startswith("NPROC_PER_NODE=2 bash ") and line.endswith(" --device_memory_gb 30.8")
     assert " --optimizer_on_host " in line and int(tokens.split()[-1].replace(",", "")) >= 100_000
     total, *each = map(float, re.findall(r"\d+\.\d", parts))
@@ -216,10 +226,7 @@ def test_experts_are_spread_over_what_divides_them_and_the_cards():
 
 
 def test_nothing_fits(capsys):
-    with pytest.raises(SystemExit) as end:
-        fit.main([str(ROOT / LARGE), *"--cards 2 --memory 12 --tokens_a_step 65536".split()])
-    out, err = capsys.readouterr()
-    assert end.value.code == 1 and out == ""
+    err = printed(capsys, LARGE, "--cards 2 --memory 12 --tokens_a_step 65536", fits=False)
     number = r"(\d+\.\d)"
     said = re.fullmatch(
         rf"error: nothing fits; nearest: micro 1, .*, ckpt, reshard, host: {number} GiB a card, "
@@ -233,39 +240,31 @@ def test_nothing_fits(capsys):
 
 
 def test_a_host_that_is_too_small(capsys):
-    flags = "--cards 2 --memory 32 --tokens_a_step 65536 --host_memory 64"
-    with pytest.raises(SystemExit):
-        fit.main([str(ROOT / LARGE), *flags.split()])
-    err = capsys.readouterr().err
+    words = "--cards 2 --memory 32 --tokens_a_step 65536 --host_memory 64"
+    err = printed(capsys, LARGE, words, fits=False)
     assert "and 95.7 GiB of host memory, of 64; what would help: " in err
     assert err.count("96 GiB of host memory") == 1
 
 
 def test_more_host_memory_helps_where_cards_are_nearer(capsys):
-    flags = "--cards 2 --memory 32 --tokens_a_step 100000 --host_memory"
-    with pytest.raises(SystemExit):
-        fit.main([str(ROOT / LARGE), *flags.split(), "40"])
-    err = capsys.readouterr().err
+    words = "--cards 2 --memory 32 --tokens_a_step 100000 --host_memory"
+    err = printed(capsys, LARGE, f"{words} 40", fits=False)
     assert "ckpt, reshard: " in err  # not one with the optimizer on the host
     assert re.search("help: adapters only .* or 8 such cards or 96 GiB of host memory;", err)
-    fit.main([str(ROOT / LARGE), *flags.split(), "96"])
-    assert " --optimizer_on_host" in capsys.readouterr().out
+    assert " --optimizer_on_host" in printed(capsys, LARGE, f"{words} 96")
 
 
 def test_what_is_printed_without_a_host_optimizer(capsys):
-    fit.main([str(ROOT / SMALL), *"--cards 2 --memory 24 --tokens_a_step 2048".split()])
-    out = capsys.readouterr().out
+    out = printed(capsys, SMALL, "--cards 2 --memory 24 --tokens_a_step 2048")
     assert "\nhost memory: about 4 GiB; the optimizer is on the cards\n" in out
-    fit.main([str(ROOT / SMALL), *"--cards 1 --memory 24 --tokens_a_step 1024".split()])
-    assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in capsys.readouterr().out
+    out = printed(capsys, SMALL, "--cards 1 --memory 24 --tokens_a_step 1024")
+    assert "\ntokens per step: 1 row x 1,024 = 1,024\n" in out
 
 
 def test_a_card_runs_what_it_can(capsys):
     """An MI100 has no fused attention and is not compiled, so it keeps the probabilities."""
-    said = {}
-    for card in ("mi100", "h100"):
-        fit.main([str(ROOT / SMALL), *f"--cards 1 --card {card} --tokens_a_step 8192".split()])
-        said[card] = capsys.readouterr().out
+    words = "--cards 1 --tokens_a_step 8192 --card"
+    said = {card: printed(capsys, SMALL, f"{words} {card}") for card in ("mi100", "h100")}
     assert "card: AMD Instinct MI100: bf16, bucketed attention, not compiled\n" in said["mi100"]
     assert "at 51 TFLOP/s a card and 20 GB/s between cards\n" in said["mi100"]
     assert "card: NVIDIA H100 80GB HBM3: bf16, varlen attention, compiled\n" in said["h100"]
@@ -282,9 +281,8 @@ def test_a_card_runs_what_it_can(capsys):
 
 
 def test_adapters_are_offered_where_nothing_else_fits(capsys):
-    with pytest.raises(SystemExit):
-        fit.main([str(ROOT / LARGE), *"--cards 1 --card rtx4090 --tokens_a_step 8192".split()])
-    assert "what would help: adapters only (--lora_rank 16) or" in capsys.readouterr().err
+    err = printed(capsys, LARGE, "--cards 1 --card rtx4090 --tokens_a_step 8192", fits=False)
+    assert "what would help: adapters only (--lora_rank 16) or" in err
 
 
 def test_an_estimate_for_a_card_that_is_not_here(tmp_path):

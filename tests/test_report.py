@@ -94,18 +94,8 @@ def two(tmp_path_factory):
     slower = [slower | {"data/label_tokens": 90 * s} for s in range(1, 13)]
     pipe = [record(s, **more, **{"train/loss": 7 / s**0.2}) for s, more in enumerate(slower, 1)]
     pipe[4] |= {"train/grad_norm": None, "train/skipped": True}
-    pp = write(
-        folder / "pp",
-        pipe,
-        {
-            "lr_scheduler": "cosine",
-            "stages": 2,
-            "lr": 2e-3,
-            "schedule": "1f1b",
-            "seed": 2,
-            "parallelism": "pipeline of 2",
-        },
-    )
+    other = {"lr_scheduler": "cosine", "stages": 2, "lr": 2e-3, "schedule": "1f1b", "seed": 2}
+    pp = write(folder / "pp", pipe, other | {"parallelism": "pipeline of 2"})
     return fsdp, pp, make(folder / "two.html", fsdp, pp)
 
 
@@ -194,7 +184,7 @@ def test_a_run_is_compared_with_the_first(speed, ratio, key, tmp_path):
     b = write(tmp_path / "b", records(**{"perf/toks_per_s": speed}), {key: "other"})
     rows = rows_of(make(tmp_path / "page.html", a, b))
     assert rows["tokens per second"] == ["1k", ratio]
-    other = " (of other data or tokens than A&#x27;s)" * (key != "max_steps")
+    other = " (of other data or tokens than A&#39;s)" * (key != "max_steps")
     assert rows["held-out loss"] == ["4.0000", "4.0000" + other]
 
 

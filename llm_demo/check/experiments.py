@@ -6,18 +6,20 @@ import itertools
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.benchmark import Timer
 
-from llm_demo.check.groups import group  # noqa: F401 - a task, as the public functions below
-from llm_demo.check.machine import OK, WARNING
+from llm_demo.check.lines import OK, WARNING
 from llm_demo.check.processes import ROOT, probe_root, serve, tool
 from llm_demo.core.errors import UserError
 from llm_demo.job import device as hardware
 from llm_demo.job.device import DTYPES, this_device
+from llm_demo.job.dist import stay_on_loopback
 from llm_demo.job.text import words_of
 
 HEADS = [16, 8, 128, 128]  # of Qwen3-0.6B, as attention.Heads
@@ -47,7 +49,7 @@ def torch_facts() -> dict:
     except UserError as e:
         facts["refused"] = str(e)
     dtype, _ = hardware.pick_dtype("auto", this_device(kept[0]))
-    facts["dtype"] = next(name for name, d in DTYPES.items() if d == dtype)
+    facts["dtype"] = hardware.dtype_name(dtype)
     for i in kept:
         gpu, props = this_device(i), torch.cuda.get_device_properties(i)
         peak = {name: hardware.peak_tflops(gpu, dtype) for name, dtype in DTYPES.items()}
@@ -125,8 +127,11 @@ def gemm(device: str, vendor="", bus="", seconds=0.7, square=8192, rows=4096, wi
 
 def _seconds(run, least):
     """Seconds that run() takes, on the current device too; measured for `least` seconds."""
-    timer = Timer("run()", globals={"run": run})  # waits for the device
-    return timer.timeit(1 + int(least / timer.timeit(1).mean)).mean
+    return _mean(run, 1 + int(least / _mean(run, 1)))
+
+
+def _mean(run, times):
+    return Timer("run()", globals={"run": run}).timeit(times).mean  # waits for the device
 
 
 def _rate(a, b, least):
@@ -237,6 +242,75 @@ def host_speed(device: str) -> dict:
         x = torch.zeros(1, device=device)
         speed["launch_us"] = 1e6 * _seconds(lambda: x.add_(1), 0.1)
     return {"host": speed}
+
+
+def group(device: str, index: int, members: list[int], meeting: str, limit: float) -> dict:
+    """Form a group of processes through a file beginning with `meeting`; verify and time sends and
+    all-reduces. Drivers report peer-to-peer as working where it hangs or returns wrong values, so
+    every received value is compared. members: the processes, of which this one is `index`.
+
+    Returns "wrong": operation -> wrong elements, "elements": how many were compared, and the rate
+    in GB/s (1e9 bytes) over one GPU's link: "all_reduce"; for two processes also "latency_us" of
+    one small send. limit: seconds for an operation, after which PyTorch ends the process."""
+    rank, size = members.index(index), len(members)
+    backend, options = "gloo", {}
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        backend, options = "cpu:gloo,cuda:nccl", {"device_id": torch.device(device)}
+    stay_on_loopback()
+    meeting = {"init_method": f"file://{meeting}{members}", "rank": rank, "world_size": size}
+    dist.init_process_group(backend, timeout=timedelta(seconds=limit), **meeting, **options)
+    wrong, elements = _verify(device, rank, size)
+    rates = _rates(device, rank, size)
+    ranks = [None] * size  # objects use gloo, as in training; when they are there, all are done
+    dist.all_gather_object(ranks, rank)
+    wrong["all_gather_object"] = int(ranks != list(range(size)))
+    dist.destroy_process_group()
+    return {"wrong": wrong, "elements": elements, **rates}
+
+
+def _numbers(device, n, rank, turn):
+    """int32 [n] that depend on place, rank and turn, so that stale values are detected."""
+    numbers = torch.arange(n, dtype=torch.int32, device=device)
+    return numbers.mul_(3).add_(1000 * turn + 7 * rank + 1)
+
+
+def _verify(device, rank, size):
+    """({operation: wrong elements}, elements compared)"""
+    wrong, elements, turn = {"send": 0, "all_reduce": 0}, 0, 0
+    # NCCL has different protocols for small, medium and large messages.
+    sizes = (1 << 8, 1 << 18) if device == "cpu" else (1 << 8, 1 << 18, 1 << 24)
+    for n in (n for n in sizes for _ in range(2)):
+        turn += 1
+        for source in range(2) if size == 2 else ():
+            if rank == source:
+                dist.send(_numbers(device, n, rank, turn), dst=1 - source)
+            else:
+                got = torch.full((n,), -1, dtype=torch.int32, device=device)
+                dist.recv(got, src=source)
+                wrong["send"] += int((got != _numbers(device, n, source, turn)).sum())
+                elements += n
+        total = _numbers(device, n, rank, turn)
+        dist.all_reduce(total)
+        expected = sum(_numbers(device, n, r, turn).long() for r in range(size))
+        wrong["all_reduce"] += int((total.long() != expected).sum())
+        elements += n
+    return wrong, elements
+
+
+def _rates(device, rank, size):
+    one = torch.zeros(1, device=device)
+    data = torch.zeros((1 if device == "cpu" else 64) << 20, device=device)
+
+    def there_and_back():
+        for source in range(2):
+            (dist.send if rank == source else dist.recv)(one, 1 - rank)
+
+    gb = data.numel() * 4 / 1e9 * 2 * (size - 1) / size
+    rates = {"all_reduce": gb / _mean(lambda: dist.all_reduce(data), 6)}
+    if size == 2:
+        rates["latency_us"] = _mean(there_and_back, 50) / 2 * 1e6
+    return rates
 
 
 if __name__ == "__main__":

@@ -11,14 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llm_demo.job.files import ROOT
 from llm_demo.job.process import LIBC, PARENT
 from llm_demo.job.text import words_of
 
-EXPERIMENTS = "llm_demo.check.experiments"
+MODULE = "llm_demo.check.experiments"
+LIMIT, GRACE, TOTAL = 20, 3, 40  # seconds without progress; so after a failure; for all attempts
+P2P_OFF = "NCCL_P2P_DISABLE"
 
 
 def probe_root() -> Path:
@@ -52,7 +54,7 @@ class Job:
 
     tasks: (a function of `module`, its arguments by name). The process ends after a failed one."""
 
-    def __init__(self, tasks: list, folder: str, module: str = EXPERIMENTS, **env: str):
+    def __init__(self, tasks: list, folder: str, module: str = MODULE, **env: str):
         self.tasks = tasks
         self.file = Path(tempfile.mkdtemp(dir=folder)) / "answers"
         self.file.touch()
@@ -104,6 +106,57 @@ def finish(jobs: Iterable[Job], limit: float = 90, grace: float = 90) -> list[li
         elif not failed or grace >= limit:
             each.append({"problem": late, "hung": True})
     return list(answers.values())
+
+
+def try_groups(groups: list, device: str, start: Callable, folder: str, limit=LIMIT) -> dict:
+    """group -> result: what experiments.group returned, or a problem. A process for each index
+    joins the groups that hold it, in their order. A group that fails ends the processes; new ones
+    try the others, but none of more than two.
+
+    groups: tuples of indices. device: "cuda:{}" or "cpu". start(*tasks) -> Job."""
+    results, left, begun = {}, list(groups), time.monotonic()
+    while left and time.monotonic() < begun + TOTAL:
+        members, meeting = sorted(set().union(*left)), f"{folder}/{time.monotonic_ns()}"
+        mine, jobs = {i: [g for g in left if i in g] for i in members}, {}
+        for i in members:
+            # PyTorch's own limit is longer than ours, because it aborts the process
+            place = {"device": device.format(i), "index": i, "meeting": meeting, "limit": 4 * limit}
+            jobs[i] = start(*(("group", place | {"members": g}) for g in mine[i]))
+        answers = zip(members, finish(jobs.values(), limit, GRACE), strict=True)
+        given = {i: dict(zip(mine[i], each, strict=False)) for i, each in answers}
+        for g in left:
+            each = [given[i].get(g, {"waits": True}) for i in g]
+            broke = any("problem" in answer and "hung" not in answer for answer in each)
+            if not broke and any("waits" in answer for answer in each):
+                continue  # for a member that is still at an earlier group: this one may be well
+            results[g] = _combine(each)
+            if results[g].get("problem"):
+                results[g]["log"] = [line for i in g for line in jobs[i].last_words()]
+        failed = any(map(failure, results.values()))
+        left = [g for g in left if g not in results and not (failed and len(g) > 2)]
+    return results
+
+
+def _combine(answers: list[dict]) -> dict:
+    """One result from the answers of a group's processes."""
+    failed = [answer for answer in answers if answer.get("problem")]
+    if failed:  # a process that hung may only have waited for one that failed
+        return dict(min(failed, key=lambda answer: answer.get("hung", False)))
+    wrong = {name: sum(a["wrong"][name] for a in answers) for name in answers[0]["wrong"]}
+    slowest = min(answers, key=lambda answer: answer["all_reduce"])
+    return {**slowest, "wrong": wrong, "elements": sum(a["elements"] for a in answers)}
+
+
+def failure(result: dict | None) -> str | None:
+    """The problem with a group's result; None if every value was correct."""
+    if result is None:
+        return None
+    if result.get("problem"):
+        return f"{'hang' if result.get('hung') else 'fail'} ({result['problem']})"
+    wrong = [f"{count:,} in {name}" for name, count in result["wrong"].items() if count]
+    if wrong:
+        return f"return wrong values ({', '.join(wrong)}, of {result['elements']:,} compared)"
+    return None
 
 
 def serve(functions: dict) -> None:

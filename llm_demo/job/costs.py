@@ -23,7 +23,7 @@ def block_costs(config, seq_len: int) -> list[Cost]:
 
     FLOPs: 6 per active weight of a matrix product, plus 6·heads·(widths of query and value)·S for
     attention, counted in full rather than its causal half, as in the PaLM paper's appendix B."""
-    d, heads, (qk, v) = config.hidden_size, config.num_attention_heads, head_widths(config)
+    d, (heads, _, qk, v) = config.hidden_size, heads_of(config)
     attention, mixed = _attention_weights(config), mixed_blocks(config)
     costs = {}  # with experts or not -> cost
     for with_experts in {*mixed}:  # reading a configuration is slow
@@ -66,9 +66,9 @@ def mixed_blocks(config) -> list[bool]:
 
 
 def _attention_weights(config) -> int:
-    d, heads, (qk, v) = config.hidden_size, config.num_attention_heads, head_widths(config)
+    d, (heads, keys, qk, v) = config.hidden_size, heads_of(config)
     if not latent(config):
-        return d * (qk + v) * (heads + config.num_key_value_heads)
+        return d * (qk + v) * (heads + keys)
     rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
     query = d * heads * qk
     if config.q_lora_rank is not None:
@@ -116,13 +116,6 @@ def latent(config) -> bool:
     return hasattr(config, "kv_lora_rank")
 
 
-def head_widths(config) -> tuple[int, int]:
-    """Width of a head's query and key, and of its value."""
-    if latent(config):
-        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    return head_size(config), head_size(config)
-
-
 def param_count(model: nn.Module) -> int:
     return sum(math.prod(p.shape) for p in {id(p): p for p in model.parameters()}.values())
 
@@ -137,7 +130,10 @@ class Heads(NamedTuple):
 
 
 def heads_of(config) -> Heads:
-    return Heads(config.num_attention_heads, config.num_key_value_heads, *head_widths(config))
+    widths = head_size(config), head_size(config)
+    if latent(config):
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    return Heads(config.num_attention_heads, config.num_key_value_heads, *widths)
 
 
 def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:

@@ -25,7 +25,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
-from llm_demo.job.costs import active_of, head_widths, latent, parameters_of
+from llm_demo.job.costs import active_of, heads_of, latent, parameters_of
 from llm_demo.job.dist import from_rank0, once_per_node
 from llm_demo.job.files import write_json
 from llm_demo.job.source import (
@@ -112,7 +112,7 @@ def open_model(
     try:
         lm = on_meta(config)
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
-        rotary, width = rotary(config), head_widths(config)[0]
+        rotary, width = rotary(config), heads_of(config).width
         if latent(config):
             width = config.qk_rope_head_dim
         scaling = getattr(rotary, "scaling", getattr(rotary, "attention_scaling", 1.0))

@@ -1,4 +1,4 @@
-"""What the lines say of the host and of each GPU; pairs.py has what they say of several GPUs.
+"""What the lines say of the host, of each GPU and of groups of them.
 
 A line is (level, name, text, fix); the fix is "" if there is nothing to do."""
 
@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from llm_demo.check.processes import probe_root
+from llm_demo.check.processes import P2P_OFF, failure, probe_root
 from llm_demo.job.files import ROOT
 
 OK, WARNING, ERROR = "ok", "warning", "error"
@@ -26,6 +26,9 @@ CAUSES = {  # words of CUDA's and HIP's errors: fix
 # Two hosts with 7 to 8 µs and 0.24 to 0.30 s took 92 to 153 ms for a step of 0.6B at micro-batch 8,
 # instead of the 80 ms that the GPU needs.
 LAUNCH_US, PYTHON_S = 7.0, 0.2
+
+FIX_P2P = f"boot with iommu=pt, switch ACS off in the BIOS; until then, export {P2P_OFF}=1"
+FIX_BOTH = "look at dmesg, /dev/shm (docker: --ipc=host), /etc/hosts and, with --json, NCCL's log"
 
 
 def packages() -> tuple:
@@ -176,3 +179,29 @@ def kernel_lines(speed: dict, peak: float | None) -> list:
         fix = "--attn_impl math" if "attention" in name else "--no_compile"
         lines.append((WARNING if wrong else OK, "kernels", text, fix * wrong))
     return lines
+
+
+def group_line(name: str, result: dict | None, other: dict | None = None, best=0.0) -> tuple:
+    """The line of a group. result: None if it was not tried; other: its result with
+    NCCL_P2P_DISABLE=1, if tried; best: GB/s of the fastest group of the same kind."""
+    if result is None:
+        return WARNING, name, "not tried, because others failed", "mend them, then check again"
+    trouble, without = failure(result), failure(other)
+    if trouble and other and not without:
+        text = f"{trouble}; correct with {P2P_OFF}=1, so peer-to-peer is broken"
+        return ERROR, name, text, FIX_P2P
+    if trouble:
+        return ERROR, name, trouble + f"; with {P2P_OFF}=1: {without}" * bool(without), FIX_BOTH
+    rate = result["all_reduce"]
+    text = f"all {result['elements']:,} values correct, {rate:.1f} GB/s"
+    text += f", {result['latency_us']:.0f} µs" if "latency_us" in result else ""
+    if without:
+        return WARNING, name, f"{text}; with {P2P_OFF}=1: {without}", f"leave {P2P_OFF} unset"
+    if other:
+        text += f"; {other['all_reduce']:.1f} GB/s with {P2P_OFF}=1"
+        if other["all_reduce"] > 1.3 * rate:
+            return WARNING, name, f"{text}: peer-to-peer is slower than host memory", FIX_P2P
+    if rate < 0.6 * best:
+        fix = "NVLink: nvidia-smi nvlink -s; PCIe: full-width slots, iommu=pt, ACS off"
+        return WARNING, name, f"{text}; others with such a link have up to {best:.0f}", fix
+    return OK, name, text, ""
