@@ -1,52 +1,16 @@
-"""Packs whole documents into rows of equal length: cut what is too long, then best fit."""
+"""Packs documents into rows: best fit of whole ones, held-out ones split off, sources by weight."""
 
+import dataclasses
+import itertools
 from bisect import bisect_left, insort
-from collections import Counter
 
 import numpy as np
 
-from llm_demo.data.records import Sample
+from llm_demo.core.errors import UserError
+from llm_demo.core.rows import Packs
 from llm_demo.job.progress import progress
 
-# default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
-SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
-
-
-def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
-    """(seq_len, reason): enough slots for 99 % of the documents, rounded up to a multiple of 128,
-    at most `limit`."""
-    holds = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
-    seq_len = -(-holds // STEP) * STEP
-    n = len(lengths)
-    have = "the only document has" if n == 1 else f"{SHARE:.0%} of {n:,} documents have"
-    why = f"{have} at most {holds:,} tokens"
-    if seq_len <= limit:
-        return seq_len, f"{why}, rounded up to a multiple of {STEP}"
-    by = "by default" if limit == LONGEST_DEFAULT else "by the model"
-    return limit, f"{why}; limited to {limit:,} {by}"
-
-
-def fit(sample: Sample, seq_len: int, overlong: str, cut: Counter) -> list[Sample] | str:
-    """Pieces of at most seq_len tokens with something to learn, or why there are none. cut: counts
-    the documents that are cut and the tokens that are lost, see Stats."""
-    if len(sample.ids) <= seq_len:
-        return [sample]
-    if overlong == "drop":
-        return "longer than seq_len"
-    end = seq_len if overlong == "truncate" else len(sample.ids)
-    pieces = []
-    for at in range(0, end, seq_len):
-        piece = Sample(*(part[at : min(at + seq_len, end)].copy() for part in sample))
-        piece.is_label[0] = False  # nothing in its piece predicts it
-        if piece.is_label.any():
-            pieces.append(piece)
-    if not pieces:
-        return "nothing to learn within seq_len"
-    cut[overlong] += 1
-    cut["tokens"] += len(sample.ids) - sum(len(piece.ids) for piece in pieces)
-    learnt = sum(int(piece.is_label.sum()) for piece in pieces)
-    cut["learnt"] += int(sample.is_label.sum()) - learnt
-    return pieces
+SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -98,12 +62,11 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 def rows_of(
     doc_start: np.ndarray, documents: np.ndarray, seq_len: int, pack: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of one pass over these documents: (their numbers row after row, where each row
-    begins). pack: several documents in a row. doc_start: of all documents, see Packs."""
+    """The rows of one pass over these documents: (their numbers row after row, how many each row
+    has). pack: several documents in a row. doc_start: of all documents, see Packs."""
     lengths = np.diff(doc_start)[documents]
     row_of = best_fit(lengths, seq_len) if pack else np.arange(len(documents))
-    starts = np.append(0, np.cumsum(np.bincount(row_of)))
-    return documents[np.argsort(row_of, kind="stable")], starts
+    return documents[np.argsort(row_of, kind="stable")], np.bincount(row_of)
 
 
 def tables_of(
@@ -111,20 +74,81 @@ def tables_of(
 ) -> dict[str, object]:
     """The fields of Packs that describe the rows of these passes, each from rows_of. doc_start,
     doc_labels: see Packs."""
-    ends = np.cumsum([starts[-1] for _, starts in passes])
-    parts = [starts[:-1] + end - starts[-1] for (_, starts), end in zip(passes, ends, strict=True)]
-    row_docs = np.concatenate([documents for documents, _ in passes])
-    row_start = np.append(np.concatenate(parts), ends[-1])
+    row_docs, counts = map(np.concatenate, zip(*passes, strict=True))
+    row_start = np.append(0, np.cumsum(counts))
     tokens, labels = (
-        np.add.reduceat(counts[row_docs], row_start[:-1])
-        for counts in (np.diff(doc_start), doc_labels)
+        np.add.reduceat(n[row_docs], row_start[:-1]) for n in (np.diff(doc_start), doc_labels)
     )
-    begins = np.cumsum([0, *(len(starts) - 1 for _, starts in passes)])
+    begins = np.cumsum([0, *(len(rows) for _, rows in passes)])
     return {
         "row_docs": row_docs,
         "row_start": row_start,
         "token_counts": tokens,
         "label_counts": labels,
-        "max_docs": int((np.diff(row_start) + (tokens < seq_len)).max()),
+        "max_docs": int((counts + (tokens < seq_len)).max()),
         "passes": begins if len(passes) > 1 else None,
     }
+
+
+def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
+    """(packs of the other documents, packs of a random `fraction` of them). A document that was
+    split into pieces stays whole. pack: as in load_packs. Raises UserError if one part is empty."""
+    origin = np.stack((packs.doc_file, packs.doc_row))
+    _, document_of = np.unique(origin, axis=1, return_inverse=True)
+    document_of = document_of.reshape(-1)
+    total = int(document_of.max()) + 1
+    chosen = round(total * fraction)
+    if not 0 < chosen < total:
+        raise UserError(
+            f"--eval_fraction {fraction:g} of {total:,} documents leaves none to "
+            f"{'train' if chosen else 'evaluate'} on"
+        )
+    held_out = np.zeros(total, bool)
+    held_out[np.random.default_rng(SPLIT_SEED).permutation(total)[:chosen]] = True
+    held_out = held_out[document_of]
+    parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
+    return tuple(
+        _of_passes(packs, [rows_of(packs.doc_start, part, packs.seq_len, pack)]) for part in parts
+    )
+
+
+def mix(
+    packs: Packs, weights: list[float], seed: int, pack: bool, epochs: int, rows: int = 0
+) -> Packs:
+    """Packs of several passes, each of other documents: weight times as many of each file as these
+    packs have. weights: of each file. Passes are added until there are `epochs` and `rows` rows.
+
+    The documents of a file are dealt in a random order, then in another one, and so on; pass e gets
+    the next share. So a weight of 2 takes each document twice a pass, and 0.3 takes another 30 % in
+    each of three passes. A pass depends on seed and number alone, so a longer run has the same."""
+    available, passes, n_rows = np.sort(packs.row_docs), [], 0
+    files = [available[packs.doc_file[available] == n] for n in range(len(weights))]
+    for epoch in itertools.count():
+        documents = [
+            _dealt(documents, weight, [seed, n], epoch)
+            for n, (documents, weight) in enumerate(zip(files, weights, strict=True))
+        ]
+        chosen = np.sort(np.concatenate(documents))
+        if not len(chosen):
+            raise UserError(f"the weights {weights} of --train_json leave no document to train on")
+        passes.append(rows_of(packs.doc_start, chosen, packs.seq_len, pack))
+        n_rows += len(passes[-1][1])
+        if epoch + 1 >= epochs and n_rows >= rows:
+            return _of_passes(packs, passes)
+
+
+def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) -> np.ndarray:
+    """The share of a file's documents that a pass takes."""
+    n = len(documents)
+    begin, end = (round(e * weight * n) for e in (epoch, epoch + 1))
+    parts = []
+    for deal in range(begin // max(1, n), -(-end // max(1, n))):
+        order = np.random.default_rng([*seed, deal]).permutation(documents)
+        parts.append(order[max(0, begin - deal * n) : end - deal * n])
+    return np.concatenate([documents[:0], *parts])
+
+
+def _of_passes(packs: Packs, passes: list[tuple]) -> Packs:
+    """Packs of these passes, each from rows_of."""
+    tables = tables_of(packs.doc_start, packs.doc_labels, packs.seq_len, passes)
+    return dataclasses.replace(packs, **tables)

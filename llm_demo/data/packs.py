@@ -20,11 +20,10 @@ import numpy as np
 from llm_demo.core.batch import IGNORE_INDEX
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Packs
-from llm_demo.data.build import LEARNT, TOKENS, build, open_flat
+from llm_demo.data.build import LEARNT, LONGEST_DEFAULT, TOKENS, Stats, build, open_flat
 from llm_demo.data.labels import Codec
-from llm_demo.data.packing import LONGEST_DEFAULT, rows_of, tables_of
+from llm_demo.data.packing import rows_of, tables_of
 from llm_demo.data.sources import content_of, find_files, split_name, suffix_of
-from llm_demo.data.stats import Stats
 from llm_demo.job.files import cache_folder, disk_full
 
 FORMAT = 7  # of a pack; increase it when the same files are read, labelled or stored differently
