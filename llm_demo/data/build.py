@@ -4,11 +4,18 @@ Only a few numpy tables grow with the data: ten million rows need no ten million
 The flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
 list column costs a lookup and a conversion."""
 
+import contextlib
+import fcntl
 import functools
+import glob
 import itertools
 import json
 import os
 import re
+import shutil
+import tempfile
+import time
+import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +26,10 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import Codec, encode
-from llm_demo.data.records import REAL, Record, RowFormat, Sample, detect_format, keys_of, to_record
+from llm_demo.data.records import REAL, RowFormat, detect_format, keys_of, to_record
 from llm_demo.data.sources import hub_parts, place_of, read_rows
+from llm_demo.data.turns import Record, Sample
+from llm_demo.job.files import disk_full
 from llm_demo.job.progress import progress
 from llm_demo.job.text import counted
 
@@ -30,6 +39,9 @@ SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 TOKENS, LEARNT = "tokens.int32", "learnt.bool"  # the flat files
+SUMS = "crc32.json"  # the CRC-32 of every other file of a pack
+BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
+DAY = 24 * 3600
 NOTED = ("also used", "unused keys", "unused keys in turns")
 
 
@@ -128,19 +140,66 @@ def _by_key(rows: dict[str, int], most: int = 12) -> str:
     return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)
 
 
-def build(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
+def build(root: str, folder: str, *settings) -> None:
+    """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
+    visible. An existing folder is damaged; it is moved away first, and processes that have mapped
+    its files keep them."""
+    damaged = os.path.isdir(folder)
+    try:
+        os.makedirs(root, exist_ok=True)
+        _remove_stale(root)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=BUILDING, dir=root, ignore_cleanup_errors=True
+            ) as temporary,
+            open(os.path.join(temporary, "lock"), "w") as lock,
+        ):
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            built = os.path.join(temporary, "packs")
+            os.mkdir(built)
+            _write_documents(built, *settings)
+            sums = _sums(built)
+            with open(f"{built}/{SUMS}", "w") as file:
+                json.dump(sums, file)
+            if damaged and os.path.isdir(folder):
+                os.rename(folder, os.path.join(temporary, "damaged"))
+            os.replace(built, folder)
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another process built the same content first
+            reason = disk_full(error, root) or error.strerror or error
+            raise UserError(
+                f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE"
+            ) from error
+
+
+def _remove_stale(root: str) -> None:
+    """Remove what killed builds have left. A build's lock ends with it, but is not trusted to reach
+    other hosts: what they left is removed after a day."""
+    for folder in glob.glob(f"{glob.escape(root)}/building-*"):
+        ours = os.path.basename(folder).startswith(BUILDING)
+        with contextlib.suppress(OSError):  # it is in use, or gone
+            files = [folder, *glob.glob(f"{glob.escape(folder)}/**", recursive=True)]
+            age = time.time() - max(map(os.path.getmtime, files))
+            if age > (60 if ours else DAY):  # a new one may not be locked yet
+                with open(os.path.join(folder, "lock"), "a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
     """Write to `folder` the tokens of all documents, one after another, which of them are learnt,
     documents.npy, int64 [4, documents]: tokens, learnt ones, number of the file, and line or row in
     it, and meta.json. flags, limit: see load_packs. Raises UserError if no row has anything to
     learn."""
     stats = Stats()
-    documents = _write(folder, _tokenise(files, codec, flags, stats))
+    documents = _to_flat(folder, _tokenise(files, codec, flags, stats))
     seq_len, lengths = flags.seq_len, documents[0]
     if not seq_len and len(lengths):
         seq_len, stats.seq_len_why = choose_seq_len(lengths, limit)
     if lengths.max(initial=0) > seq_len:
-        pieces = _cut(open_flat(folder), documents, seq_len, flags.overlong, stats)
-        documents = _write(folder, pieces)
+        pieces = _cut(_open_flat(folder), documents, seq_len, flags.overlong, stats)
+        documents = _to_flat(folder, pieces)
     if not documents.size:
         n = sum(file.rows for file in stats.files)
         rows = "the only row was" if n == 1 else f"all {n:,} rows were"
@@ -154,7 +213,32 @@ def build(folder: str, files: list[str], codec: Codec, flags, limit: int) -> Non
         json.dump({"seq_len": seq_len, "pad_id": pads[0], "stats": stats}, file, default=vars)
 
 
-def open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
+def read(folder: str) -> dict[str, object]:
+    """The fields of Packs that describe the documents of a folder that `build` has written. Their
+    identity is a checksum of tokens and labels. Raises OSError, ValueError and others if the folder
+    is damaged."""
+    sums = json.loads(Path(folder, SUMS).read_text())
+    if bad := dict(sums.items() ^ _sums(folder).items()):
+        raise ValueError(f"{', '.join(sorted(bad))}: wrong checksum")
+    meta = json.loads(Path(folder, "meta.json").read_text())
+    lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
+    stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
+    stats.identity["tokens and labels"] = f"{sums[TOKENS]}-{sums[LEARNT]}"
+    return {
+        "seq_len": meta["seq_len"], "pad_id": meta["pad_id"], "stats": stats, "tokens": tokens,
+        "is_label": is_label, "doc_start": np.append(0, np.cumsum(lengths)),
+        "doc_labels": doc_labels, "doc_file": doc_file, "doc_row": doc_row,
+    }  # fmt: skip
+
+
+def _sums(folder: str) -> dict[str, str]:
+    """The CRC-32 of each file of a pack, as hex digits: one with zeroed tokens would otherwise be
+    trained on."""
+    files = {name: f"{folder}/{name}" for name in os.listdir(folder) if name != SUMS}
+    return {n: f"{zlib.crc32(np.memmap(file, np.uint8, 'r')):08x}" for n, file in files.items()}
+
+
+def _open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, which of them are learnt) of all documents, mapped."""
     # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
     kinds = ((TOKENS, np.int32), (LEARNT, bool))
@@ -175,9 +259,9 @@ def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
     return limit, f"{why}; limited to {limit:,} {by}"
 
 
-def _write(folder: str, samples: Iterator[tuple[Sample, int, int]]) -> np.ndarray:
+def _to_flat(folder: str, samples: Iterator[tuple[Sample, int, int]]) -> np.ndarray:
     """Write documents, each with the numbers of its file and row, to new flat files; earlier ones
-    may still be mapped. Return their table, see `build`."""
+    may still be mapped. Return their table, see `_write_documents`."""
     paths = [Path(folder, name) for name in (TOKENS, LEARNT)]
     for path in paths:
         path.unlink(missing_ok=True)

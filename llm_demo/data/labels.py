@@ -16,13 +16,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llm_demo.core.errors import UserError
-from llm_demo.data.records import Record, Sample
 from llm_demo.data.turns import (
     EMPTY_TURN,
     REFUSALS,
     REFUSED,
     NotLearnt,
+    Record,
     Rendered,
+    Sample,
     assistant,
     behind_calls,
     changed,

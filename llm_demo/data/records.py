@@ -4,27 +4,9 @@ import json
 import re
 from typing import NamedTuple
 
-import numpy as np
-
 from llm_demo.core.errors import UserError
+from llm_demo.data.turns import Record
 from llm_demo.job.files import DECODER
-
-
-class Record(NamedTuple):
-    """One row of any format: a conversation or, if messages is None, plain text or tokens."""
-
-    messages: list[dict] | None  # role, content, other keys of the chat template
-    text: str = ""
-    tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
-    context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
-    marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
-
-
-class Sample(NamedTuple):
-    ids: np.ndarray  # int32 [n]
-    is_label: np.ndarray  # bool [n]; the first token is never one: nothing predicts it
-
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"

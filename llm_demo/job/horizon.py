@@ -10,7 +10,7 @@ from typing import NamedTuple
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora
 from llm_demo.core.rows import Packs, order_rows
-from llm_demo.data.packing import mix
+from llm_demo.data.packs import mix
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.text import counted
 
