@@ -55,7 +55,7 @@ class File:
     why: str
     rows: int = 0
     # rows with each optional key ("also used") and each that is not read
-    noted: dict[str, dict[str, int]] = field(default_factory=lambda: {kind: {} for kind in NOTED})
+    noted: dict[str, Counter] = field(default_factory=lambda: {kind: Counter() for kind in NOTED})
 
 
 @dataclass
@@ -319,13 +319,12 @@ def _count_keys(
     if "tools" in used and not _mentions(template, "tools"):
         used.remove("tools")
         unused.append("tools")
-    if record.messages and any(map(_text_arguments, value)):
+    if record.messages and isinstance(value, list) and any(map(_text_arguments, value)):
         used.append(TEXT_ARGUMENTS)
-    in_turns = {key for m in record.messages or () for key, value in m.items() if value is not None}
-    in_turns = [k for k in sorted(in_turns - TURN_KEYS) if not _mentions(template, k)]
+    in_turns = {key for message in record.messages or () for key in message} - TURN_KEYS
+    in_turns = [key for key in sorted(in_turns) if not _mentions(template, key)]
     for rows, keys in zip(file.noted.values(), (used, unused, in_turns), strict=True):
-        for key in keys:
-            rows[key] = rows.get(key, 0) + 1
+        rows.update(keys)
 
 
 def _text_arguments(turn) -> bool:
@@ -368,4 +367,5 @@ def _cut(
             stats.cut.update({overlong: 1, "tokens": length, "learnt": learnt})
         else:
             _count(stats.skipped, "nothing to learn within seq_len", file, row)
-        yield from ((piece, file, row) for piece in pieces)
+        for piece in pieces:
+            yield piece, file, row
