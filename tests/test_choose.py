@@ -9,7 +9,7 @@ from tiny_tokenizer import make_tokenizer, packs_of
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import order_rows
-from llm_demo.data.choose import mix, split_off
+from llm_demo.data.packs import mix, split_off
 from llm_demo.data.sources import weighted
 
 

@@ -19,9 +19,8 @@ from transformers import Qwen3Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
-from llm_demo.data import packs as data
-from llm_demo.data.packing import best_fit
-from llm_demo.data.packs import describe_example, heldout_beside, prompts_of
+from llm_demo.data import build
+from llm_demo.data.packs import best_fit, describe_example, heldout_beside, prompts_of
 from llm_demo.job.plan import decide_horizon, usual_lr
 from llm_demo.job.text import counted
 from pp.cut import describe_split
@@ -375,7 +374,7 @@ def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data, "build", killed)
+        patch.setattr(build, "_write_documents", killed)
         with pytest.raises(KeyboardInterrupt):
             load(path)
     assert os.listdir(tmp_path / "cache") == []
@@ -389,31 +388,31 @@ def test_what_killed_builds_have_left_is_removed(tmp_path):
     """What this host left at once, another host's after a day, and nothing that is in use."""
     cache = tmp_path / "cache"
     ages = {
-        f"{data.BUILDING}dead": 120, f"{data.BUILDING}new": 0,
-        f"{data.BUILDING}used": 2 * data.DAY,
-        "building-old": 2 * data.DAY, "building-other-host-x": data.DAY // 2,
+        f"{build.BUILDING}dead": 120, f"{build.BUILDING}new": 0,
+        f"{build.BUILDING}used": 2 * build.DAY,
+        "building-old": 2 * build.DAY, "building-other-host-x": build.DAY // 2,
     }  # fmt: skip
     for name, age in ages.items():
         (cache / name / "packs").mkdir(parents=True)
         (cache / name / "lock").touch()
         for file in (*(cache / name).iterdir(), cache / name):
             os.utime(file, (0, time.time() - age))
-    with open(cache / f"{data.BUILDING}used/lock") as lock:
+    with open(cache / f"{build.BUILDING}used/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         load(write(tmp_path / "x.jsonl"))
     left = {name for name in os.listdir(cache) if name.startswith("building-")}
-    assert left == {*ages} - {f"{data.BUILDING}dead", "building-old"}
+    assert left == {*ages} - {f"{build.BUILDING}dead", "building-old"}
 
 
 def test_the_slower_of_two_builders_uses_the_other_ones_packs(tmp_path, monkeypatch):
-    path, build = write(tmp_path / "x.jsonl"), data.build
+    path, write_documents = write(tmp_path / "x.jsonl"), build._write_documents
 
     def overtaken(*arguments):
-        monkeypatch.setattr(data, "build", build)
+        monkeypatch.setattr(build, "_write_documents", write_documents)
         load(path)
-        build(*arguments)
+        write_documents(*arguments)
 
-    monkeypatch.setattr(data, "build", overtaken)
+    monkeypatch.setattr(build, "_write_documents", overtaken)
     packs = load(path)
     assert len(documents(packs)) == len(TEXTS)
     assert len(os.listdir(tmp_path / "cache")) == 1
@@ -440,7 +439,7 @@ def test_describe_example(tmp_path, monkeypatch):
 
     path.write_text(json.dumps({"text": TEXTS[12] * 3}) + "\n")  # 15 letters, thrice, and the end
     packs, text = load(str(path), seq_len=64), TEXTS[12] * 3
-    monkeypatch.setattr(data, "SHOWN", 5)
+    monkeypatch.setattr("llm_demo.data.packs.SHOWN", 5)
     first, last = describe_example(packs, make_tokenizer()).split("\n[... 36 tokens ...]\n")
     assert first == f"{text[0]}⟦{text[1:5]}⟧" and last == f"⟦{text[-4:]}<E>⟧"
 

@@ -21,7 +21,7 @@ from fsdp_pp import estimate as fsdp_pp
 from llm_demo import estimate as memory
 from llm_demo.core import attention
 from llm_demo.core.attention import make_documents
-from llm_demo.core.decoder import Blocks, allocate, materialise, skeleton
+from llm_demo.core.decoder import Blocks, allocate, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.lora import Lora, apply_lora

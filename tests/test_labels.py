@@ -13,7 +13,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.data import labels
 from llm_demo.data import turns as reasons
 from llm_demo.data.labels import Codec, encode
-from llm_demo.data.records import Record, detect_format, to_record
+from llm_demo.data.records import detect_format, to_record
+from llm_demo.data.turns import Record
 from llm_demo.job.args import DataArgs
 
 SHARED = Path(__file__).parents[2] / "shared"

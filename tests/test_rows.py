@@ -15,7 +15,7 @@ from tiny_tokenizer import CHATML, golden, make_tokenizer, packs_of, skipped
 from llm_demo.core.errors import UserError
 from llm_demo.data import labels, sources
 from llm_demo.data import turns as reasons
-from llm_demo.data.packing import choose_seq_len
+from llm_demo.data.build import choose_seq_len
 from llm_demo.data.packs import heldout_beside
 from llm_demo.data.sources import find_files, read_rows
 from llm_demo.job.args import DataArgs

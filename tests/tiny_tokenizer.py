@@ -2,7 +2,9 @@
 
 Also rows of a data file with any tokenizer."""
 
+import os
 import re
+from unittest import mock
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -63,7 +65,9 @@ def golden(marked: str) -> tuple[list[int], list[int]]:
 def packs_of(path, tokenizer, *, pack=True, limit=4096, cache_dir=None, log=print, **flags):
     """load_packs with these flags, and the others at their defaults."""
     flags = DataArgs(pack_sequences=pack, **flags)
-    return load_packs(path, tokenizer, flags, limit=limit, cache_dir=cache_dir, log=log)
+    cache = {"LLM_DEMO_CACHE": cache_dir} if cache_dir else {}
+    with mock.patch.dict(os.environ, cache):
+        return load_packs(path, tokenizer, flags, limit, log)
 
 
 def skipped(packs) -> dict[str, int]:

@@ -52,7 +52,7 @@ class Packs:
     max_docs: int  # most documents in one row, or more; a padding tail counts as one
     label_counts: np.ndarray  # int64 [rows], label tokens of each row
     token_counts: np.ndarray  # int64 [rows], tokens of each row without padding
-    stats: object  # data.stats.Stats: what was read, for the log and the identity
+    stats: object  # data.build.Stats: what was read, for the log and the identity
     tokens: np.ndarray  # int32 [all tokens], documents concatenated in file order
     is_label: np.ndarray  # bool [all tokens]
     doc_start: np.ndarray  # int64 [documents + 1], into tokens

@@ -5,41 +5,200 @@ The flat files replace a datasets.Dataset: a document is one slice of a memory m
 list column costs a lookup and a conversion."""
 
 import contextlib
+import fcntl
 import functools
+import glob
 import itertools
 import json
 import os
 import re
+import shutil
+import tempfile
+import time
+import zlib
 from array import array
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import Codec, encode
-from llm_demo.data.packing import choose_seq_len, fit
-from llm_demo.data.records import REAL, Record, RowFormat, Sample, detect_format, keys_of, to_record
+from llm_demo.data.records import REAL, RowFormat, detect_format, keys_of, to_record
 from llm_demo.data.sources import hub_parts, place_of, read_rows
-from llm_demo.data.stats import File, LeftOut, Stats
-from llm_demo.job.text import progress
+from llm_demo.data.turns import Record, Sample
+from llm_demo.job.files import disk_full
+from llm_demo.job.text import counted, progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
+# default seq_len: fits SHARE of the documents, a multiple of STEP, at most LONGEST_DEFAULT
+SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 TOKENS, LEARNT = "tokens.int32", "learnt.bool"  # the flat files
+SUMS = "crc32.json"  # the CRC-32 of every other file of a pack
+BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
+DAY = 24 * 3600
+NOTED = ("also used", "unused keys", "unused keys in turns")
 
 
-def build(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
+@dataclass
+class File:
+    """How the rows of a file were read."""
+
+    path: str
+    format: str
+    keys: list[str]
+    why: str
+    rows: int = 0
+    # rows with each optional key ("also used") and each that is not read
+    noted: dict[str, Counter] = field(default_factory=lambda: {kind: Counter() for kind in NOTED})
+
+
+@dataclass
+class LeftOut:
+    """Rows that are skipped for one reason, or whose turns are not learnt."""
+
+    file: int  # number of the first row's file
+    row: int  # its number
+    rows: int = 0
+    turns: int = 0
+
+
+@dataclass
+class Stats:
+    """What was read and what was left out, for the log, the cache and a run's identity."""
+
+    files: list[File] = field(default_factory=list)
+    skipped: dict[str, LeftOut] = field(default_factory=dict)  # by reason
+    turns: dict[str, LeftOut] = field(default_factory=dict)  # not learnt, in rows that are kept
+    # documents that were cut ("truncate", "split"), "tokens" that were lost, and those "learnt"
+    cut: dict[str, int] = field(default_factory=dict)
+    seq_len_why: str = ""  # if seq_len was chosen
+    cache_hit: bool = False
+    identity: dict = field(default_factory=dict)  # what the rows depend on, by name
+
+    @classmethod
+    def of(cls, facts: dict) -> "Stats":
+        """From JSON. Raises KeyError or TypeError if it is not what `json.dump(default=vars)` of
+        Stats wrote."""
+        files = [File(**file) for file in facts["files"]]
+        left_out = {
+            name: {reason: LeftOut(**rows) for reason, rows in facts[name].items()}
+            for name in ("skipped", "turns")
+        }
+        return cls(**{**facts, **left_out, "files": files})
+
+    def first(self, rows: LeftOut) -> str:
+        """ "first FILE:row", or "first FILE, row N" in tables and arrays."""
+        path = self.files[rows.file].path
+        return f"first {path}{place_of(path)}{rows.row}"
+
+    def lines(self, packs, eos: str | None, folder: str) -> Iterator[str]:
+        """What the log says of these packs. eos: what ends an answer if the tokenizer has no chat
+        template, else None. folder: where they are cached."""
+        for file in self.files:
+            keys = "/".join(file.keys)
+            yield f"data: {file.path}: {keys} ({file.why}), {counted(file.rows, 'row')}"
+        for file in self.files:
+            for what, rows in file.noted.items():
+                if rows:
+                    note = " (its answers are learnt)" * ("history" in rows and what == NOTED[0])
+                    yield f"data: {file.path}: {what}: {_by_key(rows)}{note}"
+        if eos is not None and any(f.format not in ("text", "tokens") for f in self.files):
+            yield (
+                "data: the tokenizer has no chat template: turns are joined by line breaks and "
+                f"each answer ends with {eos} (--chat_template FILE sets a template)"
+            )
+        tokens = int(packs.token_counts.sum())
+        yield (
+            f"data: {counted(len(packs.row_docs), 'document')}, {counted(tokens, 'token')} "
+            f"({packs.label_counts.sum():,} learnt) in {counted(len(packs), 'row')} of "
+            f"{packs.seq_len:,}, {tokens / (len(packs) * packs.seq_len):.1%} filled; "
+            f"{'from' if self.cache_hit else 'cached in'} {folder}"
+        )
+        for overlong, what in (("truncate", "truncated"), ("split", "split")):
+            if n := self.cut.get(overlong):
+                text = f"{counted(n, 'document')} longer than {packs.seq_len:,} tokens"
+                if lost := self.cut["tokens"]:
+                    learnt = f"{self.cut['learnt']:,} of them learnt"
+                    what += f": {counted(lost, 'token')} cut off, {learnt}"
+                yield f"data: {text} {'was' if n == 1 else 'were'} {what}"
+        for reason, n in self.turns.items():
+            turns = f"{counted(n.turns, 'turn')} in {counted(n.rows, 'row')}"
+            are = "is" if n.turns == 1 else "are"
+            yield f"data: {turns} {are} not learnt: {reason} ({self.first(n)})"
+        for reason, n in self.skipped.items():
+            yield f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})"
+
+
+def _by_key(rows: dict[str, int], most: int = 12) -> str:
+    texts = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
+    return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)
+
+
+def build(root: str, folder: str, *settings) -> None:
+    """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
+    visible. An existing folder is damaged; it is moved away first, and processes that have mapped
+    its files keep them."""
+    damaged = os.path.isdir(folder)
+    try:
+        os.makedirs(root, exist_ok=True)
+        _remove_stale(root)
+        with (
+            tempfile.TemporaryDirectory(
+                prefix=BUILDING, dir=root, ignore_cleanup_errors=True
+            ) as temporary,
+            open(os.path.join(temporary, "lock"), "w") as lock,
+        ):
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            built = os.path.join(temporary, "packs")
+            os.mkdir(built)
+            _write_documents(built, *settings)
+            sums = _sums(built)
+            with open(f"{built}/{SUMS}", "w") as file:
+                json.dump(sums, file)
+            if damaged and os.path.isdir(folder):
+                os.rename(folder, os.path.join(temporary, "damaged"))
+            os.replace(built, folder)
+    except OSError as error:
+        if not os.path.isdir(folder):  # else another process built the same content first
+            reason = disk_full(error, root) or error.strerror or error
+            raise UserError(
+                f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE"
+            ) from error
+
+
+def _remove_stale(root: str) -> None:
+    """Remove what killed builds have left. A build's lock ends with it, but is not trusted to reach
+    other hosts: what they left is removed after a day."""
+    for folder in glob.glob(f"{glob.escape(root)}/building-*"):
+        ours = os.path.basename(folder).startswith(BUILDING)
+        with contextlib.suppress(OSError):  # it is in use, or gone
+            files = [folder, *glob.glob(f"{glob.escape(folder)}/**", recursive=True)]
+            age = time.time() - max(map(os.path.getmtime, files))
+            if age > (60 if ours else DAY):  # a new one may not be locked yet
+                with open(os.path.join(folder, "lock"), "a") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
     """Write to `folder` the tokens of all documents, one after another, which of them are learnt,
     documents.npy, int64 [4, documents]: tokens, learnt ones, number of the file, and line or row in
     it, and meta.json. flags, limit: see load_packs. Raises UserError if no row has anything to
     learn."""
-    documents, stats = _tokenise(folder, files, codec, flags)
+    stats = Stats()
+    documents = _to_flat(folder, _tokenise(files, codec, flags, stats))
     seq_len, lengths = flags.seq_len, documents[0]
     if not seq_len and len(lengths):
         seq_len, stats.seq_len_why = choose_seq_len(lengths, limit)
     if lengths.max(initial=0) > seq_len:
-        documents = _cut(folder, documents, seq_len, flags.overlong, stats)
+        pieces = _cut(_open_flat(folder), documents, seq_len, flags.overlong, stats)
+        documents = _to_flat(folder, pieces)
     if not documents.size:
         n = sum(file.rows for file in stats.files)
         rows = "the only row was" if n == 1 else f"all {n:,} rows were"
@@ -53,69 +212,100 @@ def build(folder: str, files: list[str], codec: Codec, flags, limit: int) -> Non
         json.dump({"seq_len": seq_len, "pad_id": pads[0], "stats": stats}, file, default=vars)
 
 
-def open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
+def read(folder: str) -> dict[str, object]:
+    """The fields of Packs that describe the documents of a folder that `build` has written. Their
+    identity is a checksum of tokens and labels. Raises OSError, ValueError and others if the folder
+    is damaged."""
+    sums = json.loads(Path(folder, SUMS).read_text())
+    if bad := dict(sums.items() ^ _sums(folder).items()):
+        raise ValueError(f"{', '.join(sorted(bad))}: wrong checksum")
+    meta = json.loads(Path(folder, "meta.json").read_text())
+    lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
+    stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
+    stats.identity["tokens and labels"] = f"{sums[TOKENS]}-{sums[LEARNT]}"
+    return {
+        "seq_len": meta["seq_len"], "pad_id": meta["pad_id"], "stats": stats, "tokens": tokens,
+        "is_label": is_label, "doc_start": np.append(0, np.cumsum(lengths)),
+        "doc_labels": doc_labels, "doc_file": doc_file, "doc_row": doc_row,
+    }  # fmt: skip
+
+
+def _sums(folder: str) -> dict[str, str]:
+    """The CRC-32 of each file of a pack, as hex digits: one with zeroed tokens would otherwise be
+    trained on."""
+    files = {name: f"{folder}/{name}" for name in os.listdir(folder) if name != SUMS}
+    return {n: f"{zlib.crc32(np.memmap(file, np.uint8, 'r')):08x}" for n, file in files.items()}
+
+
+def _open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, which of them are learnt) of all documents, mapped."""
     # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
     kinds = ((TOKENS, np.int32), (LEARNT, bool))
     return tuple(np.asarray(np.memmap(f"{folder}/{name}", kind, "r")) for name, kind in kinds)
 
 
-class _Writer:
-    """Writes documents to the flat files, which change once it is closed. stack: closes what it
-    opens if that fails."""
-
-    def __init__(self, folder: str, stack: contextlib.ExitStack):
-        self.paths = [f"{folder}/{name}" for name in (TOKENS, LEARNT)]
-        self.files = [stack.enter_context(open(f"{path}.part", "wb")) for path in self.paths]
-        self.columns = [array("q") for _ in range(4)]  # not lists: there may be millions
-
-    def add(self, sample: Sample, file: int, row: int) -> None:
-        for out, part in zip(self.files, sample, strict=True):
-            out.write(part)
-        values = (len(sample.ids), int(sample.is_label.sum()), file, row)
-        for column, value in zip(self.columns, values, strict=True):
-            column.append(value)
-
-    def close(self) -> np.ndarray:
-        """The table of documents, see `build`."""
-        for out, path in zip(self.files, self.paths, strict=True):
-            out.close()
-            os.replace(f"{path}.part", path)
-        return np.array(self.columns, np.int64)
+def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
+    """(seq_len, reason): enough slots for 99 % of the documents, rounded up to a multiple of 128,
+    at most `limit`."""
+    holds = int(np.quantile(lengths, SHARE, method="inverted_cdf"))
+    seq_len = -(-holds // STEP) * STEP
+    n = len(lengths)
+    have = "the only document has" if n == 1 else f"{SHARE:.0%} of {n:,} documents have"
+    why = f"{have} at most {holds:,} tokens"
+    if seq_len <= limit:
+        return seq_len, f"{why}, rounded up to a multiple of {STEP}"
+    by = "by default" if limit == LONGEST_DEFAULT else "by the model"
+    return limit, f"{why}; limited to {limit:,} {by}"
 
 
-def _tokenise(folder: str, files: list[str], codec: Codec, flags) -> tuple[np.ndarray, Stats]:
-    """Write all documents, uncut; return their table."""
-    stats = Stats()
+def _to_flat(folder: str, samples: Iterator[tuple[Sample, int, int]]) -> np.ndarray:
+    """Write documents, each with the numbers of its file and row, to new flat files; earlier ones
+    may still be mapped. Return their table, see `_write_documents`."""
+    paths = [Path(folder, name) for name in (TOKENS, LEARNT)]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    table = array("q")  # not a list: there may be millions
+    with open(paths[0], "wb") as tokens, open(paths[1], "wb") as learnt:
+        for sample, file, row in samples:
+            tokens.write(sample.ids)
+            learnt.write(sample.is_label)
+            table.extend((len(sample.ids), int(sample.is_label.sum()), file, row))
+    return np.array(table, np.int64).reshape(-1, 4).T
+
+
+def _tokenise(
+    files: list[str], codec: Codec, flags, stats: Stats
+) -> Iterator[tuple[Sample, int, int]]:
+    """Yield all documents, uncut, each with the numbers of its file and row."""
     size = sum(os.path.getsize(path) for path in files if not hub_parts(path))
-    with (
-        contextlib.ExitStack() as stack,
-        progress(what="tokenising", total=size, unit="B") as bar,
-    ):
-        out = _Writer(folder, stack)
+    with progress(what="tokenising", total=size, unit="B") as bar:
         for number, path in enumerate(files):
             rows, place, row_format = read_rows(path, bar), f"{path}{place_of(path)}", None
             while chunk := list(itertools.islice(rows, ROWS_AT_A_TIME)):
                 if not row_format:
                     n, row = chunk[0]
                     row_format = detect_format(row, f"{place}{n}", flags)
-                    file = File(path, place_of(path), *row_format)
+                    file = File(path, *row_format)
                     stats.files.append(file)
                 file.rows += len(chunk)
                 records = [to_record(row, row_format, f"{place}{n}") for n, row in chunk]
-                for (_, row), record in zip(chunk, records, strict=True):
+                encoded = encode(codec, records)
+                for (n, row), record, result in zip(chunk, records, encoded, strict=True):
                     _count_keys(file, row, row_format, record, codec.template)
-                for (n, _), encoded in zip(chunk, encode(codec, records), strict=True):
-                    sample, reasons = encoded
+                    sample, reasons = result
                     if isinstance(sample, str):
-                        stats.skip(sample, number, n)
+                        _count(stats.skipped, sample, number, n)
                         continue
                     for reason, turns in (+reasons).items():
-                        left_out = stats.turns.setdefault(reason, LeftOut(number, n))
-                        left_out.turns += turns
-                        left_out.rows += 1
-                    out.add(sample, number, n)
-        return out.close(), stats
+                        _count(stats.turns, reason, number, n, turns)
+                    yield sample, number, n
+
+
+def _count(left_out: dict[str, LeftOut], reason: str, file: int, row: int, turns: int = 0) -> None:
+    """Count a row that is left out for this reason, or so many turns of it."""
+    rows = left_out.setdefault(reason, LeftOut(file, row))
+    rows.rows += 1
+    rows.turns += turns
 
 
 def _count_keys(
@@ -128,13 +318,12 @@ def _count_keys(
     if "tools" in used and not _mentions(template, "tools"):
         used.remove("tools")
         unused.append("tools")
-    if record.messages and any(map(_text_arguments, value)):
+    if record.messages and isinstance(value, list) and any(map(_text_arguments, value)):
         used.append(TEXT_ARGUMENTS)
-    in_turns = {key for m in record.messages or () for key, value in m.items() if value is not None}
-    in_turns = [k for k in sorted(in_turns - TURN_KEYS) if not _mentions(template, k)]
+    in_turns = {key for message in record.messages or () for key in message} - TURN_KEYS
+    in_turns = [key for key in sorted(in_turns) if not _mentions(template, key)]
     for rows, keys in zip(file.noted.values(), (used, unused, in_turns), strict=True):
-        for key in keys:
-            rows[key] = rows.get(key, 0) + 1
+        rows.update(keys)
 
 
 def _text_arguments(turn) -> bool:
@@ -150,18 +339,32 @@ def _mentions(template: str, key: str) -> bool:
     return re.search(rf"\b{re.escape(key)}\b", template) is not None
 
 
-def _cut(folder: str, documents: np.ndarray, seq_len: int, overlong: str, stats: Stats):
-    """Rewrite the flat files with documents of at most seq_len tokens; return their table."""
-    flat, begin, stats.cut = open_flat(folder), 0, Counter()
-    with contextlib.ExitStack() as stack:
-        out = _Writer(folder, stack)
-        for length, _, file, row in map(np.ndarray.tolist, documents.T):  # lazily
-            span = slice(begin, begin + length)
-            begin += length
-            pieces = fit(Sample(*(part[span] for part in flat)), seq_len, overlong, stats.cut)
-            if isinstance(pieces, str):
-                stats.skip(pieces, file, row)
-                continue
-            for piece in pieces:
-                out.add(piece, file, row)
-        return out.close()
+def _cut(
+    flat: tuple, documents: np.ndarray, seq_len: int, overlong: str, stats: Stats
+) -> Iterator[tuple[Sample, int, int]]:
+    """Yield documents of at most seq_len tokens, pieces of those in the flat files, as `_tokenise`
+    does. A piece without anything to learn is left out."""
+    stats.cut, begin = Counter(), 0
+    for length, learnt, file, row in map(np.ndarray.tolist, documents.T):  # lazily
+        whole = Sample(*(part[begin : begin + length] for part in flat))
+        begin += length
+        if length <= seq_len:
+            yield whole, file, row
+            continue
+        if overlong == "drop":
+            _count(stats.skipped, "longer than seq_len", file, row)
+            continue
+        pieces = []
+        for at in range(0, seq_len if overlong == "truncate" else length, seq_len):
+            piece = Sample(*(part[at : at + seq_len].copy() for part in whole))
+            piece.is_label[0] = False  # nothing in its piece predicts it
+            if piece.is_label.any():
+                pieces.append(piece)
+                learnt -= int(piece.is_label.sum())
+                length -= len(piece.ids)
+        if pieces:
+            stats.cut.update({overlong: 1, "tokens": length, "learnt": learnt})
+        else:
+            _count(stats.skipped, "nothing to learn within seq_len", file, row)
+        for piece in pieces:
+            yield piece, file, row

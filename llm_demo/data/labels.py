@@ -16,13 +16,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llm_demo.core.errors import UserError
-from llm_demo.data.records import Record, Sample
 from llm_demo.data.turns import (
     EMPTY_TURN,
     REFUSALS,
     REFUSED,
     NotLearnt,
+    Record,
     Rendered,
+    Sample,
     assistant,
     behind_calls,
     changed,
@@ -188,11 +189,10 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
 
 def _arguments_as_text(record: Record) -> Record:
     """The record with the arguments of its calls as JSON text."""
-
     messages = copy.deepcopy(record.messages)
     for call in [call for m in messages for call in m.get("tool_calls", [])]:
-        arguments = call["function"].get("arguments", {})
-        call["function"]["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        function = call["function"]
+        function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     return record._replace(messages=messages)
 
 

@@ -1,36 +1,28 @@
 """From a data file to the rows of a step: pure functions of (file, tokenizer, flags, seed, step).
 
-file -> records (records.py) -> documents (labels.py), memory-mapped from a cache folder -> rows of
-exactly seq_len slots (packing.py) -> the rows of step k, and their tensors (core/rows.py)"""
+file -> records (records.py) -> documents (labels.py), memory-mapped from a cache folder (build.py)
+-> rows of exactly seq_len slots -> the rows of step k, and their tensors (core/rows.py)"""
 
-import contextlib
-import fcntl
-import glob
+import dataclasses
 import hashlib
 import itertools
 import json
 import os
-import shutil
-import tempfile
-import time
-import zlib
+from bisect import bisect_left, insort
 
 import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import IGNORE_INDEX, Packs
-from llm_demo.data.build import LEARNT, TOKENS, build, open_flat
+from llm_demo.data.build import LONGEST_DEFAULT, build, read
 from llm_demo.data.labels import Codec
-from llm_demo.data.packing import LONGEST_DEFAULT, rows_of, tables_of
 from llm_demo.data.sources import content_of, find_files, split_name, suffix_of
-from llm_demo.data.stats import Stats
-from llm_demo.job.files import cache_folder, disk_full
+from llm_demo.job.files import cache_folder
+from llm_demo.job.text import progress
 
 FORMAT = 7  # of a pack; increase it when the same files are read, labelled or stored differently
-BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
-DAY = 24 * 3600
+SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
-SUMS = "crc32.json"  # the CRC-32 of every other file of a pack
 # Flags that the rows of a step depend on; with the file's content they identify them.
 FLAGS = (
     "seq_len", "pack_sequences", "train_on_prompt", "data_format", "input_key", "target_key",
@@ -42,9 +34,7 @@ def load_packs(
     train_json: str,
     tokenizer,
     flags,
-    *,
     limit: int = LONGEST_DEFAULT,
-    cache_dir: str | None = None,
     log=print,
 ) -> Packs:
     """Packs of all files that find_files finds. Their documents are built once and then read from
@@ -55,22 +45,22 @@ def load_packs(
     document per row. overlong, for documents of over seq_len tokens: "truncate" keeps the first
     seq_len; "split" makes pieces of seq_len that do not see each other (a piece's first token has
     no context and is not learnt, and its last slot predicts nothing); "drop" skips the document.
-    cache_dir: default $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build
-    the same packs at once; letting one per node go first saves work. Packs.stats: a Stats.
+    The cache: $LLM_DEMO_CACHE, else ~/.cache/llm_demo. Any number of processes may build the same
+    packs at once; letting one per node go first saves work. Packs.stats: a Stats.
 
     The commands check the flags; raises UserError for files or tokenizers that can't be used."""
     files = find_files(train_json, flags.dataset_config, flags.dataset_split, log)
     last_only = flags.learn_turns == "last"
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)
-    root = cache_dir or cache_folder()
+    root = cache_folder()
     folder = os.path.join(root, f"packs-{key}")
     packs, problem = _open(folder, files, flags.pack_sequences)
     hit = packs is not None
     if problem:
         log(f"data: the cached pack {folder} is damaged ({problem}); rebuilding it")
     if not hit:
-        _build_in(root, folder, files, codec, flags, limit)
+        build(root, folder, files, codec, flags, limit)
         packs, problem = _open(folder, files, flags.pack_sequences)
     if not packs:
         raise UserError(
@@ -110,87 +100,159 @@ def _hash(text: str) -> str:
 
 
 def _open(folder: str, files: list[str], pack: bool) -> tuple[Packs | None, object]:
-    """(the packs in a folder or None, what is wrong with it: None if it does not exist). Their
-    identity is a checksum of tokens and labels."""
+    """(the packs in a folder or None, what is wrong with it: None if it does not exist)."""
     if not os.path.isdir(folder):
         return None, None
     try:
-        with open(f"{folder}/{SUMS}") as file:
-            sums = json.load(file)
-        if bad := dict(sums.items() ^ _sums(folder).items()):
-            return None, f"{', '.join(sorted(bad))}: wrong checksum"
-        with open(f"{folder}/meta.json") as file:
-            meta = json.load(file)
-        lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
-        stats = Stats.of(meta["stats"])
+        fields = read(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return None, error
-    for file, path in zip(stats.files, files, strict=True):
+    for file, path in zip(fields["stats"].files, files, strict=True):
         file.path = path  # the same bytes may have been cached under another name
-    stats.identity["tokens and labels"] = f"{sums[TOKENS]}-{sums[LEARNT]}"
-    seq_len, doc_start = meta["seq_len"], np.append(0, np.cumsum(lengths))
-    tokens, is_label = open_flat(folder)
-    rows = rows_of(doc_start, np.arange(len(lengths)), seq_len, pack)
-    packs = Packs(
-        seq_len=seq_len, pad_id=meta["pad_id"], stats=stats, tokens=tokens, is_label=is_label,
-        doc_start=doc_start, doc_labels=doc_labels, doc_file=doc_file, doc_row=doc_row,
-        **tables_of(doc_start, doc_labels, seq_len, [rows]),
-    )  # fmt: skip
-    return packs, None
+    doc_start, doc_labels, seq_len = (fields[k] for k in ("doc_start", "doc_labels", "seq_len"))
+    rows = rows_of(doc_start, np.arange(len(doc_labels)), seq_len, pack)
+    return Packs(**fields, **tables_of(doc_start, doc_labels, seq_len, [rows])), None
 
 
-def _sums(folder: str) -> dict[str, str]:
-    """The CRC-32 of each file of a pack, as hex digits: one with zeroed tokens would otherwise be
-    trained on."""
-    files = {name: f"{folder}/{name}" for name in os.listdir(folder) if name != SUMS}
-    return {n: f"{zlib.crc32(np.memmap(file, np.uint8, 'r')):08x}" for n, file in files.items()}
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Row of each document, int64 [documents]: longest first, each into the fullest row it fits.
+
+    Exactly best-fit decreasing, but for a whole group of equal lengths at a time: the fullest row
+    that fits a document of n tokens stays the fullest until fewer than n slots are left. A million
+    documents take a fraction of a second. Lengths must be in 1..capacity."""
+    row_of = np.empty(len(lengths), np.int64)
+    by_length = np.argsort(-lengths, kind="stable")
+    n_of = np.bincount(lengths, minlength=capacity + 1)
+    free: dict[int, list[np.ndarray]] = {}  # free slots -> rows with that many, in batches
+    sizes: list[int] = []  # the keys of `free`, sorted
+    n_rows = done = 0
+
+    def put_back(size: int, rows: np.ndarray) -> None:
+        if size and len(rows):
+            if size not in free:
+                free[size] = []
+                insort(sizes, size)
+            free[size].append(rows)
+
+    for n in progress(np.flatnonzero(n_of)[::-1].tolist(), "packing", unit="lengths"):
+        documents = by_length[done : done + n_of[n]]
+        done += n_of[n]
+        while len(documents):
+            at = bisect_left(sizes, n)
+            if at < len(sizes):
+                size = sizes[at]
+                rows = free[size].pop()
+                if not free[size]:
+                    del free[size], sizes[at]
+            else:
+                size = capacity
+                rows = np.arange(n_rows, n_rows - (-len(documents) // (size // n)))
+                n_rows += len(rows)
+            each = size // n
+            used = min(len(rows), -(-len(documents) // each))
+            placed = min(len(documents), used * each)
+            row_of[documents[:placed]] = np.repeat(rows[:used], each)[:placed]
+            documents = documents[placed:]
+            last = placed - (used - 1) * each  # the last row may get fewer
+            put_back(size - each * n, rows[: used - 1])
+            put_back(size - last * n, rows[used - 1 : used])
+            put_back(size, rows[used:])
+    return row_of
 
 
-def _build_in(root: str, folder: str, *settings) -> None:
-    """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
-    visible. An existing folder is damaged; it is moved away first, and processes that have mapped
-    its files keep them."""
-    damaged = os.path.isdir(folder)
-    try:
-        os.makedirs(root, exist_ok=True)
-        _remove_stale(root)
-        with (
-            tempfile.TemporaryDirectory(
-                prefix=BUILDING, dir=root, ignore_cleanup_errors=True
-            ) as temporary,
-            open(os.path.join(temporary, "lock"), "w") as lock,
-        ):
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            built = os.path.join(temporary, "packs")
-            os.mkdir(built)
-            build(built, *settings)
-            sums = _sums(built)
-            with open(f"{built}/{SUMS}", "w") as file:
-                json.dump(sums, file)
-            if damaged and os.path.isdir(folder):
-                os.rename(folder, os.path.join(temporary, "damaged"))
-            os.replace(built, folder)
-    except OSError as error:
-        if not os.path.isdir(folder):  # else another process built the same content first
-            reason = disk_full(error, root) or error.strerror or error
-            raise UserError(
-                f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE"
-            ) from error
+def rows_of(
+    doc_start: np.ndarray, documents: np.ndarray, seq_len: int, pack: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of one pass over these documents: (their numbers row after row, how many each row
+    has). pack: several documents in a row. doc_start: of all documents, see Packs."""
+    lengths = np.diff(doc_start)[documents]
+    row_of = best_fit(lengths, seq_len) if pack else np.arange(len(documents))
+    return documents[np.argsort(row_of, kind="stable")], np.bincount(row_of)
 
 
-def _remove_stale(root: str) -> None:
-    """Remove what killed builds have left. A build's lock ends with it, but is not trusted to reach
-    other hosts: what they left is removed after a day."""
-    for folder in glob.glob(f"{glob.escape(root)}/building-*"):
-        ours = os.path.basename(folder).startswith(BUILDING)
-        with contextlib.suppress(OSError):  # it is in use, or gone
-            files = [folder, *glob.glob(f"{glob.escape(folder)}/**", recursive=True)]
-            age = time.time() - max(map(os.path.getmtime, files))
-            if age > (60 if ours else DAY):  # a new one may not be locked yet
-                with open(os.path.join(folder, "lock"), "a") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
+def tables_of(
+    doc_start: np.ndarray, doc_labels: np.ndarray, seq_len: int, passes: list[tuple]
+) -> dict[str, object]:
+    """The fields of Packs that describe the rows of these passes, each from rows_of. doc_start,
+    doc_labels: see Packs."""
+    row_docs, counts = map(np.concatenate, zip(*passes, strict=True))
+    row_start = np.append(0, np.cumsum(counts))
+    tokens, labels = (
+        np.add.reduceat(n[row_docs], row_start[:-1]) for n in (np.diff(doc_start), doc_labels)
+    )
+    begins = np.cumsum([0, *(len(rows) for _, rows in passes)])
+    return {
+        "row_docs": row_docs,
+        "row_start": row_start,
+        "token_counts": tokens,
+        "label_counts": labels,
+        "max_docs": int((counts + (tokens < seq_len)).max()),
+        "passes": begins if len(passes) > 1 else None,
+    }
+
+
+def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
+    """(packs of the other documents, packs of a random `fraction` of them). A document that was
+    split into pieces stays whole. pack: as in load_packs. Raises UserError if one part is empty."""
+    origin = np.stack((packs.doc_file, packs.doc_row))
+    _, document_of = np.unique(origin, axis=1, return_inverse=True)
+    document_of = document_of.reshape(-1)
+    total = int(document_of.max()) + 1
+    chosen = round(total * fraction)
+    if not 0 < chosen < total:
+        raise UserError(
+            f"--eval_fraction {fraction:g} of {total:,} documents leaves none to "
+            f"{'train' if chosen else 'evaluate'} on"
+        )
+    held_out = np.zeros(total, bool)
+    held_out[np.random.default_rng(SPLIT_SEED).permutation(total)[:chosen]] = True
+    held_out = held_out[document_of]
+    parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
+    return tuple(
+        _of_passes(packs, [rows_of(packs.doc_start, part, packs.seq_len, pack)]) for part in parts
+    )
+
+
+def mix(
+    packs: Packs, weights: list[float], seed: int, pack: bool, epochs: int, rows: int = 0
+) -> Packs:
+    """Packs of several passes, each of other documents: weight times as many of each file as these
+    packs have. weights: of each file. Passes are added until there are `epochs` and `rows` rows.
+
+    The documents of a file are dealt in a random order, then in another one, and so on; pass e gets
+    the next share. So a weight of 2 takes each document twice a pass, and 0.3 takes another 30 % in
+    each of three passes. A pass depends on seed and number alone, so a longer run has the same."""
+    available, passes, n_rows = np.sort(packs.row_docs), [], 0
+    files = [available[packs.doc_file[available] == n] for n in range(len(weights))]
+    for epoch in itertools.count():
+        documents = [
+            _dealt(documents, weight, [seed, n], epoch)
+            for n, (documents, weight) in enumerate(zip(files, weights, strict=True))
+        ]
+        chosen = np.sort(np.concatenate(documents))
+        if not len(chosen):
+            raise UserError(f"the weights {weights} of --train_json leave no document to train on")
+        passes.append(rows_of(packs.doc_start, chosen, packs.seq_len, pack))
+        n_rows += len(passes[-1][1])
+        if epoch + 1 >= epochs and n_rows >= rows:
+            return _of_passes(packs, passes)
+
+
+def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) -> np.ndarray:
+    """The share of a file's documents that a pass takes."""
+    n = len(documents)
+    begin, end = (round(e * weight * n) for e in (epoch, epoch + 1))
+    parts = []
+    for deal in range(begin // max(1, n), -(-end // max(1, n))):
+        order = np.random.default_rng([*seed, deal]).permutation(documents)
+        parts.append(order[max(0, begin - deal * n) : end - deal * n])
+    return np.concatenate([documents[:0], *parts])
+
+
+def _of_passes(packs: Packs, passes: list[tuple]) -> Packs:
+    """Packs of these passes, each from rows_of."""
+    tables = tables_of(packs.doc_start, packs.doc_labels, packs.seq_len, passes)
+    return dataclasses.replace(packs, **tables)
 
 
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:

@@ -1,5 +1,6 @@
 """Turns rows of seven formats into records: conversations, text or token ids."""
 
+import itertools
 import json
 import re
 from typing import NamedTuple
@@ -7,24 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from llm_demo.core.errors import UserError
+from llm_demo.data.turns import Record
 from llm_demo.job.files import DECODER
-
-
-class Record(NamedTuple):
-    """One row of any format: a conversation or, if messages is None, plain text or tokens."""
-
-    messages: list[dict] | None  # role, content, other keys of the chat template
-    text: str = ""
-    tools: list | None = None
-    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
-    context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
-    marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
-
-
-class Sample(NamedTuple):
-    ids: np.ndarray  # int32 [n]
-    is_label: np.ndarray  # bool [n]; the first token is never one: nothing predicts it
-
 
 # Keys of tokenised rows, each a list of 0 and 1: which tokens are real, which are learnt.
 REAL = "attention_mask"
@@ -98,21 +83,25 @@ def detect_format(row: dict, where: str, flags) -> RowFormat:
             f"{where}: these are the columns of a table, as pandas writes them: save it with "
             "df.to_json(FILE, orient='records', lines=True)"
         )
-    one_turn = isinstance(row.get("role"), str)
     filled = {key for key, value in row.items() if value is not None}
-    for present in (filled, row.keys()):  # a table may have a null in one of two formats' columns
-        for name, (choices, _) in FORMATS.items():
-            for keys in choices:
-                if not present >= set(keys):
-                    continue
-                if keys == ("question", "answer") and CHOICES & present:
-                    continue
-                if name == "text" and one_turn:
-                    raise UserError(f"{where}: a row is one turn (role, text): {ONE_TURN}")
-                return RowFormat(name, keys, "first row")
-    cure = f": a row is one turn: {ONE_TURN}" * one_turn
-    keys = ", ".join(row) or "(none)"
-    raise UserError(f"{where}: unknown row format, keys: {keys}{cure}; accepted: {ACCEPTED}")
+    formats = (
+        RowFormat(name, keys, "first row")
+        for present in (
+            filled,
+            row.keys(),
+        )  # a table may have a null in one of two formats' columns
+        for name, (choices, _) in FORMATS.items()
+        for keys in choices
+        if present >= set(keys) and not (keys == ("question", "answer") and CHOICES & present)
+    )
+    row_format, one_turn = next(formats, None), isinstance(row.get("role"), str)
+    if row_format is None:
+        cure = f": a row is one turn: {ONE_TURN}" * one_turn
+        keys = ", ".join(row) or "(none)"
+        raise UserError(f"{where}: unknown row format, keys: {keys}{cure}; accepted: {ACCEPTED}")
+    if row_format.format == "text" and one_turn:
+        raise UserError(f"{where}: a row is one turn (role, text): {ONE_TURN}")
+    return row_format
 
 
 def to_record(row: dict, row_format: RowFormat, where: str) -> Record:
@@ -199,20 +188,17 @@ def _system(optional: dict, messages: list[dict]) -> list[dict]:
 
 def _history(history) -> list[dict]:
     """Earlier turns: [[question, answer], ...], possibly as a JSON string, or messages."""
-    history = _from_json(history) or []
-    if isinstance(history, list) and all(isinstance(pair, list) for pair in history):
-        if all(len(pair) == 2 for pair in history):
-            history = [
-                {"role": role, "content": text}
-                for pair in history
-                for role, text in zip(("user", "assistant"), pair, strict=True)
-            ]
-    if not isinstance(history, list) or not all(isinstance(turn, dict) for turn in history):
+    turns = history = _from_json(history) or []
+    if isinstance(history, list) and all(isinstance(h, list) and len(h) == 2 for h in history):
+        texts = itertools.chain(*history)
+        roles = itertools.cycle(("user", "assistant"))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise UserError(
             "'history' must be a list of [question, answer] pairs; rename the key if it means "
             "something else"
         )
-    return _messages(history, "history")
+    return _messages(turns, "history")
 
 
 def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
@@ -227,35 +213,34 @@ def _tokens(ids, optional: dict) -> tuple[list[int], list[bool]]:
             raise UserError(f"{key!r} must be a list of {kind}, one for each token")
     if any(not 0 <= i < 2**31 for i in ids):
         raise UserError("'input_ids' contains a number that is not a token id")
-    real = [at for at, is_real in enumerate(optional.get(REAL, [1] * len(ids))) if is_real]
-    first, end = (real[0], real[-1] + 1) if real else (0, 0)
-    if len(real) < end - first:
+    real = np.array(optional.get(REAL, [1] * len(ids)), bool)
+    at = np.flatnonzero(real)
+    part = slice(at[0], at[-1] + 1) if len(at) else slice(0)
+    if not real[part].all():
         raise UserError(
             "'attention_mask' has a 0 between ones: only padding at the beginning or the end is "
             "supported"
         )
     positions = optional.get("position_ids")
-    if positions and positions[first:end] != list(range(end - first)):
+    if positions and positions[part] != list(range(len(at))):
         raise UserError("'position_ids' must count from 0: give each document as a row of its own")
-    masks = {key: list(map(bool, optional[key])) for key in LEARNT if key in optional}
-    if labels := optional.get("labels"):
-        pairs = zip(labels[first:end], ids[first:end], strict=True)
-        if any(label not in (-100, i) for label, i in pairs):
+    masks = {key: np.array(optional[key], bool) for key in LEARNT if key in optional}
+    if "labels" in optional:
+        labels = np.array(optional["labels"])
+        if ((labels != -100) & (labels != ids))[part].any():
             raise UserError(
                 "'labels' must equal 'input_ids' (not shifted), or be -100 where not learnt"
             )
-        copy = labels == ids  # which learns no padding on purpose
-        masks["labels"] = [
-            first <= at < end if copy else label != -100 for at, label in enumerate(labels)
-        ]
-    learnt, one = [True] * (end - first), None
+        # a copy of the ids learns no padding on purpose
+        masks["labels"] = real if (labels == ids).all() else labels != -100
+    learnt, one = real, None
     for key, mask in masks.items():
-        if any(mask[:first]) or any(mask[end:]):
+        if mask[~real].any():
             raise UserError(f"{key!r} contradicts {REAL!r}: padding can't be learnt")
-        if one and mask[first:end][1:] != learnt[1:]:  # nothing predicts a first token
+        if one and (mask != learnt)[part][1:].any():  # nothing predicts a first token
             raise UserError(f"{one!r} and {key!r} contradict each other: keep one")
-        learnt, one = mask[first:end], one or key
-    return ids[first:end], learnt
+        learnt, one = mask, one or key
+    return ids[part], learnt[part].tolist()
 
 
 def _messages(turns, key: str) -> list[dict]:

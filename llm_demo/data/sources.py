@@ -185,7 +185,7 @@ def read_rows(path: str, bar=None) -> Iterator[tuple[int, dict]]:
     import pyarrow  # installed with datasets
 
     number, empty, hub = 0, True, hub_parts(path)
-    read = READERS.get(suffix_of(path), _read_lines)
+    read = TABLES.get(suffix_of(path), _read_json)
     try:
         for number, row in enumerate(_hub_rows(path) if hub else read(path, bar), 1):
             if row is BLANK:
@@ -256,20 +256,14 @@ def _opened(path: str, bar=None):
         yield pyarrow.input_stream(file, compression=compression)
 
 
-def _read_lines(path: str, bar) -> Iterator:
-    with _opened(path, bar) as file:
-        for line in io.BufferedReader(file, 2**20):
-            text = line.decode("utf-8-sig").rstrip()
-            yield DECODER.decode(text) if text else BLANK
-
-
 def _read_json(path: str, bar) -> Iterator:
-    """Rows of one array of objects, or of JSON Lines in a .json file."""
-    if not _is_array(path):
-        yield from _read_lines(path, bar)
-        return
+    """Rows of JSON Lines, BLANK for an empty line, or of one array of objects in a .json file."""
+    array = _is_array(path)
     with _opened(path, bar) as file:
-        yield from DECODER.decode(file.read().decode("utf-8-sig"))
+        for content in [file.read()] if array else io.BufferedReader(file, 2**20):
+            text = content.decode("utf-8-sig").rstrip()
+            value = DECODER.decode(text) if text else BLANK
+            yield from value if array else [value]
 
 
 def _read_csv(path: str, bar) -> Iterator[dict]:
@@ -338,4 +332,3 @@ def _without_nulls(value):
 
 
 TABLES = {".csv": _read_csv, ".tsv": _read_csv, ".parquet": _read_arrow, ".arrow": _read_arrow}
-READERS = {**TABLES, ".json": _read_json}  # of other files: _read_lines

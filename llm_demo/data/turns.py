@@ -43,6 +43,22 @@ REFUSALS = (
 )  # fmt: skip
 
 
+class Record(NamedTuple):
+    """One row of any format: a conversation or, if messages is None, plain text or tokens."""
+
+    messages: list[dict] | None  # role, content, other keys of the chat template
+    text: str = ""
+    tools: list | None = None
+    tokens: tuple[list[int], list[bool]] | None = None  # ids, and which are labels
+    context: frozenset[int] = frozenset()  # message numbers of the prompt, never learnt
+    marks: dict[int, bool] = {}  # message number -> learn it, by its weight, train or loss_mask
+
+
+class Sample(NamedTuple):
+    ids: np.ndarray  # int32 [n]
+    is_label: np.ndarray  # bool [n]; the first token is never one: nothing predicts it
+
+
 class NotLearnt(Exception):
     """The reason why a row or a turn is not learnt."""
 
@@ -51,7 +67,7 @@ class Rendered(NamedTuple):
     """A whole conversation as its chat template writes it."""
 
     codec: object  # a labels.Codec
-    record: object  # a batch.Record
+    record: Record
     text: str
     encoding: Encoding
 
