@@ -206,11 +206,8 @@ def test_documents_do_not_see_each_other(impl, model_type, poison, request):
     def run(x):
         x = x.clone().requires_grad_()
         out = lm.model(
-            inputs_embeds=x,
-            position_ids=positions,
-            documents=documents,
-            use_cache=False,
-        ).last_hidden_state
+            inputs_embeds=x, position_ids=positions, documents=documents, use_cache=False,
+        ).last_hidden_state  # fmt: skip
         (grad,) = torch.autograd.grad(out.nan_to_num().square().sum(), x)
         return out, grad
 

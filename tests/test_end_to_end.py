@@ -226,13 +226,8 @@ def test_trained_weights_epochs_and_evaluation(folder):
     AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny").save_pretrained(folder / "llama")
     for kind in LAUNCHERS:
         flags = (
-            "--model_name_or_path",
-            "llama",
-            "--train_json",
-            "my data.jsonl",
-            "--num_epochs",
-            "1",
-        )
+            "--model_name_or_path", "llama", "--train_json", "my data.jsonl", "--num_epochs", "1",
+        )  # fmt: skip
         more = ("--eval_every", "2", "--sample_tokens", "0", "--output_dir", f"llama {kind}")
         size = ("--eval_batch_size", {"fsdp": "1", "pp": "3"}[kind])  # training's is 2
         more = (*more, *size, "--log_every", "2", "--dtype", "fp32")

@@ -247,13 +247,10 @@ def test_a_checkpoint_before_the_first_good_step(kind, ways, tmp_path):
         run, again = tmp_path / way / "run", tmp_path / way / "again"
         first = str(run / "checkpoints/step_00000001")
         cases += [
-            {
-                "poison": {"rank": 1, "step": 0},
-                "out": str(tmp_path / f"{way}.out"),
-                "argv": [*argv, str(run)],
-            },
+            {"poison": {"rank": 1, "step": 0}, "out": str(tmp_path / f"{way}.out"),
+             "argv": [*argv, str(run)]},
             {"quiet": True, "argv": [*argv, str(again), "--resume", first]},
-        ]
+        ]  # fmt: skip
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
     assert done.stdout.count("step 1: the gradient norm is not finite") == len(ways)

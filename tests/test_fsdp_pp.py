@@ -491,15 +491,8 @@ def test_resharding_changes_no_number_in_16_bits(tmp_path):
     numbers = []
     for name, more in (("kept", []), ("resharded", ["--reshard_after_forward"])):
         command = [
-            "bash",
-            LAUNCHER,
-            "--model_name_or_path",
-            model,
-            "--schedule",
-            "v",
-            "--stages",
-            2,
-        ]
+            "bash", LAUNCHER, "--model_name_or_path", model, "--schedule", "v", "--stages", 2,
+        ]  # fmt: skip
         command += ["--dtype", "bf16", "--no_compile", "--micro_batch_size", 1, "--max_steps", 2]
         command += ["--grad_accum_steps", 4, "--output_dir", tmp_path / name, "--no_save", *more]
         done = run(command, PYTHON=sys.executable, NPROC_PER_NODE="4")

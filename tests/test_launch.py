@@ -336,21 +336,15 @@ def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
     nodes = [
         subprocess.Popen(
             [python(), "-m", "llm_demo.launch", *command],
-            env=environment(
-                fresh=False,
-                NNODES="2",
-                NODE_RANK=str(rank),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-                NPROC_PER_NODE=str(processes[rank]),
-                OMP_NUM_THREADS="1",
-            ),
+            env=environment(fresh=False, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                            MASTER_PORT=str(port), NPROC_PER_NODE=str(processes[rank]),
+                            OMP_NUM_THREADS="1"),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
         for rank, command in enumerate(commands)
-    ]
+    ]  # fmt: skip
     try:
         outputs = [node.communicate(timeout=60)[0] for node in nodes]
     finally:

@@ -30,20 +30,13 @@ CONFIGS = {
     "qwen3-tied": Qwen3Config(tie_word_embeddings=True, head_dim=8, **SIZES),
     "qwen3": Qwen3Config(tie_word_embeddings=False, head_dim=16, **SIZES),
     "qwen2": Qwen2Config(tie_word_embeddings=True, **SIZES),  # has biases
-    "llama": LlamaConfig(
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-        **SIZES,
-    ),  # fmt: skip
+    "llama": LlamaConfig(tie_word_embeddings=False,
+                         rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+                                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                          "original_max_position_embeddings": 32},
+                         **SIZES),  # fmt: skip
     "mistral": MistralConfig(sliding_window=None, **SIZES),
-}
+}  # fmt: skip
 
 
 def build(config, weights, seed=0):
@@ -163,20 +156,16 @@ def test_next_tokens_without_targets():
         ({"config.json": '{"model_type": "gpt2"}'}, "gpt2 is not one of qwen3, qwen2"),
         ({"config.json": '{"model_type": "nonsense"}'}, "nonsense"),
         ({"config.json": '{"model_type": "qwen3", "head_dim": null}'}, "field 'head_dim'"),
-        (
-            {"config.json": '{"model_type": "qwen3", "num_key_value_heads": 0}'},
-            "config.json: num_key_value_heads 0 is not a positive number",
-        ),
-        (
-            {"config.json": '{"model_type": "qwen3", "num_hidden_layers": 0}'},
-            "config.json: num_hidden_layers 0 is not a positive number",
-        ),
+        ({"config.json": '{"model_type": "qwen3", "num_key_value_heads": 0}'},
+         "config.json: num_key_value_heads 0 is not a positive number"),
+        ({"config.json": '{"model_type": "qwen3", "num_hidden_layers": 0}'},
+         "config.json: num_hidden_layers 0 is not a positive number"),
         ({"config.json": '{"model_type": "qwen3", "head_dim": 0}'}, "head_dim 0 is not a positive"),
         ({"config.json": '{"model_type": "llama", "hidden_act": "foo"}'}, "hidden_act foo is unk"),
         ({"config.json": '{"model_type": "qwen3"}', "pytorch_model.bin": ""}, "save_pretrained"),
         ({"config.json": '{"model_type": "qwen3"}', "model.safetensors": "x"}, "model.safetensors"),
     ],
-)
+)  # fmt: skip
 def test_bad_folders(files, message, tmp_path):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -225,10 +214,7 @@ WRONG = [
     ({"config.json": "[" * 10**5}, "config.json: maximum recursion"),
     ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not a po"),
     ({"config.json": {"hidden_size": 10**12}}, "hidden_size 1000000000000 is not a positive numb"),
-    (
-        {"config.json": {"max_position_embeddings": 0}},
-        "max_position_embeddings 0 is not a",
-    ),
+    ({"config.json": {"max_position_embeddings": 0}}, "max_position_embeddings 0 is not a"),
     ({"config.json": {"pad_token_id": 10**9}}, "Padding_idx must be within num_embeddings"),
     ({"config.json": {"dtype": 5}}, "config.json: 'int' object has no attribute"),
     ({"config.json": {"hidden_act": ["silu"]}}, "config.json: .*hidden_act"),
@@ -245,18 +231,11 @@ WRONG = [
     ({"tokenizer.json": "{}"}, "the tokenizer can't be read: Model missing"),
     ({"tokenizer.json": "[]"}, "the tokenizer can't be read: invalid type: sequence"),
     ({"tokenizer_config.json": {"tokenizer_class": 5}}, "the tokenizer can't be read: 'int' obj"),
-    (
-        {"tokenizer_config.json": {"eos_token": {}}},
-        "the tokenizer can't be read: Special token",
-    ),
+    ({"tokenizer_config.json": {"eos_token": {}}}, "the tokenizer can't be read: Special token"),
     ({"tokenizer.json": None, "tokenizer.model": "x"}, "has no tokenizer.json, .*save_pretrained"),
-    (
-        {
-            "chat_template.jinja": None,
-            "tokenizer_config.json": {"chat_template": [{"name": "a", "template": "a"}]},
-        },
-        "multiple chat templates with no default specified.*--chat_template",
-    ),
+    ({"chat_template.jinja": None,
+      "tokenizer_config.json": {"chat_template": [{"name": "a", "template": "a"}]}},
+     "multiple chat templates with no default specified.*--chat_template"),
     ({"chat_template.jinja": "{% for m in messages %}"}, "template can't be used: Unexpected end"),
     # generation
     ({"generation_config.json": "{"}, "generation_config.json: It looks like"),
@@ -264,7 +243,7 @@ WRONG = [
     ({"generation_config.json": '{"eos_token_id": "x"}'}, "generation_config.json: 'x' is not a"),
     ({"generation_config.json": '{"top_p": "x"}'}, "generation_config.json: top_p 'x' is not a n"),
     ({"generation_config.json": '{"max_new_tokens": "x"}'}, "generation_config.json: '<='"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

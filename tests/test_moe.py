@@ -68,16 +68,9 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
 }
 # whose parts the others have
 SLOW = (
-    "spread_by_4",
-    "replicas",
-    "host_one",
-    "host",
-    "host_spread",
-    "reshard",
-    "twice",
-    "gathered_again",
-    "v",
-)
+    "spread_by_4", "replicas", "host_one", "host", "host_spread", "reshard", "twice",
+    "gathered_again", "v",
+)  # fmt: skip
 
 
 def why_not(engine):

@@ -55,26 +55,17 @@ LATENT = dict(
     n_group=4, topk_group=2, num_key_value_heads=4, **SIZES,
 )  # fmt: skip
 TINY = {
-    "qwen3": Qwen3MoeConfig(
-        num_experts=6, num_key_value_heads=2, head_dim=8, mlp_only_layers=[1], **SIZES
-    ),
-    "qwen3, every second": Qwen3MoeConfig(
-        num_experts=6, num_key_value_heads=2, head_dim=8, decoder_sparse_step=2, **SIZES
-    ),
-    "qwen2": Qwen2MoeConfig(
-        num_experts=6,
-        num_key_value_heads=2,
-        shared_expert_intermediate_size=20,
-        mlp_only_layers=[2],
-        **SIZES,
-    ),
-    "deepseek": DeepseekV3Config(
-        first_k_dense_replace=1, q_lora_rank=20, n_shared_experts=2, **LATENT
-    ),
-    "deepseek, plain queries": DeepseekV3Config(
-        first_k_dense_replace=2, q_lora_rank=None, tie_word_embeddings=True, **LATENT
-    ),
-}
+    "qwen3": Qwen3MoeConfig(num_experts=6, num_key_value_heads=2, head_dim=8, mlp_only_layers=[1],
+                            **SIZES),
+    "qwen3, every second": Qwen3MoeConfig(num_experts=6, num_key_value_heads=2, head_dim=8,
+                                          decoder_sparse_step=2, **SIZES),
+    "qwen2": Qwen2MoeConfig(num_experts=6, num_key_value_heads=2,
+                            shared_expert_intermediate_size=20, mlp_only_layers=[2], **SIZES),
+    "deepseek": DeepseekV3Config(first_k_dense_replace=1, q_lora_rank=20, n_shared_experts=2,
+                                 **LATENT),
+    "deepseek, plain queries": DeepseekV3Config(first_k_dense_replace=2, q_lora_rank=None,
+                                                tie_word_embeddings=True, **LATENT),
+}  # fmt: skip
 SHAPES = {**TINY, "Qwen3-30B-A3B": QWEN, "DeepSeek-V3": DEEPSEEK}
 
 

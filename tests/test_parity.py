@@ -314,12 +314,8 @@ HALVES = {
 }  # fmt: skip
 ONLY_SLOW = ("host_one", "host_four", "replicas_four")
 ONLY_SLOW += (
-    "host_four_whole",
-    "host_replicas",
-    "host_one_fsdp",
-    "host_one_reshard",
-    "host_spread",
-)
+    "host_four_whole", "host_replicas", "host_one_fsdp", "host_one_reshard", "host_spread",
+)  # fmt: skip
 ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_v_four", "fpp_gpipe", "fpp_reshard", "fpp_long")
 ONLY_SLOW += tuple(FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)

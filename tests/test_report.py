@@ -98,14 +98,10 @@ def two(tmp_path_factory):
         folder / "pp",
         pipe,
         {
-            "lr_scheduler": "cosine",
-            "stages": 2,
-            "lr": 2e-3,
-            "schedule": "1f1b",
-            "seed": 2,
+            "lr_scheduler": "cosine", "stages": 2, "lr": 2e-3, "schedule": "1f1b", "seed": 2,
             "parallelism": "pipeline of 2",
         },
-    )
+    )  # fmt: skip
     return fsdp, pp, make(folder / "two.html", fsdp, pp)
 
 

@@ -208,24 +208,15 @@ MACHINES = {
     "Strix Point": (amd(110500), "2.13.0, rocm7.2", "gfx1150"),
     "Strix Halo": (amd(110501, rocm="6.4.4"), "2.13.0, rocm7.2", "gfx1151"),
     "9070 XT": (amd(120001, rocm="6.4.1"), "2.9.1, rocm6.4", "gfx1201"),
-    "MI100 and Ryzen": (
-        amd(90008, 90008, 100306, rocm="6.4.1"),
-        "2.9.1, rocm6.4",
-        "no code for gfx1036",
-    ),
+    "MI100 and Ryzen": (amd(90008, 90008, 100306, rocm="6.4.1"), "2.9.1, rocm6.4",
+                        "no code for gfx1036"),
     "laptop's AMD": (amd(110003), "2.13.0, cpu", "gfx1103 is not one that PyTorch's ROCm wheels"),
-    "rocminfo alone": (
-        lambda m: m.command("rocminfo", "echo ' Name: gfx90a'"),
-        "rocm6.4",
-        "gfx90a",
-    ),
-    "nvidia-smi": (
-        lambda m: m.command("nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: x)'"),
-        "2.13.0, cuda",
-        "an NVIDIA GPU",
-    ),
+    "rocminfo alone": (lambda m: m.command("rocminfo", "echo ' Name: gfx90a'"), "rocm6.4",
+                       "gfx90a"),
+    "nvidia-smi": (lambda m: m.command("nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: x)'"),
+                   "2.13.0, cuda", "an NVIDIA GPU"),
     "laptop with both": (laptop, "2.13.0, cuda", "an NVIDIA GPU was found; its AMD gfx1103"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MACHINES)
