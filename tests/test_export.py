@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, python, run, torchrun
+from conftest import ROOT, TINY, python, run, torchrun
 from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -21,16 +20,9 @@ from llm_demo.job import checkpoint_files
 from llm_demo.job.model_folder import describe_model
 from llm_demo.job.source import load_config, position_limit
 
-TINY = ROOT / "models/qwen3-tiny"
+pytestmark = pytest.mark.usefixtures("alone")
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 4096,
          "label_tokens": 1024, "evals": [], "exact": [], "eval_loss": 1.5}  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(folder, name):

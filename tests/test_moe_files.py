@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -404,13 +403,6 @@ def test_configurations_of_qwen3_with_experts(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(UserError, match=message):
             load_config(tmp_path, 64)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(name, folder, without=()):
