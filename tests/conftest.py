@@ -212,6 +212,31 @@ def torchrun(processes: int, script, *args, **options):
     return done
 
 
+def train_cases(folder, kind, processes, cases, watched=False, poison=(), **how):
+    """Run a script with the flags of each case {name: flags} in one set of processes; case NAME
+    writes to folder/NAME, and if watched the records of rank R to folder/NAME.out.R.pt.
+
+    poison: {name: where a gradient becomes NaN}. how: of all cases, see parity_worker.py."""
+    listed = []
+    for name, flags in cases.items():
+        case = {"argv": [*map(str, flags), "--output_dir", str(folder / name)], **how}
+        case |= {"out": str(folder / f"{name}.out"), "quiet": not watched}
+        listed.append(case | ({"poison": poison[name]} if name in poison else {}))
+    file = folder / f"{kind}{processes}.json"
+    file.write_text(json.dumps(listed))
+    return torchrun(processes, ROOT / "tests/parity_worker.py", kind, file, timeout=1200)
+
+
+def assert_same_tensors(one, other):
+    """Two checkpoints are the same to the bit; -> the tensors."""
+    from bench.checkpoints import tensors
+
+    a, b = tensors(one), tensors(other)
+    assert a.keys() == b.keys()
+    assert all(t.equal(b[name]) for name, t in a.items())
+    return a
+
+
 def smaller_tokenizer(folder):
     """A folder with the bundled model's files, for the 512 most frequent of its 4,096 tokens: the
     head takes most of a tiny model's time, in 16 bits on a CPU nearly all of it."""

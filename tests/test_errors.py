@@ -80,37 +80,45 @@ BAD_DATA = {
 }  # fmt: skip
 # DeepSpeed's switches in files: (scripts, "zero_optimization" or all of the file, what is said)
 BAD_ZERO = [
-    ("pp", {"stage": 1, "round_robin_gradients": True}, "round_robin_gradients is not among the "),
+    ("pp", {"stage": 1, "round_robin_gradients": True},
+     "round_robin_gradients is not among the switches"),
     ("pp", {"stage": 1, "overlap_comm": True}, "overlap_comm is refused"),
     ("pp", {"stage": 2}, "ZeRO stage 2"),
     ("zero", {}, "ZeRO stage 0 is refused: 1, 2 and 3"),
     ("zero", {"stage": 2, "overlap_comm": True}, "overlap_comm is refused"),
-    ("zero", {"stage": 3, "zero_quantized_gradients": True}, "zero_quantized_gradients is not am"),
+    ("zero", {"stage": 3, "zero_quantized_gradients": True},
+     "zero_quantized_gradients is not among"),
     ("zero", {"stage": 3, "offload_optimizer": {"device": "nvme"}},
      'offload_optimizer must be .*"device": "cpu"'),
     ("zero", {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
      "offload_optimizer.ratio is not one of"),
     ("zero", {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": "yes"}},
      'pin_memory must be true or false, not "yes"'),
-    ("zero", {"stage": 2, "reduce_bucket_size": "half"}, "zero_optimization.reduce_bucket_size: I"),
+    ("zero", {"stage": 2, "reduce_bucket_size": "half"},
+     "zero_optimization.reduce_bucket_size: Input "),
     ("zero", {"stage": True}, "ZeRO stage True is refused"),
     ("zero", {"stage": 2.0}, "ZeRO stage 2.0 is refused"),
     ("zero", {"stage": 2, "overlap_comm": "no"}, "overlap_comm must be true or false, no"),
-    ("zero", {"stage": 2, "reduce_bucket_size": "1000"}, 'size must be a number, not "1000"'),
-    ("zero", {"stage": 2, "offload_param": {"device": "cpu"}}, "param needs ZeRO stage 3, not 2"),
+    ("zero", {"stage": 2, "reduce_bucket_size": "1000"},
+     'bucket_size must be a number, not "1000"'),
+    ("zero", {"stage": 2, "offload_param": {"device": "cpu"}},
+     "offload_param needs ZeRO stage 3, not 2"),
 ]  # fmt: skip
 BAD_SWITCHES = [
     ('{"train_batch_size": 8}', "train_batch_size is set by --micro_batch_size"),
     ('{"bfloat16": {"enabled": true}}', "bfloat16 is not among the switches"),
-    ('{"steps_per_print": 0}', "steps_per_print must be at least 1"),
-    ('{"steps_per_print": "abc"}', 'steps_per_print must be a number, not "abc"'),
-    ('{"comms_logger": 5}', "comms_logger must be an object, not 5"),
-    ('{"comms_logger": {"enable": true}}', "enable is not one of debug, enabled, prof_all"),
+    ('{"steps_per_print": 0}', "FILE: steps_per_print must be at least 1"),
+    ('{"steps_per_print": "abc"}', 'FILE: steps_per_print must be a number, not "abc"'),
+    ('{"comms_logger": 5}', "FILE: comms_logger must be an object, not 5"),
+    ('{"comms_logger": {"enable": true}}',
+     "comms_logger.enable is not one of debug, enabled, prof_all"),
     ('{"comms_logger": {"enabled": "yes"}}', 'enabled must be true or false, not "yes"'),
-    ('{"comms_logger": {"prof_ops": "all_reduce"}}', 'must be a list of names, not "all_reduce"'),
+    ('{"comms_logger": {"prof_ops": "all_reduce"}}',
+     'prof_ops must be a list of names, not "all_reduce"'),
     ('{"memory_breakdown": "yes"}', 'memory_breakdown must be true or false, not "yes"'),
-    ('{"steps_per_print": 1, "steps_per_print": 2}', "the key 'steps_per_print' twice: 1 and 2"),
-]
+    ('{"steps_per_print": 1, "steps_per_print": 2}',
+     "FILE: an object has the key 'steps_per_print' twice: 1 and 2"),
+]  # fmt: skip
 SWITCHES = [(kinds, json.dumps({"zero_optimization": z}), said) for kinds, z, said in BAD_ZERO]
 SWITCHES += [("pp zero", text, said) for text, said in BAD_SWITCHES]
 WINDOW = {
@@ -335,8 +343,8 @@ BAD = [
     ("fsdp_pp", "--replicas all", "--replicas: only for fsdp/"),
     ("fsdp_pp", "--no_fsdp", "unknown argument --no_fsdp"),
     # DeepSpeed's switches
-    *((kinds, f"--deepspeed_config ds{i}.json", said) for i, (kinds, _, said) in
-      enumerate(SWITCHES)),
+    *((kinds, f"--deepspeed_config ds{i}.json", said.replace("FILE", f"ds{i}.json"))
+      for i, (kinds, _, said) in enumerate(SWITCHES)),
     ("pp zero", "--deepspeed_config absent.json", "absent.json"),
     ("fsdp_pp", "--deepspeed_config absent.json", "--deepspeed_config: only for pp/ and zero/"),
     ("pp zero", "--deepspeed_config pipe", "pipe is not a regular file"),
@@ -361,6 +369,14 @@ BAD = [
      "--psgd_rank does not work with a mixture of experts"),
     (OTHERS, "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     (OTHERS, "--lora_rank 4", "--lora_rank: only for fsdp/"),
+    ("fsdp", "--lora_alpha 8", "--lora_alpha needs --lora_rank"),
+    ("fsdp", "--lora_rank 4 --lora_targets=",
+     "--lora_targets names no layer: choose from q_proj, k_p"),
+    ("fsdp", "--lora_rank 4 --lora_targets q_proj,gate",
+     "'gate' can't be adapted in this model; choose from q_proj, "),
+    ("fsdp", "--lora_rank 193", "--lora_rank 193 is larger than a side of model.layers.0."),
+    ("fsdp", "--lora_rank 4 --optimizer_on_host", "does not work with --optimizer_on_host"),
+    ("fsdp", "--lora_rank 4 --psgd_rank 2 --replicas all", "does not work with --psgd_rank"),
     (OTHERS, "--sequence_parallel 2", "--sequence_parallel: only for fsdp/"),
     ("fsdp", "--sequence_parallel 0", "--sequence_parallel 0: must be at least 1"),
     ("fsdp", "--sequence_parallel 2", "--sequence_parallel 2 does not divide 1, the proc"),

@@ -481,7 +481,7 @@ def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
 # ---------------------------------------------------------------- locks
 
 
-@pytest.mark.parametrize("flags", ["", "--dry_run"])
+@pytest.mark.parametrize("flags", ["--resume auto", "--resume auto --dry_run", "--overwrite"])
 def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
     monkeypatch.setattr(saver, "find_checkpoint", raises(AssertionError("looked for checkpoints")))
@@ -489,8 +489,14 @@ def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
             with pytest.raises(UserError, match="out: another run is using it"):
-                train(kind, f"--max_steps 2 --resume auto {flags}")
+                train(kind, f"--max_steps 2 {flags}")
     assert contents(tmp_path / "out") == before
+
+
+def test_a_run_killed_before_it_had_written_much_begins_again(train, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/cmd.sh").touch()
+    assert (train("fsdp", "--max_steps 1 --resume auto") / "summary.json").exists()
 
 
 def test_nothing_is_created_to_be_locked(train, tmp_path):

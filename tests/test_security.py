@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import args_with, run
+from conftest import TINY, args_with, run
 from tiny_tokenizer import packs_of
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
