@@ -3,6 +3,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -21,6 +22,14 @@ from import_once import ALWAYS
 from llm_demo.job.args import Args
 
 ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "models/qwen3-tiny"
+SCRIPTS = {
+    "fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py",
+    "zero": "zero/train_zero.py", "fsdp_pp": "fsdp_pp/train_fsdp_pp.py",
+}  # fmt: skip
+LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
+# the environment of a run's only process
+ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
 ZERO = {  # flags of each configuration of ZeRO
     f"zero{name}": ["--deepspeed_config", str(ROOT / f"zero/ds_zero{name}.json")]
     for name in ("1", "2", "3", "2_offload", "3_offload")
@@ -67,10 +76,7 @@ def python(**env) -> str:
 
 def serve(stand_in: Path, owner: Path, env: dict) -> None:
     """Make a stand-in and start what it asks, which ends with the process that made `owner`."""
-    interpreter, script = (
-        shlex.quote(sys.executable),
-        shlex.quote(str(ROOT / "tests/import_once.py")),
-    )
+    interpreter, script = map(shlex.quote, (sys.executable, str(ROOT / "tests/import_once.py")))
     stand_in.write_text(f'#!/bin/sh\nexec {interpreter} -IS {script} ask "$0" "$@"\n')
     stand_in.chmod(0o755)
     listener = socket.socket(socket.AF_UNIX)
@@ -151,6 +157,32 @@ def no_ranks(folder: Path) -> str:
     return str(stand_in)
 
 
+def slow(*values):
+    """A case for -m slow."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def script_of(kind):
+    """The module of a training script."""
+    return importlib.import_module(SCRIPTS[kind].removesuffix(".py").replace("/", "."))
+
+
+def logged(run, key="train/loss"):
+    """The records of a run's metrics.jsonl that have this key."""
+    lines = (Path(run) / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if key in record]
+
+
+@contextlib.contextmanager
+def refused(message, error=None):
+    """What is done inside ends in an error, of one line, that matches `message`."""
+    from llm_demo.core.errors import UserError
+
+    with pytest.raises(error or UserError, match=message) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
+
+
 def args_with(**given):
     """The flags of a script, these given."""
     args = Args()
@@ -180,14 +212,39 @@ def torchrun(processes: int, script, *args, **options):
     return done
 
 
+def train_cases(folder, kind, processes, cases, watched=False, poison=(), **how):
+    """Run a script with the flags of each case {name: flags} in one set of processes; case NAME
+    writes to folder/NAME, and if watched the records of rank R to folder/NAME.out.R.pt.
+
+    poison: {name: where a gradient becomes NaN}. how: of all cases, see parity_worker.py."""
+    listed = []
+    for name, flags in cases.items():
+        case = {"argv": [*map(str, flags), "--output_dir", str(folder / name)], **how}
+        case |= {"out": str(folder / f"{name}.out"), "quiet": not watched}
+        listed.append(case | ({"poison": poison[name]} if name in poison else {}))
+    file = folder / f"{kind}{processes}.json"
+    file.write_text(json.dumps(listed))
+    return torchrun(processes, ROOT / "tests/parity_worker.py", kind, file, timeout=1200)
+
+
+def assert_same_tensors(one, other):
+    """Two checkpoints are the same to the bit; -> the tensors."""
+    from bench.checkpoints import tensors
+
+    a, b = tensors(one), tensors(other)
+    assert a.keys() == b.keys()
+    assert all(t.equal(b[name]) for name, t in a.items())
+    return a
+
+
 def smaller_tokenizer(folder):
     """A folder with the bundled model's files, for the 512 most frequent of its 4,096 tokens: the
     head takes most of a tiny model's time, in 16 bits on a CPU nearly all of it."""
-    tiny, size = ROOT / "models/qwen3-tiny", 512
-    shutil.copytree(tiny, folder)
-    config = json.loads((tiny / "config.json").read_text()) | {"vocab_size": size}
+    size = 512
+    shutil.copytree(TINY, folder)
+    config = json.loads((TINY / "config.json").read_text()) | {"vocab_size": size}
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((tiny / "tokenizer.json").read_text())
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     *_, think, end = added = tokenizer["added_tokens"]
     think["id"], end["id"] = size - 2, size - 1
     bpe = tokenizer["model"]
@@ -252,3 +309,13 @@ def cache(tmp_path_factory):
 
     torch.set_num_threads(1)  # small models: more threads wait for one another
     os.environ["LLM_DEMO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """This process is a world of one."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

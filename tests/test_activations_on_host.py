@@ -7,7 +7,7 @@ import weakref
 import pytest
 import test_parity as parity
 import torch
-from conftest import ROOT, args_with
+from conftest import ROOT, TINY, args_with, slow
 from test_parity import train
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,11 +193,11 @@ def test_too_little_host_memory(monkeypatch):
     assert said == ["activations on the host: 0.0 GB of 1.0 GB free"]
 
 
-@pytest.mark.parametrize("processes", (pytest.param(1, marks=pytest.mark.slow), 2))
+@pytest.mark.parametrize("processes", [slow(1), 2])
 def test_same_bits_as_on_the_device(processes, tmp_path):
-    model = AutoConfig.from_pretrained(parity.TINY)
+    model = AutoConfig.from_pretrained(TINY)
     model.save_pretrained(tmp_path / "model")
-    AutoTokenizer.from_pretrained(parity.TINY).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "model")
     parity.write_rows(tmp_path / "data.jsonl")
     cases = {}
     for name, flags in CASES.items():
@@ -206,7 +206,7 @@ def test_same_bits_as_on_the_device(processes, tmp_path):
                 more = ["--use_activation_checkpointing", *flags, "--max_steps", "2"]
                 more += ["--activations_on_host"] * (where == "host")
                 case = f"{name}-{where}"
-                cases[case] = parity.argv(tmp_path, "model", tmp_path / case, 2, 1, *more)
+                cases[case] = parity.argv(tmp_path, "model", 2, 1, *more)
     results = train(tmp_path, "fsdp", processes, cases)
     for name in {case.partition("-")[0] for case in cases}:
         losses, ranks = results[f"{name}-host"]

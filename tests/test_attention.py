@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qw
 
 from llm_demo.core import attention
 from llm_demo.core.attention import BACKENDS, make_documents
-from llm_demo.core.decoder import Blocks, DecoderLoss, skeleton
+from llm_demo.core.decoder import Blocks, DecoderLoss
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import position_ids
 from llm_demo.job import choices
@@ -183,6 +183,15 @@ def test_latent_attention_equals_hugging_faces_over_each_document(impl, more):
     assert sum(e.grad.abs().max() > 0 for e in plain.parameters()) == len(list(plain.parameters()))
 
 
+def small(kind, impl):
+    """A model of two blocks with a backend."""
+    config = kind(
+        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.2,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config, attn_implementation=f"packed_{impl}")
+
+
 @pytest.mark.parametrize("poison", [False, True], ids=["change", "nan"])
 @pytest.mark.parametrize("impl", [*ON_CPU, *ON_GPU])
 @pytest.mark.parametrize("model_type", ["qwen3", "llama"])
@@ -192,25 +201,17 @@ def test_documents_do_not_see_each_other(impl, model_type, poison, request):
         pytest.skip("a mask can't keep NaN out: 0 x NaN is NaN")
     device, dtype = place(impl, request)
     torch.manual_seed(0)
-    config = {"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type](
-        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.2,
-    )  # fmt: skip
-    name = f"packed_{impl}"
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=name).to(device, dtype)
+    lm = small({"qwen3": Qwen3Config, "llama": LlamaConfig}[model_type], impl).to(device, dtype)
     cu = boundaries()
     documents = make_documents(cu, (B, S), impl, device)
     positions = position_ids(cu.to(device), (B, S))
     embedded = torch.randn(B, S, 64).to(device, dtype)
 
+    how = {"position_ids": positions, "documents": documents, "use_cache": False}
+
     def run(x):
         x = x.clone().requires_grad_()
-        out = lm.model(
-            inputs_embeds=x,
-            position_ids=positions,
-            documents=documents,
-            use_cache=False,
-        ).last_hidden_state
+        out = lm.model(inputs_embeds=x, **how).last_hidden_state
         (grad,) = torch.autograd.grad(out.nan_to_num().square().sum(), x)
         return out, grad
 
@@ -228,12 +229,7 @@ def test_documents_do_not_see_each_other(impl, model_type, poison, request):
 def test_packed_loss_equals_unpacked_loss(impl, request):
     device, dtype = place(impl, request)
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=64, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, initializer_range=0.2,
-    )  # fmt: skip
-    name = f"packed_{impl}"
-    lm = AutoModelForCausalLM.from_config(config, attn_implementation=name).to(device, dtype)
+    lm = small(Qwen3Config, impl).to(device, dtype)
     model = DecoderLoss(lm, [Blocks(list(lm.model.layers), False)])
     ids = torch.randint(0, 64, (B, S)).to(device)
 
@@ -363,20 +359,17 @@ def test_auto_choice_and_reasons(device, options, chosen, reason):
 
 
 def test_a_forced_backend_that_cannot_run_is_an_error_with_the_reason():
-    with pytest.raises(UserError, match="--attn_impl varlen can't run on .* no kernel for gfx908"):
-        pick(MI100, asked="varlen")
-    with pytest.raises(UserError, match="the flash-attn package is not installed"):
-        pick(H100, asked="flash_attn")
-    with pytest.raises(UserError, match="crashed"):
-        pick(H100, asked="varlen", ask=lambda *_: "crashed")
-    with pytest.raises(UserError, match="--attn_impl sdpa can't run .* several documents"):
-        pick(H100, asked="sdpa")
-    with pytest.raises(UserError, match="choose from auto, sdpa, varlen_cudnn"):
-        pick(H100, asked="flash")
-    with pytest.raises(UserError, match="varlen_cudnn can't run on .* cuDNN is for NVIDIA GPUs"):
-        pick(MI300, asked="varlen_cudnn")
-    with pytest.raises(UserError, match="varlen_cudnn can't run on .* wrong"):
-        pick(H100, asked="varlen_cudnn", ask=lambda *_: "wrong")
+    for device, asked, fault, message in (
+        (MI100, "varlen", None, "--attn_impl varlen can't run on .* no kernel for gfx908"),
+        (H100, "flash_attn", None, "the flash-attn package is not installed"),
+        (H100, "varlen", "crashed", "crashed"),
+        (H100, "sdpa", None, "--attn_impl sdpa can't run .* several documents"),
+        (H100, "flash", None, "choose from auto, sdpa, varlen_cudnn"),
+        (MI300, "varlen_cudnn", None, "varlen_cudnn can't run on .* cuDNN is for NVIDIA GPUs"),
+        (H100, "varlen_cudnn", "wrong", "varlen_cudnn can't run on .* wrong"),
+    ):
+        with pytest.raises(UserError, match=message):
+            pick(device, asked=asked, ask=lambda *_, fault=fault: fault)
     assert pick(H100, asked="varlen_cudnn")[0] == "varlen_cudnn"
     assert pick(MI100, asked="math")[0] == "math"
 
@@ -475,8 +468,3 @@ def test_backends_on_this_gpu(impl, dtype, heads):
     assert choices.probe_backend(impl, dtype, heads) is None
     bound = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     assert compare_with_math(impl, dtype, heads, "cuda") < bound
-
-
-def test_skeleton_takes_a_registered_backend():
-    config = Qwen3Config(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
-    assert skeleton(config, "bucketed").config._attn_implementation == "packed_bucketed"

@@ -16,22 +16,28 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, environment, processes_with, python, run, torchrun
+from conftest import (
+    LAUNCHERS,
+    ROOT,
+    SCRIPTS,
+    TINY,
+    assert_same_tensors,
+    environment,
+    logged,
+    processes_with,
+    python,
+    run,
+    slow,
+    torchrun,
+)
 from safetensors.torch import save_file
 
-from bench.checkpoints import tensors
 from llm_demo.core import errors
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.job import choices, dist, process
 from llm_demo.job.source import load_config
 
-SCRIPTS = {
-    "fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py",
-    "zero": "zero/train_zero.py", "fsdp_pp": "fsdp_pp/train_fsdp_pp.py",
-}  # fmt: skip
-SHELLS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("zero", "fsdp_pp")]
 TRAIN = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 5000 --log_every 1"
 
 # A rank that doesn't end on SIGTERM.
@@ -101,7 +107,7 @@ def test_no_rank_outlives_its_launcher(tmp_path):
     wait_for(lambda: not running(ranks), seconds=10)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "pp", *SLOW])
+@pytest.mark.parametrize("kind", ["fsdp", "pp", slow("zero"), slow("fsdp_pp")])
 def test_a_closed_terminal_saves(kind, tmp_path):
     """A real terminal: SIGHUP to the group, and whatever is printed from then on fails."""
 
@@ -112,7 +118,7 @@ def test_a_closed_terminal_saves(kind, tmp_path):
     terminal, theirs = os.openpty()
     flags = f"{TRAIN} --eval_json none --output_dir"
     launcher = subprocess.Popen(
-        ["bash", SHELLS[kind], *flags.split(), tmp_path / "run"],
+        ["bash", LAUNCHERS[kind], *flags.split(), tmp_path / "run"],
         env=environment(PYTHON=python(), NPROC_PER_NODE="2", A_TEST=str(tmp_path)),
         stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path,
         preexec_fn=take_terminal,
@@ -151,10 +157,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["fsdp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SCRIPTS if kind != "fsdp")],
-)
+@pytest.mark.parametrize("kind", ["fsdp", slow("pp"), slow("zero"), slow("fsdp_pp")])
 def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
     """Stopped in the evaluation after step 2, and again in the last one, after step 4."""
     script, rows = tmp_path / "slowly.py", (ROOT / "data/sft_en.jsonl").read_text().splitlines()
@@ -168,16 +171,15 @@ def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
     launch += [ROOT / SCRIPTS[kind], *flags.split(), "--output_dir"]
 
     def evals(folder):
-        lines = map(json.loads, (tmp_path / folder / "metrics.jsonl").open())
         kept = ("train/loss", "train/grad_norm", "eval/loss", "eval/exact")
-        return [(r["step"], k, r[k]) for r in lines for k in kept if k in r]
+        return [(r["step"], k, r[k]) for k in kept for r in logged(tmp_path / folder, k)]
 
     whole = started([*launch, tmp_path / "whole"])
     said = whole.communicate(timeout=200)
     assert whole.returncode == 0, said
     # the last time while that evaluation is repeated
-    for step, slow in ((2, "1"), (4, "1"), (4, "all")):
-        stopped = started([*launch, tmp_path / "run"], env={"SLOW": slow})
+    for step, which in ((2, "1"), (4, "1"), (4, "all")):
+        stopped = started([*launch, tmp_path / "run"], env={"SLOW": which})
         said = ""
         while "evaluating slowly" not in said:
             said += (line := stopped.stdout.readline())
@@ -195,29 +197,21 @@ def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
     assert sorted(evals("run")) == sorted(evals("whole"))
     ends = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole")]
     assert ends[0]["eval_loss"] == ends[1]["eval_loss"] and len(ends[0]["eval_loss"]) == 3
-    one, other = (
-        tensors(tmp_path / name / "checkpoints/step_00000004") for name in ("run", "whole")
-    )
-    assert one.keys() == other.keys() and all(
-        torch.equal(t, other[name]) for name, t in one.items()
-    )
+    assert_same_tensors(*(tmp_path / n / "checkpoints/step_00000004" for n in ("run", "whole")))
     again = started([*launch, tmp_path / "run"])
     assert "nothing left to train" in again.communicate(timeout=100)[0]
 
 
 # Each moment of the start: bash, Python's own start, the imports of torch, of the ranks.
-MOMENTS = {"fsdp": (0.05, 0.5, "ranks"), "pp": (0.2, 1.5, "ranks")}
+MOMENTS = [
+    ("fsdp", 0.05), ("fsdp", 0.5), ("fsdp", "ranks"), ("pp", 0.2), ("pp", 1.5), ("pp", "ranks"),
+    slow("zero", "ranks"), slow("fsdp_pp", "ranks"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind, moment",
-    [
-        *((kind, moment) for kind in MOMENTS for moment in MOMENTS[kind]),
-        *(pytest.param(*kind.values, "ranks", marks=kind.marks) for kind in SLOW),
-    ],
-)
+@pytest.mark.parametrize("kind, moment", MOMENTS)
 def test_ctrl_c_while_it_starts_is_one_line(kind, moment, tmp_path):
-    launcher = started(["bash", SHELLS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"])
+    launcher = started(["bash", LAUNCHERS[kind], *TRAIN.split(), "--output_dir", tmp_path / "run"])
     ranks = []
     if moment == "ranks":
 
@@ -371,14 +365,11 @@ def test_no_file_orders_a_terminal_about(how, tmp_path):
     (tmp_path / "rows.jsonl").write_text((json.dumps(rows.get(how, rows["shown"])) + "\n") * 9)
     config = json.loads((ROOT / "pp/ds_pp_2gpus.json").read_text())
     (tmp_path / "ds.json").write_text(json.dumps(config | {OSC: 1}))
-    shutil.copytree(ROOT / "models/qwen3-tiny", tmp_path / "model")
+    shutil.copytree(TINY, tmp_path / "model")
     flags = f"--train_json {tmp_path}/rows.jsonl --eval_json none --dry_run --seq_len 64 "
-    script = "fsdp/train_fsdp.py"
+    script = SCRIPTS["fsdp"]
     if how == "a switch":
-        script, flags = (
-            "pp/pp_train.py",
-            f"{flags} --stages 1 --deepspeed_config {tmp_path}/ds.json",
-        )
+        script, flags = SCRIPTS["pp"], f"{flags} --stages 1 --deepspeed_config {tmp_path}/ds.json"
     if how == "a tensor":
         lm = skeleton(load_config(tmp_path / "model", 64), "sdpa").to_empty(device="cpu")
         tensors = {name: torch.zeros_like(p) for name, p in lm.named_parameters()}

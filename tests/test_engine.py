@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, ZERO, smaller_model, torchrun
+from conftest import ROOT, TINY, ZERO, logged, slow, smaller_model, train_cases
 
 from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
@@ -19,7 +19,6 @@ from pp.ds_engine import layer_specs
 from zero import ds_engine as zero_engine
 
 QWEN = load_config(ROOT / "models/qwen3-0.6b", 1024)
-TINY = load_config(ROOT / "models/qwen3-tiny", 1024)
 
 
 def test_balanced_split_counts_both_ends():
@@ -83,7 +82,7 @@ def test_splits_that_do_not_fit():
         (2, "2,2,2", "give 2 counts"),
     ):
         with pytest.raises(UserError, match=message):
-            split(TINY, stages, partition, 4, 1024, False)
+            split(load_config(TINY, 1024), stages, partition, 4, 1024, False)
 
 
 def test_bounds_and_their_description():
@@ -191,42 +190,33 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind, dtypes",
-    [
-        ("fsdp", ("fp32", "bf16")), ("pp", ("fp32", "bf16")), ("zero", ("bf16",)),
-        pytest.param("zero", ("fp32",), marks=pytest.mark.slow), ("fsdp_pp", ("fp32", "bf16")),
-    ],
-)  # fmt: skip
+BOTH = ("fp32", "bf16")
+
+
+@pytest.mark.parametrize("kind, dtypes", [
+    ("fsdp", BOTH), ("pp", BOTH), ("zero", ("bf16",)), slow("zero", ("fp32",)), ("fsdp_pp", BOTH),
+])  # fmt: skip
 def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, tmp_path):
     """Rank 1's gradient is poisoned in step 2: no hang, said and logged, parameters untouched. In
     a pipeline it is the last stage, and with "twice" it is rank 0, the first."""
     if torch.cuda.is_available() and torch.cuda.device_count() < 2:
         pytest.skip("wants 2 GPUs")
     model, ways = smaller_model(tmp_path / "model"), WAYS[kind]
-    cases = {}
-    for way, dtype in itertools.product(ways, dtypes):
-        cases[f"{way}-{dtype}"] = [
-            "--model_name_or_path", str(model), "--seq_len", "64",
-            "--micro_batch_size", "2", "--max_steps", "3", "--dtype", dtype, "--eval_json", "none",
-            "--sample_tokens", "0", "--output_dir", str(tmp_path / f"{way}-{dtype}"),
-            "--warmup_steps", "0", "--no_save", *ways[way],
-        ]  # fmt: skip
-    listed = [
-        {
-            "poison": {"rank": 0 if "twice" in name else 1, "step": 1},
-            "out": str(tmp_path / f"{name}.out"),
-            "argv": argv,
-        }
-        for name, argv in cases.items()
-    ]
-    (tmp_path / "cases.json").write_text(json.dumps(listed))
-    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
+    flags = [
+        "--model_name_or_path", str(model), "--seq_len", "64", "--micro_batch_size", "2",
+        "--max_steps", "3", "--eval_json", "none", "--sample_tokens", "0", "--warmup_steps", "0",
+        "--no_save",
+    ]  # fmt: skip
+    cases = {
+        f"{way}-{dtype}": [*flags, "--dtype", dtype, *ways[way]]
+        for way, dtype in itertools.product(ways, dtypes)
+    }
+    poison = {name: {"rank": 0 if "twice" in name else 1, "step": 1} for name in cases}
+    done = train_cases(tmp_path, kind, 2, cases, watched=True, poison=poison)
     said = "step 2: the gradient norm is not finite, so all ranks skip it"
     assert done.stdout.count(said) == len(cases)
     for name in cases:
-        lines = [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-        lines = [line for line in lines if "train/loss" in line]
+        lines = logged(tmp_path / name)
         assert [line["train/skipped"] for line in lines] == [False, True, False], name
         assert lines[1]["train/grad_norm"] is None
         for rank in range(2):
@@ -237,53 +227,34 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, t
 
 @pytest.mark.parametrize(
     "kind, ways",
-    [("pp", ("pp",)), pytest.param("zero", ("zero2", "zero3"), marks=pytest.mark.slow)],
+    [("pp", ("pp",)), slow("zero", ("zero2", "zero3"))],
 )
 def test_a_checkpoint_before_the_first_good_step(kind, ways, tmp_path):
     """Step 1 is skipped, and saved; going on from it takes the same step 2."""
-    model, cases = smaller_model(tmp_path / "model"), []
+    model, cases = smaller_model(tmp_path / "model"), {}
     for way in ways:
-        argv = [
+        cases[way] = [
             "--model_name_or_path", str(model), "--seq_len", "64", "--micro_batch_size", "2",
             "--max_steps", "2", "--save_every", "1", "--eval_json", "none", "--sample_tokens", "0",
-            "--warmup_steps", "0", "--dtype", "fp32", *WAYS[kind][way], "--output_dir",
+            "--warmup_steps", "0", "--dtype", "fp32", *WAYS[kind][way],
         ]  # fmt: skip
-        run, again = tmp_path / way / "run", tmp_path / way / "again"
-        first = str(run / "checkpoints/step_00000001")
-        cases += [
-            {
-                "poison": {"rank": 1, "step": 0},
-                "out": str(tmp_path / f"{way}.out"),
-                "argv": [*argv, str(run)],
-            },
-            {"quiet": True, "argv": [*argv, str(again), "--resume", first]},
-        ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    done = torchrun(2, ROOT / "tests/parity_worker.py", kind, tmp_path / "cases.json")
+        first = str(tmp_path / way / "checkpoints/step_00000001")
+        cases[f"{way}-again"] = [*cases[way], "--resume", first]
+    poison = dict.fromkeys(ways, {"rank": 1, "step": 0})
+    done = train_cases(tmp_path, kind, 2, cases, watched=True, poison=poison)
     assert done.stdout.count("step 1: the gradient norm is not finite") == len(ways)
     for way in ways:
-        assert_same_second_step(tmp_path / way)
-
-
-def assert_same_second_step(folder):
-    runs = [
-        [json.loads(line) for line in open(folder / n / "metrics.jsonl")] for n in ("run", "again")
-    ]
-    a, b = ([r for r in run if r["step"] == 2 and "train/loss" in r] for run in runs)
-    assert a[0]["train/grad_norm"] == b[0]["train/grad_norm"]
-    facts = json.loads((folder / "run/checkpoints/step_00000002/trainer.json").read_text())
-    assert facts["adam_steps"] == 1
+        run, again = (
+            [record["train/grad_norm"] for record in logged(tmp_path / name) if record["step"] == 2]
+            for name in (way, f"{way}-again")
+        )
+        assert run == again and len(run) == 1
+        facts = (tmp_path / way / "checkpoints/step_00000002/trainer.json").read_text()
+        assert json.loads(facts)["adam_steps"] == 1
 
 
 def test_tied_copies_that_differ_are_noticed(tmp_path):
-    case = {
-        "untie": True,
-        "out": str(tmp_path / "out"),
-        "argv": [
-            "--model_name_or_path", str(ROOT / "models/qwen3-tiny"), "--seq_len", "64",
-            "--max_steps", "1", "--eval_json", "none", "--output_dir", str(tmp_path / "run"),
-        ],
-    }  # fmt: skip
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
+    flags = ["--model_name_or_path", str(TINY), "--seq_len", "64", "--max_steps", "1"]
+    cases = {"run": [*flags, "--eval_json", "none"]}
     with pytest.raises(AssertionError, match="copies of the tied weight differ"):
-        torchrun(2, ROOT / "tests/parity_worker.py", "pp", tmp_path / "cases.json")
+        train_cases(tmp_path, "pp", 2, cases, watched=True, untie=True)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import args_with, torchrun
 from test_attention import A100, CPU, H100, MI300
 from torch import nn
@@ -292,13 +291,6 @@ def test_a_recomputed_block_takes_the_same_experts(name):
     Blocks([Block(ours)], checkpointing=True)(x, None, None, None).square().sum().backward()
     assert len(chosen) == 2
     assert torch.equal(*chosen)
-
-
-@pytest.fixture
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def counts_of(index):

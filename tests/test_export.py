@@ -9,8 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, python, run, torchrun
+from conftest import ROOT, TINY, python, run, torchrun
 from test_checkpoint import WORLD
 from test_parity import MODELS
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -21,16 +20,9 @@ from llm_demo.job import checkpoint_files
 from llm_demo.job.model_folder import describe_model
 from llm_demo.job.source import load_config, position_limit
 
-TINY = ROOT / "models/qwen3-tiny"
+pytestmark = pytest.mark.usefixtures("alone")
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 4096,
          "label_tokens": 1024, "evals": [], "exact": [], "eval_loss": 1.5}  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(folder, name):
@@ -131,20 +123,25 @@ def test_transformers_4_finds_what_it_reads(kind, tmp_path):
     assert kind == "default" or not torch.equal(logits(again), logits(model.eval()))
 
 
+def card_of(folder, **settings):
+    """The card of a run, with other settings."""
+    before = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(before | settings))
+    return export.card(folder / "checkpoints/step_00000007", "mine")
+
+
 def test_the_card_says_how_it_was_trained(tmp_path):
     """In the script's own words. A run of an earlier version, which has none, is refused."""
     _, folder = trained(tmp_path, "tied")
-    settings = json.loads((folder / "config.json").read_text())
-    card = export.card(folder / "checkpoints/step_00000007", "mine")
+    card = card_of(folder)
     assert "Fine-tuned with llm_demo, a pipeline, 7 optimizer steps" in card
     assert "base_model" not in card
-    (folder / "config.json").write_text(json.dumps(settings | {"base_model": "a/base"}))
-    card = export.card(folder / "checkpoints/step_00000007", "mine")
-    assert "library_name: transformers\nbase_model: a/base\n" in card
-    del settings["parallelism"]
-    (folder / "config.json").write_text(json.dumps(settings))
+    assert "library_name: transformers\nbase_model: a/base\n" in card_of(
+        folder, base_model="a/base"
+    )
+    (folder / "config.json").write_text('{"model_name_or_path": "a", "train_json": "x", "lr": 1}')
     with pytest.raises(UserError, match="is not the configuration of a run: .*'parallelism'"):
-        export.card(folder / "checkpoints/step_00000007", "mine")
+        card_of(folder)
 
 
 @pytest.mark.parametrize(
@@ -160,21 +157,17 @@ def test_the_card_says_how_it_was_trained(tmp_path):
 def test_the_card_says_how_it_began(more, said, tmp_path):
     """Earlier runs may have been another script's. The base may be a mere configuration."""
     _, folder = trained(tmp_path, "tied")
-    settings = json.loads((folder / "config.json").read_text()) | {"parallelism": "ring of 3"}
-    (folder / "config.json").write_text(json.dumps(settings | more))
-    assert said in export.card(folder / "checkpoints/step_00000007", "mine")
+    assert said in card_of(folder, parallelism="ring of 3", **more)
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
         (["run", "out", "--public"], "--public: set --push_to_hub too"),
-        (
-            ["run/checkpoints/", "out"],
-            "run/checkpoints holds a run's checkpoints: name the run, run",
-        ),
+        (["run/checkpoints/", "out"],
+         "run/checkpoints holds a run's checkpoints: name the run, run"),
     ],
-)
+)  # fmt: skip
 def test_flags_that_ask_for_something_else(flags, said, tmp_path, monkeypatch):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -185,11 +178,7 @@ def test_flags_that_ask_for_something_else(flags, said, tmp_path, monkeypatch):
 
 def test_the_card_names_every_data_file(tmp_path):
     _, folder = trained(tmp_path, "tied")
-    settings = json.loads((folder / "config.json").read_text())
-    settings["train_json"] = "/data/a.jsonl, b.csv"
-    (folder / "config.json").write_text(json.dumps(settings))
-    card = export.card(folder / "checkpoints/step_00000007", "mine")
-    assert " on `a.jsonl`, `b.csv`:" in card
+    assert " on `a.jsonl`, `b.csv`:" in card_of(folder, train_json="/data/a.jsonl, b.csv")
 
 
 def test_the_command_takes_a_run_and_says_what_is_wrong(tmp_path):

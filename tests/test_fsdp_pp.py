@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, run, smaller_model, torchrun
+from conftest import LAUNCHERS, ROOT, TINY, logged, run, slow, smaller_model, torchrun
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from fsdp import copy_engines
@@ -18,7 +18,7 @@ from fsdp_pp.estimate import mailboxes
 from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
 from llm_demo.core.mesh import World
 
-LAUNCHER = ROOT / "fsdp_pp/launch_fsdp_pp.sh"
+LAUNCHER = LAUNCHERS["fsdp_pp"]
 FIRST = ROOT / "data/first_run.jsonl"
 OURS = ("1f1b", "gpipe", "interleaved", "v")
 TWICE = ("interleaved", "v")
@@ -349,8 +349,7 @@ def launch(launcher, out, *flags, **env):
 
 
 def numbers(folder, *keys):
-    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-    return [line[key] for key in keys for line in lines if key in line]
+    return [record[key] for key in keys for record in logged(folder, key)]
 
 
 def answers(said):
@@ -358,6 +357,13 @@ def answers(said):
 
 
 LOSSES = "train/loss", "train/grad_norm", "eval/loss"
+
+
+def assert_like(one_process, said, out):
+    """Losses, norms and sample answers are those of one process."""
+    expected, alone = one_process
+    assert numbers(out, *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
+    assert len(answers(said)) == 3 * 3 and answers(said) == answers(expected)
 
 
 @pytest.fixture(scope="module")
@@ -373,11 +379,9 @@ def test_the_launcher_trains_evaluates_and_answers(one_process, tmp_path):
     out = tmp_path / "run"
     said = launch(LAUNCHER, out, **TWO)
     assert "pipeline: stage 0: 3 blocks" in said and "1f1b pipeline of 2 stages: 3," in said
-    expected, alone = one_process
+    assert_like(one_process, said, out)
     assert len(numbers(out, *LOSSES)) == 4 + 4 + 2
-    assert numbers(out, *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
-    assert numbers(out, "eval/exact") == numbers(alone, "eval/exact")
-    assert len(answers(said)) == 3 * 3 and answers(said) == answers(expected)
+    assert numbers(out, "eval/exact") == numbers(one_process[1], "eval/exact")
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 4 and len(summary["median_comm_ms"]) == 2
     config = json.loads((out / "config.json").read_text())
@@ -404,20 +408,13 @@ def test_other_schedules_and_shards_evaluate_and_answer(processes, schedule, one
     env = {"NPROC_PER_NODE": str(processes), "GRAD_ACCUM_STEPS": accum, "SCHEDULE": schedule}
     env["RUN_AHEAD"] = "3" if schedule == "interleaved" else "0"
     said = launch(LAUNCHER, tmp_path / "run", "--eval_batch_size", "3", **env)
-    expected, alone = one_process
-    losses = numbers(tmp_path / "run", *LOSSES)
-    assert losses == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
-    assert answers(said) == answers(expected)
+    assert_like(one_process, said, tmp_path / "run")
 
 
 SHARED = [
-    (2, 2, "v"),
-    pytest.param(2, 2, "gpipe", marks=pytest.mark.slow),
-    pytest.param(2, 2, "interleaved", marks=pytest.mark.slow),
-    pytest.param(4, 2, "interleaved", marks=pytest.mark.slow),
-    pytest.param(4, 4, "1f1b", marks=pytest.mark.slow),
-    pytest.param(3, 3, "v", marks=pytest.mark.slow),
-]
+    (2, 2, "v"), slow(2, 2, "gpipe"), slow(2, 2, "interleaved"), slow(4, 2, "interleaved"),
+    slow(4, 4, "1f1b"), slow(3, 3, "v"),
+]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stands in for GPUs")
@@ -425,7 +422,7 @@ SHARED = [
 def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_process, tmp_path):
     """On CPUs that stand in for GPUs. Evaluated in batches of another size."""
     flags = {
-        "--model_name_or_path": ROOT / "models/qwen3-tiny", "--train_json": FIRST,
+        "--model_name_or_path": TINY, "--train_json": FIRST,
         "--stages": stages, "--schedule": schedule, "--grad_accum_steps": 4 * stages // processes,
         "--micro_batch_size": 4, "--seq_len": 64, "--lr": 2e-3, "--max_steps": 4,
         "--dtype": "fp32", "--log_every": 1, "--eval_batch_size": 3, "--sample_tokens": 6,
@@ -435,9 +432,7 @@ def test_mailboxes_carry_what_stages_send(processes, stages, schedule, one_proce
     if schedule == "1f1b":
         flat += ["--run_ahead", "1"]
     done = torchrun(processes, ROOT / "tests/mailbox_worker.py", tmp_path, "--copy_engines", *flat)
-    expected, alone = one_process
-    assert numbers(tmp_path / "run", *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
-    assert answers(done.stdout) == answers(expected)
+    assert_like(one_process, done.stdout, tmp_path / "run")
 
 
 @pytest.mark.multi_gpu
@@ -455,9 +450,7 @@ def test_copy_engines_send_the_same(schedule, flag, chosen, one_process, tmp_pat
     env = {**TWO, "SCHEDULE": schedule, "GRAD_ACCUM_STEPS": "4"}
     said = launch(LAUNCHER, tmp_path / "run", flag, "--eval_batch_size", "3", **env)
     assert f"copy engines: {chosen} (as requested)" in said
-    expected, alone = one_process
-    assert numbers(tmp_path / "run", *LOSSES) == pytest.approx(numbers(alone, *LOSSES), rel=1e-5)
-    assert answers(said) == answers(expected)
+    assert_like(one_process, said, tmp_path / "run")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert all(ms > 0 for ms in summary["median_comm_ms"])
 
@@ -488,23 +481,11 @@ def test_resharding_changes_no_number_in_16_bits(tmp_path):
     model = smaller_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
-    numbers = []
+    found = []
     for name, more in (("kept", []), ("resharded", ["--reshard_after_forward"])):
-        command = [
-            "bash",
-            LAUNCHER,
-            "--model_name_or_path",
-            model,
-            "--schedule",
-            "v",
-            "--stages",
-            2,
-        ]
-        command += ["--dtype", "bf16", "--no_compile", "--micro_batch_size", 1, "--max_steps", 2]
-        command += ["--grad_accum_steps", 4, "--output_dir", tmp_path / name, "--no_save", *more]
-        done = run(command, PYTHON=sys.executable, NPROC_PER_NODE="4")
-        assert done.returncode == 0, done.stderr[-2000:]
-        logged = [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-        keys = "train/loss", "train/grad_norm", "eval/loss"
-        numbers.append([r[key] for r in logged for key in keys if key in r])
-    assert len(numbers[0]) == 6 and numbers[0] == numbers[1]
+        flags = ["--model_name_or_path", model, "--schedule", "v", "--stages", 2, "--no_save"]
+        flags += ["--dtype", "bf16", "--no_compile", "--micro_batch_size", 1, "--max_steps", 2]
+        launch(LAUNCHER, tmp_path / name, *flags, "--grad_accum_steps", 4, *more,
+               NPROC_PER_NODE="4", SAMPLE_TOKENS="0")  # fmt: skip
+        found.append(numbers(tmp_path / name, *LOSSES))
+    assert len(found[0]) == 6 and found[0] == found[1]

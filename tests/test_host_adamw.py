@@ -6,10 +6,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, smaller_model, torchrun
+from conftest import ROOT, assert_same_tensors, logged, smaller_model, train_cases
 from torch.utils.checkpoint import checkpoint
 
-from bench.checkpoints import tensors
 from fsdp import activations_on_host, host_adamw
 from fsdp.host_adamw import UnitSum, plain_units
 from llm_demo.core.errors import UserError
@@ -32,26 +31,17 @@ def test_bit_equal_to_the_device_where_sums_are_the_same(tmp_path):
         "--warmup_steps", 1, "--train_json", ROOT / "data/sft_en.jsonl", "--sample_tokens", 0,
         "--eval_json", "none", "--lr", "1e-3", "--blocks_per_unit", 1, "--weight_decay", 0.3,
     ]  # fmt: skip
-    cases = [
-        {"argv": [*map(str, flags), "--output_dir", str(tmp_path / name), *more], "quiet": True}
+    cases = {
+        f"{where}-{dtype}": [*flags, "--dtype", dtype, *more]
         for dtype in ("fp32", "bf16")
-        for name, more in (
-            (f"device-{dtype}", ["--dtype", dtype]),
-            (f"host-{dtype}", ["--dtype", dtype, "--optimizer_on_host"]),
-        )
-    ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    torchrun(2, ROOT / "tests/parity_worker.py", "fsdp", tmp_path / "cases.json")
+        for where, more in (("device", []), ("host", ["--optimizer_on_host"]))
+    }
+    train_cases(tmp_path, "fsdp", 2, cases)
     for dtype in ("fp32", "bf16"):
-        a, b = (tmp_path / f"{where}-{dtype}" for where in ("device", "host"))
-        losses = [
-            [json.loads(line).get("train/loss") for line in open(run / "metrics.jsonl")]
-            for run in (a, b)
-        ]
-        assert losses[0] == losses[1], dtype
-        last = "checkpoints/step_00000004"
-        one, other = tensors(a / last), tensors(b / last)
-        assert all(torch.equal(t, other[name]) for name, t in one.items()), dtype
+        runs = [tmp_path / f"{where}-{dtype}" for where in ("device", "host")]
+        losses = [[record["train/loss"] for record in logged(run)] for run in runs]
+        assert losses[0] == losses[1] and len(losses[0]) == 4, dtype
+        assert_same_tensors(*(run / "checkpoints/step_00000004" for run in runs))
 
 
 def test_an_untied_head_resharded_over_micro_batches_and_evaluations(tmp_path):
@@ -68,16 +58,8 @@ def test_an_untied_head_resharded_over_micro_batches_and_evaluations(tmp_path):
         "--eval_json", heldout, "--eval_every", 1, "--grad_accum_steps", 3, "--dtype", "bf16",
         "--reshard_after_forward", "--no_save",
     ]  # fmt: skip
-    cases = [
-        {"argv": [*map(str, flags), "--output_dir", str(tmp_path / name), *more], "quiet": True}
-        for name, more in (("device", []), ("host", ["--optimizer_on_host"]))
-    ]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    torchrun(2, ROOT / "tests/parity_worker.py", "fsdp", tmp_path / "cases.json")
-    one, other = (
-        [json.loads(line) for line in open(tmp_path / name / "metrics.jsonl")]
-        for name in ("device", "host")
-    )
+    train_cases(tmp_path, "fsdp", 2, {"device": flags, "host": [*flags, "--optimizer_on_host"]})
+    one, other = (logged(tmp_path / name, "step") for name in ("device", "host"))
     assert len(one) == len(other) == 9  # 4 steps, 5 evaluations
     for a, b in zip(one, other, strict=True):
         for key in {"train/loss", "train/grad_norm", "eval/loss"} & a.keys():

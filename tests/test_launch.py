@@ -10,19 +10,16 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from conftest import free_port, no_ranks, python, run
+from conftest import ALONE, ROOT, SCRIPTS, free_port, no_ranks, python, run, slow
 
 from llm_demo.core.errors import UserError
 from llm_demo.launch.__main__ import PER_CORE, Node, this_node
 from llm_demo.launch.ranks import NotRestarted, Ranks, report
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPTS = {"fsdp": "fsdp/train_fsdp.py", "pp": "pp/pp_train.py"}
-SHELLS = {"fsdp": "fsdp/launch_fsdp.sh", "pp": "pp/launch_pp.sh"}
+KINDS = ("fsdp", "pp")
 
 SHOW = """
 import json, os, sys
@@ -109,25 +106,21 @@ def repo(tmp_path):
     ours += [f"launch/{name}" for name in ("__init__", "__main__", "nodes", "ranks", "settings")]
     for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
         shutil.copy(ROOT / name, repo / name)
-    for name in SCRIPTS.values():
-        (repo / name).write_text(SHOW)
+    for kind in KINDS:
+        (repo / SCRIPTS[kind]).write_text(SHOW)
     return repo
 
 
 def run_shell(repo, kind, *args, cwd=None, **extra):
     result = subprocess.run(
-        ["bash", str(repo / SHELLS[kind]), *args],
-        cwd=cwd or repo,
-        env=environment(fresh=False, **extra),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+        ["bash", repo / f"{kind}/launch_{kind}.sh", *args], cwd=cwd or repo,
+        env=environment(fresh=False, **extra), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, kind):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -173,7 +166,7 @@ def test_the_pipeline_has_settings_of_its_own(repo):
     assert (given["stages"], given["partition"]) == ("1", "2,2")
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_help_starts_no_processes(repo, kind):
     output = run_shell(repo, kind, "--lr", "1", "--help")
     assert shown(output) == []  # neither ranks nor the script
@@ -188,12 +181,9 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
     bare.chmod(0o755)
     command, path = ["bash", str(repo / "fsdp/launch_fsdp.sh")], f"{tmp_path}:{os.environ['PATH']}"
     result = subprocess.run(
-        command,
-        env=environment(PYTHON=program, PATH=path),
-        cwd=tmp_path,
-        capture_output=True,
+        command, env=environment(PYTHON=program, PATH=path), cwd=tmp_path, capture_output=True,
         text=True,
-    )
+    )  # fmt: skip
     assert result.returncode == 2
     assert result.stderr == (
         f"error: PYTHON={program} is not a Python with torch: name one, install torch there, or "
@@ -204,7 +194,7 @@ def test_a_program_that_is_no_python_with_torch_is_named(program, repo, tmp_path
 def test_the_debugger_entry_takes_the_launchers_defaults(repo, monkeypatch, capsys):
     launcher = flags(shown(run_shell(repo, "fsdp"))[0]["argv"])
     monkeypatch.setattr(sys, "argv", ["launch_script.py", "--seed", "7"])
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in ALONE:
         monkeypatch.setenv(name, "stale")
     monkeypatch.setattr(sys, "path", sys.path.copy())
     runpy.run_path(str(repo / "fsdp/launch_script.py"), run_name="__main__")
@@ -282,7 +272,6 @@ def test_flags_that_dont_fit_the_processes_of_all_nodes_start_none(
 
 ELSEWHERE = """
 import os, runpy, sys
-from pathlib import Path
 exists = Path.exists
 if os.environ["RANK"] == "1":  # files of another node
     Path.exists = lambda path: ".seen-" not in path.name and exists(path)
@@ -290,7 +279,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nodes_without_a_shared_folder_are_told_before_step_1(kind, script, tmp_path):
     path = [str(script(ELSEWHERE)), str(ROOT / SCRIPTS[kind])]
     flags = ["--max_steps", "2", "--seq_len", "64", "--output_dir", str(tmp_path / "run")]
@@ -305,14 +294,8 @@ def test_nodes_without_a_shared_folder_are_told_before_step_1(kind, script, tmp_
     [
         ("--lr 1e-4", "--lr is 0.001 on rank 0, but 0.0001 on rank 1: "),
         ("--train_json other.jsonl", "content of data file 1 is "),
-        pytest.param(
-            "--eval_json none", "held-out data is given on rank 0, but none on rank 1: ",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "--eval_json other.jsonl", "held-out content of data file 1 is ",
-            marks=pytest.mark.slow,
-        ),
+        slow("--eval_json none", "held-out data is given on rank 0, but none on rank 1: "),
+        slow("--eval_json other.jsonl", "held-out content of data file 1 is "),
     ],
 )  # fmt: skip
 def test_nodes_with_other_flags_or_other_data_all_end(difference, words, tmp_path, record_property):
@@ -336,21 +319,13 @@ def two_nodes(commands, processes=(1, 1)) -> tuple[list[int], list[str]]:
     nodes = [
         subprocess.Popen(
             [python(), "-m", "llm_demo.launch", *command],
-            env=environment(
-                fresh=False,
-                NNODES="2",
-                NODE_RANK=str(rank),
-                MASTER_ADDR="127.0.0.1",
-                MASTER_PORT=str(port),
-                NPROC_PER_NODE=str(processes[rank]),
-                OMP_NUM_THREADS="1",
-            ),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            env=environment(fresh=False, NNODES="2", NODE_RANK=str(rank), MASTER_ADDR="127.0.0.1",
+                            MASTER_PORT=str(port), NPROC_PER_NODE=str(processes[rank]),
+                            OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank, command in enumerate(commands)
-    ]
+    ]  # fmt: skip
     try:
         outputs = [node.communicate(timeout=60)[0] for node in nodes]
     finally:
@@ -383,17 +358,12 @@ pathlib.Path(file + os.environ["RANK"]).write_text(" ".join(shown))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs rights to read sockets elsewhere")
-@pytest.mark.parametrize(
-    "trained, restarts",
-    [
-        ("fsdp/train_fsdp.py", 1), ("pp/pp_train.py", 0), ("zero/train_zero.py", 0),
-        ("fsdp_pp/train_fsdp_pp.py", 0),
-    ],
-)  # fmt: skip
-def test_one_node_listens_on_loopback_alone(trained, restarts, script, tmp_path):
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_one_node_listens_on_loopback_alone(kind, script, tmp_path):
+    restarts = int(kind == "fsdp")
     flags = f"--train_json {ROOT}/data/sft_en.jsonl --eval_json none --seq_len 32 --dry_run "
     flags += f"--grad_accum_steps 2 --output_dir {tmp_path}/run --resume auto"
-    command = [tmp_path / "rank", restarts, ROOT / trained, *flags.split()]
+    command = [tmp_path / "rank", restarts, ROOT / SCRIPTS[kind], *flags.split()]
     more = {"RESTARTS": "1"} if restarts else {}
     done = launch(script(LISTENS), *command, NPROC_PER_NODE="2", **more)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
@@ -415,9 +385,7 @@ def test_a_process_alone_listens_on_loopback():
 
 
 def test_a_busy_port_is_one_line_at_once(script, tmp_path):
-    (tmp_path / "torch.py").write_text(
-        "raise SystemExit('too late: torch takes a second to import')"
-    )
+    (tmp_path / "torch.py").write_text("raise SystemExit('too late: torch takes a second')")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         s.listen()
@@ -436,15 +404,13 @@ def test_a_busy_port_is_one_line_at_once(script, tmp_path):
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: must be"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: must be at most 65535"),
         ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR"),
-        (
-            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
-            "NODE_RANK=2: must be below NNODES=2",
-        ),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
+         "NODE_RANK=2: must be below NNODES=2"),
         ({"LOGLEVEL": "JUNK"}, "LOGLEVEL in the environment: Unknown level: 'JUNK'"),
         ({"TORCH_LOGS": "junk"}, "TORCH_LOGS in the environment: Invalid log settings: junk, must"),
         ({"TORCH_DISTRIBUTED_DEBUG": "junk"}, "TORCH_DISTRIBUTED_DEBUG in the environment: "),
     ],
-)
+)  # fmt: skip
 def test_settings_that_cant_work_are_named(script, environ, words, record_property):
     record_property("bad inputs", 1)
     result = launch(script(SHOW), fresh="LOGLEVEL" in environ, **environ)
@@ -533,12 +499,9 @@ def test_a_signal_to_the_launcher_leaves_no_process(repo, name):
         "import os, sys, time; sys.stdout.write(f'{os.getpid()}\\n'); time.sleep(60)"
     )
     process = subprocess.Popen(
-        ["bash", str(repo / SHELLS["fsdp"])],
-        env=environment(NPROC_PER_NODE="2"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["bash", repo / "fsdp/launch_fsdp.sh"], env=environment(NPROC_PER_NODE="2"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     pids = []
     while len(pids) < 2:
         line = process.stdout.readline()

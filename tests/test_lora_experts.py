@@ -9,7 +9,7 @@ import pytest
 import test_moe as moe
 import test_parity as parity
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, slow, torchrun
 from peft import PeftModel, get_peft_model
 from test_lora import (
     ALPHA,
@@ -91,7 +91,7 @@ WITH_EXPERTS = {  # (processes, model, targets, micro, accumulation, further fla
 }
 
 
-@pytest.mark.parametrize("processes", (1, 2, pytest.param(4, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("processes", (1, 2, slow(4)))
 def test_on_experts_equals_peft(processes, mixtures):
     """Also beside frozen experts, and on one of their two matrices."""
     folder, expected = mixtures
@@ -100,7 +100,7 @@ def test_on_experts_equals_peft(processes, mixtures):
         if n == processes:
             also = ["--lora_rank", str(RANK), "--lora_alpha", str(ALPHA), *more]
             also += ["--lora_targets", targets]
-            cases[case] = parity.argv(folder, name, folder / case, micro, accum, *also)
+            cases[case] = parity.argv(folder, name, micro, accum, *also)
     for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
         wanted = expected(*WITH_EXPERTS[case][1:3])
         if "--dtype" not in WITH_EXPERTS[case][-1]:
@@ -111,9 +111,8 @@ def test_on_experts_equals_peft(processes, mixtures):
         rough, loose = parity.BOUNDS[case.split("_")[1]]
         assert losses == pytest.approx(wanted["loss"], rel=rough)
         for rank in ranks:
-            assert [step["norm"] for step in rank["steps"]] == pytest.approx(
-                wanted["norm"], rel=loose
-            )
+            norms = [step["norm"] for step in rank["steps"]]
+            assert norms == pytest.approx(wanted["norm"], rel=loose)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +164,7 @@ def test_adapters_on_experts_are_exported_and_merged(mixtures, mixture_run, tmp_
     assert loss_of(whole, mixtures[0]) == pytest.approx(last_loss(mixture_run), rel=1e-5)
 
 
-@pytest.mark.parametrize("how", ["spread", pytest.param("all here", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["spread", slow("all here")])
 def test_adapters_on_experts_resume(how, mixtures, mixture_run):
     """To the bit with the experts spread as before; else with the same numbers."""
     folder, spread = mixtures[0], how == "spread"

@@ -1,12 +1,36 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from llm_demo.core import loss
 from llm_demo.core.loss import cross_entropy_sum, next_tokens
 from llm_demo.core.rows import label_positions
 
 B, S, D, V = 3, 10, 8, 50
+
+
+class Watch(TorchDispatchMode):
+    """Calls see(operator, result) for each tensor that is made."""
+
+    def __init__(self, see):
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.see(func, out)
+        return out
+
+
+def assert_plain(mine, hidden, weight, labels):
+    """Value and gradients are those of PyTorch's own cross-entropy."""
+    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(mine, plain)
+    grads = torch.autograd.grad(mine * 3, (hidden, weight))
+    for a, e in zip(grads, torch.autograd.grad(plain * 3, (hidden, weight)), strict=True):
+        torch.testing.assert_close(a, e)
 
 
 def case(n_labels, dtype=torch.float64):
@@ -25,12 +49,8 @@ def test_equals_plain_cross_entropy(n_labels, chunk, monkeypatch):
     monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
     hidden, weight, labels = case(n_labels, torch.float32)
     mine = cross_entropy_sum(hidden, weight, *label_positions(labels))
-    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(mine, plain)
     assert mine.dtype == torch.float32
-    grads = torch.autograd.grad(mine * 3, (hidden, weight))
-    for a, e in zip(grads, torch.autograd.grad(plain * 3, (hidden, weight)), strict=True):
-        torch.testing.assert_close(a, e)
+    assert_plain(mine, hidden, weight, labels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -40,24 +60,14 @@ def test_where_memory_is_short_the_heads_gradient_is_narrowed_in_place(dtype, ti
     monkeypatch.setattr(loss, "HEAD_SLICE", 3 * D)  # slices of three rows, the last one shorter
     hidden, weight, labels = case(30, dtype)
     found, sizes = [], []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor) and "empty" in str(func):
-                sizes.append(out.numel())
-            return out
-
     for chunk, slim in ((24, True), (24 // loss.SLIM, False)):
         monkeypatch.setattr(loss, "CHUNK_ROWS", chunk)
         sizes.clear()
-        value = cross_entropy_sum(
-            hidden, weight, *label_positions(labels), slim=slim, in_place=slim
-        )
-        value = value * 3
+        how = {"slim": slim, "in_place": slim}
+        value = 3 * cross_entropy_sum(hidden, weight, *label_positions(labels), **how)
         if tied:
             value = value + (weight * torch.arange(V)[:, None].to(dtype)).sum()
-        with Watch():
+        with Watch(lambda func, out: "empty" in str(func) and sizes.append(out.numel())):
             found.append((value, *torch.autograd.grad(value, (hidden, weight))))
         assert (V * D in sizes) == (not slim)
     for a, b in zip(*found, strict=True):
@@ -75,7 +85,7 @@ def test_fp16_where_products_take_subnormal_numbers_for_zero(sharp, rows, monkey
         half = isinstance(x, torch.Tensor) and x.dtype == torch.float16
         return x.where(x.abs() >= torch.finfo(torch.float16).tiny, 0) if half else x
 
-    class Flush(torch.utils._python_dispatch.TorchDispatchMode):
+    class Flush(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if str(func.overloadpacket) in ("aten.mm", "aten.addmm"):
                 products.append(func)
@@ -107,12 +117,8 @@ def test_logits_that_exp_overflows_at(scale):
     logits = (hidden @ weight.T).flatten(0, 1)
     assert logits.amax() > 89 and logits.amin() < -89
     mine = cross_entropy_sum(hidden, weight, *label_positions(labels))
-    plain = F.cross_entropy(logits, labels.flatten(), reduction="sum")
     assert mine.isfinite()
-    torch.testing.assert_close(mine, plain)
-    grads = torch.autograd.grad(mine, (hidden, weight))
-    for a, e in zip(grads, torch.autograd.grad(plain, (hidden, weight)), strict=True):
-        torch.testing.assert_close(a, e)
+    assert_plain(mine, hidden, weight, labels)
 
 
 def test_tied_weight_gets_both_gradients():
@@ -135,15 +141,8 @@ def test_full_logits_never_exist(monkeypatch):
     """The largest tensor made is a chunk of logits, or the weight's gradient."""
     monkeypatch.setattr(loss, "CHUNK_ROWS", 4)
     sizes = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in [out] if isinstance(t, torch.Tensor))
-            return out
-
     hidden, weight, labels = case(30, torch.float32)
-    with Watch():
+    with Watch(lambda _, out: sizes.append(out.numel())):
         cross_entropy_sum(hidden, weight, *label_positions(labels)).backward()
     assert max(sizes) <= max(4 * V, V * D) < 30 * V
 
@@ -154,16 +153,8 @@ def test_a_frozen_head_gets_no_gradient_and_takes_no_memory(rows, monkeypatch):
     hidden, weight, labels = case(17, torch.float32)
     index = label_positions(labels)
     (expected,) = torch.autograd.grad(cross_entropy_sum(hidden, weight, *index) / 3, hidden)
-    shapes = []
-
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            shapes.extend(t.shape for t in [out] if isinstance(t, torch.Tensor))
-            return out
-
-    frozen = weight.detach()
-    with Watch():
+    shapes, frozen = [], weight.detach()
+    with Watch(lambda _, out: shapes.append(out.shape)):
         (found,) = torch.autograd.grad(cross_entropy_sum(hidden, frozen, *index) / 3, hidden)
     torch.testing.assert_close(found, expected)
     assert weight.shape not in shapes
@@ -176,9 +167,8 @@ def test_no_gradient_work_without_gradients():
     with torch.no_grad():
         value = cross_entropy_sum(hidden, weight, *label_positions(labels))
     assert not value.requires_grad
-    torch.testing.assert_close(
-        value, cross_entropy_sum(hidden, weight, *label_positions(labels)).detach()
-    )
+    expected = cross_entropy_sum(hidden, weight, *label_positions(labels)).detach()
+    torch.testing.assert_close(value, expected)
 
 
 def test_next_tokens():
@@ -233,8 +223,4 @@ def test_the_compiled_loss_uses_the_kernel_and_equals_plain():
     hidden.requires_grad_(), weight.requires_grad_()
     assert loss._kernel("cuda") is not None and loss._kernel("cpu") is None
     mine = cross_entropy_sum(hidden, weight, *label_positions(labels), compiled=True)
-    plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten(), reduction="sum")
-    torch.testing.assert_close(mine, plain)
-    grads = torch.autograd.grad(mine * 3, (hidden, weight))
-    for a, e in zip(grads, torch.autograd.grad(plain * 3, (hidden, weight)), strict=True):
-        torch.testing.assert_close(a, e)
+    assert_plain(mine, hidden, weight, labels)

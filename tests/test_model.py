@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, TINY, refused
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -29,20 +29,13 @@ CONFIGS = {
     "qwen3-tied": Qwen3Config(tie_word_embeddings=True, head_dim=8, **SIZES),
     "qwen3": Qwen3Config(tie_word_embeddings=False, head_dim=16, **SIZES),
     "qwen2": Qwen2Config(tie_word_embeddings=True, **SIZES),  # has biases
-    "llama": LlamaConfig(
-        tie_word_embeddings=False,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 1e4,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-        **SIZES,
-    ),  # fmt: skip
+    "llama": LlamaConfig(tie_word_embeddings=False,
+                         rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+                                          "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                          "original_max_position_embeddings": 32},
+                         **SIZES),  # fmt: skip
     "mistral": MistralConfig(sliding_window=None, **SIZES),
-}
+}  # fmt: skip
 
 
 def build(config, weights, seed=0):
@@ -145,46 +138,6 @@ def test_names_of_a_model_in_units_are_hugging_faces(name):
     assert {p.hf_name: id(p) for p in model.parameters()} == expected
 
 
-def test_next_tokens_without_targets():
-    lm = build(CONFIGS["qwen3"], None)
-    model = DecoderLoss(lm, [Blocks(list(lm.model.layers), False)])
-    cu = torch.tensor([0, 64], dtype=torch.int32)
-    documents = make_documents(cu, (1, 64), "bucketed", CPU)
-    ids, index = torch.randint(0, 97, (1, 64)), torch.tensor([3, 63])
-    assert model(ids, position_ids(cu, (1, 64)), documents, index).shape == (2,)
-
-
-@pytest.mark.parametrize(
-    "files, message",
-    [
-        ({}, "no model at"),
-        ({"config.json": "{"}, "config.json"),
-        ({"config.json": '{"model_type": "gpt2"}'}, "gpt2 is not one of qwen3, qwen2"),
-        ({"config.json": '{"model_type": "nonsense"}'}, "nonsense"),
-        ({"config.json": '{"model_type": "qwen3", "head_dim": null}'}, "field 'head_dim'"),
-        (
-            {"config.json": '{"model_type": "qwen3", "num_key_value_heads": 0}'},
-            "config.json: num_key_value_heads 0 is not a positive number",
-        ),
-        (
-            {"config.json": '{"model_type": "qwen3", "num_hidden_layers": 0}'},
-            "config.json: num_hidden_layers 0 is not a positive number",
-        ),
-        ({"config.json": '{"model_type": "qwen3", "head_dim": 0}'}, "head_dim 0 is not a positive"),
-        ({"config.json": '{"model_type": "llama", "hidden_act": "foo"}'}, "hidden_act foo is unk"),
-        ({"config.json": '{"model_type": "qwen3"}', "pytorch_model.bin": ""}, "save_pretrained"),
-        ({"config.json": '{"model_type": "qwen3"}', "model.safetensors": "x"}, "model.safetensors"),
-    ],
-)
-def test_bad_folders(files, message, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=message):
-        folder = find_model(str(tmp_path))
-        load_config(folder, 64)
-        open_weights(folder)
-
-
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
 YARN = {**ROPE, "rope_type": "yarn", "original_max_position_embeddings": 32}
@@ -216,18 +169,30 @@ WRONG = [
     ({INDEX: '{"weight_map": ["a"]}'}, "is not a safetensors index"),
     ({INDEX: '{"weight_map": {"a": "."}}'}, "which is missing"),
     ({INDEX: '{"weight_map": {"a": "model.safetensors"}}'}, "does not contain tensor a"),
+    ({"model.safetensors": "x"}, "model.safetensors"),
+    ({"model.safetensors": None, "pytorch_model.bin": ""}, "save_pretrained"),
     # tensors
+    ({"config.json": {"num_hidden_layers": 4, "layer_types": None}}, "weight model.layers.3"),
+    ({"config.json": {"num_hidden_layers": 2, "layer_types": None}},
+     "model.layers.2.input_layernorm.weight is not a weight of this"),
+    ({"config.json": {"intermediate_size": 50}},
+     r"down_proj.weight has shape \[32, 48\], .* \[32, 50\]"),
     ({"model.safetensors": lambda t: {NORM: t[NORM].int()}}, f"{NORM} is of type I32"),
     ({"model.safetensors": lambda t: {NORM: t[NORM].bool()}}, f"{NORM} is of type BOOL"),
     ({"model.safetensors": lambda t: {"a.b": t[NORM] + 1}}, "a.b is not a weight of this model"),
     # configuration
+    ({"config.json": None}, "no model at"),
+    ({"config.json": "{"}, "config.json"),
+    ({"config.json": {"model_type": "gpt2"}}, "gpt2 is not one of qwen3, qwen2"),
+    ({"config.json": {"model_type": "nonsense"}}, "nonsense"),
+    ({"config.json": {"model_type": "llama", "hidden_act": "foo"}}, "hidden_act foo is unk"),
+    ({"config.json": {"head_dim": None}}, "field 'head_dim'"),
+    *(({"config.json": {key: 0}}, f"config.json: {key} 0 is not a positive number")
+      for key in ("num_key_value_heads", "num_hidden_layers", "head_dim")),
     ({"config.json": "[" * 10**5}, "config.json: maximum recursion"),
     ({"config.json": {"num_hidden_layers": 10**12}}, "num_hidden_layers 1000000000000 is not a po"),
     ({"config.json": {"hidden_size": 10**12}}, "hidden_size 1000000000000 is not a positive numb"),
-    (
-        {"config.json": {"max_position_embeddings": 0}},
-        "max_position_embeddings 0 is not a",
-    ),
+    ({"config.json": {"max_position_embeddings": 0}}, "max_position_embeddings 0 is not a"),
     ({"config.json": {"pad_token_id": 10**9}}, "Padding_idx must be within num_embeddings"),
     ({"config.json": {"dtype": 5}}, "config.json: 'int' object has no attribute"),
     ({"config.json": {"hidden_act": ["silu"]}}, "config.json: .*hidden_act"),
@@ -241,21 +206,16 @@ WRONG = [
     (rope(**YARN), "config.json: KeyError .*factor"),
     (rope(**YARN, factor=2.0, attention_factor="x"), "config.json: "),
     # tokenizer
+    ({"tokenizer.json": None, "tokenizer_config.json": None, "chat_template.jinja": None},
+     "--tokenizer_name_or_path"),
     ({"tokenizer.json": "{}"}, "the tokenizer can't be read: Model missing"),
     ({"tokenizer.json": "[]"}, "the tokenizer can't be read: invalid type: sequence"),
     ({"tokenizer_config.json": {"tokenizer_class": 5}}, "the tokenizer can't be read: 'int' obj"),
-    (
-        {"tokenizer_config.json": {"eos_token": {}}},
-        "the tokenizer can't be read: Special token",
-    ),
+    ({"tokenizer_config.json": {"eos_token": {}}}, "the tokenizer can't be read: Special token"),
     ({"tokenizer.json": None, "tokenizer.model": "x"}, "has no tokenizer.json, .*save_pretrained"),
-    (
-        {
-            "chat_template.jinja": None,
-            "tokenizer_config.json": {"chat_template": [{"name": "a", "template": "a"}]},
-        },
-        "multiple chat templates with no default specified.*--chat_template",
-    ),
+    ({"chat_template.jinja": None,
+      "tokenizer_config.json": {"chat_template": [{"name": "a", "template": "a"}]}},
+     "multiple chat templates with no default specified.*--chat_template"),
     ({"chat_template.jinja": "{% for m in messages %}"}, "template can't be used: Unexpected end"),
     # generation
     ({"generation_config.json": "{"}, "generation_config.json: It looks like"),
@@ -263,7 +223,7 @@ WRONG = [
     ({"generation_config.json": '{"eos_token_id": "x"}'}, "generation_config.json: 'x' is not a"),
     ({"generation_config.json": '{"top_p": "x"}'}, "generation_config.json: top_p 'x' is not a n"),
     ({"generation_config.json": '{"max_new_tokens": "x"}'}, "generation_config.json: '<='"),
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +233,7 @@ def good(tmp_path_factory):
     config = Qwen3Config(tie_word_embeddings=True, head_dim=8, **{**SIZES, "vocab_size": 4096})
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(ROOT / "models/qwen3-tiny" / name, folder)
+        shutil.copy(TINY / name, folder)
     return folder
 
 
@@ -304,9 +264,8 @@ def opened(folder):
 @pytest.mark.parametrize("files, message", WRONG)
 def test_a_wrong_folder_is_one_line(files, message, good, tmp_path, record_property):
     record_property("bad inputs", 1)
-    with pytest.raises(UserError, match=message) as raised:
+    with refused(message):
         opened(changed(good, tmp_path / "x", files))
-    assert "\n" not in str(raised.value)
 
 
 def test_a_right_folder(good):
@@ -380,19 +339,6 @@ def test_a_generation_config_that_transformers_does_not_save(good, tmp_path):
     assert saved["max_length"] == 9 and 2 in saved["eos_token_id"] and "top_p" not in saved
 
 
-def test_weights_that_do_not_fit(tmp_path):
-    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for change, message in (
-        ({"num_hidden_layers": 4}, "weight model.layers.3"),
-        ({"num_hidden_layers": 2}, "model.layers.2.input_layernorm.weight is not a weight of this"),
-        ({"intermediate_size": 50}, r"down_proj.weight has shape \[32, 48\], .* \[32, 50\]"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-        with pytest.raises(UserError, match=message):
-            build(load_config(tmp_path, 64), open_weights(tmp_path))
-
-
 @pytest.mark.slow
 def test_reading_a_model_takes_no_more_of_the_host_than_its_weights():
     """2.4 GB of fp32 weights on two processes without a GPU, whose parameters are in the host's
@@ -407,14 +353,8 @@ def test_reading_a_model_takes_no_more_of_the_host_than_its_weights():
 
 
 def test_sequences_longer_than_the_model_knows(tmp_path):
-    load_config(ROOT / "models/qwen3-tiny", 4096)  # without weights
-    shutil.copy(ROOT / "models/qwen3-tiny/config.json", tmp_path)
+    load_config(TINY, 4096)  # without weights
+    shutil.copy(TINY / "config.json", tmp_path)
     save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="--seq_len 4096: .* positions up to 2048"):
         load_config(tmp_path, 4096)
-
-
-def test_a_folder_without_tokenizer(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
-    with pytest.raises(UserError, match="--tokenizer_name_or_path"):
-        load_tokenizer(str(tmp_path))

@@ -10,7 +10,7 @@ import pytest
 import test_parity as parity
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, torchrun
+from conftest import ROOT, TINY, logged, slow, train_cases
 from test_parity import assert_equal, plain_loop, train
 from test_security import sign
 from tiny_tokenizer import packs_of
@@ -68,16 +68,9 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
 }
 # whose parts the others have
 SLOW = (
-    "spread_by_4",
-    "replicas",
-    "host_one",
-    "host",
-    "host_spread",
-    "reshard",
-    "twice",
-    "gathered_again",
-    "v",
-)
+    "spread_by_4", "replicas", "host_one", "host", "host_spread", "reshard", "twice",
+    "gathered_again", "v",
+)  # fmt: skip
 
 
 def why_not(engine):
@@ -91,7 +84,7 @@ def why_not(engine):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
-    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     parity.write_rows(folder / "data.jsonl")
     packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN)
     results = {}
@@ -142,7 +135,7 @@ def trained(work):
                 more = [*flags, "--use_activation_checkpointing", checkpointing.get(model, "true")]
                 more += ["--max_steps", str(STEPS)]
                 name = f"{engine}-{model}"
-                cases[name] = parity.argv(work[0], model, work[0] / name, *split, *more)
+                cases[name] = parity.argv(work[0], model, *split, *more)
         return train(work[0], *wanted, cases)
 
     return once
@@ -178,7 +171,7 @@ TEXT = ["false", "true"]
 def expected(work):
     """(model, whether rows are packed, coefficient of the auxiliary loss) -> the plain loop's
     results. The model is written to the folder of `work`."""
-    tokenizer = AutoTokenizer.from_pretrained(parity.TINY)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
 
     @functools.cache
     def once(name, pack, auxiliary=0.0):
@@ -213,10 +206,8 @@ def assert_all_equal(kind, processes, cases, work, expected, auxiliary=0.0):
     packed = {name: "--no_pack_sequences" not in case[3] for name, case in cases.items()}
     true = {name: expected(case[0], packed[name], auxiliary) for name, case in cases.items()}
     argvs = {
-        name: parity.argv(
-            work[0], model, work[0] / name, micro, accumulation, "--max_steps", str(FEW), *flags
-        )
-        for name, (model, micro, accumulation, flags) in cases.items()
+        name: parity.argv(work[0], *how, "--max_steps", str(FEW), *flags)
+        for name, (*how, flags) in cases.items()
     }
     differences = {}
     for name, (losses, ranks) in train(work[0], kind, processes, argvs).items():
@@ -323,16 +314,16 @@ def test_the_auxiliary_loss_equals_the_plain_loop(work, expected):
     assert_all_equal("fsdp", 2, cases, work, expected, auxiliary=0.5)
 
 
-def run_all(kind, processes, runs, folder):
-    """Run a script with each of these flags in one set of processes."""
-    cases = [{"argv": [str(flag) for flag in flags], "quiet": True} for flags in runs]
-    (folder / "cases.json").write_text(json.dumps(cases))
-    torchrun(processes, ROOT / "tests/parity_worker.py", kind, folder / "cases.json")
+def flags_of(work, model, steps, *more):
+    return [
+        "--model_name_or_path", work[0] / model, "--train_json", work[0] / "data.jsonl",
+        "--eval_json", "none", "--seq_len", parity.SEQ_LEN, "--max_steps", steps, "--lr", "2e-3",
+        "--warmup_steps", "1", "--sample_tokens", "0", "--keep_last", "0", *more,
+    ]  # fmt: skip
 
 
 def metrics(folder, *names):
-    lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-    return [[line[n] for n in names] for line in lines if "train/loss" in line]
+    return [[record[n] for n in names] for record in logged(folder)]
 
 
 def tensors_of(checkpoint):
@@ -345,38 +336,31 @@ def tensors_of(checkpoint):
 @pytest.mark.parametrize(
     "spread, again, respread, splits",  # --expert_parallel of both runs
     [
-        pytest.param("1", ("fsdp", 2), "1", ["2", "2"], marks=pytest.mark.slow),
+        slow("1", ("fsdp", 2), "1", ["2", "2"]),
         ("2", ("fsdp", 2), "2", ["2", "2"]),
         ("2", ("fsdp", 1), "1", ["8", "1"]),
-        pytest.param("1", ("fsdp", 4), "2", ["1", "2"], marks=pytest.mark.slow),
-        pytest.param("2", ("fsdp", 4), "4", ["2", "1"], marks=pytest.mark.slow),
-        pytest.param("1", ("fsdp_pp", 2), None, ["2", "4"], marks=pytest.mark.slow),
+        slow("1", ("fsdp", 4), "2", ["1", "2"]),
+        slow("2", ("fsdp", 4), "4", ["2", "1"]),
+        slow("1", ("fsdp_pp", 2), None, ["2", "4"]),
     ],
 )
 def test_resumes_with_deepseeks_bias_and_frozen_routers(
     spread, again, respread, splits, work, tmp_path
 ):
-    flags = [
-        "--model_name_or_path", work[0] / "deepseek", "--train_json", work[0] / "data.jsonl",
-        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
-        "--warmup_steps", "1", "--sample_tokens", "0", "--save_every", "2", "--keep_last", "0",
-        "--freeze_router",
-    ]  # fmt: skip
+    flags = flags_of(work, "deepseek", 4, "--save_every", "2", "--freeze_router")
     updates = again[0] == "fsdp"  # fsdp_pp refuses it
     flags += ["--router_bias_update", "0.01"] * updates
     bits = again == ("fsdp", 2)
-    over = ["--expert_parallel"]
     flags += ["--dtype", "bf16" if bits else "fp32"]
     batch = "--micro_batch_size", "2", "--grad_accum_steps", "2"
-    whole = [*flags, *batch, "--output_dir", tmp_path / "whole", *over, spread]
-    middle = tmp_path / "whole/checkpoints/step_00000002"
+    whole = {"whole": [*flags, *batch, "--expert_parallel", spread]}
+    middle, resumed = tmp_path / "whole/checkpoints/step_00000002", tmp_path / "resumed"
     batch = "--micro_batch_size", splits[0], "--grad_accum_steps", splits[1]
-    resumed = tmp_path / "resumed"
-    rest = [*flags, *batch, "--output_dir", resumed, "--resume", middle]
-    rest += [*over, respread] if updates else []
+    rest = {"resumed": [*flags, *batch, "--resume", middle]}
+    rest["resumed"] += ["--expert_parallel", respread] if updates else []
     first = "fsdp", 2
-    for how, runs in [(first, [whole, rest])] if bits else [(first, [whole]), (again, [rest])]:
-        run_all(*how, runs, tmp_path)
+    for how, cases in [(first, whole | rest)] if bits else [(first, whole), (again, rest)]:
+        train_cases(tmp_path, *how, cases)
     names = "train/loss", "train/grad_norm", "moe/load", "moe/idle"
     expected, found = metrics(tmp_path / "whole", *names)[2:], metrics(resumed, *names)
     assert len(found) == 2
@@ -403,24 +387,17 @@ def test_resumes_with_deepseeks_bias_and_frozen_routers(
         assert all(torch.equal(whole[name], end[name]) for name in biases)
 
 
-@pytest.mark.parametrize(
-    "model, n", [pytest.param("qwen", "1", marks=pytest.mark.slow), ("deepseek", "2")]
-)
+@pytest.mark.parametrize("model, n", [slow("qwen", "1"), ("deepseek", "2")])
 def test_the_optimizer_on_the_host_has_the_same_numbers(model, n, work, tmp_path):
     """In bf16 with fp32 routers, experts on every rank or spread; and from one to the other."""
-    flags = [
-        "--model_name_or_path", work[0] / model, "--train_json", work[0] / "data.jsonl",
-        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "3", "--lr", "2e-3",
-        "--warmup_steps", "1", "--sample_tokens", "0", "--save_every", "2", "--keep_last", "0",
-        "--dtype", "bf16", "--micro_batch_size", "4", "--expert_parallel", n,
-    ]  # fmt: skip
+    flags = flags_of(work, model, 3, "--save_every", "2", "--dtype", "bf16")
+    flags += ["--micro_batch_size", "4", "--expert_parallel", n]
     flags += ["--router_bias_update", "0.01"] * (model == "deepseek")
     more = {"device": [], "host": ["--optimizer_on_host"]}
     for name, other in (("device", "host"), ("host", "device")):
         middle = tmp_path / name / "checkpoints/step_00000002"
         more[f"{other}-from-{name}"] = [*more[other], "--resume", middle]
-    runs = [[*flags, *own, "--output_dir", tmp_path / name] for name, own in more.items()]
-    run_all("fsdp", 2, runs, tmp_path)
+    train_cases(tmp_path, "fsdp", 2, {name: [*flags, *own] for name, own in more.items()})
     names = "train/loss", "train/grad_norm", "moe/load"
     expected = metrics(tmp_path / "device", *names)
     whole = tensors_of(tmp_path / "device/checkpoints/step_00000003")
@@ -436,14 +413,9 @@ def test_the_optimizer_on_the_host_has_the_same_numbers(model, n, work, tmp_path
 
 def test_routers_of_one_process_stay_in_fp32(work, tmp_path):
     """In bf16 it has FSDP2's numbers to the bit; and frozen routers stay as they are."""
-    flags = [
-        "--model_name_or_path", work[0] / "qwen", "--train_json", work[0] / "data.jsonl",
-        "--eval_json", "none", "--seq_len", "32", "--max_steps", "2", "--lr", "2e-3",
-        "--warmup_steps", "1", "--sample_tokens", "0", "--dtype", "bf16",
-    ]  # fmt: skip
+    flags = flags_of(work, "qwen", 2, "--seq_len", "32", "--dtype", "bf16")
     more = {"one": ["--no_fsdp"], "fsdp": ["--fsdp"], "frozen": ["--no_fsdp", "--freeze_router"]}
-    runs = [[*flags, *own, "--output_dir", tmp_path / name] for name, own in more.items()]
-    run_all("fsdp", 1, runs, tmp_path)
+    train_cases(tmp_path, "fsdp", 1, {name: [*flags, *own] for name, own in more.items()})
     one, fsdp, frozen = (tensors_of(tmp_path / n / "checkpoints/step_00000002") for n in more)
     given = AutoModelForCausalLM.from_pretrained(work[0] / "qwen").state_dict()
     routers = [name for name in one if name.endswith(".gate.weight")]
@@ -458,11 +430,7 @@ def test_routers_of_one_process_stay_in_fp32(work, tmp_path):
 
 def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
     """Equal however the batch is split; it lowers the largest load."""
-    flags = [
-        "--model_name_or_path", work[0] / "qwen", "--train_json", work[0] / "data.jsonl",
-        "--eval_json", "none", "--seq_len", str(parity.SEQ_LEN), "--max_steps", "4", "--lr", "2e-3",
-        "--warmup_steps", "1", "--sample_tokens", "0", "--no_save", "--dtype", "fp32",
-    ]  # fmt: skip
+    flags = flags_of(work, "qwen", 4, "--no_save", "--dtype", "fp32")
     one = [*flags, "--micro_batch_size", "8"]
     split = [*flags, "--micro_batch_size", "2", "--grad_accum_steps", "2"]
     added = ["--router_aux_loss", "0.5"]
@@ -470,15 +438,15 @@ def test_the_auxiliary_loss_is_of_the_global_batch(work, tmp_path):
         "one": [*one, *added], "without": one,
         "split": [*split, *added, "--use_activation_checkpointing"],
         "slices": [*split, "--micro_batch_size", "4", *added, "--sequence_parallel", "2"],
+        "spread": [*split, *added, *SPREAD_2],
     }  # fmt: skip
-    runs = {name: [*more, "--output_dir", tmp_path / name] for name, more in runs.items()}
-    run_all("fsdp", 1, [runs["one"], runs["without"]], tmp_path)
-    run_all("fsdp", 2, [runs["split"], runs["slices"]], tmp_path)
+    for processes, names in ((1, ("one", "without")), (2, ("split", "slices", "spread"))):
+        train_cases(tmp_path, "fsdp", processes, {name: runs[name] for name in names})
     found = {}
     for name in runs:
         names = ["train/loss", "train/grad_norm"] + ["moe/aux_loss"] * (name != "without")
         found[name] = metrics(tmp_path / name, *names), metrics(tmp_path / name, "moe/load")
-    for name in ("split", "slices"):
+    for name in ("split", "slices", "spread"):
         for one, other in zip(found["one"][0], found[name][0], strict=True):
             assert other == pytest.approx(one, rel=1e-5)
     assert found["one"][0][0][0] == pytest.approx(found["without"][0][0][0], rel=1e-6)
@@ -506,7 +474,7 @@ def test_a_resumed_fp16_run_goes_on_with_its_loss_scale(tmp_path):
         facts = json.loads((at(name, step) / "trainer.json").read_text())["loss_scale"]
         return facts["scale"], facts["good_steps"]
 
-    run_all("fsdp", 1, [[*fp16, "--output_dir", tmp_path / "first"]], tmp_path)
+    train_cases(tmp_path, "fsdp", 1, {"first": fp16})
     first = at("first", 1)
     facts = json.loads((first / "trainer.json").read_text())
     facts["loss_scale"] = {"scale": 512.0, "good_steps": 998.0}  # two good steps before it doubles
@@ -517,8 +485,7 @@ def test_a_resumed_fp16_run_goes_on_with_its_loss_scale(tmp_path):
         "again": [*fp16, "--resume", at("whole", 2)],
         "fp32": [*flags, "--dtype", "fp32", "--resume", first],
     }
-    runs = [[*how, "--output_dir", tmp_path / name] for name, how in runs.items()]
-    run_all("fsdp", 1, runs, tmp_path)
+    train_cases(tmp_path, "fsdp", 1, runs)
     assert [scale("whole", step) for step in (2, 3, 4)] == [(512, 999), (1024, 0), (1024, 1)]
     assert [scale("again", step) for step in (3, 4)] == [(1024, 0), (1024, 1)]
     names = "train/loss", "train/grad_norm", "moe/aux_loss"

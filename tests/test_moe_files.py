@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
@@ -54,26 +53,17 @@ LATENT = dict(
     n_group=4, topk_group=2, num_key_value_heads=4, **SIZES,
 )  # fmt: skip
 TINY = {
-    "qwen3": Qwen3MoeConfig(
-        num_experts=6, num_key_value_heads=2, head_dim=8, mlp_only_layers=[1], **SIZES
-    ),
-    "qwen3, every second": Qwen3MoeConfig(
-        num_experts=6, num_key_value_heads=2, head_dim=8, decoder_sparse_step=2, **SIZES
-    ),
-    "qwen2": Qwen2MoeConfig(
-        num_experts=6,
-        num_key_value_heads=2,
-        shared_expert_intermediate_size=20,
-        mlp_only_layers=[2],
-        **SIZES,
-    ),
-    "deepseek": DeepseekV3Config(
-        first_k_dense_replace=1, q_lora_rank=20, n_shared_experts=2, **LATENT
-    ),
-    "deepseek, plain queries": DeepseekV3Config(
-        first_k_dense_replace=2, q_lora_rank=None, tie_word_embeddings=True, **LATENT
-    ),
-}
+    "qwen3": Qwen3MoeConfig(num_experts=6, num_key_value_heads=2, head_dim=8, mlp_only_layers=[1],
+                            **SIZES),
+    "qwen3, every second": Qwen3MoeConfig(num_experts=6, num_key_value_heads=2, head_dim=8,
+                                          decoder_sparse_step=2, **SIZES),
+    "qwen2": Qwen2MoeConfig(num_experts=6, num_key_value_heads=2,
+                            shared_expert_intermediate_size=20, mlp_only_layers=[2], **SIZES),
+    "deepseek": DeepseekV3Config(first_k_dense_replace=1, q_lora_rank=20, n_shared_experts=2,
+                                 **LATENT),
+    "deepseek, plain queries": DeepseekV3Config(first_k_dense_replace=2, q_lora_rank=None,
+                                                tie_word_embeddings=True, **LATENT),
+}  # fmt: skip
 SHAPES = {**TINY, "Qwen3-30B-A3B": QWEN, "DeepSeek-V3": DEEPSEEK}
 
 
@@ -373,52 +363,33 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_configurations_that_cannot_be_trained_exactly(message, tmp_path, record_property):
+OTHERS = [  # of Qwen's
+    ("qwen2", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
+    ("qwen2", {"num_experts": 1}, "num_experts_per_tok 2 does not choose from 1 experts"),
+    ("qwen2", {"shared_expert_intermediate_size": 0},
+     "shared_expert_intermediate_size 0: at least 1"),
+    ("qwen3", {"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
+    ("qwen3", {"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
+    ("qwen3", {"moe_intermediate_size": 0}, "moe_intermediate_size 0 is not a positive number"),
+    ("qwen3", {"head_dim": 0}, "head_dim 0 is not a positive number"),
+    ("qwen3", {"mlp_only_layers": [0, 1, 2, 3]},
+     "mlp_only_layers and .* leave no block with experts"),
+    ("qwen3", {"decoder_sparse_step": 5}, "and decoder_sparse_step leave no block with experts"),
+]  # fmt: skip
+REFUSED = [*(("deepseek", change, message) for message, change in BAD.items()), *OTHERS]
+
+
+@pytest.mark.parametrize("name, change, message", REFUSED)
+def test_configurations_that_cannot_be_trained_exactly(
+    name, change, message, tmp_path, record_property
+):
     record_property("bad inputs", 1)
-    config = json.loads(TINY["deepseek"].to_json_string(use_diff=False))
+    config = json.loads(TINY[name].to_json_string(use_diff=False))
     (tmp_path / "config.json").write_text(json.dumps(config))
     load_config(tmp_path, 64)
-    (tmp_path / "config.json").write_text(json.dumps(config | BAD[message]))
-    with pytest.raises(UserError, match=message) as raised:
+    (tmp_path / "config.json").write_text(json.dumps(config | change))
+    with refused(message):
         load_config(tmp_path, 64)
-    assert "\n" not in str(raised.value)
-
-
-def test_configurations_of_qwen2_with_experts(tmp_path):
-    config = json.loads(TINY["qwen2"].to_json_string(use_diff=False))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    load_config(tmp_path, 64)
-    for change, message in (
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
-        ({"num_experts": 1}, "num_experts_per_tok 2 does not choose from 1 experts"),
-        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size 0: at least 1"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UserError, match=message):
-            load_config(tmp_path, 64)
-
-
-def test_configurations_of_qwen3_with_experts(tmp_path):
-    config = json.loads(TINY["qwen3"].to_json_string(use_diff=False))
-    for change, message in (
-        ({"decoder_sparse_step": 0}, "decoder_sparse_step 0 is not positive"),
-        ({"num_experts_per_tok": 7}, "num_experts_per_tok 7 does not choose from 6 experts"),
-        ({"moe_intermediate_size": 0}, "moe_intermediate_size 0 is not a positive number"),
-        ({"head_dim": 0}, "head_dim 0 is not a positive number"),
-        ({"mlp_only_layers": [0, 1, 2, 3]}, "mlp_only_layers and .* leave no block with experts"),
-        ({"decoder_sparse_step": 5}, "and decoder_sparse_step leave no block with experts"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UserError, match=message):
-            load_config(tmp_path, 64)
-
-
-@pytest.fixture(scope="module")
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def trained(name, folder, without=()):
@@ -474,9 +445,8 @@ def test_exported_experts_give_the_same_logits(name, shards, dtype, tmp_path, al
             assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
     weights = open_weights(out)
     skeleton(load_config(out, 64), "math", weights)
-    assert weights.shapes.keys() - {"lm_head.weight"} == model.state_dict().keys() - {
-        "lm_head.weight"
-    }
+    tied = {"lm_head.weight"}
+    assert weights.shapes.keys() - tied == model.state_dict().keys() - tied
 
 
 def test_the_masters_of_a_file_are_not_held_at_once(tmp_path, monkeypatch, alone):

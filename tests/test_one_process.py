@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, args_with
+from conftest import ALONE, ROOT, TINY, args_with, logged
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,7 +22,6 @@ from llm_demo.core.optim import LossScale, clipped_step, halve, join, make_adamw
 from llm_demo.job.choices import Compute
 from llm_demo.job.source import load_config
 
-ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 KEPT = ("train/loss", "train/grad_norm", "train/lr")
 
@@ -35,7 +34,7 @@ def train(tmp_path, monkeypatch):
     lines = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     (tmp_path / "data.jsonl").write_text("\n".join(lines[:60]))
     # two blocks and short rows: CPUs are slow in bf16
-    config = json.loads((ROOT / "models/qwen3-tiny/config.json").read_text())
+    config = json.loads((TINY / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "layer_types": None}
     # a tied weight has two gradients, which autograd adds in fp32 for this FSDP2, else in bf16
     config["tie_word_embeddings"] = not autograd_accumulates()
@@ -51,8 +50,8 @@ def train(tmp_path, monkeypatch):
     def train(name, *flags):
         out = tmp_path / name
         argv = [
-            "--model_name_or_path", tmp_path, "--tokenizer_name_or_path",
-            ROOT / "models/qwen3-tiny", "--train_json", tmp_path / "data.jsonl",
+            "--model_name_or_path", tmp_path, "--tokenizer_name_or_path", TINY,
+            "--train_json", tmp_path / "data.jsonl",
             "--eval_json", "none", "--seq_len", 32, "--max_steps", 4, "--blocks_per_unit", 1,
             "--sample_tokens", 0, "--lr", 1e-3, "--warmup_steps", 2, "--output_dir", out,
             "--micro_batch_size", 1, "--save_every", 2, "--keep_last", 0, *flags,
@@ -62,9 +61,7 @@ def train(tmp_path, monkeypatch):
             script.main()
         finally:
             dist.destroy_process_group()
-        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        steps = {x["step"]: [x[k] for k in KEPT] for x in lines if "train/loss" in x}
-        return steps, made[-1]
+        return {x["step"]: [x[k] for k in KEPT] for x in logged(out)}, made[-1]
 
     return train
 

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, ZERO, smaller_tokenizer, torchrun
+from conftest import ZERO, logged, slow, smaller_tokenizer, train_cases
 from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
@@ -20,7 +20,6 @@ STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.
 TOLERANCE = 1e-5
 GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"  # a CPU and a GPU differ by 1.3e-5 in the same plain loop
-TINY = ROOT / "models/qwen3-tiny"
 SIZES = dict(
     vocab_size=4096, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
     num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -115,28 +114,22 @@ def plain_loop(model, packs, steps=STEPS):
     return {"loss": losses, "norm": norms, "grads": grads, "params": params}
 
 
-def argv(folder, model, out, micro, accum, *more):
+def argv(folder, model, micro, accum, *more):
     return [
         "--model_name_or_path", str(folder / model), "--train_json", str(folder / "data.jsonl"),
         "--eval_json", "none", "--seq_len", str(SEQ_LEN), "--micro_batch_size", str(micro),
         "--grad_accum_steps", str(accum), "--max_steps", str(STEPS), "--lr", str(LR),
         "--warmup_steps", "2", "--max_grad_norm", str(CLIP), "--weight_decay", str(DECAY),
-        "--seed", str(SEED), "--dtype", "fp32", "--sample_tokens", "0", "--output_dir", str(out),
-        "--no_save", *more,
+        "--seed", str(SEED), "--dtype", "fp32", "--sample_tokens", "0", "--no_save", *more,
     ]  # fmt: skip
 
 
 def train(folder, kind, processes, cases):
     """Run cases {name: argv} in one set of processes: {name: (losses, records of each rank)}."""
-    listed = [{"argv": a, "out": str(folder / f"{name}.out")} for name, a in cases.items()]
-    (folder / f"{kind}{processes}.json").write_text(json.dumps(listed))
-    worker = (ROOT / "tests/parity_worker.py", kind, folder / f"{kind}{processes}.json")
-    torchrun(processes, *worker, timeout=1200)
+    train_cases(folder, kind, processes, cases, watched=True)
     found = {}
-    for name, args in cases.items():
-        run = args[args.index("--output_dir") + 1]
-        lines = [json.loads(line) for line in open(f"{run}/metrics.jsonl")]
-        losses = [line["train/loss"] for line in lines if "train/loss" in line]
+    for name in cases:
+        losses = [record["train/loss"] for record in logged(folder / name)]
         ranks = [torch.load(folder / f"{name}.out.{r}.pt") for r in range(processes)]
         found[name] = losses, ranks
     return found
@@ -193,19 +186,18 @@ def cases_of(models, folder, kind, processes, quick):
                     continue
                 name = f"{engine}-{model}-{checkpointing}"
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
-                cases[name] = argv(models, model, folder / name, micro, accum, *more)
-        accum = (
-            GLOBAL_BATCH // 2 // {"pp": 1, "fsdp_pp": max(1, processes // 2)}.get(kind, processes)
-        )
+                cases[name] = argv(models, model, micro, accum, *more)
+        replicas = {"pp": 1, "fsdp_pp": max(1, processes // 2)}.get(kind, processes)
+        accum = GLOBAL_BATCH // 2 // replicas
         for dtype in BOUNDS:
             if trains_in(dtype, engine, quick):
                 name = f"{engine}-{dtype}"
                 more = [*flags, "--dtype", dtype]
-                cases[name] = argv(models, "tied", folder / name, 2, accum, *more)
+                cases[name] = argv(models, "tied", 2, accum, *more)
         if quick and engine in WITH_BIASES:
             name = f"{engine}-biases"
             more = [*flags, "--dtype", "bf16"]
-            cases[name] = argv(models, "llama", folder / name, 2, accum, *more)
+            cases[name] = argv(models, "llama", 2, accum, *more)
     return cases
 
 
@@ -314,12 +306,8 @@ HALVES = {
 }  # fmt: skip
 ONLY_SLOW = ("host_one", "host_four", "replicas_four")
 ONLY_SLOW += (
-    "host_four_whole",
-    "host_replicas",
-    "host_one_fsdp",
-    "host_one_reshard",
-    "host_spread",
-)
+    "host_four_whole", "host_replicas", "host_one_fsdp", "host_one_reshard", "host_spread",
+)  # fmt: skip
 ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_v_four", "fpp_gpipe", "fpp_reshard", "fpp_long")
 ONLY_SLOW += tuple(FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)
@@ -370,7 +358,7 @@ def test_equals_plain_loop(engine, quick, work, trained):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("quick", [True, slow(False)])
 def test_low_precision_stays_close(dtype, quick, work, trained):
     """bf16 has 8 bits of mantissa, fp16 11; the masters are fp32."""
     loss_bound, norm_bound = BOUNDS[dtype]
@@ -404,17 +392,13 @@ ALONE = ["--dtype", "bf16", "--no_compile", "--use_activation_checkpointing", "f
 
 @pytest.fixture(scope="module")
 def alone_in_bf16(work):
-    flags = argv(work[0], "untied", work[0] / "alone", 1, GLOBAL_BATCH, *ALONE, "--no_fsdp")
+    flags = argv(work[0], "untied", 1, GLOBAL_BATCH, *ALONE, "--no_fsdp")
     losses, (rank,) = train(work[0], "fsdp", 1, {"alone": flags})["alone"]
     return losses, rank["steps"][0]
 
 
 @pytest.mark.parametrize(
-    "kind, processes",
-    [
-        key if key == ("fsdp_pp", 2) else pytest.param(*key, marks=pytest.mark.slow)
-        for key in SUMMED
-    ],
+    "kind, processes", [key if key == ("fsdp_pp", 2) else slow(*key) for key in SUMMED]
 )
 def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
     """The same micro-batches in bf16 have the gradients of one process, all of whose sums are fp32:
@@ -425,7 +409,7 @@ def test_micro_batches_are_summed_in_fp32(kind, processes, work, alone_in_bf16):
     folder, cases = work[0], {}
     for name, (accum, flags) in SUMMED[kind, processes].items():
         name = f"summed_{name}"
-        cases[name] = argv(folder, "untied", folder / name, 1, accum, *ALONE, *flags)
+        cases[name] = argv(folder, "untied", 1, accum, *ALONE, *flags)
     expected, first = alone_in_bf16
     for name, (losses, ranks) in train(folder, kind, processes, cases).items():
         assert losses[:2] == pytest.approx(expected[:2], rel=1e-6), name
@@ -454,7 +438,7 @@ def test_two_pieces_on_each_of_four_stages(work):
     for schedule in ("v", "interleaved"):
         flags = ["--stages", "4", "--schedule", schedule]
         name = f"eight_{schedule}"
-        cases[name] = argv(folder, "eight", folder / name, 1, GLOBAL_BATCH, *flags)
+        cases[name] = argv(folder, "eight", 1, GLOBAL_BATCH, *flags)
     for losses, ranks in train(folder, "fsdp_pp", 4, cases).values():
         assert_equal(losses, ranks, expected)
 
@@ -492,7 +476,7 @@ def test_zero_with_sizes_that_large_models_pass(work):
         file.write_text(json.dumps({"zero_optimization": zero}))
         name, more = f"small{name}-{model}", ["--deepspeed_config", str(file)]
         more += ["--blocks_per_unit", "1"]
-        cases[name] = argv(folder, model, folder / name, 2, 2, *more)
+        cases[name] = argv(folder, model, 2, 2, *more)
     for name, found in train(folder, "zero", 2, cases).items():
         assert_equal(*found, expected[name.split("-")[1]])
 
@@ -501,8 +485,8 @@ def test_zero_with_sizes_that_large_models_pass(work):
     "dtype, quick",
     [
         ("bf16", True),
-        pytest.param("bf16", False, marks=pytest.mark.slow),
-        pytest.param("fp16", False, marks=pytest.mark.slow),
+        slow("bf16", False),
+        slow("fp16", False),
     ],
 )
 def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):

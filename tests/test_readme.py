@@ -167,18 +167,9 @@ def test_every_path_named_exists():
     text = re.sub(r"\]\(\S+?\)", "]", TEXT)  # links have a test of their own
     words = {w.removeprefix("…/").rstrip("./") for w in re.findall(r"[\w.…/-]+", text)}
     folders = (
-        "fsdp/",
-        "pp/",
-        "zero/",
-        "fsdp_pp/",
-        "llm_demo/",
-        "data/",
-        "models/",
-        "tests/",
-        "bench/",
-        ".ci/",
-        "cluster/",
-    )
+        "fsdp/", "pp/", "zero/", "fsdp_pp/", "llm_demo/", "data/", "models/", "tests/", "bench/",
+        ".ci/", "cluster/",
+    )  # fmt: skip
     paths = {w for w in words if re.search(r"\w\.(py|sh|jsonl?|md|txt|toml|log)$", w)}
     paths |= {w for w in words if w.startswith(folders) and not re.match(r"data/\w+$", w)}
     assert len(paths) > 40
@@ -192,12 +183,8 @@ def test_every_folder_is_described_in_the_readme():
         p.parent for top in (*SCRIPTS, "llm_demo", "bench") for p in (ROOT / top).rglob("*.py")
     }
     expected = {f"{p.relative_to(ROOT)}/" for p in packages} | {
-        "data/",
-        "models/",
-        "runs/",
-        "docs/",
-        "cluster/",
-    }
+        "data/", "models/", "runs/", "docs/", "cluster/",
+    }  # fmt: skip
     described = set(re.findall(r"`([\w./]+/)`", section(README, "Folders")))
     assert described == expected | {"tests/", ".ci/"}
 

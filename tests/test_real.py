@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, environment, free_port, run
+from conftest import LAUNCHERS, ROOT, environment, free_port, run
 from safetensors.torch import load_file
 from test_chat import expected, user
-from test_end_to_end import LAUNCHERS, losses
+from test_end_to_end import losses
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, run, smaller_model, torchrun
+from conftest import ROOT, logged, run, smaller_model, train_cases
 
 from bench.checkpoints import tensors
 from llm_demo.export import model_of, write_weights
@@ -23,26 +23,21 @@ def train(tmp_path_factory):
     model = smaller_model(folder / "model")
 
     def train(processes, cases):
-        listed = []
-        for name, flags in cases.items():
-            argv = [
-                "--model_name_or_path", model, "--train_json", ROOT / "data/sft_en.jsonl",
-                "--eval_json", "none", "--seq_len", 32, "--sample_tokens", 0, "--lr", "1e-3",
-                "--max_steps", STEPS, "--warmup_steps", 1, "--weight_decay", 0.3, "--dtype", "fp32",
-                "--save_every", AT, "--attn_impl", "math", "--output_dir", folder / name,
-                *(f.format(folder=folder) for f in flags),
-            ]  # fmt: skip
-            listed.append({"argv": [str(a) for a in argv], "quiet": True})
-        (folder / "cases.json").write_text(json.dumps(listed))
-        torchrun(processes, ROOT / "tests/parity_worker.py", "fsdp", folder / "cases.json")
+        argv = [
+            "--model_name_or_path", model, "--train_json", ROOT / "data/sft_en.jsonl",
+            "--eval_json", "none", "--seq_len", 32, "--sample_tokens", 0, "--lr", "1e-3",
+            "--max_steps", STEPS, "--warmup_steps", 1, "--weight_decay", 0.3, "--dtype", "fp32",
+            "--save_every", AT, "--attn_impl", "math",
+        ]  # fmt: skip
+        cases = {n: [*argv, *(f.format(folder=folder) for f in more)] for n, more in cases.items()}
+        train_cases(folder, "fsdp", processes, cases)
         return folder
 
     return train
 
 
 def numbers(run):
-    lines = [json.loads(line) for line in open(run / "metrics.jsonl")]
-    return [(r["train/loss"], r["train/grad_norm"]) for r in lines if "train/loss" in r]
+    return [(r["train/loss"], r["train/grad_norm"]) for r in logged(run)]
 
 
 def equal(one, other):
@@ -98,9 +93,8 @@ def test_two_copies_of_two_shards(train):
     assert equal(folder / "low4", folder / "low4-again")
     state = tensors(folder / "low4" / LAST)
     name = "model.layers.0.mlp.up_proj.weight"
-    assert (
-        state[f"{name}.psgd_error"].shape == state[name].shape and state[f"{name}.psgd_error"].any()
-    )
+    error = state[f"{name}.psgd_error"]
+    assert error.shape == state[name].shape and error.any()
     assert state[f"{name}.psgd_factor"].shape == (2 * 64, 2)  # a factor for each of two shards
 
 
@@ -120,11 +114,8 @@ def test_compressed_runs_stop_and_go_on(train):
     assert low[:1] == exact[:1] and low[1] != exact[1]  # one step of warm-up
     assert later[:2] == exact[:2] and later[2] != exact[2]
     assert low[1][0] == exact[1][0] and low[2][0] == pytest.approx(exact[2][0], rel=0.05)
-    for name, start in (
-        ("exact-from-low", low),
-        ("other-from-low", low),
-        ("low-from-exact", exact),
-    ):
+    starts = ("exact-from-low", low), ("other-from-low", low), ("low-from-exact", exact)
+    for name, start in starts:
         assert numbers(folder / name)[0][0] == pytest.approx(start[AT][0], rel=1e-6), name
 
     log = (folder / "other-from-low/train.log").read_text()

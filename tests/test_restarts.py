@@ -1,6 +1,5 @@
 """RESTARTS: a run whose rank is killed goes on by itself, and nothing else is restarted."""
 
-import json
 import os
 import random
 import signal
@@ -9,11 +8,18 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, python, run, smaller_model
+from conftest import (
+    ROOT,
+    SCRIPTS,
+    assert_same_tensors,
+    logged,
+    python,
+    run,
+    slow,
+    smaller_model,
+)
 from test_launch import launch, script  # noqa: F401  script is a fixture
 from test_resume import steps_of
-
-from bench.checkpoints import tensors
 
 # Runs a training script. In the first attempt one rank kills itself, soon after a step is logged.
 KILLED = """
@@ -32,20 +38,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 STEPS = 6
 
 
-slow = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "trained",
-    [
-        "fsdp/train_fsdp.py",
-        *(
-            pytest.param(name, marks=slow)
-            for name in ("pp/pp_train.py", "zero/train_zero.py", "fsdp_pp/train_fsdp_pp.py")
-        ),
-    ],
-)
-def test_a_rank_killed_at_random_changes_no_bit(trained, script, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("kind", ["fsdp", slow("pp"), slow("zero"), slow("fsdp_pp")])
+def test_a_rank_killed_at_random_changes_no_bit(kind, script, tmp_path):  # noqa: F811
     seed = int(os.environ.get("KILL_SEED") or random.randrange(10**6))
     draw = random.Random(seed)
     # a step is logged during the next one, and takes 30 ms or more
@@ -59,15 +53,14 @@ def test_a_rank_killed_at_random_changes_no_bit(trained, script, tmp_path):  # n
         flags = f"--model_name_or_path {model} --seq_len 32 --max_steps {STEPS} --save_every 2 "
         flags += "--eval_json none --sample_tokens 0 --warmup_steps 2 --log_every 1 --keep_last 0 "
         flags += f"--train_json {ROOT}/data/sft_en.jsonl --micro_batch_size 1 --resume auto"
-        command = [folder / "metrics.jsonl", who, step, wait, ROOT / trained, *flags.split()]
+        command = [folder / "metrics.jsonl", who, step, wait, ROOT / SCRIPTS[kind], *flags.split()]
         done = launch(
             script(KILLED), *command, "--output_dir", folder, RESTARTS=restarts,
             TORCHELASTIC_RESTART_COUNT="0",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        lines = [json.loads(line) for line in open(folder / "metrics.jsonl")]
-        logged = [line["step"] for line in lines if "train/loss" in line]
-        assert logged == [*range(1, STEPS + 1)]  # none twice
+        steps = [record["step"] for record in logged(folder)]
+        assert steps == [*range(1, STEPS + 1)]  # none twice
         return folder, done
 
     whole, done = train("whole", "")
@@ -77,8 +70,7 @@ def test_a_rank_killed_at_random_changes_no_bit(trained, script, tmp_path):  # n
     assert "restart 2" not in done.stderr
     assert steps_of(killed) == steps_of(whole)
     last = f"checkpoints/step_{STEPS:08d}"
-    a, b = tensors(whole / last), tensors(killed / last)
-    assert a.keys() == b.keys() and all(t.equal(b[name]) for name, t in a.items())
+    assert_same_tensors(whole / last, killed / last)
 
 
 ENDS = """

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
-from test_evaluate import transformers_loss
+from conftest import TINY
+from test_evaluate import evaluated, transformers_loss
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -168,16 +168,15 @@ def test_evaluation_does_not_mix_frequencies(kind, tmp_path):
     """Documents of 10, 60 and 120 tokens, in one batch where their frequencies allow it."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config_of(kind), dtype=torch.float32).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny").save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
     rows = [{"input_ids": [i % 500 for i in range(n)]} for n in (10, 60, 120)]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = ["--models", tmp_path, "--data", tmp_path / "x.jsonl", "--seq_len", 128, "--show", 0]
-    args = evaluate.make_parser().parse_args(list(map(str, flags)))
-    found = evaluate.evaluate(str(tmp_path), args, torch.device("cpu"), torch.float32)["files"][0]
+    found = evaluated(tmp_path, flags)["files"][0]
     loss, tokens = transformers_loss(tmp_path, tmp_path / "x.jsonl", 128)
     assert found["tokens"] == tokens and found["loss"] == pytest.approx(loss, rel=1e-5)
     assert evaluate.length_dependent_rope(config_of(kind)) == (kind != "yarn")
-    assert not evaluate.length_dependent_rope(load_config(ROOT / "models/qwen3-tiny", 64))
+    assert not evaluate.length_dependent_rope(load_config(TINY, 64))
 
 
 def test_a_broken_longrope_is_one_line(tmp_path):

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib
 import json
 import os
 import re
@@ -18,8 +17,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from conftest import ROOT, args_with, python, run, smaller_model
+from conftest import (
+    LAUNCHERS,
+    ROOT,
+    TINY,
+    args_with,
+    logged,
+    python,
+    run,
+    script_of,
+    slow,
+    smaller_model,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import Voice, checkpoints_of, flip, make, save, state
@@ -38,22 +47,15 @@ from llm_demo.job.folder import environment
 from llm_demo.job.source import load_tokenizer
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
-TINY = ROOT / "models/qwen3-tiny"
+pytestmark = pytest.mark.usefixtures("alone")
 KINDS = ["fsdp", "pp"]
-ALL = [*KINDS, *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("zero", "fsdp_pp"))]
-LAUNCHERS = {kind: ROOT / f"{kind}/launch_{kind}.sh" for kind in KINDS}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+ALL = [*KINDS, slow("zero"), slow("fsdp_pp")]
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
-    """train(kind, flags): a script's main() with a small model and data, in this process."""
+def train(tmp_path, monkeypatch, capsys):
+    """train(kind, flags): a script's main() with a small model and data, in this process; what was
+    printed before is dropped."""
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":  # one without fp16 instructions
@@ -78,6 +80,7 @@ def train(tmp_path, monkeypatch):
         for lock in filter(None, locks):  # of a run before, which was another process
             lock.close()
         locks.clear()
+        capsys.readouterr()
         script = script_of(kind)
         more = {"fsdp": "--no_fsdp", "zero": ""}.get(kind, "--stages 1")
         argv = (
@@ -91,11 +94,6 @@ def train(tmp_path, monkeypatch):
         return tmp_path / "out"
 
     return call
-
-
-def script_of(kind):
-    names = {"fsdp": "fsdp.train_fsdp", "pp": "pp.pp_train", "zero": "zero.train_zero"}
-    return importlib.import_module(names.get(kind, "fsdp_pp.train_fsdp_pp"))
 
 
 def raises(error):
@@ -134,12 +132,12 @@ def test_a_run_that_ends_or_stops_closes_its_tracker(stopped, train, tmp_path, m
         asked = lambda self: (begin(self), setattr(self, "stop", True))  # noqa: E731
         monkeypatch.setattr(saver.Saver, "listen", asked)
     with pytest.raises(Stopped) if stopped else contextlib.nullcontext():
-        train("fsdp", "--max_steps 2 --eval_json none --report_to wandb")
+        train("fsdp", "--max_steps 2 --report_to wandb")
     assert calls[-1] == "finished" and calls.count("finished") == 1
     assert set(calls[:-1]) == ({1} if stopped else {1, 2})
     assert begun["project"] == "mine" and begun["config"]["max_steps"] == 2
-    lines = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
-    assert keys == {k for r in lines for k, v in r.items() if v is not None} - {"step"}
+    records = logged(tmp_path / "out", "step")
+    assert keys == {k for r in records for k, v in r.items() if v is not None} - {"step"}
 
 
 # ---------------------------------------------------------------- refused runs
@@ -157,7 +155,7 @@ def test_a_run_that_ends_before_its_first_step_costs_nothing(kind, train, tmp_pa
         monkeypatch.setattr(script_of(kind), "label_positions", raises(error))
         for flags in ("--overwrite", "--output_dir new"):
             with pytest.raises(type(error), match=str(error)):
-                train(kind, f"--max_steps 2 --eval_json none {flags}")
+                train(kind, f"--max_steps 2 {flags}")
     assert contents(tmp_path / "out") == before and not (tmp_path / "new").exists()
 
 
@@ -186,7 +184,7 @@ def model_with(folder, spoil=None):
 
 @pytest.mark.parametrize("kind", ALL)
 def test_another_models_checkpoint_is_refused_before_data_is_read(kind, train, tmp_path):
-    train("fsdp", "--max_steps 1 --eval_json none").rename(tmp_path / "before")
+    train("fsdp", "--max_steps 1").rename(tmp_path / "before")
     file = tmp_path / "tiny/config.json"
     config = json.loads(file.read_text())
     for change, message in (
@@ -204,13 +202,12 @@ def test_another_models_checkpoint_is_refused_before_data_is_read(kind, train, t
 
 
 def test_a_named_run_goes_on_from_the_checkpoint_before_a_damaged_one(train, tmp_path, capsys):
-    flags = "--eval_json none --save_every 1 --keep_last 0"
+    flags = "--save_every 1 --keep_last 0"
     train("fsdp", f"{flags} --max_steps 2").rename(tmp_path / "before")
     for name in ("trainer.json", ".metadata", "__0_0.distcp"):
         shutil.rmtree(tmp_path / "again", ignore_errors=True)
         shutil.copytree(tmp_path / "before", tmp_path / "again")
         flip(tmp_path / "again/checkpoints/step_00000002" / name)
-        capsys.readouterr()
         train("fsdp", f"{flags} --max_steps 2 --resume again --dry_run")
         said = capsys.readouterr().out
         assert f"step_00000002 skipped: {name} has changed since it was written" in said
@@ -239,10 +236,8 @@ def test_overwrite_deletes_no_input(train, tmp_path):
     "steps, profiled", [("1:1", False), ("2:2", True), ("1:2", False), ("2:3", False)]
 )
 def test_a_resumed_run_profiles_the_steps_it_has_or_none(steps, profiled, train, capsys):
-    train("fsdp", "--max_steps 1 --eval_json none")
-    capsys.readouterr()
-    flags = f"--max_steps 2 --eval_json none --resume auto --profile_steps {steps}"
-    out = train("fsdp", flags)
+    train("fsdp", "--max_steps 1")
+    out = train("fsdp", f"--max_steps 2 --resume auto --profile_steps {steps}")
     refused = f"--profile_steps {steps}: nothing is profiled, since this run has steps 2 to 2"
     assert (refused in capsys.readouterr().out) is not profiled
     assert (out / "profile.txt").exists() is profiled
@@ -253,13 +248,12 @@ NO_RECORDS = ["null", "3", "[1]", '"text"', '{"step": "1"}', "{}", "\xff", '{"st
 
 def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
     record_property("bad inputs", len(NO_RECORDS))
-    flags = "--eval_json none --resume auto"
+    flags = "--resume auto"
     file = train("fsdp", f"{flags} --max_steps 1") / "metrics.jsonl"
     (good,) = [line for line in file.read_text().splitlines() if "train/loss" in line]
     bad_step = json.loads(good) | {"train/loss": None, "train/skipped": True}
     before = [json.dumps(bad_step), good]
     file.write_text("\n".join([*before, *NO_RECORDS]), encoding="latin-1")
-    capsys.readouterr()
     out = train("fsdp", f"{flags} --max_steps 2")
     said = f"resume: {len(NO_RECORDS)} unreadable lines of metrics.jsonl removed"
     assert said in capsys.readouterr().out and said in (out / "train.log").read_text()
@@ -271,13 +265,12 @@ def test_lines_without_a_record_stop_no_resume(train, capsys, record_property):
 @pytest.mark.parametrize("text", ["null\n", "", None])
 def test_a_run_without_its_records_ends(text, train, capsys):
     """Its last step is done, and summary.json is missing."""
-    out = train("fsdp", "--max_steps 1 --eval_json none")
+    out = train("fsdp", "--max_steps 1")
     (out / "summary.json").unlink()
     (out / "metrics.jsonl").unlink()
     if text is not None:
         (out / "metrics.jsonl").write_text(text)
-    capsys.readouterr()
-    train("fsdp", "--max_steps 1 --eval_json none --resume auto")
+    train("fsdp", "--max_steps 1 --resume auto")
     assert "no summary.json: metrics.jsonl holds no step" in capsys.readouterr().out
 
 
@@ -309,10 +302,10 @@ def test_an_odd_identity_of_a_checkpoint_is_one_line(identity, message, tmp_path
 
 
 def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
-    out = train("fsdp", "--max_steps 1 --eval_json none")
+    out = train("fsdp", "--max_steps 1")
     (tmp_path / "new.jsonl").write_text('{"prompt": "Who?", "completion": "It is I."}\n' * 40)
     with pytest.raises(UserError, match="content of data file 1 was .*, is ") as raised:
-        train("fsdp", "--max_steps 2 --eval_json none --resume out --output_dir again "
+        train("fsdp", "--max_steps 2 --resume out --output_dir again "
               "--train_json new.jsonl")  # fmt: skip
     step = "out/checkpoints/step_00000001"
     assert (
@@ -320,7 +313,7 @@ def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
         "start a new run with --model_name_or_path OUT; to continue anyway, add --resume_anyway"
     ) in str(raised.value)
     export.export(Path(step), tmp_path / "OUT")
-    train("fsdp", "--max_steps 1 --eval_json none --overwrite --train_json new.jsonl "
+    train("fsdp", "--max_steps 1 --overwrite --train_json new.jsonl "
           "--model_name_or_path OUT")  # fmt: skip
     assert json.loads((out / "config.json").read_text())["random_weights"] is False
 
@@ -328,29 +321,26 @@ def test_who_resumes_on_other_data_is_told_the_clean_way(train, tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "cmd.sh", "config.json"])
 def test_a_pipe_in_a_runs_folder_is_one_line(name, train, tmp_path, record_property):
     record_property("bad inputs", 1)
-    out = train("fsdp", "--max_steps 1 --eval_json none")
+    out = train("fsdp", "--max_steps 1")
     (out / name).unlink()
     os.mkfifo(out / name)  # who opens it waits without end
     with pytest.raises(UserError, match=f"out.*{name} is a link or a pipe"):
-        train("fsdp", "--max_steps 2 --eval_json none --resume auto")
+        train("fsdp", "--max_steps 2 --resume auto")
 
 
 def test_a_checkpoint_beyond_the_last_step_is_said_and_costs_nothing(train, capsys):
-    out = train("fsdp", "--max_steps 3 --eval_json none")
+    out = train("fsdp", "--max_steps 3")
     (out / "summary.json").unlink()
     before = contents(out)
-    capsys.readouterr()
-    train("fsdp", "--max_steps 2 --eval_json none --resume auto --export bf16")
+    train("fsdp", "--max_steps 2 --resume auto --export bf16")
     said = capsys.readouterr().out
-    beyond = (
-        "nothing to train: out/checkpoints/step_00000003 is of step 3, beyond the run's 2 steps;"
-    )
-    assert beyond in said and "last step" not in said
+    beyond = "out/checkpoints/step_00000003 is of step 3, beyond the run's 2 steps;"
+    assert f"nothing to train: {beyond}" in said and "last step" not in said
     assert contents(out) == before
 
 
 def test_a_moved_runs_command_asks_where_to_go_on(train, tmp_path):
-    out = train("fsdp", "--max_steps 1 --eval_json none")
+    out = train("fsdp", "--max_steps 1")
     command = lambda *flags: run(["bash", *flags], cwd=tmp_path, fresh=True)  # noqa: E731
     assert command("out/cmd.sh", "--help").returncode == 0
     out.rename(tmp_path / "moved")
@@ -361,10 +351,9 @@ def test_a_moved_runs_command_asks_where_to_go_on(train, tmp_path):
 
 
 def test_an_export_that_exists_is_left_and_said(train, capsys):
-    flags = "--max_steps 1 --eval_json none --export"
+    flags = "--max_steps 1 --export"
     out = train("fsdp", f"{flags} bf16")
     before = contents(out / "hf")
-    capsys.readouterr()
     train("fsdp", f"{flags} fp32 --resume auto")
     assert "hf exists already and is left unchanged" in capsys.readouterr().out
     assert contents(out / "hf") == before
@@ -383,9 +372,8 @@ def test_overwrite_from_within_the_runs_folder(train, tmp_path, monkeypatch):
     old_run(tmp_path / "out")
     monkeypatch.chdir(tmp_path / "out")
     flags = f"--train_json {tmp_path}/data.jsonl --model_name_or_path {tmp_path}/tiny"
-    train("fsdp", f"{flags} --output_dir . --overwrite --max_steps 1 --eval_json none")
-    steps = [json.loads(line)["step"] for line in open("metrics.jsonl")]
-    assert steps and {*steps} == {1}
+    train("fsdp", f"{flags} --output_dir . --overwrite --max_steps 1")
+    assert {record["step"] for record in logged(".", "step")} == {1}
     assert os.path.samefile(".", tmp_path / "out")
 
 
@@ -447,13 +435,6 @@ def test_no_run_writes_through_the_links_of_a_folder(how, train, tmp_path):
     assert contents(mine) == {Path("file"): b"mine"} and contents(tmp_path / "out") == folder
 
 
-def test_a_pipe_in_a_runs_folder_is_refused(tmp_path):
-    old_run(tmp_path / "out")
-    os.mkfifo(tmp_path / "out/train.log")  # opening it to write waits for a reader
-    with pytest.raises(UserError, match="train.log is a link or a pipe"):
-        run_folder.choose_folder(args_with(output_dir=str(tmp_path / "out"), resume="auto"), "fsdp")
-
-
 def test_a_file_is_replaced_not_what_a_link_at_its_part_points_to(tmp_path):
     (tmp_path / "mine").write_text("mine")
     (tmp_path / ".part-a.json").symlink_to(tmp_path / "mine")
@@ -500,7 +481,7 @@ def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
 # ---------------------------------------------------------------- locks
 
 
-@pytest.mark.parametrize("flags", ["", "--dry_run"])
+@pytest.mark.parametrize("flags", ["--resume auto", "--resume auto --dry_run", "--overwrite"])
 def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
     monkeypatch.setattr(saver, "find_checkpoint", raises(AssertionError("looked for checkpoints")))
@@ -508,8 +489,14 @@ def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
             with pytest.raises(UserError, match="out: another run is using it"):
-                train(kind, f"--max_steps 2 --resume auto {flags}")
+                train(kind, f"--max_steps 2 {flags}")
     assert contents(tmp_path / "out") == before
+
+
+def test_a_run_killed_before_it_had_written_much_begins_again(train, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/cmd.sh").touch()
+    assert (train("fsdp", "--max_steps 1 --resume auto") / "summary.json").exists()
 
 
 def test_nothing_is_created_to_be_locked(train, tmp_path):
@@ -561,8 +548,7 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path, monkey
     with pytest.raises(UserError, match="not finite in 4 steps in a row, up to step 4 .*no check"):
         train(kind, f"{nan} --max_steps 30 --max_skipped_steps 4 --log_every {log_every}")
     if log_every == 1:
-        lines = [json.loads(line) for line in open(tmp_path / "out/metrics.jsonl")]
-        assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3, 4]
+        assert [record["step"] for record in logged(tmp_path / "out")] == [1, 2, 3, 4]
         return
     # at the last step, too; and where nothing counts them, no such weights are saved
     for flags, message in (
@@ -574,34 +560,20 @@ def test_bad_steps_in_a_row_end_the_run(log_every, kind, train, tmp_path, monkey
     assert not list(tmp_path.glob("out/checkpoints/*"))
 
 
-def watched(tmp_path, **flags):
-    flags = {"max_skipped_steps": 3, "log_every": 1, **flags}
-    watched = records.Records.__new__(records.Records)
-    voice = SimpleNamespace(folder=tmp_path)
-    vars(watched).update(args=SimpleNamespace(**flags), log=voice, bad_steps=0, unchecked=[])
-    vars(watched).update(copied=None, max_steps=40, world=WORLD)
-    return watched
-
-
 @pytest.mark.parametrize("steps", ["bbgbbgbb", "bbgbbbg", "ggg", "bbb"])
 def test_only_bad_steps_in_a_row_count(steps, tmp_path):
     """In a step that is not logged, on one rank of two, in loss or norm."""
-    ranks = 2
-    values = [torch.tensor(1.0 if s == "g" else torch.nan) for s in steps]
-    watch = watched(tmp_path, log_every=9)
-    watch.gather = SimpleNamespace(floats=lambda mine: [[0.0] * len(mine), mine][:ranks])
-    watch.max_steps = len(steps)
+    watch = records.Records.__new__(records.Records)
+    vars(watch).update(
+        args=SimpleNamespace(max_skipped_steps=3, log_every=9), max_steps=len(steps), world=WORLD,
+        log=SimpleNamespace(folder=tmp_path), bad_steps=0, unchecked=[], copied=None,
+        gather=SimpleNamespace(floats=lambda mine: [[0.0] * len(mine), mine]),
+    )  # fmt: skip
     (tmp_path / "checkpoints/step_00000002").mkdir(parents=True)
-
-    def go():
-        for step, value in enumerate(values, 1):
-            watch._watch(step, value)
-
-    if "bbb" in steps:
-        with pytest.raises(UserError, match="in 3 steps in a row, up to .*step_00000002$"):
-            go()
-    else:
-        go()
+    ended = pytest.raises(UserError, match="in 3 steps in a row, up to .*step_00000002$")
+    with ended if "bbb" in steps else contextlib.nullcontext():
+        for step, good in enumerate(steps, 1):
+            watch._watch(step, torch.tensor(1.0 if good == "g" else torch.nan))
 
 
 @pytest.mark.parametrize("name", ["a.weight", "a.weight.exp_avg"])
@@ -624,7 +596,7 @@ def test_no_checkpoint_with_a_value_that_is_not_finite(name, value, tmp_path):
 def test_all_ranks_of_a_launcher_end(tmp_path):
     """A rate that blows the weights up: one line, exit code 2, the last good checkpoint stays."""
     flags = "--seq_len 32 --max_steps 5000 --lr 1e30 --warmup_steps 0 --save_every 1 "
-    flags += "--grad_accum_steps 1 --max_skipped_steps 3 --sample_tokens 0 --eval_json none "
+    flags += "--grad_accum_steps 1 --max_skipped_steps 3 --sample_tokens 0 "
     flags = (flags + "--output_dir out").split()
     done = run(["bash", LAUNCHERS["fsdp"], *flags], cwd=tmp_path, PYTHON=sys.executable)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
@@ -662,11 +634,10 @@ def small(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
-def fill(folder, tmp_path):
-    """Everything that writes much, in a folder with little room: what each of them says."""
-    big = {"a": torch.zeros(1000, 1000)}
-    checkpoints = make(folder)
-    rows = tmp_path / "rows.jsonl"
+def fill(folder, tmp_path, disk):
+    """Everything that writes much, in a folder with little room: (name, error, what is said)."""
+    big, cache = {"a": torch.zeros(1000, 1000)}, folder / "cache"
+    checkpoints, rows = make(folder), tmp_path / "rows.jsonl"
     text = "Because it is so. " * 5
     rows.write_text(json.dumps({"prompt": "Why?", "completion": text}) + "\n")
     tokenizer = load_tokenizer(TINY)
@@ -676,34 +647,29 @@ def fill(folder, tmp_path):
         "numpy": lambda: np.save(folder / "x.npy", np.zeros(10**6)),
         "torch": lambda: torch.save(big, folder / "x.pt"),
         "text": lambda: (folder / "x.txt").write_text("x" * 10**7),
-        "packs": lambda: packs_of(
-            str(rows), tokenizer, seq_len=64, cache_dir=str(folder / "cache")
-        ),
+        "packs": lambda: packs_of(str(rows), tokenizer, seq_len=64, cache_dir=str(cache)),
     }
     for name, write in writes.items():
         if name == "packs":
-            room = folder / "filler"
             limited = resource.getrlimit(resource.RLIMIT_FSIZE)
             if limited[0] == resource.RLIM_INFINITY:
-                (folder / "cache").mkdir()
-                with open(room, "wb", buffering=0) as f:
-                    try:
+                cache.mkdir()
+                with open(folder / "filler", "wb", buffering=0) as f:
+                    with contextlib.suppress(OSError):
                         while f.write(b"x" * 512):
                             pass
-                    except OSError:
-                        pass
             else:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (100, limited[1]))
         with pytest.raises(Exception) as raised:  # noqa: PT011  of many kinds
             write()
-        yield name, raised.value
+        error = raised.value
+        yield name, error, str(error) if isinstance(error, UserError) else disk_full(error, disk)
         for left in folder.glob("x*"):
             left.unlink()
 
 
 def test_a_small_disk_is_called_full(small, tmp_path):
-    for name, error in fill(small, tmp_path):
-        said = str(error) if isinstance(error, UserError) else disk_full(error, small)
+    for name, error, said in fill(small, tmp_path, small):
         assert said and f"No space left on device: {small}" in said, (name, error)
         assert said.count("No space") == 1 and "inline_container" not in said
 
@@ -711,14 +677,7 @@ def test_a_small_disk_is_called_full(small, tmp_path):
 def test_a_file_over_the_limit_is_called_that(tmp_path):
     (tmp_path / "here").mkdir()
     with limit(300_000):
-        found = [
-            (
-                name,
-                error,
-                str(error) if isinstance(error, UserError) else disk_full(error, tmp_path),
-            )
-            for name, error in fill(tmp_path / "here", tmp_path)
-        ]
+        found = list(fill(tmp_path / "here", tmp_path, tmp_path))
     for name, error, said in found:
         assert said and "File too large (ulimit -f allows 0." in said, (name, error)
         assert "inline_container" not in said
@@ -737,12 +696,10 @@ def test_a_full_disk_under_a_run_is_one_line(kind, train, tmp_path):
     with limit(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(log.Log, "open", open_folder)
         with pytest.raises(UserError, match="--output_dir out: File too large .*: out"):
-            train(kind, "--max_steps 40 --save false --eval_json none")
+            train(kind, "--max_steps 40 --save false")
 
 
 def test_an_export_to_a_full_disk(tmp_path):
-    from test_security import good  # noqa: F401  the fixture's module has what it takes
-
     folder = tmp_path / "run"
     save(make(folder if folder.mkdir() else folder), 1)
     (folder / "model").mkdir()
@@ -784,12 +741,12 @@ def test_a_folder_deleted_under_a_run_is_one_line(flags, kind, train, tmp_path, 
 
     monkeypatch.setattr(records.Records, "add", deleted)
     with pytest.raises(UserError, match="^out is gone: it was deleted or moved during"):
-        train(kind, f"--max_steps 4 --eval_json none {flags}")
+        train(kind, f"--max_steps 4 {flags}")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_folder_deleted_under_a_launched_run(tmp_path):
-    flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 --eval_json none "
+    flags = "--seq_len 32 --max_steps 5000 --log_every 1 --save_every 5 "
     flags += "--output_dir out"
     process = subprocess.Popen(
         ["bash", LAUNCHERS["pp"], *flags.split()], cwd=tmp_path, text=True,
@@ -946,7 +903,7 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
 @pytest.mark.parametrize("kind", ALL)
 def test_a_resumed_fp16_run_takes_the_checkpoints_loss_scale(kind, train, tmp_path):
     """After 998 good steps at a scale of 512. DeepSpeed doubles it a step later than we do."""
-    flags = "--dtype fp16 --micro_batch_size 1 --eval_json none --save_every 1 --keep_last 0"
+    flags = "--dtype fp16 --micro_batch_size 1 --save_every 1 --keep_last 0"
     out = train("fsdp", f"{flags} --max_steps 1")
     step = out / "checkpoints/step_00000001"
     facts = json.loads((step / "trainer.json").read_text())
@@ -967,5 +924,5 @@ def test_deepspeeds_smallest_scale_ends_no_run(train, tmp_path):
     spoil = lambda weights: weights["model.norm.weight"].data.fill_(3e38)  # noqa: E731
     model_with(tmp_path / "huge", spoil)
     with pytest.raises(UserError, match="not finite in 20 steps in a row, up to step 20 "):
-        flags = "--dtype fp16 --micro_batch_size 1 --max_steps 60 --eval_json none"
+        flags = "--dtype fp16 --micro_batch_size 1 --max_steps 60"
         train("pp", f"--model_name_or_path huge {flags}")

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, args_with, run
+from conftest import TINY, args_with, run
 from tiny_tokenizer import packs_of
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,17 +32,10 @@ from llm_demo.job.source import find_model, load_config, load_tokenizer
 from llm_demo.job.weights_files import open_weights
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
-TINY = ROOT / "models/qwen3-tiny"
+pytestmark = pytest.mark.usefixtures("alone")
 ADAPTERS = {"rank": 4, "alpha": 8.0, "dropout": 0.0, "targets": ["q_proj"], "base": {"path": "a"}}
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 9,
          "label_tokens": 5, "evals": [[0, 2.5]], "exact": [], "eval_loss": 1.5}  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import test_lora as lora
 import test_moe as moe
 import test_parity as parity
 import torch
-from conftest import ROOT, torchrun
+from conftest import ROOT, logged, slow, torchrun, train_cases
 from test_parity import assert_equal, plain_loop, train
 from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, Phi3Config, Qwen3Config
@@ -93,9 +93,7 @@ def work(tmp_path_factory):
     return folder, results
 
 
-@pytest.mark.parametrize(
-    "processes, quick", [(2, True), (4, True), pytest.param(4, False, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("processes, quick", [(2, True), (4, True), slow(4, False)])
 def test_equals_plain_loop(processes, quick, work):
     folder, expected = work
     cases = {}
@@ -104,7 +102,7 @@ def test_equals_plain_loop(processes, quick, work):
             also = ["--sequence_parallel", str(ranks), *more]
             also += ["--pack_sequences", str(model != "llama")]
             model = "tied" if model == "lora" else model
-            cases[case] = parity.argv(folder, model, folder / case, micro, accum, *also)
+            cases[case] = parity.argv(folder, model, micro, accum, *also)
     for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
         true = expected[CASES[case][2]]
         for rank in ranks:  # DeepSeek's bias is no parameter
@@ -128,27 +126,24 @@ def write_answers(file, long):
     rows = []
     for i in range(60):
         question = "why " * (1 + (i * 7) % 11)
-        answer = (
-            "yes"
-            if i % 6 or not long
-            else " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma") * 5)
-        )
+        words = " ".join(f"{w}{i}" for w in ("alpha", "beta", "gamma") * 5)
+        answer = "yes" if i % 6 or not long else words
         rows.append(json.dumps({"prompt": question, "completion": answer}))
     file.write_text("\n".join(rows))
 
 
 def test_evaluation_answers_and_resume_are_those_of_whole_rows(work):
     folder = work[0]
-    data, heldout, listed = folder / "short.jsonl", folder / "some_long.jsonl", []
+    data, heldout, cases = folder / "short.jsonl", folder / "some_long.jsonl", {}
     write_answers(data, long=False)
     write_answers(heldout, long=True)
 
     def case(name, ranks, micro, *more):
-        flags = parity.argv(folder, "tied", folder / name, micro, 1, "--sample_tokens", "4")
+        flags = parity.argv(folder, "tied", micro, 1, "--sample_tokens", "4")
         flags += ["--train_json", data, "--eval_json", heldout, "--sequence_parallel", ranks]
         flags += ["--max_steps", "8", "--lr", "1e-2", "--save", "--save_every", "4", *more]
         flags += ["--keep_last", "0", "--eval_every", "4", "--warmup_steps", "1"]
-        listed.append({"argv": [str(f) for f in flags if f != "--no_save"], "quiet": True})
+        cases[name] = [flag for flag in flags if flag != "--no_save"]
 
     at = folder / "spread/checkpoints/step_00000004"
     case("whole", 1, 2)
@@ -156,16 +151,15 @@ def test_evaluation_answers_and_resume_are_those_of_whole_rows(work):
     case("again", 2, 4, "--resume", at)
     case("whole_again", 1, 2, "--resume", at)
     case("dry", 2, 4, "--dry_run")
-    (folder / "quiet.json").write_text(json.dumps(listed))
-    torchrun(2, ROOT / "tests/parity_worker.py", "fsdp", folder / "quiet.json")
+    train_cases(folder, "fsdp", 2, cases)
 
     def read(name):
-        lines = [json.loads(line) for line in open(folder / name / "metrics.jsonl")]
         log = (folder / name / "train.log").read_text()
         answers = re.findall(r"^answer .*", log, re.M)
         assert len(answers) == 3
-        steps = {r["step"]: r["train/loss"] for r in lines if "train/loss" in r}
-        held = {r["step"]: (r["eval/loss"], r["eval/exact"]) for r in lines if "eval/loss" in r}
+        steps = {r["step"]: r["train/loss"] for r in logged(folder / name)}
+        evals = logged(folder / name, "eval/loss")
+        held = {r["step"]: (r["eval/loss"], r["eval/exact"]) for r in evals}
         return steps, held, answers
 
     whole = read("whole")

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
-from test_export import TINY, alone, trained  # noqa: F401  alone: a fixture for the module
+from conftest import TINY
+from test_export import trained
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from llm_demo import export
 from llm_demo.data.labels import stop_tokens
+
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.mark.parametrize("has_generation_config", [True, False])

@@ -14,8 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PINS = dict(re.findall(r"^(\w+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.M))
 PINS["numpy"] = "2.2.6" if sys.version_info < (3, 11) else PINS["numpy"]
 
@@ -23,9 +23,7 @@ PINS["numpy"] = "2.2.6" if sys.version_info < (3, 11) else PINS["numpy"]
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory):
     """An interpreter without torch."""
-    folder = tmp_path_factory.mktemp("bare")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    return folder / "bin/python"
+    return own_venv(tmp_path_factory.mktemp("bare")) / "bin/python"
 
 
 # Installing pip takes half of a test's time: into the first environment only, copied to the others.
@@ -75,7 +73,7 @@ def machine(tmp_path, bare_python, pip_once):
             (self.root / path).parent.mkdir(parents=True, exist_ok=True)
             (self.root / path).write_text(text)
 
-        def setup(self, *args, **extra):
+        def setup(self, *args, ok=False, **extra):
             dropped = ("PIP_", "UV_", "VIRTUAL_ENV", "CONDA", "PYTHON", "TORCH_", "SETUP_")
             env = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
             env |= {"PATH": f"{self.bin}:{env['PATH']}", "PROBE_ROOT": str(self.root)}
@@ -84,9 +82,11 @@ def machine(tmp_path, bare_python, pip_once):
             env["PIP_NO_COMPILE"] = "1"  # of setuptools, for each package that is built
             env |= {"PYTHON": str(bare_python), "PYTHONPATH": str(pip_once), **extra}
             command = ["bash", str(self.repo / "setup.sh"), *args]
-            return subprocess.run(
+            done = subprocess.run(
                 command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
             )
+            assert done.returncode == 0 or not ok, done.stdout + done.stderr
+            return done
 
     for folder in (Machine.root, Machine.bin, Machine.wheels):
         folder.mkdir()
@@ -151,6 +151,12 @@ def fill(wheels):
         make_wheel(wheels, "torch", PINS["torch"] + build, init=f"kind = 'bait{build}'")
 
 
+def own_venv(folder):
+    """An environment of a user's own; -> its folder."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder
+
+
 def install_rocm_torch(python):
     """Unpack a ROCm build of torch into this interpreter's environment; returns its folder."""
     purelib = run(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
@@ -208,32 +214,22 @@ MACHINES = {
     "Strix Point": (amd(110500), "2.13.0, rocm7.2", "gfx1150"),
     "Strix Halo": (amd(110501, rocm="6.4.4"), "2.13.0, rocm7.2", "gfx1151"),
     "9070 XT": (amd(120001, rocm="6.4.1"), "2.9.1, rocm6.4", "gfx1201"),
-    "MI100 and Ryzen": (
-        amd(90008, 90008, 100306, rocm="6.4.1"),
-        "2.9.1, rocm6.4",
-        "no code for gfx1036",
-    ),
+    "MI100 and Ryzen": (amd(90008, 90008, 100306, rocm="6.4.1"), "2.9.1, rocm6.4",
+                        "no code for gfx1036"),
     "laptop's AMD": (amd(110003), "2.13.0, cpu", "gfx1103 is not one that PyTorch's ROCm wheels"),
-    "rocminfo alone": (
-        lambda m: m.command("rocminfo", "echo ' Name: gfx90a'"),
-        "rocm6.4",
-        "gfx90a",
-    ),
-    "nvidia-smi": (
-        lambda m: m.command("nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: x)'"),
-        "2.13.0, cuda",
-        "an NVIDIA GPU",
-    ),
+    "rocminfo alone": (lambda m: m.command("rocminfo", "echo ' Name: gfx90a'"), "rocm6.4",
+                       "gfx90a"),
+    "nvidia-smi": (lambda m: m.command("nvidia-smi", "echo 'GPU 0: NVIDIA H200 (UUID: x)'"),
+                   "2.13.0, cuda", "an NVIDIA GPU"),
     "laptop with both": (laptop, "2.13.0, cuda", "an NVIDIA GPU was found; its AMD gfx1103"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_the_build_fits_the_machine_and_says_why(machine, name):
     build, expected, reason = MACHINES[name]
     build(machine)
-    result = machine.setup(SETUP_DRY_RUN="1")
-    assert result.returncode == 0, result.stderr
+    result = machine.setup(SETUP_DRY_RUN="1", ok=True)
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("setup: PyTorch"))
     assert expected in line and reason in line
     assert not (machine.repo / ".venv").exists()
@@ -280,8 +276,7 @@ def test_a_folder_that_cant_be_written_to_is_one_line(machine):
 
 
 def test_a_venv_of_the_users_own_is_left_alone(machine):
-    venv = machine.repo / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    venv = own_venv(machine.repo / ".venv")
     before = contents(venv)
     result = machine.setup()
     assert result.returncode == 1 and result.stderr.count("\n") == 1
@@ -291,8 +286,7 @@ def test_a_venv_of_the_users_own_is_left_alone(machine):
 
 def test_a_fresh_machine_then_nothing_to_do(machine):
     fill(machine.wheels)
-    result = machine.setup()
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = machine.setup(ok=True)
     assert run(machine.venv_python, "import torch; print(torch.kind)") == "bait+cpu"
     found = run(
         machine.venv_python,
@@ -307,8 +301,7 @@ def test_a_fresh_machine_then_nothing_to_do(machine):
     assert result.stdout == f"setup: {machine.repo / '.venv'} is ready\n"
 
     # --dev asks for more, and is kept from then on; torch is kept too, though its pin has moved on.
-    result = machine.setup("--dev")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = machine.setup("--dev", ok=True)
     assert "keeping torch 2.13.0+cpu" in result.stdout
     assert run(machine.venv_python, "import ruff, pytest; print('yes')") == "yes"
     assert machine.setup("--dev").stdout.endswith("is ready\n")
@@ -320,24 +313,20 @@ def test_a_fresh_machine_then_nothing_to_do(machine):
 
 def test_an_activated_venv_that_is_unfinished_is_made_anew(machine, bare_python):
     fill(machine.wheels)
-    venv = machine.repo / ".venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    venv = own_venv(machine.repo / ".venv")
     (venv / ".made-by-setup-sh").touch()  # as an interrupted run leaves it
     # the tests may run in an activated environment, whose python must not be found
     path = f"{venv}/bin:{machine.bin}:{bare_python.parent}:{os.environ['PATH']}"
-    result = machine.setup(PYTHON="", VIRTUAL_ENV=str(venv), PATH=path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    machine.setup(PYTHON="", VIRTUAL_ENV=str(venv), PATH=path, ok=True)
     assert run(machine.venv_python, "import pip, deepspeed; print('yes')") == "yes"
 
 
 def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     fill(machine.wheels)
-    user = tmp_path / "user"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
+    user = own_venv(tmp_path / "user")
     install_rocm_torch(user / "bin/python")
     before = contents(user)
-    result = machine.setup(VIRTUAL_ENV=str(user), PYTHON="", TORCH_BUILD="cuda")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = machine.setup(VIRTUAL_ENV=str(user), PYTHON="", TORCH_BUILD="cuda", ok=True)
     assert "keeping torch 2.9.1+rocm6.4" in result.stdout
     assert "TORCH_BUILD=cuda has no effect" in result.stdout
     assert contents(user) == before
@@ -347,8 +336,7 @@ def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
     assert not list((machine.repo / ".venv").rglob("torch-*"))
     # And when all is done anew, as after an update of the pins.
     (machine.repo / "requirements.txt").open("a").write("\n")
-    result = machine.setup()
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = machine.setup(ok=True)
     assert run(machine.venv_python, code).startswith("6.4")
     assert contents(user) == before and not list((machine.repo / ".venv").rglob("torch-*"))
 
@@ -356,8 +344,7 @@ def test_a_rocm_torch_of_the_active_environment_survives(machine, tmp_path):
 def test_a_package_that_wants_a_newer_torch_does_not_get_it(machine, tmp_path):
     fill(machine.wheels)
     make_wheel(machine.wheels, "accelerate", PINS["accelerate"], ["torch>=2.12"])
-    user = tmp_path / "user"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
+    user = own_venv(tmp_path / "user")
     install_rocm_torch(user / "bin/python")
     before = contents(user)
     result = machine.setup(PYTHON=str(user / "bin/python"))
@@ -373,8 +360,7 @@ def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
     assert "error: found no torch 2.9.1 for rocm6.4" in result.stderr
     purelib = install_rocm_torch(machine.venv_python)
     before = contents(purelib / "torch")
-    result = machine.setup()
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = machine.setup(ok=True)
     assert "keeping torch 2.9.1+rocm6.4, which .venv has" in result.stdout
     assert contents(purelib / "torch") == before
     assert [path.name for path in purelib.glob("torch-*.dist-info")] == [
@@ -385,8 +371,7 @@ def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
 
 
 def test_a_torch_too_old_is_left_where_it_is(machine, tmp_path):
-    user = tmp_path / "user"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", user], check=True)
+    user = own_venv(tmp_path / "user")
     purelib = install_rocm_torch(user / "bin/python")
     (purelib / "torch-2.9.1+rocm6.4.dist-info/METADATA").write_text("Name: torch\nVersion: 2.7.1\n")
     result = machine.setup(PYTHON=str(user / "bin/python"), SETUP_DRY_RUN="1")

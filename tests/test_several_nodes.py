@@ -2,7 +2,6 @@
 namespace with an address of its own."""
 
 import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -11,10 +10,16 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, environment, free_port, python, smaller_model
+from conftest import (
+    ROOT,
+    assert_same_tensors,
+    environment,
+    free_port,
+    python,
+    slow,
+    smaller_model,
+)
 from test_resume import steps_of
-
-from bench.checkpoints import tensors
 
 STEPS = 8
 FLAGS = {
@@ -94,26 +99,17 @@ def wait_for_step(step, folder, nodes):
         time.sleep(0.05)
 
 
-slow = pytest.mark.slow
+SLOW = [
+    *((name, 2, on_loopback) for name in ("pp", "zero", "ddp", "fsdp_pp")),
+    *((name, count, in_namespaces) for name in ("fsdp", "pp") for count in (2, 3)),
+    ("zero", 3, in_namespaces),
+    *((name, 3, net) for name in ("ddp", "fsdp_pp") for net in (on_loopback, in_namespaces)),
+]
 
 
 @pytest.mark.parametrize(
-    "name, count, network",
-    [
-        ("fsdp", 2, on_loopback),
-        *(
-            pytest.param(*case, marks=slow)
-            for case in (
-                ("pp", 2, on_loopback), ("zero", 2, on_loopback), ("ddp", 2, on_loopback),
-                ("fsdp_pp", 2, on_loopback),
-                ("fsdp", 2, in_namespaces), ("pp", 2, in_namespaces),
-                ("fsdp", 3, in_namespaces), ("pp", 3, in_namespaces),
-                ("zero", 3, in_namespaces),
-                *itertools.product(("ddp", "fsdp_pp"), (3,), (on_loopback, in_namespaces)),
-            )
-        ),
-    ],
-)  # fmt: skip
+    "name, count, network", [("fsdp", 2, on_loopback), *(slow(*case) for case in SLOW)]
+)
 def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path):
     """To the bits of one node with as many processes."""
     smaller_model(tmp_path / "model")
@@ -159,5 +155,4 @@ def test_a_node_dies_and_the_same_commands_go_on(name, count, network, tmp_path)
         assert ", after step " in outputs[0] and "starting from step 1" not in outputs[0]
     assert steps_of(run) == steps_of(tmp_path / "one")
     last = f"checkpoints/step_{STEPS:08d}"
-    a, b = tensors(tmp_path / "one" / last), tensors(run / last)
-    assert a.keys() == b.keys() and all(t.equal(b[n]) for n, t in a.items())
+    assert_same_tensors(tmp_path / "one" / last, run / last)
