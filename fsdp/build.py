@@ -25,7 +25,8 @@ from llm_demo.core.decoder import (
 from llm_demo.core.experts import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, World, make_expert_mesh, make_row_group
+from llm_demo.core.mesh import World, make_part_mesh, make_row_group
+from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import once_per_node
@@ -46,14 +47,14 @@ def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdam
     in_16_bits = compute.dtype != torch.float32
     has_masters = in_16_bits and not (layout.sharded or on_host)
     lm, n_params, n_trained = adapted(job)
-    expert_mesh, row_group = spread_blocks(lm, world, layout)
+    row_group = spread_blocks(lm, world, layout)
     works = compute.compile and not on_host
     compiled = compiles_adamw(works, n_trained, layout.n_shards, say, has_masters)
     with loading(weights, layout.n_shards):
         model = wrap(lm, job)
         model.tail.group = row_group
         if layout.sharded:
-            shard(model, job, layout.mesh, expert_mesh[SHARD] if expert_mesh else None)
+            shard(model, job, layout.mesh)
         if on_host:
             say(once_per_node(world, lambda: prepare_host(model, world)))
         if args.activations_on_host:
@@ -96,19 +97,19 @@ def adapted(job) -> tuple[PreTrainedModel, int, int]:
     return lm, n_params, n_trained
 
 
-def spread_blocks(
-    lm: PreTrainedModel, world: World, layout: Layout
-) -> tuple[DeviceMesh | None, ProcessGroup | None]:
-    """Leave this rank its part of the experts, and let it take slices of rows. Returns the mesh of
-    the experts and the group of ranks with slices of the same rows, each None if there is none."""
-    expert_mesh = row_group = None
+def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessGroup | None:
+    """Leave this rank its part of the experts and its share of the matrices, and let it take slices
+    of rows. Returns the group of ranks with slices of the same rows, None if there is none."""
     if layout.expert_parallel > 1:
-        expert_mesh = make_expert_mesh(world, layout.expert_parallel)
-        keep_part(lm, expert_mesh)
-    if layout.part.of > 1:
-        row_group = make_row_group(world, layout.part.of)
+        keep_part(lm, make_part_mesh(world, layout.expert_parallel))
+    if layout.part.of == 1:
+        return None
+    row_group = make_row_group(world, layout.part.of)
+    if layout.tensor_parallel > 1:
+        keep_share(lm, make_part_mesh(world, layout.tensor_parallel))
+    else:
         spread_rows(lm, row_group)
-    return expert_mesh, row_group
+    return row_group
 
 
 def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
@@ -131,15 +132,14 @@ def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     return model
 
 
-def shard(model: DecoderLoss, job, mesh: DeviceMesh, same_experts: DeviceMesh | None) -> None:
+def shard(model: DecoderLoss, job, mesh: DeviceMesh) -> None:
     """Shard each unit with FSDP2 over a mesh. Embedding, last norm and head form one unit if tied,
-    else two, so that transfers of the head's weight and gradient overlap with blocks' compute.
-    same_experts: the mesh of the ranks with the same experts, or None. With the optimizer on the
-    host, if resharding, the embedding is freed after the forward too."""
+    else two, so that transfers of the head's weight and gradient overlap with blocks' compute. With
+    the optimizer on the host, if resharding, the embedding is freed after the forward too."""
     args, tied = job.args, job.plan.source.config.tie_word_embeddings
     how = {"mesh": mesh, "mp_policy": precision(job.plan.compute.dtype)}
     reshard = args.reshard_after_forward
-    shard_units(model, **how, reshard=reshard, same_experts=same_experts)
+    shard_units(model, **how, reshard=reshard)
     if reshard and args.optimizer_on_host and not tied:  # the backward does not need its weight
         fully_shard(model.embed_tokens, **how, reshard_after_forward=True)
         model.embed_tokens.set_unshard_in_backward(False)
@@ -189,9 +189,9 @@ def choose_engines(
     asked: bool | None, world: World, group: ProcessGroup, units: list[Blocks], log: Log
 ) -> bool:
     """Whether blocks use copy engines. Logs the reason."""
-    # experts that are spread are transferred apart
-    apart = {p for u in units for m in u.modules() if hasattr(m, "grid") for p in m.parameters()}
-    largest = max(sum(p.numel() for p in {*unit.parameters()} - apart) for unit in units)
+    # parts of matrices are transferred by themselves
+    cut = {getattr(m, key) for u in units for m in u.modules() for key in getattr(m, "cut", ())}
+    largest = max(sum(p.numel() for p in {*unit.parameters()} - cut) for unit in units)
     small = f"no gain for units of {largest / 1e6:.0f}M parameters" if largest < LARGE else ""
     engines = copy_engines.choose_copy_engines(asked, world, group, log.say, small)
     log.resolved(copy_engines=engines)

@@ -7,17 +7,21 @@ from llm_demo.job.args import ExpertArgs
 from llm_demo.job.parsing import flag
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
-NEED_FSDP = ("reshard_after_forward", "replicas", "expert_parallel", "sequence_parallel")
+OVER_RANKS = ("replicas", "expert_parallel", "sequence_parallel", "tensor_parallel")
+NEED_FSDP = ("reshard_after_forward", *OVER_RANKS)
 NOT_TOGETHER = (  # two flags and, if known, why
     ("expert_parallel", "replicas", ""),
     ("psgd_rank", "sequence_parallel", ""),
+    ("tensor_parallel", "sequence_parallel", "both cut rows into slices"),
+    ("tensor_parallel", "replicas", "matrices have no copies then"),
+    ("tensor_parallel", "lora_dropout", "ranks would drop different inputs"),
     ("psgd_rank", "optimizer_on_host", "its errors stay on the device"),
     ("lora_rank", "psgd_rank", "adapters' gradients are small already"),
     ("lora_rank", "optimizer_on_host", "only adapters have optimizer states, which are small"),
     ("lora_rank", "router_aux_loss", "routers are frozen too"),
     ("lora_rank", "router_bias_update", "routers are frozen too"),
 )
-OFF = {"replicas": "1", "expert_parallel": 1, "sequence_parallel": 1}  # and what is false
+OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1"}  # and what is false
 
 
 @dataclasses.dataclass
@@ -51,6 +55,12 @@ class FsdpArgs:
         at_least=1,
         saves_memory="2, for long rows on several processes",
     )
+    tensor_parallel: int = flag(
+        1,
+        "Ranks that each compute with a share of the heads and of the MLP of every block. For very "
+        "small micro-batches, or wide layers that do not fit.",
+        at_least=1,
+    )
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
     lora_targets: str = flag(
         "all-linear",
@@ -74,7 +84,7 @@ class FsdpArgs:
     def check_processes(self, processes: int) -> None:
         if self.fsdp is False and processes > 1:
             raise UserError(f"--no_fsdp needs one process, not {processes}: set NPROC_PER_NODE=1")
-        for name in ("replicas", "expert_parallel", "sequence_parallel"):
+        for name in OVER_RANKS:
             parts = getattr(self, name) or 1
             if parts != "all" and processes % int(parts):
                 raise UserError(f"--{name} {parts} does not divide {processes}, the processes")
@@ -91,11 +101,10 @@ class FsdpArgs:
             if {one, other} <= on:
                 reason = f": {why}" if why else ""
                 raise UserError(f"--{one} does not work with --{other}{reason}")
-        if args.seq_len % args.sequence_parallel:
-            raise UserError(
-                f"--sequence_parallel {args.sequence_parallel} does not divide --seq_len "
-                f"{args.seq_len}"
-            )
+        for name in ("sequence_parallel", "tensor_parallel"):
+            n = getattr(args, name)
+            if args.seq_len % n:
+                raise UserError(f"--{name} {n} does not divide --seq_len {args.seq_len}")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_start is not None and not args.psgd_rank:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp import copy_engines
 from fsdp.host_adamw import UnitSum
-from fsdp.sharding import SumBesideActivations, WithExperts, params_of, shard_sizes, shards_of
+from fsdp.sharding import SumBesideActivations, WithParts, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, all_gather
@@ -75,7 +75,7 @@ def reduce_traffic(
     by_engines = {m for m in modules if engines and isinstance(m, Blocks)}
     # FSDP2 orders the transfers of one root only. Accumulated gradients are exchanged otherwise.
     users = set(modules) - by_engines if isinstance(model, FSDPModule) else set()
-    users = {m for m in users if not (accumulates and isinstance(m, Blocks | WithExperts))}
+    users = {m for m in users if not (accumulates and isinstance(m, Blocks | WithParts))}
     scratch = scratch_for(users, units, group, dtype, world.device, missing)
     takes_others = hasattr(FSDPModule, "set_custom_reduce_scatter")
     if not takes_others:
@@ -83,7 +83,7 @@ def reduce_traffic(
     if reason := cast_in_copy():
         missing["casting weights while they are copied"] = reason
     for unit in modules:
-        ranks = unit.group if isinstance(unit, WithExperts) else group
+        ranks = unit.group if isinstance(unit, WithParts) else group
         few = few_of_each_node(dist.get_process_group_ranks(ranks), world.local_size)
         if accumulates and compiles and (reason := add_together(unit)):
             missing["adding a unit's gradients in one kernel"] = reason
@@ -94,7 +94,7 @@ def reduce_traffic(
             unit.set_custom_reduce_scatter(how)
         if unit in by_engines:
             unit.set_custom_all_gather(GatherByEngines(group, timed, pool))
-        elif scratch and takes_others and not isinstance(unit, Blocks | WithExperts):
+        elif scratch and takes_others and not isinstance(unit, Blocks | WithParts):
             unit.set_custom_all_gather(GatherIntoScratch(scratch))
     for what, why in missing.items():
         say(f"fsdp: not {what}: {why}")

@@ -15,12 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from llm_demo.core.decoder import Blocks, DecoderLoss
+from llm_demo.core.decoder import DecoderLoss
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import blocks_with_experts
 from llm_demo.core.mesh import REPLICA, SHARD, World, local_part, make_mesh, on_device
 from llm_demo.core.optim import MOMENTS
 from llm_demo.core.rows import Part
+from llm_demo.core.tensor import refuse_shares
 from llm_demo.job.args import Args
 
 
@@ -36,6 +36,7 @@ class Layout(NamedTuple):
     grid: DeviceMesh  # all ranks
     mesh: DeviceMesh  # what FSDP2 shards and sums over: the grid, or a replica if PowerSGD does
     expert_parallel: int = 1  # ranks that each block's experts are spread over
+    tensor_parallel: int = 1  # ranks with shares of each matrix, which hold slices of the same rows
 
     @property
     def group(self) -> ProcessGroup:
@@ -46,7 +47,8 @@ class Layout(NamedTuple):
 def layout_of(args: Args, world: World) -> Layout:
     """What the flags mean for this number of ranks. Collective."""
     replicas = world.size if args.replicas == "all" else int(args.replicas)
-    part = Part(world.rank % args.sequence_parallel, args.sequence_parallel)
+    n = args.sequence_parallel * args.tensor_parallel  # one of them is 1
+    part = Part(world.rank % n, n)
     n_shards = world.size // replicas
     grid = make_mesh(world, **{REPLICA: replicas, SHARD: n_shards})
     mesh = grid[SHARD] if replicas > 1 and args.psgd_rank else grid
@@ -54,17 +56,20 @@ def layout_of(args: Args, world: World) -> Layout:
     if sharded is None:
         sharded = world.size > 1 or args.reshard_after_forward
     over = world.size // part.of, world.rank // part.of
-    return Layout(sharded, replicas, n_shards, part, *over, grid, mesh)
+    tensor = args.tensor_parallel
+    return Layout(sharded, replicas, n_shards, part, *over, grid, mesh, tensor_parallel=tensor)
 
 
 def refuse_plan(args: Args, layout: Layout, plan) -> None:
     """Raise UserError for what contradicts the plan: its dtype, or its rows."""
     low, seq_len = plan.compute.dtype != torch.float32, plan.data.train.seq_len
     if seq_len % layout.part.of:
+        flag = "tensor_parallel" if args.tensor_parallel > 1 else "sequence_parallel"
         raise UserError(
-            f"--sequence_parallel {layout.part.of} does not divide {seq_len}, the tokens of a row: "
-            "set --seq_len"
+            f"--{flag} {layout.part.of} does not divide {seq_len}, the tokens of a row: set "
+            "--seq_len"
         )
+    refuse_shares(plan.source.config, args.tensor_parallel)
     if args.psgd_rank and plan.compute.dtype == torch.float16:
         raise UserError("--psgd_rank does not work in fp16, which is the default on this GPU")
     if args.copy_engines and not (layout.sharded and low):
@@ -78,11 +83,11 @@ def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> s
         name = f"FSDP2 with {layout.replicas} replicas"
         if args.psgd_rank:
             name += f", PowerSGD of rank {args.psgd_rank}"
-    n = layout.part.of
+    n, what = layout.part.of, "matrices" if layout.tensor_parallel > 1 else "rows"
     if n > 1:
-        name += f", rows spread over {n} ranks"
+        name += f", {what} spread over {n} ranks"
         if world.local_size % n:
-            say("warning: rows are spread over nodes, whose network every block then waits for")
+            say(f"warning: {what} are spread over nodes, whose network every block then waits for")
     return name
 
 
@@ -105,37 +110,40 @@ def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
 
 
-class WithExperts(nn.Module):
-    """A unit of blocks, already sharded: to FSDP2 the unit of their experts, which also stay where
-    they are. group: of the ranks with shards of these."""
+class WithParts(nn.Module):
+    """A unit of blocks, already sharded: to FSDP2 the unit of those of its modules that have a part
+    of their matrices here, which also stay where they are. group: of the ranks with shards of these
+    parts."""
 
-    def __init__(self, unit: Blocks, group: ProcessGroup):
+    def __init__(self, unit: nn.Module, modules: list[nn.Module], group: ProcessGroup):
         super().__init__()
-        self.unit, self.group = unit, group
-        self.experts = nn.ModuleList(b.mlp.experts for b in blocks_with_experts(unit))
+        self.unit, self.parts, self.group = unit, nn.ModuleList(modules), group
 
     def forward(self, *inputs):
         return self.unit(*inputs)
 
 
-def shard_units(
-    model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool, same_experts=None
-) -> None:
+def shard_units(model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool) -> None:
     """Shard each unit of blocks with FSDP2 over a mesh, and before them the routers, if there are
-    any: fp32 in every dtype, gathered together, before the first block. mp_policy: of `precision`.
-    same_experts: the mesh of the ranks with the same experts, if not all ranks have the same."""
-    routers, experts = set(), set()
+    any: fp32 in every dtype, gathered together, before the first block. Parts of matrices, see
+    mesh.keep_parts, are sharded over the ranks with the same. mp_policy: of `precision`."""
+    routers = set()
     if model.routers:
         fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
         routers = set(model.routers.parameters())
-    if same_experts:
-        experts = {p for b in blocks_with_experts(model) for p in b.mlp.experts.parameters()}
     how = {"mp_policy": mp_policy, "reshard_after_forward": reshard}
     for i, unit in enumerate(model.units):
-        fully_shard(unit, mesh=mesh, ignored_params=routers | experts, **how)
-        if experts & set(unit.parameters()):
-            model.units[i] = WithExperts(unit, same_experts.get_group())
-            fully_shard(model.units[i], mesh=same_experts, **how)
+        of_grid = {}
+        for module in unit.modules():
+            if hasattr(module, "cut"):
+                of_grid.setdefault(module.grid, []).append(module)
+        cut = {grid: {getattr(m, key) for m in of_grid[grid] for key in m.cut} for grid in of_grid}
+        fully_shard(unit, mesh=mesh, ignored_params=routers.union(*cut.values()), **how)
+        for grid, modules in of_grid.items():
+            shards = grid[SHARD]
+            model.units[i] = WithParts(model.units[i], modules, shards.get_group())
+            others = set(unit.parameters()) - cut[grid]  # new ones, where they are sharded
+            fully_shard(model.units[i], mesh=shards, ignored_params=others, **how)
 
 
 class SumBesideActivations:
@@ -282,15 +290,16 @@ def training_state(views, optimizer, mesh, low_rank, fixed=()) -> dict[str, torc
 
 def on_grid(local: torch.Tensor, like: DTensor, grid: DeviceMesh) -> DTensor:
     """A tensor sharded like another, described on the grid of all ranks: so every rank names the
-    same mesh, even if `like` is on that of its replica. local: this rank's part. like.grid: of
-    experts that are spread over ranks."""
+    same mesh, even if `like` is on that of its replica. local: this rank's part. like.cut: the
+    dimension that like.grid cuts into parts, if any."""
     grid = on_device(grid, local.device.type)
     shape, placements = like.shape, [Replicate()] * (grid.ndim - len(like.placements))
     placements += like.placements
-    if experts := getattr(like, "grid", None):
-        grid, placements = on_device(experts, local.device.type), [Shard(0), Shard(0)]
-        shape = grid.size(0) * len(like), *like.shape[1:]
-    return DTensor.from_local(local, grid, placements, shape=shape, stride=like.stride())
+    if (cut := getattr(like, "cut", None)) is not None:
+        grid, placements = on_device(like.grid, local.device.type), [Shard(cut), Shard(0)]
+        shape = torch.Size(n * (grid.size(0) if i == cut else 1) for i, n in enumerate(like.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, grid, placements, shape=shape, stride=stride)
 
 
 def adam_views(pairs: list[tuple], optimizer: torch.optim.AdamW) -> Iterator[tuple]:

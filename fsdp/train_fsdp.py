@@ -148,7 +148,10 @@ class Fsdp:
         part, shape = self.layout.part, tuple(batch.input_ids.shape)
         attn_impl = self.job.plan.compute.attn_impl
         documents = make_documents(batch.cu_seqlens, shape, attn_impl, self.device)
-        inputs = map(part.of_rows, (batch.input_ids, batch.position_ids))
+        positions = batch.position_ids
+        if self.layout.tensor_parallel == 1:  # else attention is given whole rows
+            positions = part.of_rows(positions)
+        inputs = part.of_rows(batch.input_ids), positions
         if part.of > 1:
             ours, index = part.of_positions(index, shape[1])
             targets, answers = (x if x is None else x[ours] for x in (targets, answers))

@@ -153,7 +153,7 @@ def at_the_loss(args, config, compute, train, tokens: list, head: bool) -> tuple
 
 def tokens_here(args, train) -> int:
     """Tokens of a micro-batch that a rank holds."""
-    return args.micro_batch_size * train.seq_len // args.sequence_parallel
+    return args.micro_batch_size * train.seq_len // (args.sequence_parallel * args.tensor_parallel)
 
 
 def saved_bytes(args, config, compute, train) -> list[float]:

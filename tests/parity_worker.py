@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core import optim
-from llm_demo.core.mesh import EXPERT
+from llm_demo.core.mesh import PART
 from llm_demo.job.dist import start
 
 KIND, CASES = sys.argv[1:]
@@ -58,19 +58,25 @@ def watch_fsdp(script):
             for sizes in [[shape.numel() for shape in shapes]]
         ]
         named = zip(local, zip(*parts, strict=True), strict=True)
-        return {n: torch.cat([of[r] for r in orders().get(n, range(len(of)))]) for n, of in named}
+        return {n: joined(of, *of_parts().get(n, ([range(len(of))], 0))) for n, of in named}
+
+    def joined(shards, parts, dim):
+        """A tensor out of its shards by rank. parts: the ranks of each part, which dim cuts."""
+        return torch.cat([torch.cat([shards[r] for r in ranks]) for ranks in parts], dim)
 
     @functools.cache
-    def orders():
-        """{name: the ranks in the order of their shards} where that is another: of experts spread
-        over ranks, those with the same ones follow each other."""
-        meshes = {name: getattr(t, "device_mesh", None) for name, t in state().items()}
-        spread = {n: m for n, m in meshes.items() if m and m.mesh_dim_names[0] == EXPERT}
-        return {name: mesh.mesh.flatten().tolist() for name, mesh in spread.items()}
+    def of_parts():
+        """{name: (ranks of each part, the dimension that is cut)} of what is cut into parts, each
+        of which is sharded."""
+        spread = {n: t for n, t in state().items() if hasattr(t, "device_mesh")}
+        spread = {n: t for n, t in spread.items() if t.device_mesh.mesh_dim_names[0] == PART}
+        return {n: (t.device_mesh.mesh.tolist(), t.placements[0].dim) for n, t in spread.items()}
 
     def group_of(tensors):
         """The ranks that each hold a shard of these; None: they are not sharded."""
-        t = min(tensors.items(), key=lambda named: ".experts." in named[0])[1]
+        t = min(tensors.items(), key=lambda named: named[0].removesuffix(".exp_avg") in of_parts())[
+            1
+        ]
         return hasattr(t, "_local_tensor") and t.device_mesh.get_group(t.device_mesh.ndim - 1)
 
     @functools.cache

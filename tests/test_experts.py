@@ -211,10 +211,10 @@ sys.path.insert(0, "tests")
 from test_experts import CONFIGS, D, Block, experts_of, in_fp32, named_results
 from llm_demo.core.mesh import World
 from llm_demo.core.experts import keep_part
-from llm_demo.core.mesh import make_expert_mesh
+from llm_demo.core.mesh import make_part_mesh
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-grid = make_expert_mesh(World(rank, 2, rank, torch.device("cpu")), 2)
+grid = make_part_mesh(World(rank, 2, rank, torch.device("cpu")), 2)
 found = {}
 for name in CONFIGS:
     theirs, ours, routers = experts_of(name)

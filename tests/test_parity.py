@@ -18,6 +18,9 @@ from llm_demo.core.rows import step_rows
 
 STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.1
 TOLERANCE = 1e-5
+# of gradients after the first step: an element whose first gradient is nearly zero moves by AdamW's
+# sign of it, so rounding moves it elsewhere; test_tensor.py is exact
+LATER = {"tensor": 2e-5}
 GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"  # a CPU and a GPU differ by 1.3e-5 in the same plain loop
 SIZES = dict(
@@ -240,6 +243,7 @@ def assert_equal(losses, ranks, expected, later=TOLERANCE):
 RESHARD = ["--reshard_after_forward"]
 REPLICAS = ["--replicas", "2"]
 SPREAD = ["--sequence_parallel", "2", "--attn_impl", "bucketed", *RESHARD]
+TENSOR = ["--tensor_parallel", "2"]
 ONE = ["--blocks_per_unit", "1"]  # several units in each stage, as real models have
 INTERLEAVED = ["--schedule", "interleaved"]
 ENGINES = {
@@ -253,6 +257,8 @@ ENGINES = {
     "host_one_fsdp": ("fsdp", 1, ["--optimizer_on_host", "--fsdp"], [(4, 2), (2, 4), (8, 1)]),
     "host_one_reshard": ("fsdp", 1, ["--optimizer_on_host", *RESHARD], [(2, 4), (4, 2), (1, 8)]),
     "host_spread": ("fsdp", 2, ["--optimizer_on_host", *SPREAD], [(4, 2), (2, 4), (8, 1)]),
+    "tensor": ("fsdp", 2, TENSOR, [(4, 2), (2, 4), (8, 1)]),
+    "tensor_four": ("fsdp", 4, [*TENSOR, *RESHARD, *ONE], [(4, 1), (1, 4), (2, 2)]),
     "fsdp_reshard": ("fsdp", 2, RESHARD, [(2, 2), (4, 1), (2, 2)]),
     "replicas": ("fsdp", 2, ["--replicas", "all"], [(1, 4), (4, 1), (2, 2)]),
     "replicas_four": ("fsdp", 4, ["--replicas", "2", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
@@ -299,7 +305,8 @@ QUICK = {
 HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
-    "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF,
+    "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "tensor": HALF,
+    "tensor_four": OTHER_HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
     "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
     "replicas": (),  # test_replicas.py has them quickly
@@ -354,7 +361,7 @@ def test_equals_plain_loop(engine, quick, work, trained):
     half = HALVES.get(engine) or engine in ONE_HALF
     assert len(cases) == (1 if half else 2) * len(MODELS) - len(SKIPPED) * ("--compile" in flags)
     for name, (losses, ranks) in cases.items():
-        assert_equal(losses, ranks, work[1][name.split("-")[1]])
+        assert_equal(losses, ranks, work[1][name.split("-")[1]], LATER.get(engine, TOLERANCE))
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

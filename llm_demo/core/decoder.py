@@ -269,12 +269,14 @@ def fill(
         if start:
             random |= start(f"{seed}:{path}")
         for key, p in owner.named_parameters(recurse=False):
-            p.hf_name, p.grid = f"{path}.{key}", getattr(owner, "grid", None)
+            p.hf_name, p.cut = f"{path}.{key}", getattr(owner, "cut", {}).get(key)
             local, part = p, (slice(None),)
             if isinstance(p, DTensor):
                 local, chunk = p.to_local(), p.__create_chunk_list__()[0]  # as for a checkpoint
                 begins = list(chunk.offsets)
-                begins[0] += getattr(owner, "first", 0)  # of these experts
+                if p.cut is not None:
+                    p.grid = owner.grid
+                    begins[p.cut] += p.grid.get_local_rank(0) * p.shape[p.cut]
                 spans = zip(begins, chunk.sizes, strict=True)
                 part = tuple(slice(at, at + size) for at, size in spans)
             values = random[key][part] if key in random else weights.read(p.hf_name, part)
@@ -308,9 +310,10 @@ def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, t
     if not params:
         return {}
     device = next(iter(params.values())).device
-    parts = module.grid.size(0) if hasattr(module, "grid") else 1  # of the experts
     for key, p in params.items():
-        shape = parts * len(p), *p.shape[1:]
+        shape = list(p.shape)
+        if key in getattr(module, "cut", {}):
+            shape[module.cut[key]] *= module.grid.size(0)
         module._parameters[key] = nn.Parameter(torch.empty(shape, device=device))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(seed.encode()))

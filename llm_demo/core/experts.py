@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llm_demo.core.mesh import exchange_rows, gather_rows, known
+from llm_demo.core.mesh import gather_rows, keep_parts, known, spread_tokens
 
 
 class Routers(nn.Module):
@@ -256,44 +256,20 @@ def keep_part(model: PreTrainedModel, grid: DeviceMesh) -> None:
     config = model.config
     config._experts_implementation = config._experts_implementation.replace("sorted", "spread")
     for experts in (block.mlp.experts for block in blocks_with_experts(model)):
-        n = experts.num_experts // group.size()
-        experts.grid, experts.first = grid, group.rank() * n
+        experts.first = group.rank() * (experts.num_experts // group.size())
         experts.spread_over = known(group), group.size()
-        for name, p in experts.named_parameters(recurse=False):
-            part = nn.Parameter(p[experts.first :][:n].clone(), requires_grad=p.requires_grad)
-            setattr(experts, name, part)
+        keep_parts(experts, grid, {name: 0 for name, _ in experts.named_parameters(recurse=False)})
 
 
 def spread_experts(product, self, hidden, index, weights):
     """As `sorted_experts`, by this rank's experts for the tokens of the group's ranks, each of
     which has as many tokens."""
     n, over = len(self.gate_up_proj), self.spread_over
-    hidden, weights = (_Spread.apply(x, True, *over) for x in (hidden, weights))
+    hidden, weights = (spread_tokens(x, True, *over) for x in (hidden, weights))
     index = gather_rows(index, *over) - self.first
     index = index.where((index >= 0) & (index < n), n)  # another rank's
     added = sorted_experts(product, self, hidden, index, weights)
-    return _Spread.apply(added, False, *over)
-
-
-class _Spread(torch.autograd.Function):
-    """Gather the tokens of all ranks, x [T, ...] of each -> [size T, ...], or sum what they add in
-    fp32, back to [T, ...] of each: each is the other's backward."""
-
-    @staticmethod
-    def forward(ctx, x, gathers, group, size):
-        ctx.back = not gathers, group, size
-        return _Spread.move(x, gathers, group, size)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _Spread.move(grad, *ctx.back), None, None, None
-
-    @staticmethod
-    def move(x, gathers, group, size):
-        if gathers:
-            return gather_rows(x, group, size)
-        parts = exchange_rows(x, group).unflatten(0, (size, -1))
-        return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+    return spread_tokens(added, False, *over)
 
 
 PRODUCTS = {"grouped": grouped_product, "looped": looped_product}

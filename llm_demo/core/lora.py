@@ -48,11 +48,12 @@ class Factor(nn.Linear):
     def start(self, seed: str) -> dict[str, torch.Tensor]:
         """Its values before step 1: zero, or as PEFT draws them. On the CPU, so that every device
         has the same, and rounded to bf16, so that runs in every dtype start alike."""
+        shape = self.out_features, self.in_features  # whole, though only a part may be here
         if self.zero:
-            return {"weight": torch.zeros(self.weight.shape)}
+            return {"weight": torch.zeros(shape)}
         generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
         bound = 1 / math.sqrt(self.in_features)  # kaiming_uniform_ with a = sqrt(5)
-        values = torch.rand(self.weight.shape, generator=generator) * (2 * bound) - bound
+        values = torch.rand(shape, generator=generator) * (2 * bound) - bound
         return {"weight": values.bfloat16().float()}
 
 

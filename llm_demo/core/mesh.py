@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,8 +27,9 @@ class World:
 
 
 # dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
-# experts, ranks with shards of one copy, and those with other rows or other slices of the same
-STAGE, REPLICA, EXPERT, SHARD = "stage", "replica", "expert", "shard"
+# parts of the experts or of each matrix, ranks with shards of one copy, and those with other rows
+# or other slices of the same
+STAGE, REPLICA, PART, SHARD = "stage", "replica", "part", "shard"
 ROWS, SLICE = "rows", "slice"
 
 
@@ -39,11 +41,22 @@ def make_mesh(world: World, **sizes: int) -> DeviceMesh:
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def make_expert_mesh(world: World, n: int) -> DeviceMesh:
-    """A mesh of all ranks, n parts of the experts x shards of each part. n consecutive ranks have
-    all parts."""
+def make_part_mesh(world: World, n: int) -> DeviceMesh:
+    """A mesh of all ranks, n parts x shards of each part. n consecutive ranks have all parts."""
     ranks = torch.arange(world.size).view(-1, n).T
-    return DeviceMesh(world.device.type, ranks, mesh_dim_names=(EXPERT, SHARD))
+    return DeviceMesh(world.device.type, ranks, mesh_dim_names=(PART, SHARD))
+
+
+def keep_parts(module: nn.Module, grid: DeviceMesh, dims: dict[str, int]) -> None:
+    """Leave this rank's part of a module's own parameters on the meta device, and note which.
+    grid: parts x shards of each part. dims: {name: the dimension that is cut}."""
+    n, at = grid.size(0), grid.get_local_rank(0)
+    module.grid, module.cut = grid, {}
+    for name, dim in dims.items():
+        if (p := getattr(module, name)) is not None:
+            part = p.chunk(n, dim)[at].clone()
+            setattr(module, name, nn.Parameter(part, requires_grad=p.requires_grad))
+            module.cut[name] = dim
 
 
 def make_row_group(world: World, n: int) -> ProcessGroup:
@@ -120,3 +133,27 @@ def _exchange_back(ctx, grad):
 
 
 exchange_rows.register_autograd(_exchange_back, setup_context=_keep_group)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gathers, group, size):
+        ctx.back = not gathers, group, size
+        return _Spread.move(x, gathers, group, size)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _Spread.move(grad, *ctx.back), None, None, None
+
+    @staticmethod
+    def move(x, gathers, group, size):
+        if gathers:
+            return gather_rows(x, group, size)
+        parts = exchange_rows(x, group).unflatten(0, (size, -1))
+        return parts.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def spread_tokens(x: torch.Tensor, gathers: bool, group: str, size: int) -> torch.Tensor:
+    """Gather what all ranks of a group have, x [T, ...] of each -> [size T, ...], or sum what each
+    adds to it in fp32, back to [T, ...] of each: each is the other's backward."""
+    return _Spread.apply(x, gathers, group, size)
