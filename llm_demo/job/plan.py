@@ -58,11 +58,11 @@ from llm_demo.job.device import (
     this_device,
 )
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
+from llm_demo.job.folder import settings_of
 from llm_demo.job.horizon import Horizon, decide_horizon, decide_order, identity_of_rows, usual_lr
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import Source, find_source, short
 from llm_demo.job.process import regular
-from llm_demo.job.reader import settings_of
 from llm_demo.job.source import (
     fix_date,
     is_mixture,

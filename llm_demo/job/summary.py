@@ -12,7 +12,7 @@ from pathlib import Path
 from llm_demo.data.sources import hub_parts
 from llm_demo.job.args import Args
 from llm_demo.job.files import ROOT, finite
-from llm_demo.job.reader import WARMUP, median, of_ranks, peaks_of
+from llm_demo.job.folder import WARMUP, median, of_ranks, peaks_of
 
 SETTLED = 3  # steps after which the allocator should have all that a step needs
 COLUMNS = ("micro_bsz", "GA", "ckpt", "dtype", "step_ms", "comm_ms", "toks/s", "peak_mem(G)")
