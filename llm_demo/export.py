@@ -22,15 +22,6 @@ from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.core.weights import materialise
-from llm_demo.job.adapters import (
-    factor_names,
-    factors_of,
-    identity_of,
-    in_peft,
-    merge_into,
-    peft_targets,
-    same_base,
-)
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -49,7 +40,19 @@ from llm_demo.job.process import read_text
 from llm_demo.job.progress import size_of, watched
 from llm_demo.job.source import find_model, load_tokenizer
 from llm_demo.job.text import differences, words_of
-from llm_demo.job.weights_files import Weights, in_files, open_weights, split
+from llm_demo.job.weights_files import (
+    Weights,
+    factor_names,
+    factors_of,
+    identity_of,
+    in_files,
+    in_peft,
+    merge_into,
+    open_weights,
+    peft_targets,
+    same_base,
+    split,
+)
 
 ALONE = World(0, 1, 0, torch.device("cpu"))  # this process
 WEIGHTS = "model{suffix}.safetensors"

@@ -19,7 +19,6 @@ from llm_demo.core.rows import collate
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.export import export
-from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args
 from llm_demo.job.costs import parameters_of
 from llm_demo.job.dist import from_rank0
@@ -33,6 +32,7 @@ from llm_demo.job.records import Records
 from llm_demo.job.saver import Saver
 from llm_demo.job.summary import COLUMNS, next_steps, summarise
 from llm_demo.job.text import counted
+from llm_demo.job.weights_files import factors_of
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
 # which weights an untrained one starts with.
