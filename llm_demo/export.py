@@ -21,15 +21,6 @@ from safetensors.torch import save_file
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job.adapters import (
-    factor_names,
-    factors_of,
-    identity_of,
-    in_peft,
-    merge_into,
-    peft_targets,
-    same_base,
-)
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -46,7 +37,19 @@ from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
-from llm_demo.job.weights_files import Weights, in_files, matrices, open_weights
+from llm_demo.job.weights_files import (
+    Weights,
+    factor_names,
+    factors_of,
+    identity_of,
+    in_files,
+    in_peft,
+    matrices,
+    merge_into,
+    open_weights,
+    peft_targets,
+    same_base,
+)
 
 ALONE = World(0, 1, 0, torch.device("cpu"))  # this process
 WEIGHTS = "model{suffix}.safetensors"

@@ -13,8 +13,8 @@ from test_rows import load, write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.folder import settings_of
 from llm_demo.job.plan import decide_seq_len
-from llm_demo.job.reader import settings_of
 from llm_demo.job.source import load_config, window_of, without_window
 
 # ------------------------------------------------------------------ the cache

@@ -18,7 +18,8 @@ from conftest import ROOT, run
 
 from llm_demo import report
 from llm_demo.core.errors import UserError
-from llm_demo.job import reader, records
+from llm_demo.job import records
+from llm_demo.job.folder import step_parts
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -205,7 +206,7 @@ def test_the_page_needs_nothing_but_itself(two):
 def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     def parts(**more):
         run = report.SimpleNamespace(steps=[record(s, **more) for s in range(1, 6)], config={})
-        return reader.step_parts(run)
+        return step_parts(run)
 
     for exposed, wait in ((20, 5), (20, 25), (0, 5), (120, 3)):
         keys = {"perf/comm_exposed_ms": [exposed] * 2, "perf/comm_wait_ms": [wait] * 2}
@@ -218,7 +219,7 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     # the first steps are slow; then the run went on with three ranks
     steps = [record(s, ranks=2, **{"perf/step_ms": 1e6}) for s in (1, 2)] + [record(3)]
     steps += [record(s, ranks=3) for s in (4, 5)]
-    ranks = reader.step_parts(report.SimpleNamespace(steps=steps, config={}))
+    ranks = step_parts(report.SimpleNamespace(steps=steps, config={}))
     assert len(ranks) == 3 and ranks[0]["step"] == 100
     assert report.WARMUP == records.WARMUP
 
@@ -434,7 +435,7 @@ def test_the_command(two, tmp_path):
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():
-    files = [("report", "job/reader"), ("job/records",)]
+    files = [("report", "job/folder"), ("job/records",)]
     texts = ["".join((ROOT / f"llm_demo/{f}.py").read_text() for f in names) for names in files]
     read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
     assert len(read) >= 10 and read <= written

@@ -22,7 +22,6 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.sources import hub_parts
 from llm_demo.export import export
-from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args, DataArgs
 from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.dist import from_rank0
@@ -35,6 +34,7 @@ from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
 from llm_demo.job.source import is_mixture
 from llm_demo.job.text import counted, module, resume, shown
+from llm_demo.job.weights_files import factors_of
 
 # Entries of a configuration that neither change what a model with given weights computes, nor
 # which weights an untrained one starts with.
