@@ -20,7 +20,8 @@ from llm_demo.core.batch import Part, real_tokens
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import collate, order_rows, step_rows
 from llm_demo.data import build
-from llm_demo.data.packs import best_fit, describe_example, heldout_beside
+from llm_demo.data.packs import best_fit, describe_example
+from llm_demo.data.sources import heldout_beside
 from llm_demo.job.generate import prompts_of
 from llm_demo.job.horizon import decide_horizon, usual_lr
 from llm_demo.job.text import counted

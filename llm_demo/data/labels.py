@@ -84,6 +84,13 @@ class Codec:
             messages, tools=record.tools, tokenize=tokenize, **options
         )
 
+    def try_render(self, messages: list[dict], record: Record, **options):
+        """What `render` returns; None if the template refuses these messages."""
+        try:
+            return self.render(messages, record, **options)
+        except REFUSALS:
+            return None
+
 
 def _any_of(texts) -> re.Pattern:
     texts = sorted(map(re.escape, texts), key=len, reverse=True)
@@ -204,11 +211,7 @@ def _refuse_dropped(codec: Codec, record: Record, text: str) -> None:
         content = message["content"].strip()  # it may be part of another turn's
         if assistant(message) or text.count(content) >= given.count(content):
             continue
-        try:
-            without = codec.render(changed(record.messages, number, content=""), record)
-        except REFUSALS:
-            continue
-        if without == text:
+        if codec.try_render(changed(record.messages, number, content=""), record) == text:
             raise NotLearnt(LEFT_OUT.format(role=message["role"]))
 
 
@@ -246,11 +249,8 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
     spans, why, marks = [], NOTHING, None
     if codec.tagged and turns:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        try:
-            encoded = codec.render(record.messages, record, tokenize=True, **options)
-            marks = np.array(encoded["assistant_masks"], bool)
-        except REFUSALS:
-            marks = np.zeros(0, bool)
+        encoded = codec.try_render(record.messages, record, tokenize=True, **options) or {}
+        marks = np.array(encoded.get("assistant_masks", []), bool)
     for turn in turns:
         try:
             spans += spans_of(chat, turn, marks)

@@ -24,14 +24,8 @@ from llm_demo.core.lora import Lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import Packs
 from llm_demo.data.build import LONGEST_DEFAULT
-from llm_demo.data.packs import (
-    describe_example,
-    heldout_beside,
-    load_packs,
-    refuse_unknown_tokens,
-    split_off,
-)
-from llm_demo.data.sources import hub_parts, weighted
+from llm_demo.data.packs import describe_example, load_packs, refuse_unknown_tokens, split_off
+from llm_demo.data.sources import heldout_beside, hub_parts, weighted
 from llm_demo.job.adapters import choose_lora, factors_of, identity_of, refuse_other_adapters
 from llm_demo.job.args import Args
 from llm_demo.job.checkpoint_files import (
