@@ -16,8 +16,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.data import labels, sources
 from llm_demo.data import turns as reasons
 from llm_demo.data.build import choose_seq_len
-from llm_demo.data.packs import heldout_beside
-from llm_demo.data.sources import find_files, read_rows
+from llm_demo.data.sources import find_files, heldout_beside, read_rows
 from llm_demo.job.args import DataArgs
 from llm_demo.job.plan import load_data
 from llm_demo.job.source import load_tokenizer

@@ -167,8 +167,7 @@ def _record(messages: list[dict], tools, context=frozenset()) -> Record:
     """A conversation without its turns' marks, which no chat template should see."""
     marks = {}
     for number, message in enumerate(messages):
-        values = [message.pop(key, None) for key in MARKS]
-        if values := [value for value in values if value is not None]:
+        if values := [message.pop(key) for key in MARKS if key in message]:
             marks[number] = all(values)
     return Record(messages, tools=tools, context=context, marks=marks)
 

@@ -27,13 +27,12 @@ from llm_demo.core.rows import Packs, order_rows
 from llm_demo.data.build import LONGEST_DEFAULT
 from llm_demo.data.packs import (
     describe_example,
-    heldout_beside,
     load_packs,
     mix,
     refuse_unknown_tokens,
     split_off,
 )
-from llm_demo.data.sources import hub_parts, weighted
+from llm_demo.data.sources import heldout_beside, hub_parts, weighted
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
