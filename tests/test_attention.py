@@ -443,9 +443,8 @@ def test_the_probe_does_not_import_transformers():
 def test_what_backends_cannot_compute_is_refused():
     documents = make_documents(boundaries(), (B, S), "math", torch.device("cpu"))
     q = torch.randn(B, 4, S, 16)
-    attend = functools.partial(
-        attention.attend, "math", None, q, q, q, None, scaling=1.0, documents=documents
-    )
+    attend = functools.partial(attention.attend, "math", None, q, q, q, None)
+    attend = functools.partial(attend, scaling=1.0, documents=documents)
     for extra, message in (
         ({"sliding_window": 64}, "last 64 tokens"),
         ({"softcap": 30.0}, "softcap"),

@@ -181,9 +181,9 @@ def expected(work):
             model.save_pretrained(work[0] / name)
             tokenizer.save_pretrained(work[0] / name)
         model = with_eager_experts(model)
-        return (
-            loop_with_loss(model, packs, auxiliary) if auxiliary else plain_loop(model, packs, FEW)
-        )
+        if auxiliary:
+            return loop_with_loss(model, packs, auxiliary)
+        return plain_loop(model, packs, FEW)
 
     return once
 

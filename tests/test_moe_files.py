@@ -285,9 +285,8 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
     """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
     refused."""
     saved("deepseek", tmp_path)
-    extra = {
-        f"model.layers.4.{n}.weight": torch.ones(3) for n in ("enorm", "mlp.experts.0.up_proj")
-    }
+    names = "enorm", "mlp.experts.0.up_proj"
+    extra = {f"model.layers.4.{name}.weight": torch.ones(3) for name in names}
     with pytest.raises(UserError, match="model.layers.4.enorm.weight is not a weight of this mod"):
         changed(tmp_path, lambda t: t.update(extra))
     changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))

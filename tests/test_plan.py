@@ -147,11 +147,8 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
     write(tmp_path / "x.jsonl", *[{"text": "word " * n} for n in words])
     MistralConfig(**SIZES).save_pretrained(tmp_path / "model")
     flags = [
-        "--model_name_or_path",
-        "model",
-        "--tokenizer_name_or_path",
-        ROOT / "models/qwen3-tiny",
-    ]
+        "--model_name_or_path", "model", "--tokenizer_name_or_path", ROOT / "models/qwen3-tiny",
+    ]  # fmt: skip
     flags += ["--train_json", "x.jsonl", "--no_pack_sequences", "--seq_len", "32", "--overwrite"]
     flags += ["--grad_accum_steps", "6", "--num_epochs", "1"]
 
@@ -169,12 +166,8 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
     rows = rows_of(*whole)  # one epoch: 26 rows, then padding
     assert sum(rows[:4], []) == expected and rows[4] == [*plain[4][:2], -1, -1, -1, -1]
     resume = [
-        "--no_overwrite",
-        "--output_dir",
-        "again",
-        "--resume",
-        "whole/checkpoints/step_00000002",
-    ]
+        "--no_overwrite", "--output_dir", "again", "--resume", "whole/checkpoints/step_00000002",
+    ]  # fmt: skip
     assert rows_of(*early, *resume) == rows[2:]
     again, before = (list(filter(None, losses(tmp_path / run))) for run in ("again", "whole"))
     assert len(again) == 3 and again == before[2:]
