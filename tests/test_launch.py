@@ -246,9 +246,7 @@ PROCESSES = [
 
 
 @pytest.mark.parametrize("name, flags, words", PROCESSES)
-def test_flags_that_dont_fit_the_processes_start_none(
-    name, flags, words, script, tmp_path, record_property
-):
+def test_flags_that_dont_fit_start_none(name, flags, words, script, tmp_path, record_property):
     record_property("bad inputs", 1)
     shutil.copy(ROOT / name / "flags.py", tmp_path)
     done = launch(script("raise SystemExit('started')"), *flags.split(), NPROC_PER_NODE="3")
@@ -256,9 +254,7 @@ def test_flags_that_dont_fit_the_processes_start_none(
     assert done.stderr.startswith(f"error: {words}")
 
 
-def test_flags_that_dont_fit_the_processes_of_all_nodes_start_none(
-    script, tmp_path, record_property
-):
+def test_flags_that_dont_fit_all_nodes_processes_start_none(script, tmp_path, record_property):
     record_property("bad inputs", 1)
     shutil.copy(ROOT / "fsdp_pp/flags.py", tmp_path)
     command = [str(script("raise SystemExit('started')")), "--stages", "2"]

@@ -380,9 +380,7 @@ REFUSED = [*(("deepseek", change, message) for message, change in BAD.items()), 
 
 
 @pytest.mark.parametrize("name, change, message", REFUSED)
-def test_configurations_that_cannot_be_trained_exactly(
-    name, change, message, tmp_path, record_property
-):
+def test_configurations_that_are_refused(name, change, message, tmp_path, record_property):
     record_property("bad inputs", 1)
     config = json.loads(TINY[name].to_json_string(use_diff=False))
     (tmp_path / "config.json").write_text(json.dumps(config))

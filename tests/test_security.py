@@ -327,15 +327,13 @@ def test_odd_facts_are_refused(more, folder):
     refused(folder, f"trainer.json: invalid {next(iter(more))}")
 
 
-OF_ANOTHER_KIND = {
-    "manifest.json": ["[" * 10**5, "[]", '{"files": 5}', '"files"', '{"files": [1]}'],
-    "trainer.json": ["[]", "{", "[" * 10**5, "{}", '{"adam_steps": 1}'],
-}
+MANIFESTS = ["[" * 10**5, "[]", '{"files": 5}', '"files"', '{"files": [1]}']
+FACTS_FILES = ["[]", "{", "[" * 10**5, "{}", '{"adam_steps": 1}']
+ODD_FILES = [*(("manifest.json", text) for text in MANIFESTS)]
+ODD_FILES += [("trainer.json", text) for text in FACTS_FILES]
 
 
-@pytest.mark.parametrize(
-    "name, text", [(n, x) for n, each in OF_ANOTHER_KIND.items() for x in each]
-)
+@pytest.mark.parametrize("name, text", ODD_FILES)
 def test_a_file_of_another_kind(name, text, folder):
     (folder / name).write_text(text)
     if name == "trainer.json":

@@ -73,9 +73,8 @@ def work(tmp_path_factory):
     models, tokenizer = parity.smaller_vocabulary(MODELS, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
     data, results = str(folder / "data.jsonl"), {}
-    packed, single = (
-        packs_of(data, tokenizer, seq_len=parity.SEQ_LEN, pack=pack) for pack in (True, False)
-    )
+    how = {"seq_len": parity.SEQ_LEN}
+    packed, single = (packs_of(data, tokenizer, pack=pack, **how) for pack in (True, False))
     assert single.longest > 0.8 * parity.SEQ_LEN
     lengths = np.diff(packed.doc_start)
     assert (lengths <= 24).any() and (lengths > 24).any()  # see LONGROPE
@@ -208,9 +207,8 @@ def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatc
 
     monkeypatch.setattr(plan, "from_rank0", lambda world, make: make())
     monkeypatch.setattr(plan, "choose_attention", choose)
-    args = SimpleNamespace(
-        attn_impl="auto", compile=False, activation_memory_budget=1.0, sequence_parallel=ranks
-    )
+    args = SimpleNamespace(attn_impl="auto", compile=False, activation_memory_budget=1.0)
+    args.sequence_parallel = ranks
     how = None, SimpleNamespace(type="cpu"), torch.float32, MODELS["tied"], []
     if expected:
         plan.decide_compute(args, *how)
