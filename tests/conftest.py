@@ -199,9 +199,8 @@ def run(command, cwd=ROOT, timeout=240, fresh=False, **env):
     command = [interpreter if c == sys.executable else str(c) for c in command]
     if env.get("PYTHON") == sys.executable:
         env["PYTHON"] = interpreter
-    return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    how = {"cwd": cwd, "env": env, "capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run(command, **how)
 
 
 def torchrun(processes: int, script, *args, **options):

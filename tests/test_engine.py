@@ -153,9 +153,8 @@ def test_engine_config(dtype):
     assert config["gradient_accumulation_steps"] == 5
     assert config["gradient_clipping"] == 0.7
     assert config["communication_data_type"] == "fp32"
-    assert config.get("data_types") == (
-        None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
-    )
+    sums = None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
+    assert config.get("data_types") == sums
     assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
 
 

@@ -66,9 +66,7 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     torchrun(processes, ROOT / "tests/parity_worker.py", "fsdp", tmp_path / "cases.json")
     for dtype, accum, flags in settings:
-        theirs, ours = (
-            results(tmp_path / f"{whose}-{dtype}-{accum}") for whose in ("theirs", "ours")
-        )
+        theirs, ours = (results(tmp_path / f"{x}-{dtype}-{accum}") for x in ("theirs", "ours"))
         assert len(ours["losses"]) == STEPS + 2 and None not in ours["norms"]
         if processes <= 2:
             assert ours["losses"] == theirs["losses"] and ours["norms"] == theirs["norms"]
@@ -114,10 +112,8 @@ def test_a_sum_that_autograd_makes_is_left_alone(monkeypatch):
     monkeypatch.setattr(fsdp2, "collectives", SimpleNamespace(FSDPParam=FSDPParam))
     group = SimpleNamespace(fsdp_params=[FSDPParam()], post_backward="its own")
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))
-    assert (
-        fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
-        and group.post_backward == "its own"
-    )
+    assert fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
+    assert group.post_backward == "its own"
 
 
 def test_gradients_added_together_are_summed_once_each(monkeypatch):
@@ -138,9 +134,8 @@ def test_gradients_added_together_are_summed_once_each(monkeypatch):
     for i, x in enumerate(batches):
         loss = plain(x, i > 0).float().square().sum()
         grads = torch.autograd.grad(loss, plain.parameters(), allow_unused=True)
-        expected = [
-            e + (0 if g is None else g.float()) for e, g in zip(expected, grads, strict=True)
-        ]
+        grads = [0 if g is None else g.float() for g in grads]
+        expected = [e + g for e, g in zip(expected, grads, strict=True)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))

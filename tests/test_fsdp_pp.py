@@ -254,9 +254,8 @@ def test_an_evaluation_ends_with_any_number_of_batches(schedule):
     for stages, count in itertools.product(range(1, 7), range(12)):
         where = stages_of(schedule, stages)
         works = [forwards_only(schedule, stages, s, count) for s in range(stages)]
-        assert sorted(sum(works, [])) == sorted(
-            (FORWARD, piece, k) for piece in range(len(where)) for k in range(count)
-        )
+        every = itertools.product([FORWARD], range(len(where)), range(count))
+        assert sorted(sum(works, [])) == sorted(every)
         simulate(works, where)
 
 
@@ -282,12 +281,11 @@ def test_what_is_held():
         where = stages_of(schedule, stages)
         for stage, work in enumerate(works_of(schedule, stages, M, run_ahead)):
             later = stages - 1 - stage
+            ahead = run_ahead * later
             expected = {
-                "1f1b": min(later + 1 + run_ahead * later, M),
+                "1f1b": min(later + 1 + ahead, M),
                 "gpipe": M,
-                "interleaved": min(
-                    2 * later + stages + 1 + run_ahead * later, 3 * stages + 1, 2 * M
-                ),
+                "interleaved": min(2 * later + stages + 1 + ahead, 3 * stages + 1, 2 * M),
                 "v": None,
             }[schedule]
             most = held(work)

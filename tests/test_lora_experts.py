@@ -267,9 +267,8 @@ def test_what_experts_refuse(case):
 
 
 def test_attention_beside_experts_may_have_dropout():
-    args = SimpleNamespace(
-        lora_rank=4, lora_alpha=32.0, lora_dropout=0.1, lora_targets="o_proj,q_proj"
-    )
+    how = {"lora_rank": 4, "lora_alpha": 32.0, "lora_dropout": 0.1}
+    args = SimpleNamespace(lora_targets="o_proj,q_proj", **how)
     lora = choose_lora(args, moe.MODELS["shared"], {})
     assert lora.targets == ("q_proj", "o_proj")
     assert lora.active == lora.parameters and not lora.routed

@@ -21,9 +21,8 @@ from llm_demo.core.errors import UserError
 from llm_demo.job import records
 from llm_demo.job.folder import step_parts
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
+BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+BROWSER = next(filter(None, BROWSERS), "")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -88,9 +87,8 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     evals = [{"step": s, "eval/loss": 9 - s / 4, "eval/exact": s / 16} for s in (0, 6, 12)]
     unused = {"psgd_rank": 0, "schedule_free": False}  # of one script, so no difference
-    fsdp = write(
-        folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3, **NOISE, **unused}
-    )
+    records = [*map(record, range(1, 13)), *evals]
+    fsdp = write(folder / "fsdp", records, {"lr": 1e-3, **NOISE, **unused})
     slower = {"perf/step_ms": 150.0, "perf/comm_exposed_ms": [30.0, 40.0]}
     slower = [slower | {"data/label_tokens": 90 * s} for s in range(1, 13)]
     pipe = [record(s, **more, **{"train/loss": 7 / s**0.2}) for s, more in enumerate(slower, 1)]
@@ -422,15 +420,12 @@ def test_the_command(two, tmp_path):
     code += "assert 'torch' not in sys.modules"
     done = run([sys.executable, "-c", code, two[0]], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout == "report: report.html\n"
-        and "<h3>Loss</h3>" in (tmp_path / "report.html").read_text()
-    )
+    assert done.stdout == "report: report.html\n"
+    assert "<h3>Loss</h3>" in (tmp_path / "report.html").read_text()
     assert sorted(two[0].iterdir()) == before
     assert {p.name for p in tmp_path.iterdir()} == {"matplotlibrc", "report.html"}
-    done = run(
-        [sys.executable, "-m", "llm_demo.report", "nowhere", "--out", "x.html"], cwd=tmp_path
-    )
+    command = [sys.executable, "-m", "llm_demo.report", "nowhere", "--out", "x.html"]
+    done = run(command, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == "error: nowhere does not exist\n"
 
 
