@@ -39,12 +39,12 @@ from llm_demo.job.source import find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (
     Weights,
+    as_in_files,
     factor_names,
     factors_of,
     identity_of,
     in_files,
     in_peft,
-    matrices,
     merge_into,
     open_weights,
     peft_targets,
@@ -312,7 +312,7 @@ def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable) -> dict[st
     """Read these parameters; returns what a file holds of them. kinds: {name: dtype} there."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
     read(masters)
-    parts = [part for name, master in masters.items() for part in matrices(name, master).items()]
+    parts = [part for name, master in masters.items() for part in as_in_files(name, master).items()]
     # copies, since safetensors refuses shared memory
     return {name: t.to(kinds[name], copy=True) for name, t in parts if name in kinds}
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bench.checkpoints import tensors
 from fsdp import copy_engines, fsdp2, sharding
-from fsdp.sharding import accumulate, precision, sum_over_ranks
+from fsdp.sharding import precision, set_sync, sum_not_average
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.mesh import World
 
@@ -140,10 +140,10 @@ def test_gradients_added_together_are_summed_once_each(monkeypatch):
     try:
         mesh = init_device_mesh("cpu", (1,))
         fully_shard(unit, mesh=mesh, mp_policy=precision(torch.bfloat16))
-        sum_over_ranks(unit)
+        sum_not_average(unit)
         assert fsdp2.add_together(unit) in (None, "FSDP2 leaves it to autograd")
         for i, x in enumerate(batches):
-            accumulate(unit, False, i == len(batches) - 1, every=False)
+            set_sync(unit, False, i == len(batches) - 1, every=False)
             unit(x, i > 0).float().square().sum().backward()
         for p, total in zip(unit.parameters(), expected, strict=True):
             assert torch.equal(p.grad.to_local(), total)

@@ -114,6 +114,22 @@ def test_fp16_where_products_take_subnormal_numbers_for_zero(sharp, rows, monkey
         assert (a - e).norm() < 1e-3 * e.norm()
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_gradients_are_scaled_by_the_factor_itself(compiled, frozen):
+    """Not by the factor in bf16, which is 0.4 % off, and all gradients of the blocks with it."""
+    hidden, weight, labels = (t.detach() for t in case(30, torch.bfloat16))
+    weight.requires_grad_(not frozen)
+    found = []
+    factor = 1.0037 / 1024  # halfway between two numbers in bf16
+    for by in (1.0, factor):
+        hidden = hidden.detach().requires_grad_()
+        (cross_entropy_sum(hidden, weight, *label_positions(labels), compiled) * by).backward()
+        found.append(hidden.grad.double())
+    scaled = (found[0] * found[1]).sum() / found[0].square().sum()
+    assert scaled == pytest.approx(factor, rel=1.5e-3)
+
+
 @pytest.mark.parametrize("scale", [100.0, 1e5])
 def test_logits_that_exp_overflows_at(scale):
     """exp(89) is infinite in fp32. Losses and gradients are those of PyTorch's own, and finite."""

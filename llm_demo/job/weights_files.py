@@ -67,7 +67,7 @@ def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     return shapes
 
 
-def split(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def as_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """{name in the files: view} of all that a parameter consists of."""
     return {m.name: tensor[m.expert, m.rows] for m in matrices(name, tensor.shape)} or {
         name: tensor
