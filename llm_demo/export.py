@@ -32,7 +32,7 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
-from llm_demo.job.model_folder import describe, on_meta
+from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
@@ -40,12 +40,9 @@ from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (
     Weights,
     as_in_files,
-    factor_names,
-    factors_of,
     identity_of,
     in_files,
     in_peft,
-    merge_into,
     open_weights,
     peft_targets,
     same_base,

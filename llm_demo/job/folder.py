@@ -179,8 +179,9 @@ def take_folder(folder: Path, args, held):
     elif held:
         return held
     folder.mkdir(parents=True, exist_ok=True)
-    new = args.resume != "auto" or published(folder / "checkpoints")
-    return _lock(folder, "x" if new else "a")
+    if published(folder / "checkpoints"):
+        raise UserError(f"--output_dir {folder}: another run is using it")
+    return _lock(folder, "a" if args.resume == "auto" else "x")
 
 
 def _lock(folder: Path, mode: str):

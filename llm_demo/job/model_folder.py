@@ -43,7 +43,7 @@ from llm_demo.job.source import (
     same_ids,
 )
 from llm_demo.job.text import counted, words_of
-from llm_demo.job.weights_files import Weights, factors_of, open_weights
+from llm_demo.job.weights_files import Weights, open_weights
 
 # What transformers neither checks nor can generate with otherwise; a boolean is a number too.
 NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
@@ -191,6 +191,36 @@ def choose_lora(args, config, base: dict) -> Lora:
     total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
     chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
     return lora._replace(parameters=total, routed=routed, active=total - routed + chosen)
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of a matrix's factors A and B."""
+    if fused(name):
+        return f"{name}_lora_A", f"{name}_lora_B"
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
+    factors = {}
+    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
+        if target_of(name) in lora["targets"]:
+            a, b = factor_names(name)
+            factors[a] = *experts, lora["rank"], inputs
+            factors[b] = *experts, outputs, lora["rank"]
+    return factors
+
+
+@torch.no_grad()
+def merge_into(
+    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
+) -> None:
+    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
+    a, b = map(factors.get, factor_names(name))
+    if a is not None:
+        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
+        add(b, a, alpha=lora["alpha"] / lora["rank"])
 
 
 def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:

@@ -41,11 +41,11 @@ from llm_demo.job.device import drawn_on, dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.folder import settings_of
 from llm_demo.job.log import Log
-from llm_demo.job.model_folder import Source, choose_lora, find_source, short
+from llm_demo.job.model_folder import Source, choose_lora, factors_of, find_source, short
 from llm_demo.job.process import regular
 from llm_demo.job.source import fix_date, position_limit, window_of, without_window
 from llm_demo.job.text import counted
-from llm_demo.job.weights_files import factors_of, identity_of, refuse_other_adapters
+from llm_demo.job.weights_files import identity_of, refuse_other_adapters
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {

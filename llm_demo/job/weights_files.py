@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
-from llm_demo.core.lora import matrices_of, target_of
 from llm_demo.job.text import differences, watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
@@ -276,36 +275,6 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         raise UserError(f"{path} holds other adapters: {'; '.join(changes)}{hint}")
 
 
-def factor_names(name: str) -> tuple[str, str]:
-    """The names of a matrix's factors A and B."""
-    if fused(name):
-        return f"{name}_lora_A", f"{name}_lora_B"
-    layer = name.removesuffix(".weight")
-    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
-
-
-def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
-    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
-    factors = {}
-    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
-        if target_of(name) in lora["targets"]:
-            a, b = factor_names(name)
-            factors[a] = *experts, lora["rank"], inputs
-            factors[b] = *experts, outputs, lora["rank"]
-    return factors
-
-
-@torch.no_grad()
-def merge_into(
-    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
-) -> None:
-    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
-    a, b = map(factors.get, factor_names(name))
-    if a is not None:
-        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
-        add(b, a, alpha=lora["alpha"] / lora["rank"])
-
-
 def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
     of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
@@ -328,7 +297,7 @@ def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
     """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
     experts = [n.rpartition("_lora_")[0] for n in factors]
-    experts = [target_of(n) for n in experts if fused(n)]
+    experts = [n.rpartition(".")[2] for n in experts if fused(n)]
     layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
     parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
     return {
