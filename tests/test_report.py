@@ -92,14 +92,8 @@ def two(tmp_path_factory):
     slower = [slower | {"data/label_tokens": 90 * s} for s in range(1, 13)]
     pipe = [record(s, **more, **{"train/loss": 7 / s**0.2}) for s, more in enumerate(slower, 1)]
     pipe[4] |= {"train/grad_norm": None, "train/skipped": True}
-    pp = write(
-        folder / "pp",
-        pipe,
-        {
-            "lr_scheduler": "cosine", "stages": 2, "lr": 2e-3, "schedule": "1f1b", "seed": 2,
-            "parallelism": "pipeline of 2",
-        },
-    )  # fmt: skip
+    other = {"lr_scheduler": "cosine", "stages": 2, "lr": 2e-3, "schedule": "1f1b", "seed": 2}
+    pp = write(folder / "pp", pipe, other | {"parallelism": "pipeline of 2"})
     return fsdp, pp, make(folder / "two.html", fsdp, pp)
 
 
