@@ -266,6 +266,7 @@ def test_flags_that_dont_fit_all_nodes_processes_start_none(script, tmp_path, re
 
 ELSEWHERE = """
 import os, runpy, sys
+from pathlib import Path
 exists = Path.exists
 if os.environ["RANK"] == "1":  # files of another node
     Path.exists = lambda path: ".seen-" not in path.name and exists(path)
