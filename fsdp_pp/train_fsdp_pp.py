@@ -102,7 +102,7 @@ class ShardedPipeline:
         shards = layout.grid[SHARD]
         self.links = self.connect()
         self.pieces, self.optimized, n_params, compiled = build(job, layout, counts)
-        # which takes the gradients of each backward
+        # Masters add each backward's gradients; Shards wait for FSDP2's sums
         self.flat = isinstance(self.optimized, Masters)
         n_local = sum(p.numel() for p in self.optimized.params)
         parallelism = job.log.settings["parallelism"]

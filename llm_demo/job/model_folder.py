@@ -105,7 +105,7 @@ def open_model(
     """(the configuration of a model that can be trained exactly, its weights if the folder has
     any). If config.json ties the head to the embedding and the weights hold another head, it is not
     tied: transformers keeps both too. with_weights False: they are elsewhere. Raises UserError."""
-    config = load_config(folder, max_len, trained=not with_weights)
+    config = load_config(folder, max_len, weights_elsewhere=not with_weights)
     weights = open_weights(folder) if with_weights else None
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if weights and config.tie_word_embeddings and {head, embedding} <= weights.shapes.keys():
