@@ -19,7 +19,7 @@ from llm_demo.data.build import LONGEST_DEFAULT, build, read
 from llm_demo.data.labels import Codec
 from llm_demo.data.sources import content_of, find_files, suffix_of
 from llm_demo.job.files import cache_folder
-from llm_demo.job.text import progress
+from llm_demo.job.text import counted, progress
 
 FORMAT = 7  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
@@ -251,6 +251,15 @@ def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
             text += f"⟦{piece}⟧" if learnt else piece
         texts.append(text)
     return f"\n[... {n - 2 * SHOWN:,} tokens ...]\n".join(texts)
+
+
+def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
+    """Lines on the documents of each file in the first pass of a mixture."""
+    first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
+    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
+        documents = counted(int((first == n).sum()), "document")
+        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
+    return lines
 
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:

@@ -30,6 +30,7 @@ from llm_demo.data.packs import (
     load_packs,
     mix,
     refuse_unknown_tokens,
+    shares_of_files,
     split_off,
 )
 from llm_demo.data.sources import heldout_beside, hub_parts, weighted
@@ -360,15 +361,6 @@ def decide_horizon(
         )
     horizon = Horizon(data_parallel, global_batch, max_steps, n_total, lr, epochs, warmup)
     return (horizon, train), lines
-
-
-def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
-    """Lines on the documents of each file in the first pass of a mixture."""
-    first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
-    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
-        documents = counted(int((first == n).sum()), "document")
-        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
-    return lines
 
 
 def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) -> list[str]:
