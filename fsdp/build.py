@@ -12,7 +12,7 @@ from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, UnitSum, host_need, plain_units, prepare_host, sharded_units
-from fsdp.sharding import Layout, Shards, precision, shard_units, sum_over_ranks
+from fsdp.sharding import Layout, Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import (
     Blocks,
     DecoderLoss,
@@ -145,7 +145,7 @@ def shard(model: DecoderLoss, job, mesh: DeviceMesh) -> None:
         model.embed_tokens.set_unshard_in_backward(False)
     for end in (model,) if tied else (model.tail, model):
         fully_shard(end, **how, reshard_after_forward=False)
-    sum_over_ranks(model)
+    sum_not_average(model)
 
 
 def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:

@@ -56,7 +56,7 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
         trained, mine = lora.parameters, lora.parameters - lora.routed * (1 - 1 / spread)
         early += 4 * trained / ranks + size * mine if sharded else trained * with_master(compute)
         late, sums, grads, of_blocks = early, mine * 4 * stay, mine * 4, mine * 4
-    optimizer = 3 * SLOTS * SLICE * 4 if on_host else trained / ranks * 8  # on their way
+    optimizer = 3 * SLOTS * SLICE * 4 if on_host else trained / ranks * 8  # or slices on their way
     if args.psgd_rank:  # its errors, and two sets of matrices that are multiplied together
         optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / ranks))
     host = 12 * shard * on_host + memory.PROCESS * memory.GB * (on_host or args.activations_on_host)
@@ -64,8 +64,8 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
         host += host_bytes(n, (tokens, config.hidden_size), compute.dtype)
     exchanged = exchanged_bytes(config, compute, tokens, spread)
     copies = 12 * trained / ranks * bool(args.save and args.save_every and args.save_async)
-    moments = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
-    return [Held(optimizer, moments, [tokens] * n, True, exchanged, host, copies)] * ranks
+    times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
+    return [Held(optimizer, times, [tokens] * n, True, exchanged, host, copies)] * ranks
 
 
 def exchanged_bytes(config, compute, tokens: int, spread: int) -> int:

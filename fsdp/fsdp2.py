@@ -58,7 +58,7 @@ def reduce_traffic(
     Args:
         group: shards the model.
         dtype: compute dtype, bf16 or fp16.
-        accumulates: a step has several micro-batches.
+        accumulates: a rank adds up several micro-batches' gradients before they are reduced.
         compiles: torch.compile works here.
         engines: blocks use copy engines.
         reshards: the backward gathers weights again.
@@ -73,7 +73,8 @@ def reduce_traffic(
     modules = [m for m in modules if not isinstance(m, Routers)]  # which stay in fp32
     # Not embedding and head: shared memory stays allocated, too much for two transfers a step
     by_engines = {m for m in modules if engines and isinstance(m, Blocks)}
-    # FSDP2 orders the transfers of one root only. Accumulated gradients are exchanged otherwise.
+    # Scratch holds one transfer at a time, which FSDP2 ensures under a single root only; blocks'
+    # accumulated gradients go through FSDP2's own reduce-scatter.
     users = set(modules) - by_engines if isinstance(model, FSDPModule) else set()
     users = {m for m in users if not (accumulates and isinstance(m, Blocks | WithParts))}
     scratch = scratch_for(users, units, group, dtype, world.device, missing)

@@ -1,8 +1,10 @@
 """Which ranks hold what, FSDP2's settings for exact numbers, and a rank's part of each parameter.
 
-What is optimized and checkpointed is a `Shards`, `Masters` of core or HostAdamW. All have: params,
-what is optimized; take_grads(last), after each micro-batch; grads(), those of the step;
-views(optimizer), for a checkpoint; store(masters), after loading one."""
+What is optimized and checkpointed is a `Shards`, `Masters` of core or HostAdamW. All have:
+model_params and, in their order, params, what is optimized; take_grads(last), after each
+micro-batch; grads(), those of the step; views(optimizer), for a checkpoint; store(masters), after
+loading one. The first two also have grad_of(p) and follow(optimizer); HostAdamW is its own
+optimizer."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -34,7 +36,7 @@ class Layout(NamedTuple):
     data_parallel: int  # ranks, or groups with slices of the same rows
     dp_rank: int
     grid: DeviceMesh  # all ranks
-    mesh: DeviceMesh  # what FSDP2 shards and sums over: the grid, or a replica if PowerSGD does
+    mesh: DeviceMesh  # what FSDP2 sums over: the grid; one replica if PowerSGD sums over replicas
     expert_parallel: int = 1  # ranks that each block's experts are spread over
     tensor_parallel: int = 1  # ranks with shares of each matrix, which hold slices of the same rows
 
@@ -148,7 +150,7 @@ def shard_units(model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool) 
 
 class SumBesideActivations:
     """FSDP2's own reduce-scatter of a unit, but sums over ranks take memory of the stream that
-    computes.
+    computes. FSDP2 calls `allocate` twice for each: for what it sends, then for the sum.
 
     FSDP2 allocates them on another stream, and the allocator keeps a pool for each. In the backward
     that pool grows by all gradients while activations leave theirs, and the device must hold both:
@@ -180,9 +182,9 @@ class SumBesideActivations:
         return scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
 
 
-def sum_over_ranks(model: nn.Module) -> None:
-    """Sum gradients over ranks, because the loss is already divided by the step's token count. By
-    default FSDP2 averages or sums, depending on backend and version."""
+def sum_not_average(model: nn.Module) -> None:
+    """Have FSDP2 sum gradients over ranks, because the loss is already divided by the step's token
+    count. By default it averages or sums, depending on backend and version."""
     for unit in model.modules():
         if isinstance(unit, FSDPModule):  # each unit: the settings do not reach nested units
             unit.set_gradient_divide_factor(1.0)
@@ -193,9 +195,10 @@ def sum_over_ranks(model: nn.Module) -> None:
                 unit.set_custom_reduce_scatter(SumBesideActivations(unit))
 
 
-def accumulate(model: FSDPModule, reshard_after_forward: bool, last: bool, every: bool) -> None:
-    """Between micro-batches, keep gradients unreduced unless `every` one is reduced, and weights
-    gathered if memory allows."""
+def set_sync(model: FSDPModule, reshard_after_forward: bool, last: bool, every: bool) -> None:
+    """Tell FSDP2 what the next backward is to do: sum its gradients over ranks if it is the step's
+    `last` or `every` one does so, else add them to this rank's; and keep weights gathered until the
+    next micro-batch if memory allows."""
     settings = last or every, last or reshard_after_forward, last
     if getattr(model, "fsdp_settings", None) == settings:
         return  # each call below would go through all modules
@@ -244,7 +247,8 @@ class Shards:
 
     @torch.no_grad()  # else each to_local() is an autograd function: 2 ms per step
     def take_grads(self, last: bool) -> None:
-        """Move the gradients of the step, which autograd has summed, after its last micro-batch."""
+        """Move the gradients of the step, which FSDP2 or autograd has summed, after its last
+        micro-batch."""
         if last:
             for whole, p in zip(self.model_params, self.params, strict=True):
                 p.grad, whole.grad = local_part(whole.grad), None

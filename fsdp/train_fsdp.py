@@ -18,12 +18,12 @@ from fsdp.flags import GROUPS, sums_each
 from fsdp.lowrank import choose_low_rank
 from fsdp.sharding import (
     Layout,
-    accumulate,
     from_owners,
     layout_of,
     not_optimized,
     parallelism_of,
     refuse_plan,
+    set_sync,
     training_state,
 )
 from llm_demo import estimate as memory
@@ -100,8 +100,9 @@ class Fsdp:
             last = i == args.grad_accum_steps - 1
             self.see(batch)
             if self.layout.sharded:
-                accumulate(model, args.reshard_after_forward, last, sums_each(args))
+                set_sync(model, args.reshard_after_forward, last, sums_each(args))
             loss = self.forward(batch, *label_positions(batch.labels)) / n_labels
+            # FSDP2 sums over ranks in here, in the last micro-batch or, if sums_each, in every one
             (loss * self.loss_scale.scale).backward()
             optimized.take_grads(last)
             total += loss.detach()
@@ -109,7 +110,7 @@ class Fsdp:
         grads = optimized.grads()
         if self.low_rank:
             self.low_rank.reduce(grads)
-        group = self.layout.group if self.layout.sharded else None
+        group = self.layout.group if self.layout.sharded else None  # replicas have equal gradients
         norm = clipped_step(self.optimizer, args.max_grad_norm, self.loss_scale, grads, group)
         if args.router_bias_update:
             model.routers.update_bias(args.router_bias_update, norm)

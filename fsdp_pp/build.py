@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from fsdp.fsdp2 import reduce_traffic
-from fsdp.sharding import Shards, precision, shard_units, sum_over_ranks
+from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
 from llm_demo.core.experts import blocks_with_experts
 from llm_demo.core.masters import Masters
@@ -89,7 +89,7 @@ class Pieces(nn.ModuleDict):
             shard_units(piece, **how, reshard=reshard)
             for end in filter(None, (piece.tail, piece)):
                 fully_shard(end, **how, reshard_after_forward=False)
-        sum_over_ranks(self)
+        sum_not_average(self)
 
     def load(self, weights, seed: int, device: torch.device) -> None:
         """Allocate and fill this rank's part. The tied head is a copy of the embedding."""

@@ -20,7 +20,9 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
         mailbox = Mailbox.SLOTS * rows * hidden * max(mailboxes(args.schedule, args.stages))
     of_all = []
     for stage in range(args.stages):
-        flight = orders.held(orders.order(args.schedule, args.stages, stage, accum, args.run_ahead))
+        flight = orders.in_flight(
+            orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
+        )
         pieces = {p: [c.parameters for c in costs[starts[p] : starts[p + 1]]] for p in flight}
         head = len(counts) - 1 in flight
         ends = embedding * ((0 in flight) + head)  # a tied head is a copy
@@ -43,9 +45,9 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
         tokens = [slots * flight.get(p, 0) for p, n in enumerate(counts) for _ in range(n)]
         # outputs for the next stage, until their backward
         transfers = args.micro_batch_size * hidden * sum(flight.values()) + mailbox
-        moments = [(weights, sums, LOSS), (weights, late, NONE)]
+        times = [(weights, sums, LOSS), (weights, late, NONE)]
         copies = 12 * total / ranks * bool(args.save and args.save_every and args.save_async)
-        of_all += [Held(total / ranks * 8, moments, tokens, head, transfers, 0, copies)] * ranks
+        of_all += [Held(total / ranks * 8, times, tokens, head, transfers, 0, copies)] * ranks
     return of_all
 
 

@@ -126,7 +126,7 @@ def with_receives(works: list[list[tuple]], where: list[int], stage: int) -> lis
     return [(*work, now) for work, now in zip(works[stage], receives, strict=True)]
 
 
-def held(work: list[tuple]) -> dict[int, int]:
+def in_flight(work: list[tuple]) -> dict[int, int]:
     """{piece: micro-batches whose activations it has} when a stage holds most of them."""
     now, most = Counter(), Counter()
     for kind, piece, _ in work:

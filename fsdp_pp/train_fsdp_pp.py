@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
-from fsdp.sharding import accumulate, not_optimized, training_state
+from fsdp.sharding import not_optimized, set_sync, training_state
 from fsdp_pp import estimate, orders
 from fsdp_pp.build import TiedEnds, build, tied_group
 from fsdp_pp.flags import GROUPS
@@ -102,7 +102,7 @@ class ShardedPipeline:
         shards = layout.grid[SHARD]
         self.links = self.connect()
         self.pieces, self.optimized, n_params, compiled = build(job, layout, counts)
-        # which takes the gradients of each backward
+        # Masters add each backward's gradients; Shards wait for FSDP2's sums
         self.flat = isinstance(self.optimized, Masters)
         n_local = sum(p.numel() for p in self.optimized.params)
         parallelism = job.log.settings["parallelism"]
@@ -158,7 +158,7 @@ class ShardedPipeline:
             last = k == args.grad_accum_steps - 1
             if layout.n_shards > 1:
                 one = self.pieces[str(piece)]
-                accumulate(one, args.reshard_after_forward, last=last, every=False)
+                set_sync(one, args.reshard_after_forward, last=last, every=False)
             y.backward(grad)
             if self.flat:
                 self.optimized.take_grads(last)

@@ -46,7 +46,7 @@ class Held(NamedTuple):
 
     optimizer: float  # bytes, throughout the step
     # that may take most: (bytes of weights with masters, bytes of gradients, LOSS, KEPT, ...)
-    moments: list[tuple[float, float, str]]
+    times: list[tuple[float, float, str]]
     tokens: list[float]  # whose activations each block of the model keeps; 0: it is elsewhere
     head: bool = True  # whether the loss is computed here
     transfers: float = 0  # bytes on their way between ranks, beside activations
@@ -61,7 +61,7 @@ def peak(held: Held, args, config, compute, train) -> dict[str, float]:
     if args.use_activation_checkpointing:
         block = tokens_here(args, train) * max(passing_bytes(args, config, compute, train))
     beside = {LOSS: (kept, loss), KEPT: (kept, 0), BLOCK: (block, 0), NONE: (0, 0)}
-    all_parts = [(w, held.optimizer, grads, *beside[when]) for w, grads, when in held.moments]
+    all_parts = [(w, held.optimizer, grads, *beside[when]) for w, grads, when in held.times]
     names = ("weights", "optimizer", "gradients", "activations", "loss")
     gb = {name: size / GB for name, size in zip(names, max(all_parts, key=sum), strict=True)}
     return {**gb, UNUSED: SCATTERED * sum(gb.values()), CONTEXT: CONTEXT_GB}

@@ -21,15 +21,6 @@ from safetensors.torch import save_file
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
-from llm_demo.job.adapters import (
-    factor_names,
-    factors_of,
-    identity_of,
-    in_peft,
-    merge_into,
-    peft_targets,
-    same_base,
-)
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -41,12 +32,21 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
-from llm_demo.job.model_folder import describe, on_meta
+from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
-from llm_demo.job.weights_files import Weights, in_files, matrices, open_weights
+from llm_demo.job.weights_files import (
+    Weights,
+    as_in_files,
+    identity_of,
+    in_files,
+    in_peft,
+    open_weights,
+    peft_targets,
+    same_base,
+)
 
 ALONE = World(0, 1, 0, torch.device("cpu"))  # this process
 WEIGHTS = "model{suffix}.safetensors"
@@ -309,7 +309,7 @@ def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable) -> dict[st
     """Read these parameters; returns what a file holds of them. kinds: {name: dtype} there."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
     read(masters)
-    parts = [part for name, master in masters.items() for part in matrices(name, master).items()]
+    parts = [part for name, master in masters.items() for part in as_in_files(name, master).items()]
     # copies, since safetensors refuses shared memory
     return {name: t.to(kinds[name], copy=True) for name, t in parts if name in kinds}
 

@@ -19,9 +19,7 @@ from matplotlib.figure import Figure
 
 from llm_demo.core.errors import UserError
 from llm_demo.job.files import write_text
-from llm_demo.job.parsing import PlainParser, path_of
-from llm_demo.job.process import command, regular
-from llm_demo.job.reader import (
+from llm_demo.job.folder import (
     WARMUP,
     column,
     finite_of,
@@ -32,6 +30,8 @@ from llm_demo.job.reader import (
     skipped,
     status,
 )
+from llm_demo.job.parsing import PlainParser, path_of
+from llm_demo.job.process import command, regular
 
 JUDGED = (  # settings that decide which tokens a held-out loss is of
     "eval_json", "seq_len", "overlong", "chat_template", "train_on_prompt", "learn_turns",

@@ -34,7 +34,7 @@ ZERO = {
 # Not round_robin_gradients: with replicas, checkpoints in fp32 would hold wrong values.
 
 
-class Pipeline(PipelineModule):
+class PipelineLayers(PipelineModule):
     """1F1B: one piece per stage. PipelineModule cut at the layer numbers `bounds`, one more than
     there are pieces. DeepSpeed chooses the order of work from the module's class: PipelineModule
     gives 1F1B, DualPipeVModule DualPipeV."""
@@ -51,7 +51,7 @@ class Pipeline(PipelineModule):
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
 
-class PipelineV(DualPipeVModule, Pipeline):
+class PipelineLayersV(DualPipeVModule, PipelineLayers):
     """DualPipeV: two pieces per stage, out and back; the first stage has both ends."""
 
 
@@ -73,7 +73,7 @@ def engine_config(switches: dict, args, dtype: torch.dtype) -> dict:
 
 
 def make_engine(
-    module: Pipeline, optimizer: torch.optim.Optimizer, config: dict, compiled: bool
+    module: PipelineLayers, optimizer: torch.optim.Optimizer, config: dict, compiled: bool
 ) -> PipelineEngine:
     """deepspeed.initialize, with the patches. compiled: compile bf16's sums too."""
     with quiet():

@@ -31,16 +31,16 @@ def held(
         weights = count * (size + 4 / replicas)
         # the fp32 engine keeps accumulated gradients beside the micro-batch's
         sums = count * (8 if size == 4 and accumulates else 4)
-        moments = [(weights, sums + bucket, LOSS), (weights, sums + 2 * bucket, NONE)]
+        times = [(weights, sums + bucket, LOSS), (weights, sums + 2 * bucket, NONE)]
         if size == 4:  # its step copies them for the optimizer, the embedding's separately
             copied = count * (8 + 4 / replicas) + embedding * 4 * bool(ends)
-            moments.append((weights, copied + bucket, NONE))
+            times.append((weights, copied + bucket, NONE))
         # one replica copies only in the background; of several, each keeps its share
         copied = args.save and args.save_every and args.save_async
         if replicas > 1:
             copied = args.save or args.resume
         copies = 12 * count / replicas * bool(copied)
-        ranks += [Held(count * 8 / replicas, moments, tokens, head, copies=copies)] * replicas
+        ranks += [Held(count * 8 / replicas, times, tokens, head, copies=copies)] * replicas
     return ranks
 
 

@@ -98,7 +98,8 @@ class Pipeline:
         )
         loss_fn = functools.partial(ds_engine.loss_fn, compiled=compute.compile)
         self.score_fn = functools.partial(ds_engine.score_fn, compiled=compute.compile)
-        kind = ds_engine.PipelineV if args.schedule == "dualpipev" else ds_engine.Pipeline
+        v = args.schedule == "dualpipev"
+        kind = ds_engine.PipelineLayersV if v else ds_engine.PipelineLayers
         with loading(weights, args.stages):
             module = kind(specs, bounds, args.stages, loss_fn=loss_fn)
 

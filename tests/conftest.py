@@ -199,9 +199,8 @@ def run(command, cwd=ROOT, timeout=240, fresh=False, **env):
     command = [interpreter if c == sys.executable else str(c) for c in command]
     if env.get("PYTHON") == sys.executable:
         env["PYTHON"] = interpreter
-    return subprocess.run(
-        command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout
-    )
+    how = {"cwd": cwd, "env": env, "capture_output": True, "text": True, "timeout": timeout}
+    return subprocess.run(command, **how)
 
 
 def torchrun(processes: int, script, *args, **options):
@@ -212,16 +211,16 @@ def torchrun(processes: int, script, *args, **options):
     return done
 
 
-def train_cases(folder, kind, processes, cases, watched=False, poison=(), **how):
+def train_cases(folder, kind, processes, cases, watched=False, more=None):
     """Run a script with the flags of each case {name: flags} in one set of processes; case NAME
     writes to folder/NAME, and if watched the records of rank R to folder/NAME.out.R.pt.
 
-    poison: {name: where a gradient becomes NaN}. how: of all cases, see parity_worker.py."""
+    more: {name: what else parity_worker.py is to do}."""
     listed = []
     for name, flags in cases.items():
-        case = {"argv": [*map(str, flags), "--output_dir", str(folder / name)], **how}
-        case |= {"out": str(folder / f"{name}.out"), "quiet": not watched}
-        listed.append(case | ({"poison": poison[name]} if name in poison else {}))
+        argv = [*map(str, flags), "--output_dir", str(folder / name)]
+        case = {"argv": argv, "out": str(folder / f"{name}.out"), "quiet": not watched}
+        listed.append(case | (more or {}).get(name, {}))
     file = folder / f"{kind}{processes}.json"
     file.write_text(json.dumps(listed))
     return torchrun(processes, ROOT / "tests/parity_worker.py", kind, file, timeout=1200)

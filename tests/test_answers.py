@@ -93,9 +93,7 @@ def test_batches_take_the_longest_first_and_no_more_than_fit(monkeypatch):
     assert found == [[1], [2, 3], [0, 4, 5]]
 
 
-def test_seq_len_is_what_the_models_know_by_default(
-    model, tokenizer, tmp_path, monkeypatch, capsys
-):
+def test_seq_len_is_what_models_know_by_default(model, tokenizer, tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "m")
     tokenizer.save_pretrained(tmp_path / "m")
     text = " ".join(["word"] * 600)

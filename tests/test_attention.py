@@ -272,11 +272,6 @@ def test_sdpa_where_a_row_is_one_document_and_padding():
         torch.testing.assert_close(outs[0][b, :n], outs[1][b, :n], rtol=1e-9, atol=1e-12)
 
 
-def test_position_ids_restart():
-    expected = [*range(40), *range(70), *range(10), *range(8)]
-    assert position_ids(boundaries(), (B, S))[0].tolist() == expected
-
-
 def test_full_rows_are_not_copied():
     documents = make_documents(boundaries([[S]] * 2), (2, S), "bucketed", torch.device("cpu"))
     assert documents.buckets is None
@@ -288,9 +283,8 @@ def test_comparison_used_by_the_probe(impl, monkeypatch):
         assert compare_with_math(impl, torch.float32, heads, "cpu") < 1e-5
 
     def wrong(q, k, v, documents, scaling):  # documents ignored
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=True
-        ).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(1, 2)
 
     monkeypatch.setitem(BACKENDS, "bucketed", wrong)
     assert compare_with_math("bucketed", torch.float32, HEADS, "cpu") > 0.1
@@ -419,9 +413,7 @@ REFUSED = "PyTorch refuses its fused kernels here; bucketed_math runs the math k
         (RX7900, "", 16, None),
     ],
 )
-def test_the_probe_notices_that_sdpa_refuses_its_fused_kernels(
-    impl, device, allowed, values, problem, monkeypatch
-):
+def test_the_probe_notices_refused_kernels(impl, device, allowed, values, problem, monkeypatch):
     """PyTorch's fused kernel for CPUs refuses values of another width, and math runs silently."""
     monkeypatch.setattr(choices, "this_device", lambda: device)
     monkeypatch.setenv(NAME, allowed)
@@ -443,9 +435,8 @@ def test_the_probe_does_not_import_transformers():
 def test_what_backends_cannot_compute_is_refused():
     documents = make_documents(boundaries(), (B, S), "math", torch.device("cpu"))
     q = torch.randn(B, 4, S, 16)
-    attend = functools.partial(
-        attention.attend, "math", None, q, q, q, None, scaling=1.0, documents=documents
-    )
+    attend = functools.partial(attention.attend, "math", None, q, q, q, None)
+    attend = functools.partial(attend, scaling=1.0, documents=documents)
     for extra, message in (
         ({"sliding_window": 64}, "last 64 tokens"),
         ({"softcap": 30.0}, "softcap"),

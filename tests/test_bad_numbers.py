@@ -64,9 +64,7 @@ def test_flags_of_the_other_programs(module, record_property):
     for action in parser._actions:
         if action.type is evaluate.day:
             continue
-        if action.type is not parsing.size and (
-            not action.type or action.type("2") not in (2, [2])
-        ):
+        if action.type is not parsing.size and (action.type or str)("2") not in (2, [2]):
             continue
         for value in [*BAD, TOO_LARGE]:
             with pytest.raises(UserError) as raised:

@@ -3,16 +3,14 @@
 import json
 import re
 import runpy
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, TINY
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from llm_demo.job.costs import active_of
 
-ROOT = Path(__file__).resolve().parent.parent
-TINY = ROOT / "models" / "qwen3-tiny"
 TRAIN, HELDOUT = ROOT / "data" / "sft_en.jsonl", ROOT / "data" / "sft_en.heldout.jsonl"
 
 
@@ -84,10 +82,8 @@ def test_special_tokens(tokenizer):
 
 def test_configs_name_the_tokenizers_ids(tokenizer):
     config = AutoConfig.from_pretrained(TINY)
-    assert (config.eos_token_id, config.pad_token_id) == (
-        tokenizer.eos_token_id,
-        tokenizer.pad_token_id,
-    )
+    assert config.eos_token_id == tokenizer.eos_token_id
+    assert config.pad_token_id == tokenizer.pad_token_id
     generation = json.loads((TINY / "generation_config.json").read_text())
     stops = [tokenizer.convert_tokens_to_ids(t) for t in ("<|im_end|>", "<|endoftext|>")]
     assert generation["eos_token_id"] == stops
@@ -136,29 +132,16 @@ ASK = {"role": "user", "content": " Hi\n"}
 ANSWER = {"role": "assistant", "content": "Hello. "}
 
 
-@pytest.mark.parametrize(
-    "messages, prompt, text",
-    [
-        (
-            [ASK, ANSWER],  # no system prompt is made up, and contents are not trimmed
-            False,
-            "<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\nHello. <|im_end|>\n",
-        ),
-        (
-            [SYSTEM, ASK],
-            True,
-            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n Hi\n<|im_end|>\n"
-            "<|im_start|>assistant\n",
-        ),
-        (
-            [SYSTEM, ASK, ANSWER, ASK, ANSWER],
-            False,
-            "<|im_start|>system\nBe brief.<|im_end|>\n"
-            + "<|im_start|>user\n Hi\n<|im_end|>\n<|im_start|>assistant\nHello. <|im_end|>\n" * 2,
-        ),
-    ],
-    ids=["no-system", "system-and-prompt", "multi-turn"],
-)
+BRIEF, HI = "<|im_start|>system\nBe brief.<|im_end|>\n", "<|im_start|>user\n Hi\n<|im_end|>\n"
+BEGUN = "<|im_start|>assistant\n"
+HELLO = f"{BEGUN}Hello. <|im_end|>\n"
+
+
+@pytest.mark.parametrize("messages, prompt, text", [
+    ([ASK, ANSWER], False, HI + HELLO),  # no system prompt is made up, and contents are not trimmed
+    ([SYSTEM, ASK], True, BRIEF + HI + BEGUN),
+    ([SYSTEM, ASK, ANSWER, ASK, ANSWER], False, BRIEF + (HI + HELLO) * 2),
+], ids=["no-system", "system-and-prompt", "multi-turn"])  # fmt: skip
 def test_chat_template(tokenizer, messages, prompt, text):
     made = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
     assert made == text

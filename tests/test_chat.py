@@ -36,15 +36,12 @@ def expected(folder, *conversations, tokens=12):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     answers = []
     for messages in conversations:
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        out = model.generate(
-            **ids, do_sample=False, max_new_tokens=tokens, eos_token_id=stop_tokens(tokenizer)
-        )
-        answers.append(
-            tokenizer.decode(out[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
-        )
+        how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        ids = tokenizer.apply_chat_template(messages, **how)
+        how = {"do_sample": False, "eos_token_id": stop_tokens(tokenizer)}
+        out = model.generate(**ids, max_new_tokens=tokens, **how)
+        answer = out[0, ids["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(answer, skip_special_tokens=True))
     return answers
 
 

@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT, python, run
 from torch.distributed.checkpoint import filesystem
 
@@ -27,12 +26,8 @@ class Voice:
 
     def __init__(self, folder, lr=0.1, **settings):
         self.folder, self.said = folder, []
-        self.settings = {
-            **dict.fromkeys(saver.SETTINGS),
-            "lr": lr,
-            "max_steps": 99,
-            **settings,
-        }
+        defaults = dict.fromkeys(saver.SETTINGS) | {"max_steps": 99}
+        self.settings = {**defaults, "lr": lr, **settings}
 
     def say(self, text):
         self.said.append(text)
@@ -46,14 +41,9 @@ class Voice:
     record = lambda self, facts: None  # noqa: E731
 
 
-@pytest.fixture(scope="module", autouse=True)
-def alone():
-    """A world of one for the tests of files."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
+pytestmark = pytest.mark.usefixtures("alone")
+FLAGS = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
+KEEP = {"keep_last": 0, "keep_best": False, "export": "none"}
 WORLD = World(0, 1, 0, torch.device("cpu"))
 
 
@@ -202,55 +192,41 @@ def test_writing_copies_waits_for_no_device(tmp_path, monkeypatch):
 def test_other_data_is_refused_with_the_difference_named(tmp_path):
     save(make(tmp_path), 1)
     voice, identity = Voice(tmp_path, lr=0.2), {"seed": 2, "b": 4}
-    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
-    with pytest.raises(
-        UserError, match="different rows: seed was 1, is 2; b was None, is 4; to .*--resume_"
-    ):
-        checkpoints_of(voice, identity, flags)
-    flags["resume_anyway"] = True
-    assert checkpoints_of(voice, identity, flags).first_step == 1
+    said = "different rows: seed was 1, is 2; b was None, is 4; to .*--resume_"
+    with pytest.raises(UserError, match=said):
+        checkpoints_of(voice, identity, FLAGS)
+    assert checkpoints_of(voice, identity, FLAGS | {"resume_anyway": True}).first_step == 1
     assert voice.said[-1] == "resume: settings changed: lr was 0.1, is 0.2"
 
 
-KEEP = {"keep_last": 0, "keep_best": False, "export": "none"}
-
-
 def test_other_rows_a_step_come_with_the_accumulation_that_has_as_many(tmp_path):
-    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
-    rows = "rows of a step"
-    save(
-        checkpoints_of(
-            Voice(tmp_path), {rows: 16}, {**flags, "save": True, "resume": None, **KEEP}
-        ),
-        1,
-    )
+    rows, first = "rows of a step", {**FLAGS, "save": True, "resume": None, **KEEP}
+    save(checkpoints_of(Voice(tmp_path), {rows: 16}, first), 1)
     for now, accum, hint in ((8, 2, "--grad_accum_steps 4 makes it 16; to "), (12, 1, "to ")):
         with pytest.raises(UserError, match=f"{rows} was 16, is {now}; {hint}continue anyway"):
-            checkpoints_of(Voice(tmp_path), {rows: now}, {**flags, "grad_accum_steps": accum})
+            checkpoints_of(Voice(tmp_path), {rows: now}, {**FLAGS, "grad_accum_steps": accum})
 
 
 def test_a_changed_router_is_said_or_refused(tmp_path):
-    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
     first = Voice(tmp_path, router_aux_loss=0.01, freeze_router=False)
-    save(checkpoints_of(first, {}, {**flags, "save": True, "resume": None, **KEEP}), 1)
+    save(checkpoints_of(first, {}, {**FLAGS, "save": True, "resume": None, **KEEP}), 1)
     voice = Voice(tmp_path)  # of a script without these flags
     del voice.settings["router_aux_loss"], voice.settings["freeze_router"]
-    checkpoints_of(voice, {}, flags)
+    checkpoints_of(voice, {}, FLAGS)
     assert "router_aux_loss was 0.01, is None" in voice.said[-1]
     with pytest.raises(UserError, match="--freeze_router was False, is True"):
-        checkpoints_of(Voice(tmp_path, router_aux_loss=0.01, freeze_router=True), {}, flags)
+        checkpoints_of(Voice(tmp_path, router_aux_loss=0.01, freeze_router=True), {}, FLAGS)
 
 
 def test_settings_of_another_script_are_no_change_at_their_defaults(tmp_path):
-    flags = {"save": False, "save_async": False, "resume": "auto", "resume_anyway": False}
     of_fsdp = {"freeze_router": False, "lora_dropout": 0.0, "psgd_rank": 0, "psgd_start": None}
     of_pp = Voice(tmp_path)
     for name in of_fsdp:
         del of_pp.settings[name]
     for step, rank in ((1, 0), (2, 8)):
         voice = Voice(tmp_path, **of_fsdp | {"psgd_rank": rank})
-        save(checkpoints_of(voice, {}, {**flags, "resume": None, **KEEP}), step)
-        checkpoints_of(of_pp, {}, flags)
+        save(checkpoints_of(voice, {}, {**FLAGS, "resume": None, **KEEP}), step)
+        checkpoints_of(of_pp, {}, FLAGS)
         assert of_pp.said == ["resume: settings changed: psgd_rank was 8, is None"] * (rank > 0)
 
 
@@ -422,12 +398,10 @@ def test_a_full_disk_ends_a_launched_run_in_one_line(how, tmp_path):
 
 def test_another_configuration_of_the_model(tmp_path):
     """Its weights would fit, and the run would go on with other numbers."""
-    flags = {"save": True, "save_async": False, "keep_last": 0, "keep_best": False}
-    flags |= {"resume": "auto", "resume_anyway": False, "export": "none"}
     adapters = {"rank": 8, "alpha": 32, "targets": ["q_proj"], "base": {"path": "x"}}
 
     def begin(voice, model, adapters=None, **more):
-        args = SimpleNamespace(**{**flags, **more})
+        args = SimpleNamespace(**{**FLAGS, **KEEP, "save": True, **more})
         identity = {"tokens and labels": "same"}
         return saver.Saver(args, WORLD, voice, identity, adapters=adapters, model=model)
 

@@ -303,9 +303,8 @@ def assert_agrees(rank, profile):
     """The events' figures against the trace's, of one rank: apart by 5 %, by the gaps around each
     operation, and by what the host was late, which for exposed only the trace knows."""
     truth, light = profile["ranks"][rank], {k: v[rank] for k, v in profile["timer"].items()}
-    said = (
-        f"rank {rank}: events {light}, trace { {k: truth[k] for k in ('comm', 'exposed', 'host')} }"
-    )
+    kept = {k: truth[k] for k in ("comm", "exposed", "host")}
+    said = f"rank {rank}: events {light}, trace {kept}"
     apart = light["doubt"] + in_gaps(sum(n for _, n, _ in truth["kinds"].values()))
     busy, exposed = light["perf/comm_ms"], light["perf/comm_exposed_ms"]
     assert truth["comm"] * 0.95 - apart <= busy <= truth["comm"] * 1.05 + apart, said

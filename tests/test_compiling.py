@@ -94,9 +94,8 @@ CARDS = {
 def test_the_table_of_cards(card):
     device = CARDS[card]
     dtype, _ = pick_dtype("auto", device)
-    several, long, one = (
-        pick(device, dtype, **how)[0] for how in ({}, {"longest": 4096}, {"single": True})
-    )
+    ways = {}, {"longest": 4096}, {"single": True}
+    several, long, one = (pick(device, dtype, **how)[0] for how in ways)
     packed = f"`{several}`" + f", long documents `{long}`" * (long != several)
     name = next(name for name, each in DTYPES.items() if each == dtype)
     (works,) = {choose_compile(None, device, impl, lambda: None)[0] for impl in (several, one)}

@@ -20,7 +20,8 @@ from transformers import Qwen3Config
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
 from llm_demo.data import build
-from llm_demo.data.packs import best_fit, describe_example, heldout_beside, prompts_of
+from llm_demo.data.packs import best_fit, describe_example, prompts_of
+from llm_demo.data.sources import heldout_beside
 from llm_demo.job.plan import decide_horizon, usual_lr
 from llm_demo.job.text import counted
 from pp.cut import describe_split

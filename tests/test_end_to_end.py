@@ -332,9 +332,8 @@ def test_ctrl_c_ends_all_processes(kind, folder):
     env = {**SMALL, "GRAD_ACCUM_STEPS": "2", "PYTHON": python(), "MAX_STEPS": "5000"}
     command = ["env", *(f"{k}={v}" for k, v in env.items()), "bash", str(LAUNCHERS[kind])]
     flags = ["--train_json", "my data.jsonl", "--output_dir", f"stopped {kind}"]
-    process = subprocess.Popen(
-        [*command, *flags], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, *flags], cwd=folder, **pipes)
     for line in process.stdout:
         if line.startswith("step 2/"):
             break

@@ -153,9 +153,8 @@ def test_engine_config(dtype):
     assert config["gradient_accumulation_steps"] == 5
     assert config["gradient_clipping"] == 0.7
     assert config["communication_data_type"] == "fp32"
-    assert config.get("data_types") == (
-        None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
-    )
+    sums = None if dtype == torch.float32 else {"grad_accum_dtype": "fp32"}
+    assert config.get("data_types") == sums
     assert ("bf16" in config, "fp16" in config) == (dtype == torch.bfloat16, dtype == torch.float16)
 
 
@@ -211,8 +210,8 @@ def test_a_non_finite_gradient_on_one_rank_skips_the_step_on_all(kind, dtypes, t
         f"{way}-{dtype}": [*flags, "--dtype", dtype, *ways[way]]
         for way, dtype in itertools.product(ways, dtypes)
     }
-    poison = {name: {"rank": 0 if "twice" in name else 1, "step": 1} for name in cases}
-    done = train_cases(tmp_path, kind, 2, cases, watched=True, poison=poison)
+    more = {name: {"poison": {"rank": int("twice" not in name), "step": 1}} for name in cases}
+    done = train_cases(tmp_path, kind, 2, cases, watched=True, more=more)
     said = "step 2: the gradient norm is not finite, so all ranks skip it"
     assert done.stdout.count(said) == len(cases)
     for name in cases:
@@ -240,8 +239,8 @@ def test_a_checkpoint_before_the_first_good_step(kind, ways, tmp_path):
         ]  # fmt: skip
         first = str(tmp_path / way / "checkpoints/step_00000001")
         cases[f"{way}-again"] = [*cases[way], "--resume", first]
-    poison = dict.fromkeys(ways, {"rank": 1, "step": 0})
-    done = train_cases(tmp_path, kind, 2, cases, watched=True, poison=poison)
+    more = dict.fromkeys(ways, {"poison": {"rank": 1, "step": 0}})
+    done = train_cases(tmp_path, kind, 2, cases, watched=True, more=more)
     assert done.stdout.count("step 1: the gradient norm is not finite") == len(ways)
     for way in ways:
         run, again = (
@@ -257,4 +256,4 @@ def test_tied_copies_that_differ_are_noticed(tmp_path):
     flags = ["--model_name_or_path", str(TINY), "--seq_len", "64", "--max_steps", "1"]
     cases = {"run": [*flags, "--eval_json", "none"]}
     with pytest.raises(AssertionError, match="copies of the tied weight differ"):
-        train_cases(tmp_path, "pp", 2, cases, watched=True, untie=True)
+        train_cases(tmp_path, "pp", 2, cases, watched=True, more={"run": {"untie": True}})

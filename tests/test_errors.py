@@ -222,7 +222,6 @@ LAUNCHED = [
     ("fsdp_pp", "--schedule v --partition 3,3", "give 4 counts.*a sum of 6"),
     ("fsdp_pp", f"{ONE_BLOCK} {NO_DATA}", "the model has 1 block, too few for 2 pieces"),
     ("fsdp_pp", f"--schedule interleaved {ONE_BLOCK}", "too few for 4 pieces"),
-    ("fsdp_pp", "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     ("fsdp", f"--resume 'no run' {NO_DATA}", "no run: no such folder"),
     ("fsdp", f"--expert_parallel 2 {MODEL} odd {TOKENIZER} {NO_DATA}",
      "--expert_parallel 2 does not divide 3, the experts"),
@@ -246,6 +245,7 @@ def test_bad_input(kind, flags, message, folder, record_property):
 
 
 # The same scripts' main(), in this process: a launch takes 5 s. (scripts, flags, what is said)
+# test_flags.py and test_bad_numbers.py have what is refused as it is parsed.
 OTHERS = "pp zero fsdp_pp"
 ALL = f"fsdp {OTHERS}"
 LONG = "n" * 300  # longer than a file name can be
@@ -306,25 +306,13 @@ BAD = [
     ("fsdp", "--seq_len 4", "--seq_len 4"),
     ("fsdp", "--seq_len -64", "--seq_len -64"),
     ("fsdp", "--dtype fp8", "--dtype.*fp8"),
-    ("fsdp", "--max_steps many", "--max_steps.*many"),
     (ALL, "--max_steps 100000000", "--max_steps 100000000: must be at most 99,999,999"),
     ("fsdp", "--max_steps 0 --num_epochs 0", "--num_epochs above 0"),
-    ("fsdp", "--max_steps 0 --num_epochs inf", "--num_epochs inf: must be a finite"),
-    ("fsdp", "--micro_batch_size 0", "--micro_batch_size 0"),
-    ("fsdp", "--lr -1", "--lr -1"),
     ("fsdp", "--lr inf", "--lr inf: must be a finite number"),
-    ("fsdp", "--warmup_steps -1", "--warmup_steps -1"),
-    ("fsdp", "--weight_decay nan", "--weight_decay nan: must be a finite number"),
-    ("pp", "--max_grad_norm nan", "--max_grad_norm nan: must be a finite number"),
-    ("fsdp", "--attn_impl flash", "--attn_impl flash: choose from auto, sdpa, varlen"),
     ("fsdp", "--seed -1", "--seed -1: must not be negative"),
     ("fsdp", f"--seed 1{40 * '0'}", "--seed 1000.*: must be at most"),
-    ("fsdp", "--device_memory_gb -1", "--device_memory_gb -1: must not be negative"),
     ("pp", "--device_memory_gb 30", "--device_memory_gb limits GPU memory"),
-    ("fsdp", "--profile_steps 3", "--profile_steps 3: must be two steps"),
     ("fsdp", "--peak_tflops 0", "--peak_tflops 0: must be positive"),
-    ("fsdp", "--peak_tflops inf", "--peak_tflops inf: must be a finite number"),
-    ("fsdp", "--length_warmup -1", "--length_warmup -1: must not be negative"),
     ("zero", "--length_warmup 2",
      "--length_warmup 2 is longer than the run's 1 step of 1 row: give at most 1"),
     # pipelines
@@ -367,7 +355,6 @@ BAD = [
     ("fsdp", "--psgd_rank 4 --replicas all --dtype fp16", "--psgd_rank does not work in fp16"),
     ("fsdp", f"--psgd_rank 4 --replicas all {WITH_EXPERTS}",
      "--psgd_rank does not work with a mixture of experts"),
-    (OTHERS, "--optimizer_on_host", "--optimizer_on_host: only for fsdp/"),
     (OTHERS, "--lora_rank 4", "--lora_rank: only for fsdp/"),
     ("fsdp", "--lora_alpha 8", "--lora_alpha needs --lora_rank"),
     ("fsdp", "--lora_rank 4 --lora_targets=",

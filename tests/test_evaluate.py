@@ -82,9 +82,8 @@ def test_loss_and_answers_are_those_of_plain_transformers(batch, folder, capsys)
     assert file["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     for shown, row in zip(file["answers"], ROWS, strict=False):
         turn = [{"role": "user", "content": row["question"]}]
-        prompt = tokenizer.apply_chat_template(
-            turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        prompt = tokenizer.apply_chat_template(turn, **how)
         model.generation_config = GenerationConfig()
         out = model.generate(**prompt, do_sample=False, max_new_tokens=5)
         answer = out[0, prompt["input_ids"].shape[1] :]
@@ -179,9 +178,8 @@ def test_answers_to_other_rows_are_not_put_side_by_side():
 
 
 def test_results_of_answers():
-    args = evaluate.make_parser().parse_args(
-        ["--models", "m", "--data", "d", "--answer_regex", r"#### (-?[\d,.]+)"]
-    )
+    flags = ["--models", "m", "--data", "d", "--answer_regex", r"#### (-?[\d,.]+)"]
+    args = evaluate.make_parser().parse_args(flags)
     assert evaluate.result("2 + 2 = 4\n#### 1\n#### 1,234.", args) == "1234"
     assert evaluate.result("#### -5", args) == "-5"
     assert evaluate.result("no number", args) is None

@@ -71,9 +71,8 @@ def test_agrees_with_greedy_decoding():
             labels.append([-100] * (len(prompt) - 1) + answer + [-100] * (S - n + 1))
             ends += [i * S + n, (i + 1) * S]
         cu = torch.tensor(ends, dtype=torch.int32)
-        batch = types.SimpleNamespace(
-            input_ids=ids, position_ids=position_ids(cu, (B, S)), cu_seqlens=cu
-        )
+        batch = {"input_ids": ids, "position_ids": position_ids(cu, (B, S)), "cu_seqlens": cu}
+        batch = types.SimpleNamespace(**batch)
         index, targets = label_positions(torch.tensor(labels))
         _, wrong = forward(batch, index, targets, answers_of(index, cu)).tolist()
     assert wrong == 1

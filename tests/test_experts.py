@@ -71,17 +71,12 @@ def in_fp32(gate):
     gate.forward = lambda h: type(gate).forward(gate.float(), h.float())
 
 
-def named_results(module, x):
-    """{x, y and each parameter's name: the result y, or the gradient}."""
+def results(module, x):
+    """The result, and the gradients of x and each parameter."""
     x = x.clone().requires_grad_()
     y = module(x)
-    weights = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    grads = torch.autograd.grad((y * y.detach().cos()).sum(), [x, *weights.values()])
-    return {"y": y.detach(), **dict(zip(["x", *weights], grads, strict=True))}
-
-
-def results(module, x):
-    return [*named_results(module, x).values()]
+    weights = [p for p in module.parameters() if p.requires_grad]
+    return [y.detach(), *torch.autograd.grad((y * y.detach().cos()).sum(), [x, *weights])]
 
 
 def close(mine, theirs, bound):

@@ -57,9 +57,8 @@ def test_the_answers_are_true():
             asked = re.findall(r"\w+", r["prompt"])[1:]
             assert answer.split(", ") == sorted(asked)
         elif "JSON" in r["prompt"]:
-            assert list(json.loads(answer)) == ["name", "age"] and numbers == [
-                json.loads(answer)["age"]
-            ]
+            made = json.loads(answer)
+            assert list(made) == ["name", "age"] and numbers == [made["age"]]
         elif r["prompt"].startswith("How many"):
             small, large = re.match(r"How many (\w+) are \d+ (\w+)\?", r["prompt"]).groups()
             factor = {"cm m": 100, "m km": 1000, "g kg": 1000, "mm cm": 10, "cents euros": 100,
@@ -115,9 +114,8 @@ def test_a_first_run_begins_to_learn(tmp_path):
     assert after["eval/loss"] <= BEFORE / 5
     paste(done.stdout, "export", tmp_path)
     table = paste(done.stdout, "evaluate", tmp_path)
-    ((loss, share),) = re.findall(
-        r"first_run.heldout.jsonl \| \S+ \| (\S+) \| \S+ \| \S+ \| (\S+)% \|", table
-    )
+    row = r"first_run.heldout.jsonl \| \S+ \| (\S+) \| \S+ \| \S+ \| (\S+)% \|"
+    ((loss, share),) = re.findall(row, table)
     assert float(loss) == pytest.approx(after["eval/loss"], rel=0.1)  # of bf16 weights
     assert float(share) / 100 == pytest.approx(after["eval/exact"], abs=0.05)
 

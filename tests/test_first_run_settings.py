@@ -68,9 +68,7 @@ def test_the_bundled_run_has_its_settings(shell, from_shell, monkeypatch):
     ["--model_name_or_path", "my"], ["--model_name_or_path=my"],
 ])  # fmt: skip
 @pytest.mark.parametrize("shell", SHELLS)
-def test_own_data_or_model_takes_one_epoch_of_the_scripts_length(
-    shell, flags, from_shell, monkeypatch
-):
+def test_own_data_or_model_takes_one_epoch(shell, flags, from_shell, monkeypatch):
     assert not FIRST_RUN & from_shell(shell, *flags).keys()
     assert not FIRST_RUN & from_script(monkeypatch, *flags).keys()
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, smaller_model, torchrun
+from conftest import ROOT, logged, slow, smaller_model, train_cases
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from bench.checkpoints import tensors
 from fsdp import copy_engines, fsdp2, sharding
-from fsdp.sharding import accumulate, precision, sum_over_ranks
+from fsdp.sharding import precision, set_sync, sum_not_average
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.mesh import World
 
@@ -23,14 +23,9 @@ STEPS, RESHARD = 4, ["--reshard_after_forward"]
 
 @pytest.mark.parametrize(
     "processes, engines",
-    [
-        (1, False),
-        (2, False),
-        pytest.param(3, False, marks=pytest.mark.slow),
-        pytest.param(4, False, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.multi_gpu),
-    ],
-)
+    [(1, False), (2, False), slow(3, False), slow(4, False),
+     pytest.param(2, True, marks=pytest.mark.multi_gpu)],
+)  # fmt: skip
 def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     """To the bit with up to two ranks; three add up in another order."""
     if 0 < torch.cuda.device_count() < processes:
@@ -46,29 +41,24 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
     rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     for name, some in (("data.jsonl", rows[:60]), ("data.heldout.jsonl", rows[60:68])):
         (tmp_path / name).write_text("\n".join(some))
-    model, cases = smaller_model(tmp_path / "model"), []
+    model, cases = smaller_model(tmp_path / "model"), {}
     config = json.loads((model / "config.json").read_text())
     uneven = {"intermediate_size": 97, "vocab_size": config["vocab_size"] + 1}  # rows of a shard
     uneven["tie_word_embeddings"] = processes != 4
     (model / "config.json").write_text(json.dumps(config | uneven))
     for whose in ("theirs", "ours"):
         for dtype, accum, flags in settings:
-            argv = [
+            cases[f"{whose}-{dtype}-{accum}"] = [
                 "--model_name_or_path", model, "--seq_len", 32,
                 "--train_json", tmp_path / "data.jsonl", "--micro_batch_size", 1,
                 "--attn_impl", "math",  # the same numbers each time on a GPU, too
                 "--max_steps", STEPS, "--warmup_steps", 2, "--sample_tokens", 0,
-                "--dtype", dtype, "--grad_accum_steps", accum, "--profile_steps", "3:3",
-                "--output_dir", tmp_path / f"{whose}-{dtype}-{accum}", *flags,
+                "--dtype", dtype, "--grad_accum_steps", accum, "--profile_steps", "3:3", *flags,
             ]  # fmt: skip
-            case = {"argv": [str(a) for a in argv], "out": str(tmp_path / "unused"), "quiet": True}
-            cases.append({**case, "as_it_is": whose == "theirs"})
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    torchrun(processes, ROOT / "tests/parity_worker.py", "fsdp", tmp_path / "cases.json")
+    more = {name: {"as_it_is": name.startswith("theirs")} for name in cases}
+    train_cases(tmp_path, "fsdp", processes, cases, more=more)
     for dtype, accum, flags in settings:
-        theirs, ours = (
-            results(tmp_path / f"{whose}-{dtype}-{accum}") for whose in ("theirs", "ours")
-        )
+        theirs, ours = (results(tmp_path / f"{x}-{dtype}-{accum}") for x in ("theirs", "ours"))
         assert len(ours["losses"]) == STEPS + 2 and None not in ours["norms"]
         if processes <= 2:
             assert ours["losses"] == theirs["losses"] and ours["norms"] == theirs["norms"]
@@ -87,11 +77,10 @@ def test_the_same_numbers_as_fsdp2_as_it_is(processes, engines, tmp_path):
 
 def results(run):
     """Losses, held-out ones too, norms, kinds of communication and the last checkpoint of a run."""
-    logged = [json.loads(line) for line in open(run / "metrics.jsonl")]
     summary = json.loads((run / "summary.json").read_text())
     return {
-        "losses": [r[key] for r in logged for key in ("train/loss", "eval/loss") if key in r],
-        "norms": [r["train/grad_norm"] for r in logged if "train/loss" in r],
+        "losses": [r[key] for key in ("train/loss", "eval/loss") for r in logged(run, key)],
+        "norms": [r["train/grad_norm"] for r in logged(run)],
         "kinds": set(summary["profile"]["ranks"][0]["kinds"]),
         "end": tensors(run / f"checkpoints/step_{STEPS:08d}"),
     }
@@ -114,10 +103,8 @@ def test_a_sum_that_autograd_makes_is_left_alone(monkeypatch):
     monkeypatch.setattr(fsdp2, "collectives", SimpleNamespace(FSDPParam=FSDPParam))
     group = SimpleNamespace(fsdp_params=[FSDPParam()], post_backward="its own")
     unit = SimpleNamespace(_get_fsdp_state=lambda: SimpleNamespace(_fsdp_param_group=group))
-    assert (
-        fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
-        and group.post_backward == "its own"
-    )
+    assert fsdp2.add_together(unit) == "FSDP2 leaves it to autograd"
+    assert group.post_backward == "its own"
 
 
 def test_gradients_added_together_are_summed_once_each(monkeypatch):
@@ -138,17 +125,16 @@ def test_gradients_added_together_are_summed_once_each(monkeypatch):
     for i, x in enumerate(batches):
         loss = plain(x, i > 0).float().square().sum()
         grads = torch.autograd.grad(loss, plain.parameters(), allow_unused=True)
-        expected = [
-            e + (0 if g is None else g.float()) for e, g in zip(expected, grads, strict=True)
-        ]
+        grads = [0 if g is None else g.float() for g in grads]
+        expected = [e + g for e, g in zip(expected, grads, strict=True)]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         fully_shard(unit, mesh=mesh, mp_policy=precision(torch.bfloat16))
-        sum_over_ranks(unit)
+        sum_not_average(unit)
         assert fsdp2.add_together(unit) in (None, "FSDP2 leaves it to autograd")
         for i, x in enumerate(batches):
-            accumulate(unit, False, i == len(batches) - 1, every=False)
+            set_sync(unit, False, i == len(batches) - 1, every=False)
             unit(x, i > 0).float().square().sum().backward()
         for p, total in zip(unit.parameters(), expected, strict=True):
             assert torch.equal(p.grad.to_local(), total)

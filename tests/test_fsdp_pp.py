@@ -15,7 +15,15 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from fsdp import copy_engines
 from fsdp_pp import transfers
 from fsdp_pp.estimate import mailboxes
-from fsdp_pp.orders import BACKWARD, FORWARD, forwards_only, held, order, stages_of, with_receives
+from fsdp_pp.orders import (
+    BACKWARD,
+    FORWARD,
+    forwards_only,
+    in_flight,
+    order,
+    stages_of,
+    with_receives,
+)
 from llm_demo.core.mesh import World
 
 LAUNCHER = LAUNCHERS["fsdp_pp"]
@@ -254,9 +262,8 @@ def test_an_evaluation_ends_with_any_number_of_batches(schedule):
     for stages, count in itertools.product(range(1, 7), range(12)):
         where = stages_of(schedule, stages)
         works = [forwards_only(schedule, stages, s, count) for s in range(stages)]
-        assert sorted(sum(works, [])) == sorted(
-            (FORWARD, piece, k) for piece in range(len(where)) for k in range(count)
-        )
+        every = itertools.product([FORWARD], range(len(where)), range(count))
+        assert sorted(sum(works, [])) == sorted(every)
         simulate(works, where)
 
 
@@ -282,24 +289,23 @@ def test_what_is_held():
         where = stages_of(schedule, stages)
         for stage, work in enumerate(works_of(schedule, stages, M, run_ahead)):
             later = stages - 1 - stage
+            ahead = run_ahead * later
             expected = {
-                "1f1b": min(later + 1 + run_ahead * later, M),
+                "1f1b": min(later + 1 + ahead, M),
                 "gpipe": M,
-                "interleaved": min(
-                    2 * later + stages + 1 + run_ahead * later, 3 * stages + 1, 2 * M
-                ),
+                "interleaved": min(2 * later + stages + 1 + ahead, 3 * stages + 1, 2 * M),
                 "v": None,
             }[schedule]
-            most = held(work)
+            most = in_flight(work)
             if schedule == "v":
                 assert max(most.values()) <= min(2 * stages - 1 + run_ahead, M)
             else:
                 assert sum(most.values()) == expected, (schedule, stages, M, stage)
             assert {where[piece] for piece in most} == {stage}
-    assert [held(work) for work in works_of("1f1b", 3, 8)] == [{0: 3}, {1: 2}, {2: 1}]
+    assert [in_flight(work) for work in works_of("1f1b", 3, 8)] == [{0: 3}, {1: 2}, {2: 1}]
     # two of the first piece, two of the second, and then two more of the first before a backward
-    assert held(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
-    assert [held(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
+    assert in_flight(order("interleaved", 2, 0, 8)) == {0: 3, 2: 2}
+    assert [in_flight(work) for work in works_of("v", 2, 8)] == [{0: 3, 3: 2}, {1: 3, 2: 3}]
 
 
 def test_how_many_mailboxes_a_stage_has():

@@ -209,9 +209,8 @@ def test_a_limit_on_device_memory(monkeypatch):
         device.limit_memory(torch.device("cpu"), 30)
     props, limits = SimpleNamespace(total_memory=40 * 2**30), []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: props)
-    monkeypatch.setattr(
-        torch.cuda, "set_per_process_memory_fraction", lambda f, d: limits.append(f)
-    )
+    name = "set_per_process_memory_fraction"
+    monkeypatch.setattr(torch.cuda, name, lambda fraction, d: limits.append(fraction))
     with pytest.raises(UserError, match="--device_memory_gb 41: the GPU has 40.0 GB"):
         device.limit_memory(torch.device("cuda", 0), 41)
     device.limit_memory(torch.device("cuda", 0), 30)

@@ -117,37 +117,21 @@ def one(record, tokenizer, **options):
 
 MASKS = {
     # template, conversation, what it becomes
-    "system prompt": (
-        CHATML,
-        chat("system:s", "hi", "yo"),
-        "<S>system\ns<E>\n" + PAIR + "⟦yo<E>⟧\n",
-    ),
+    "system prompt": (CHATML, chat("system:s", "hi", "yo"),
+                      "<S>system\ns<E>\n" + PAIR + "⟦yo<E>⟧\n"),
     "three turns": (
         CHATML,
         chat("hi", "yo", "b", "bb", "c", "cc"),
         PAIR
         + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦bb<E>⟧\n<S>user\nc<E>\n<S>assistant\n⟦cc<E>⟧\n",
     ),
-    "ends with a question": (
-        CHATML,
-        chat("hi", "yo", "b"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n",
-    ),
-    "answer quoted in the question": (
-        CHATML,
-        chat("assistant\nyo", "yo"),
-        "<S>user\nassistant\nyo<E>\n<S>assistant\n⟦yo<E>⟧\n",
-    ),
-    "characters of several tokens at both ends": (
-        CHATML,
-        chat("hi", "\U0001f680é\U0001f680"),
-        PAIR + "⟦\U0001f680é\U0001f680<E>⟧\n",
-    ),
-    "one blank answer": (
-        CHATML,
-        chat("hi", "", "b", "c"),
-        PAIR + "<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
-    ),
+    "ends with a question": (CHATML, chat("hi", "yo", "b"), PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n"),
+    "answer quoted in the question": (CHATML, chat("assistant\nyo", "yo"),
+                                      "<S>user\nassistant\nyo<E>\n<S>assistant\n⟦yo<E>⟧\n"),
+    "characters of several tokens at both ends": (CHATML, chat("hi", "\U0001f680é\U0001f680"),
+                                                  PAIR + "⟦\U0001f680é\U0001f680<E>⟧\n"),
+    "one blank answer": (CHATML, chat("hi", "", "b", "c"),
+                         PAIR + "<E>\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
     "reasoning lost in an earlier turn": (
         QWEN3,
         chat("hi", "<think>\nr\n</think>\n\nyo", "b", "c"),
@@ -159,81 +143,49 @@ MASKS = {
         chat("hi", "yo", "b", "c"),
         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
     ),
-    "reasoning in the answer": (
-        QWEN3,
-        chat("hi", "<think>\nr\n</think>\n\nyo"),
-        PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n",
-    ),
+    "reasoning in the answer": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo"),
+                                PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
     "an empty think that the template drops": (
         QWEN3,
         chat("hi", "<think>\n\n</think>\n\nyo", "b", "c"),
         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n<think>\n\n</think>\n\n⟦c<E>⟧\n",
     ),
-    "an empty think that the row has itself": (
-        QWEN3,
-        chat("hi", "<think>\n\n</think>\n\nyo"),
-        PAIR + "⟦<think>\n\n</think>\n\nyo<E>⟧\n",
-    ),
-    "reasoning_content": (
-        QWEN3,
-        chat("hi", "yo", reasoning_content="r"),
-        PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n",
-    ),
-    "tool call": (
-        QWEN3,
-        chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
-        PAIR + "<think>\n\n</think>\n\n⟦[f]<E>⟧\n",
-    ),
-    "generation prompt opens think": (
-        OPENS_THINK,
-        chat("hi", "yo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
-    ),
+    "an empty think that the row has itself": (QWEN3, chat("hi", "<think>\n\n</think>\n\nyo"),
+                                               PAIR + "⟦<think>\n\n</think>\n\nyo<E>⟧\n"),
+    "reasoning_content": (QWEN3, chat("hi", "yo", reasoning_content="r"),
+                          PAIR + "⟦<think>\nr\n</think>\n\nyo<E>⟧\n"),
+    "tool call": (QWEN3, chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
+                  PAIR + "<think>\n\n</think>\n\n⟦[f]<E>⟧\n"),
+    "generation prompt opens think": (OPENS_THINK, chat("hi", "yo", "b", "c"),
+                                      PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
     "special tokens inside the answer": (
         CHATML,
         chat("hi", "<S>4<P> it is", "b", "<P>"),
         PAIR + "⟦<S>4<P> it is<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦<P><E>⟧\n",
     ),
-    "a call behind a special token": (
-        SPECIAL_CALLS,
-        call(arguments={"x": 1}),
-        PAIR + '⟦<B>[f] {"x": 1}<E>⟧\n',
-    ),
-    "text and a call": (
-        AS_JSON,
-        call(arguments={"x": 1}, content="so: "),
-        PAIR + '⟦so: [f] {"x": 1}<E>⟧\n',
-    ),
-    "arguments as an object": (
-        AS_JSON,
-        call(arguments=OSLO),
-        PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n",
-    ),
+    "a call behind a special token": (SPECIAL_CALLS, call(arguments={"x": 1}),
+                                      PAIR + '⟦<B>[f] {"x": 1}<E>⟧\n'),
+    "text and a call": (AS_JSON, call(arguments={"x": 1}, content="so: "),
+                        PAIR + '⟦so: [f] {"x": 1}<E>⟧\n'),
+    "arguments as an object": (AS_JSON, call(arguments=OSLO),
+                               PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n"),
     "arguments as text, which the template wants": (
         AS_TEXT,
         call(arguments=OSLO),
         PAIR + "⟦[f] " + json.dumps(OSLO, ensure_ascii=False) + "<E>⟧\n",
     ),
-    "arguments as text, not as Python writes them": (
-        AS_PYTHON,
-        call(arguments={"city": "Oslo"}),
-        PAIR + '⟦[f] {"city": "Oslo"}<E>⟧\n',
-    ),
-    "arguments one by one": (
-        AS_XML,
-        call(arguments={"city": "Oslo", "days": 2, "far": False}),
-        PAIR + "⟦[f] <city>Oslo<days>2<far>False<E>⟧\n",
-    ),
+    "arguments as text, not as Python writes them": (AS_PYTHON, call(arguments={"city": "Oslo"}),
+                                                     PAIR + '⟦[f] {"city": "Oslo"}<E>⟧\n'),
+    "arguments one by one": (AS_XML, call(arguments={"city": "Oslo", "days": 2, "far": False}),
+                             PAIR + "⟦[f] <city>Oslo<days>2<far>False<E>⟧\n"),
     "two assistant turns in a row": (
         QWEN3,
         Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
         PAIR + "⟦yo<E>⟧\n<S>assistant\n<think>\n\n</think>\n\n⟦so<E>⟧\n",
     ),
-    "tools before the last question": (
-        MISTRAL,
-        chat("hi", "yo", "b", "c")._replace(tools=[{"name": "f"}]),
-        "<S>hi</S>⟦ yo<E>⟧TOOLS<S>b</S>⟦ c<E>⟧",
-    ),
+    "tools before the last question": (MISTRAL,
+                                       chat("hi", "yo", "b", "c")._replace(tools=[{"name": "f"}]),
+                                       "<S>hi</S>⟦ yo<E>⟧TOOLS<S>b</S>⟦ c<E>⟧"),
     "calls before and after the last question": (
         MISTRAL,
         Record(
@@ -278,11 +230,10 @@ MASKS = {
         Record([*chat("hi", "yo").messages, {"role": "assistant", "content": "so"}]),
         "<S>user\nhi<E>\n⟦<S>assistant\nyo<E>⟧\n⟦<S>assistant\nso<E>⟧\n",
     ),
-    "a line break before the stop token": (
-        CHATML.replace("'<E>\n' }}{% endfor", "'\n<P>' }}{% endfor"),
-        chat("hi", "yo"),
-        "<S>user\nhi\n<P><S>assistant\n⟦yo\n<P>⟧",
-    ),
+    "a line break before the stop token": (CHATML.replace("'<E>\n' }}{% endfor",
+                                                          "'\n<P>' }}{% endfor"),
+                                           chat("hi", "yo"),
+                                           "<S>user\nhi\n<P><S>assistant\n⟦yo\n<P>⟧"),
     "generation tags without the stop token": (
         TAGGED.replace("'<E>\n' }}{% endgen", "'' }}{% endgen").replace(
             "{% endgeneration %}", "{% endgeneration %}{{ '<E>\n' }}"
@@ -290,12 +241,9 @@ MASKS = {
         chat("hi", "yo", "b", "c"),
         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
     ),
-    "generation tags": (
-        TAGGED,
-        chat("hi", "yo", "b", "c"),
-        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
-    ),
-}
+    "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),
+                        PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MASKS)
@@ -348,43 +296,23 @@ def test_reasoning_as_context():
 
 
 SKIPPED = {
-    "reasoning lost in the only answer": (
-        QWEN3,
-        chat("hi", "<think>\nr\n</think>\n\nyo", "b"),
-        reasons.NO_REASONING,
-    ),
-    "template changes the text": (
-        CHATML.replace("m.content", "m.content | upper"),
-        chat("hi", "yo"),
-        reasons.REWRITTEN,
-    ),
-    "tool call not rendered": (
-        CHATML,
-        chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
-        labels.NO_CALLS,
-    ),
+    "reasoning lost in the only answer": (QWEN3, chat("hi", "<think>\nr\n</think>\n\nyo", "b"),
+                                          reasons.NO_REASONING),
+    "template changes the text": (CHATML.replace("m.content", "m.content | upper"),
+                                  chat("hi", "yo"), reasons.REWRITTEN),
+    "tool call not rendered": (CHATML, chat("hi", "", tool_calls=[{"function": {"name": "f"}}]),
+                               labels.NO_CALLS),
     "stop token inside the answer": (CHATML, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
-    "tags and dropped reasoning": (
-        TAGGED,
-        chat("hi", "yo", reasoning_content="r"),
-        reasons.NO_REASONING,
-    ),
-    "a call and dropped reasoning": (
-        SPECIAL_CALLS,
-        call(content="so", reasoning_content="r"),
-        reasons.NO_REASONING,
-    ),
+    "tags and dropped reasoning": (TAGGED, chat("hi", "yo", reasoning_content="r"),
+                                   reasons.NO_REASONING),
+    "a call and dropped reasoning": (SPECIAL_CALLS, call(content="so", reasoning_content="r"),
+                                     reasons.NO_REASONING),
     "tags and a stop token inside": (TAGGED, chat("hi", "a<E>b"), reasons.ENDS_INSIDE),
-    "template adds to the reasoning": (
-        QWEN3.replace("'<think>\n' + think", "'<think>\nand ' + think"),
-        chat("hi", "<think>\nr\n</think>\n\nyo"),
-        reasons.REWRITTEN,
-    ),
-    "template writes another number": (
-        AS_XML.replace("(v | string)", "(v | string) + '9'"),
-        call(arguments={"n": 1}),
-        reasons.REWRITTEN,
-    ),
+    "template adds to the reasoning": (QWEN3.replace("'<think>\n' + think",
+                                                     "'<think>\nand ' + think"),
+                                       chat("hi", "<think>\nr\n</think>\n\nyo"), reasons.REWRITTEN),
+    "template writes another number": (AS_XML.replace("(v | string)", "(v | string) + '9'"),
+                                       call(arguments={"n": 1}), reasons.REWRITTEN),
     "a tag in prose": (QWEN3, chat("hi", "end with </think> please"), reasons.REWRITTEN),
     "template drops a turn whose text is elsewhere": (
         CHATML.replace("{{ '<S>' +", "{{ '' if m.role == 'tool' else '<S>' +"),
@@ -396,22 +324,12 @@ SKIPPED = {
     ),
     "half a surrogate pair in a name": (AS_JSON, call("\ud800"), labels.NO_TEXT),
     "stop token inside an argument": (AS_JSON, call(arguments={"x": "<E>"}), reasons.ENDS_INSIDE),
-    "template adds to the text": (
-        CHATML.replace("m.content + ", "m.content + '2' + "),
-        chat("hi", "4"),
-        reasons.REWRITTEN,
-    ),
+    "template adds to the text": (CHATML.replace("m.content + ", "m.content + '2' + "),
+                                  chat("hi", "4"), reasons.REWRITTEN),
     "template cuts the arguments": (CUT, call(arguments={"x": 1, "y": 234567}), reasons.REWRITTEN),
-    "template drops the text beside a call": (
-        MISTRAL,
-        call(content="so"),
-        reasons.REWRITTEN,
-    ),
-    "only the next turn begins with a special token": (
-        CHATML.replace("<E>", ""),
-        chat("hi", "yo", "b"),
-        reasons.UNSTOPPED,
-    ),
+    "template drops the text beside a call": (MISTRAL, call(content="so"), reasons.REWRITTEN),
+    "only the next turn begins with a special token": (CHATML.replace("<E>", ""),
+                                                       chat("hi", "yo", "b"), reasons.UNSTOPPED),
     "generation tags around nothing": (
         TAGGED.replace("{{ m.content + '<E>\n' }}{% endgen", "{% endgen").replace(
             "{% endgeneration %}", "{% endgeneration %}{{ m.content + '<E>\n' }}"
@@ -427,12 +345,10 @@ SKIPPED = {
     "no answer": (CHATML, chat("hi"), labels.NOTHING),
     "no messages": (CHATML, Record([]), labels.NOTHING),
     "blank text": (CHATML, Record(None, text=" "), labels.NOTHING),
-    "tags and a rewritten answer": (
-        TAGGED.replace("m.content + '<E>\n' }}{% endgen", "'x<E>\n' }}{% endgen"),
-        chat("hi", "yo"),
-        reasons.REWRITTEN,
-    ),
-}
+    "tags and a rewritten answer": (TAGGED.replace("m.content + '<E>\n' }}{% endgen",
+                                                   "'x<E>\n' }}{% endgen"),
+                                    chat("hi", "yo"), reasons.REWRITTEN),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SKIPPED)

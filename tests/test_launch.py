@@ -61,9 +61,8 @@ def interpreter(fresh):
 
 def launch(script, *args, fresh=False, **extra):
     command = [interpreter(fresh), "-m", "llm_demo.launch", str(script), *map(str, args)]
-    return subprocess.run(
-        command, env=environment(**extra), capture_output=True, text=True, timeout=60
-    )
+    how = {"capture_output": True, "text": True, "timeout": 60}
+    return subprocess.run(command, env=environment(**extra), **how)
 
 
 def shown(output):
@@ -125,9 +124,8 @@ def test_a_flag_beats_the_environment_which_beats_the_defaults(repo, tmp_path, k
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     environ = {"LR": "1e-4", "SEQ_LEN": "512", "PACK_SEQUENCES": "false", "EVAL_JSON": "held.jsonl"}
-    output = run_shell(
-        repo, kind, "--lr", "2e-5", "--train_json", "my.jsonl", cwd=elsewhere, **environ
-    )
+    given = "--lr", "2e-5", "--train_json", "my.jsonl"
+    output = run_shell(repo, kind, *given, cwd=elsewhere, **environ)
     ranks = shown(output)
     assert [rank["RANK"] for rank in ranks] == ["0", "1"]
     assert {rank["cwd"] for rank in ranks} == {str(elsewhere)}  # my.jsonl is the user's
@@ -248,9 +246,7 @@ PROCESSES = [
 
 
 @pytest.mark.parametrize("name, flags, words", PROCESSES)
-def test_flags_that_dont_fit_the_processes_start_none(
-    name, flags, words, script, tmp_path, record_property
-):
+def test_flags_that_dont_fit_start_none(name, flags, words, script, tmp_path, record_property):
     record_property("bad inputs", 1)
     shutil.copy(ROOT / name / "flags.py", tmp_path)
     done = launch(script("raise SystemExit('started')"), *flags.split(), NPROC_PER_NODE="3")
@@ -258,9 +254,7 @@ def test_flags_that_dont_fit_the_processes_start_none(
     assert done.stderr.startswith(f"error: {words}")
 
 
-def test_flags_that_dont_fit_the_processes_of_all_nodes_start_none(
-    script, tmp_path, record_property
-):
+def test_flags_that_dont_fit_all_nodes_processes_start_none(script, tmp_path, record_property):
     record_property("bad inputs", 1)
     shutil.copy(ROOT / "fsdp_pp/flags.py", tmp_path)
     command = [str(script("raise SystemExit('started')")), "--stages", "2"]
@@ -272,6 +266,7 @@ def test_flags_that_dont_fit_the_processes_of_all_nodes_start_none(
 
 ELSEWHERE = """
 import os, runpy, sys
+from pathlib import Path
 exists = Path.exists
 if os.environ["RANK"] == "1":  # files of another node
     Path.exists = lambda path: ".seen-" not in path.name and exists(path)

@@ -23,7 +23,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
 from llm_demo.core.lora import Factor, Lora, LoraLinear
 from llm_demo.export import export, write_adapter
-from llm_demo.job.adapters import choose_lora, factors_of
+from llm_demo.job.model_folder import choose_lora, factors_of
 from llm_demo.job.source import find_model
 from llm_demo.job.weights_files import open_weights
 
@@ -305,9 +305,8 @@ def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):
     model = PeftModel.from_pretrained(base, out)
     assert model.peft_config["default"].base_model_name_or_path == str(folder / "tied")
     assert loss_of(model, folder) == pytest.approx(last_loss(run_folder), rel=1e-5)
-    assert plain == pytest.approx(
-        json.loads((run_folder / "summary.json").read_text())["eval_loss"]["0"], rel=1e-5
-    )
+    measured = json.loads((run_folder / "summary.json").read_text())["eval_loss"]
+    assert plain == pytest.approx(measured["0"], rel=1e-5)
 
 
 def test_an_export_names_the_layers_that_have_adapters(tmp_path, monkeypatch):
@@ -371,9 +370,8 @@ def test_an_adapter_names_a_base_that_was_checked(run_folder, work, tmp_path, mo
         with pytest.raises(UserError, match=said):
             export(checkpoint, tmp_path / "other", base=base)
     monkeypatch.setattr("llm_demo.export.find_model", lambda _: find_model("./gone"))
-    with pytest.raises(
-        UserError, match="no model at ./gone: .*; if .* has moved, name it with --b"
-    ):
+    gone = "no model at ./gone: .*; if .* has moved, name it with --b"
+    with pytest.raises(UserError, match=gone):
         export(checkpoint, tmp_path / "other", merge=True)
     assert not (tmp_path / "other").exists()
 

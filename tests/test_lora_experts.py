@@ -37,8 +37,8 @@ from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.rows import position_ids
 from llm_demo.export import write_adapter
-from llm_demo.job.adapters import choose_lora, factors_of, merge_into
 from llm_demo.job.checkpoint_files import read_tensors, weights_of
+from llm_demo.job.model_folder import choose_lora, factors_of, merge_into
 from llm_demo.job.source import load_config
 from llm_demo.job.weights_files import open_weights
 
@@ -267,9 +267,8 @@ def test_what_experts_refuse(case):
 
 
 def test_attention_beside_experts_may_have_dropout():
-    args = SimpleNamespace(
-        lora_rank=4, lora_alpha=32.0, lora_dropout=0.1, lora_targets="o_proj,q_proj"
-    )
+    how = {"lora_rank": 4, "lora_alpha": 32.0, "lora_dropout": 0.1}
+    args = SimpleNamespace(lora_targets="o_proj,q_proj", **how)
     lora = choose_lora(args, moe.MODELS["shared"], {})
     assert lora.targets == ("q_proj", "o_proj")
     assert lora.active == lora.parameters and not lora.routed

@@ -26,9 +26,8 @@ def test_blocks_with_adapters_keep_what_real_ones_keep(dtype, targets):
     lora = Lora(64, 32.0, 0.0, lora_of(parity.MODELS["tied"], targets).targets, 0, {})
     real = really_kept(config, "sdpa", dtype, 1, lora=lora)
     compute = Compute(dtype, "sdpa", compile=False, lora=lora)
-    found = memory.saved_bytes(
-        args_with(), config, compute, SimpleNamespace(seq_len=128, single=True)
-    )
+    train = SimpleNamespace(seq_len=128, single=True)
+    found = memory.saved_bytes(args_with(), config, compute, train)
     assert found[1] == pytest.approx(real, rel=0.02)
 
 

@@ -60,9 +60,8 @@ def test_loaded_model_equals_hugging_faces(name, shards, tmp_path):
     ids = torch.randint(0, 97, (2, 64))
     cu = torch.tensor([0, 64, 128], dtype=torch.int32)
     documents = make_documents(cu, (2, 64), "bucketed", CPU)
-    hidden = lm.model(
-        input_ids=ids, position_ids=position_ids(cu, (2, 64)), documents=documents, use_cache=False
-    ).last_hidden_state
+    how = {"position_ids": position_ids(cu, (2, 64)), "documents": documents}
+    hidden = lm.model(input_ids=ids, use_cache=False, **how).last_hidden_state
     torch.testing.assert_close(lm.lm_head(hidden), true(ids).logits)
     assert param_count(lm) == sum(p.numel() for p in true.parameters())
     assert not any(t.is_meta for t in [*lm.parameters(), *lm.buffers()])

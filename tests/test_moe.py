@@ -181,9 +181,9 @@ def expected(work):
             model.save_pretrained(work[0] / name)
             tokenizer.save_pretrained(work[0] / name)
         model = with_eager_experts(model)
-        return (
-            loop_with_loss(model, packs, auxiliary) if auxiliary else plain_loop(model, packs, FEW)
-        )
+        if auxiliary:
+            return loop_with_loss(model, packs, auxiliary)
+        return plain_loop(model, packs, FEW)
 
     return once
 
@@ -344,9 +344,7 @@ def tensors_of(checkpoint):
         slow("1", ("fsdp_pp", 2), None, ["2", "4"]),
     ],
 )
-def test_resumes_with_deepseeks_bias_and_frozen_routers(
-    spread, again, respread, splits, work, tmp_path
-):
+def test_resumes_with_bias_and_frozen_routers(spread, again, respread, splits, work, tmp_path):
     flags = flags_of(work, "deepseek", 4, "--save_every", "2", "--freeze_router")
     updates = again[0] == "fsdp"  # fsdp_pp refuses it
     flags += ["--router_bias_update", "0.01"] * updates

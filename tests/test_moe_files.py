@@ -284,9 +284,8 @@ def test_layers_of_multi_token_prediction_are_ignored(tmp_path, alone):
     """As DeepSeek-V3's files hold one, after the model's last block; any other layer too many is
     refused."""
     saved("deepseek", tmp_path)
-    extra = {
-        f"model.layers.4.{n}.weight": torch.ones(3) for n in ("enorm", "mlp.experts.0.up_proj")
-    }
+    names = "enorm", "mlp.experts.0.up_proj"
+    extra = {f"model.layers.4.{name}.weight": torch.ones(3) for name in names}
     with pytest.raises(UserError, match="model.layers.4.enorm.weight is not a weight of this mod"):
         changed(tmp_path, lambda t: t.update(extra))
     changed(tmp_path, lambda t: t.update({"model.layers.4.eh_proj.weight": torch.ones(3)}))
@@ -380,9 +379,7 @@ REFUSED = [*(("deepseek", change, message) for message, change in BAD.items()), 
 
 
 @pytest.mark.parametrize("name, change, message", REFUSED)
-def test_configurations_that_cannot_be_trained_exactly(
-    name, change, message, tmp_path, record_property
-):
+def test_configurations_that_are_refused(name, change, message, tmp_path, record_property):
     record_property("bad inputs", 1)
     config = json.loads(TINY[name].to_json_string(use_diff=False))
     (tmp_path / "config.json").write_text(json.dumps(config))

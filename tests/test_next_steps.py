@@ -144,9 +144,8 @@ def paste(said, name, folder):
     (line,) = re.findall(rf"^  {name}: +(.*)$", said, re.M)
     line = line.replace(sys.executable, python())
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    done = subprocess.run(
-        ["bash", "-c", line], cwd=folder, env=env, capture_output=True, text=True, timeout=240
-    )
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run(["bash", "-c", line], **how)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -35,9 +35,8 @@ def meet_all(port, *who, seconds=20.0, facts=(), processes=()):
         told = {"facts": facts[i] if facts else {}, "processes": processes[i] if processes else 1}
         try:
             with nodes.listen("", port) if rank == 0 else contextlib.nullcontext() as listener:
-                outcomes[i] = nodes.meet(
-                    "localhost", port, seconds, hello(rank, count, **told), listener
-                )
+                own = hello(rank, count, **told)
+                outcomes[i] = nodes.meet("localhost", port, seconds, own, listener)
         except UserError as e:
             outcomes[i] = str(e)
 
@@ -199,9 +198,8 @@ def test_waiting_is_said_with_its_reason(port, monkeypatch, capsys):
     with pytest.raises(UserError):
         nodes.meet("localhost", port, 0.5, hello(1, 2))
     said = capsys.readouterr().err
-    assert said.startswith(
-        f"waiting for node 0 at MASTER_ADDR=localhost, MASTER_PORT={port}, up to"
-    )
+    place = f"MASTER_ADDR=localhost, MASTER_PORT={port}"
+    assert said.startswith(f"waiting for node 0 at {place}, up to")
     assert "refused" in said and said.count("\n") == 1
 
 

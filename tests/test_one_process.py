@@ -109,9 +109,8 @@ def test_on_a_gpu_both_ways_learn_alike(accum, train, tmp_path):
 
 
 def test_reshard_after_forward_means_fsdp2(train):
-    _, model = train(
-        "reshard", "--reshard_after_forward", "--max_steps", "1", "--no_save", "--save_every", "0"
-    )
+    flags = "--reshard_after_forward --max_steps 1 --no_save --save_every 0"
+    _, model = train("reshard", *flags.split())
     assert any(isinstance(m, FSDPModule) for m in model.modules())
 
 

@@ -311,10 +311,7 @@ HALVES = {
     "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
     "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
-ONLY_SLOW = ("host_one", "host_four", "replicas_four")
-ONLY_SLOW += (
-    "host_four_whole", "host_replicas", "host_one_fsdp", "host_one_reshard", "host_spread",
-)  # fmt: skip
+ONLY_SLOW = tuple(name for name in ENGINES if name.startswith("host_")) + ("replicas_four",)
 ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_v_four", "fpp_gpipe", "fpp_reshard", "fpp_long")
 ONLY_SLOW += tuple(FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)
@@ -330,13 +327,10 @@ for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice", "fpp_v"):
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = ("plain", "fsdp", "host_one", "host", "pp", "pp_v", "fpp", "fpp_four", "fpp_one")
-LOW_PRECISION += ("fpp_twice", "fpp_v")
-SLOW_LOW_PRECISION = {("host_one", "bf16"), ("host_one", "fp16"), ("pp_v", "fp16")}
-SLOW_LOW_PRECISION |= {("fpp_one", "bf16"), ("fpp_one", "fp16"), ("fpp_twice", "fp16")}
-SLOW_LOW_PRECISION |= {("fpp_v", "fp16")}
-SLOW_LOW_PRECISION |= {("plain", "bf16"), ("plain", "fp16"), ("host", "bf16")}
-SLOW_LOW_PRECISION |= {("fpp_four", "bf16"), ("fpp_four", "fp16")}
+LOW_PRECISION = "plain fsdp host_one host pp pp_v fpp fpp_four fpp_one fpp_twice fpp_v".split()
+BOTH_SLOW = ("host_one", "plain", "fpp_one", "fpp_four")
+SLOW_LOW_PRECISION = {(engine, dtype) for engine in BOTH_SLOW for dtype in BOUNDS}
+SLOW_LOW_PRECISION |= {("pp_v", "fp16"), ("fpp_v", "fp16"), ("fpp_twice", "fp16"), ("host", "bf16")}
 
 
 def launches():

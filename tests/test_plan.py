@@ -8,13 +8,13 @@ import sys
 import numpy as np
 import pytest
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ALONE, TINY, logged
 from test_rows import load, write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.folder import settings_of
 from llm_demo.job.plan import decide_seq_len
-from llm_demo.job.reader import settings_of
 from llm_demo.job.source import load_config, window_of, without_window
 
 # ------------------------------------------------------------------ the cache
@@ -85,9 +85,8 @@ def test_who_has_mapped_a_pack_keeps_it(tmp_path):
 def alone(tmp_path, monkeypatch):
     """Run a script's main() in this process, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_PORT": 0}.items():
+    for name, value in ALONE.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
     def run(*flags):
         import fsdp.train_fsdp as script
@@ -110,8 +109,7 @@ SIZES = dict(
 
 
 def losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line).get("train/loss") for line in lines]
+    return [record["train/loss"] for record in logged(folder)]
 
 
 def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
@@ -120,7 +118,7 @@ def test_a_window_is_refused_if_a_document_is_longer(tmp_path, alone):
     for name, window in (("window", 32), ("none", None)):
         MistralConfig(sliding_window=window, **SIZES).save_pretrained(tmp_path / name)
     flags = ["--train_json", "x.jsonl", "--seq_len", "64", "--max_steps", "2", "--no_save"]
-    flags += ["--tokenizer_name_or_path", ROOT / "models/qwen3-tiny"]
+    flags += ["--tokenizer_name_or_path", TINY]
     for name in ("none", "window"):
         alone(*flags, "--model_name_or_path", name, "--output_dir", f"run {name}")
     assert losses(tmp_path / "run window") == losses(tmp_path / "run none")
@@ -146,12 +144,7 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
     words = [1 + 7 * i % 11 for i in range(26)]  # of each row, as each has one document
     write(tmp_path / "x.jsonl", *[{"text": "word " * n} for n in words])
     MistralConfig(**SIZES).save_pretrained(tmp_path / "model")
-    flags = [
-        "--model_name_or_path",
-        "model",
-        "--tokenizer_name_or_path",
-        ROOT / "models/qwen3-tiny",
-    ]
+    flags = ["--model_name_or_path", "model", "--tokenizer_name_or_path", TINY]
     flags += ["--train_json", "x.jsonl", "--no_pack_sequences", "--seq_len", "32", "--overwrite"]
     flags += ["--grad_accum_steps", "6", "--num_epochs", "1"]
 
@@ -168,15 +161,10 @@ def test_a_run_trains_rows_in_the_order_of_its_flags(tmp_path, alone, monkeypatc
     whole = ["--output_dir", "whole", *early, "--save_every", "2", "--keep_last", "0"]
     rows = rows_of(*whole)  # one epoch: 26 rows, then padding
     assert sum(rows[:4], []) == expected and rows[4] == [*plain[4][:2], -1, -1, -1, -1]
-    resume = [
-        "--no_overwrite",
-        "--output_dir",
-        "again",
-        "--resume",
-        "whole/checkpoints/step_00000002",
-    ]
+    resume = ["--no_overwrite", "--output_dir", "again"]
+    resume += ["--resume", "whole/checkpoints/step_00000002"]
     assert rows_of(*early, *resume) == rows[2:]
-    again, before = (list(filter(None, losses(tmp_path / run))) for run in ("again", "whole"))
+    again, before = (losses(tmp_path / run) for run in ("again", "whole"))
     assert len(again) == 3 and again == before[2:]
     assert rows_of(*early, *resume, "--output_dir", "more", "--num_epochs", "2")[:2] == rows[2:4]
     for more, message in (
@@ -228,7 +216,7 @@ def small(folder, rows=60):
     lines = ["question,answer", *(f"What is {i} + {i}?,It is {2 * i}." for i in range(rows))]
     (folder / "x.csv").write_text("\n".join(lines) + "\n")
     MistralConfig(**SIZES).save_pretrained(folder / "model")
-    return ["--model_name_or_path", "model", "--tokenizer_name_or_path", ROOT / "models/qwen3-tiny",
+    return ["--model_name_or_path", "model", "--tokenizer_name_or_path", TINY,
             "--train_json", "x.csv", "--seq_len", "128", "--sample_tokens", "0"]  # fmt: skip
 
 
@@ -240,7 +228,7 @@ def test_small_data_gets_about_100_steps(tmp_path, alone, capsys):
     assert 90 <= steps <= 110 and settings["warmup_steps"] == min(10, steps // 10)
     said = capsys.readouterr().out
     assert f"num_epochs: {settings['num_epochs']:g}, for about 100 steps" in said
-    found = list(filter(None, losses(tmp_path / "run")))
+    found = losses(tmp_path / "run")
     assert found[-1] < 0.6 * found[0]
     alone(*flags, "--resume", "run", "--output_dir", "again", "--dry_run")
     said = capsys.readouterr().out
@@ -278,10 +266,10 @@ def test_sources_by_weight_and_an_exact_resume(tmp_path, alone, capsys):
     weights = re.findall(r"data: ([xy]).csv, weight ([\d.]+): (\d+) documents", said)
     (x, y), n = zip(*((name, weight) for name, weight, _ in weights), strict=True), len(weights)
     assert (x, y, n) == (("x", "y"), ("0.5", "3"), 2)
-    steps = len([loss for loss in losses(tmp_path / "run") if loss])
+    steps = len(losses(tmp_path / "run"))
     alone(*flags, "--num_epochs", "2", "--output_dir", "again",
           "--resume", "run/checkpoints/step_00000003")  # fmt: skip
-    whole, rest = ([x for x in losses(tmp_path / name) if x] for name in ("run", "again"))
+    whole, rest = (losses(tmp_path / name) for name in ("run", "again"))
     assert rest == whole[3:] and steps == 7
     with pytest.raises(UserError, match="different rows: weights was .*0.5.* is None"):
         alone(*flags, "--train_json", "x.csv,y.csv", "--num_epochs", "2", "--output_dir", "refused",
@@ -293,8 +281,7 @@ def test_early_stopping_ends_and_keeps_the_best(tmp_path, alone, capsys):
     flags += ["--eval_every", "2", "--early_stopping", "2", "--output_dir", "run", "--lr"]
 
     def evals():
-        records = map(json.loads, (tmp_path / "run/metrics.jsonl").open())
-        return {r["step"]: r["eval/loss"] for r in records if "eval/loss" in r}
+        return {r["step"]: r["eval/loss"] for r in logged(tmp_path / "run", "eval/loss")}
 
     alone(*flags, "1e-30", "--weight_decay", "0")
     assert [*evals()] == [0, 2, 4]  # not better than before training

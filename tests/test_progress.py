@@ -73,9 +73,8 @@ def test_a_terminal_shows_a_bar():
     """A pseudo-terminal, which reports no size: as 80 columns."""
     ours, theirs = pty.openpty()
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
-    done = subprocess.run(
-        [sys.executable, "-c", BAR], cwd=ROOT, env=env, stdout=theirs, stderr=theirs, timeout=60
-    )
+    how = {"stdout": theirs, "stderr": theirs, "timeout": 60}
+    done = subprocess.run([sys.executable, "-c", BAR], cwd=ROOT, env=env, **how)
     shown = os.read(ours, 1 << 16).decode()
     os.close(ours), os.close(theirs)
     assert done.returncode == 0, shown

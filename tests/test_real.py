@@ -170,15 +170,13 @@ def test_vllm_serves_the_tuned_model(folder, tuned):
     command += ["--host", "127.0.0.1", "--port", str(port)]
     env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     with open(log, "w") as out:
-        server = subprocess.Popen(
-            command, cwd=folder, env={**os.environ, **env}, stdout=out, stderr=out
-        )
+        env = {**os.environ, **env}
+        server = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
     try:
         wait_for(server, port, log)
         question = {"model": "tuned/hf", "temperature": 0, "max_tokens": TOKENS}
-        replies = [
-            ask(port, "/v1/chat/completions", question | {"messages": [user(q)]}) for q in QUESTIONS
-        ]
+        asked = [question | {"messages": [user(q)]} for q in QUESTIONS]
+        replies = [ask(port, "/v1/chat/completions", each) for each in asked]
     finally:
         server.terminate()
         server.wait(60)

@@ -89,32 +89,18 @@ MASKED = {
     "null": ({"completion_mask": None, "labels": None}, IDS, [6, 7, 8, 9, -100]),
     "padded right": ({"attention_mask": [1, 1, 1, 0, 0]}, IDS[:3], [6, 7, -100]),
     "padded left": ({"attention_mask": [0, 0, 1, 1, 1]}, IDS[2:], [8, 9, -100]),
-    "padded on both sides": (
-        {"attention_mask": [0, 1, 1, 1, 0], "completion_mask": [0, 0, 0, 1, 0]},
-        IDS[1:4],
-        [-100, 8, -100],
-    ),
-    "padded, with labels": (
-        {"attention_mask": [1, 1, 1, 1, 0], "labels": [-100, -100, 7, 8, -100]},
-        IDS[:4],
-        [-100, 7, 8, -100],
-    ),
-    "padded, labels a copy": (
-        {"attention_mask": [1, 1, 1, 1, 0], "labels": IDS},
-        IDS[:4],
-        [6, 7, 8, -100],
-    ),
-    "padded, positions": (
-        {"attention_mask": [0, 1, 1, 1, 1], "position_ids": [1, 0, 1, 2, 3]},
-        IDS[1:],
-        [7, 8, 9, -100],
-    ),
-    "masks that agree": (
-        {"completion_mask": [1, 0, 0, 1, 1], "labels": [-100, -100, -100, 8, 9]},
-        IDS,
-        [-100, -100, 8, 9, -100],
-    ),
-}
+    "padded on both sides": ({"attention_mask": [0, 1, 1, 1, 0],
+                              "completion_mask": [0, 0, 0, 1, 0]},
+                             IDS[1:4], [-100, 8, -100]),
+    "padded, with labels": ({"attention_mask": [1, 1, 1, 1, 0], "labels": [-100, -100, 7, 8, -100]},
+                            IDS[:4], [-100, 7, 8, -100]),
+    "padded, labels a copy": ({"attention_mask": [1, 1, 1, 1, 0], "labels": IDS}, IDS[:4],
+                              [6, 7, 8, -100]),
+    "padded, positions": ({"attention_mask": [0, 1, 1, 1, 1], "position_ids": [1, 0, 1, 2, 3]},
+                          IDS[1:], [7, 8, 9, -100]),
+    "masks that agree": ({"completion_mask": [1, 0, 0, 1, 1], "labels": [-100, -100, -100, 8, 9]},
+                         IDS, [-100, -100, 8, 9, -100]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", MASKED)
@@ -127,22 +113,14 @@ def test_keys_of_tokenised_rows(tmp_path, case):
 
 CONTRADICTORY = {
     # keys of a row beside its ids, and what the message names
-    "masks": (
-        {"completion_mask": [0, 0, 0, 1, 1], "loss_mask": [0, 0, 1, 1, 1]},
-        "contradict each",
-    ),
-    "labels": (
-        {"completion_mask": [0, 0, 0, 1, 1], "labels": IDS},
-        "'completion_mask' and 'labels' contradict each other",
-    ),
-    "padding learnt": (
-        {"attention_mask": [1, 1, 1, 0, 0], "completion_mask": [0, 0, 1, 1, 0]},
-        "'completion_mask' contradicts 'attention_mask'",
-    ),
-    "padding labelled": (
-        {"attention_mask": [1, 1, 1, 0, 0], "labels": [-100, 6, 7, 8, -100]},
-        "'labels' contradicts 'attention_mask'",
-    ),
+    "masks": ({"completion_mask": [0, 0, 0, 1, 1], "loss_mask": [0, 0, 1, 1, 1]},
+              "contradict each"),
+    "labels": ({"completion_mask": [0, 0, 0, 1, 1], "labels": IDS},
+               "'completion_mask' and 'labels' contradict each other"),
+    "padding learnt": ({"attention_mask": [1, 1, 1, 0, 0], "completion_mask": [0, 0, 1, 1, 0]},
+                       "'completion_mask' contradicts 'attention_mask'"),
+    "padding labelled": ({"attention_mask": [1, 1, 1, 0, 0], "labels": [-100, 6, 7, 8, -100]},
+                         "'labels' contradicts 'attention_mask'"),
     "a hole": ({"attention_mask": [1, 1, 0, 1, 1]}, "'attention_mask' has a 0 between ones"),
     "positions": ({"position_ids": [0, 1, 2, 0, 1]}, "'position_ids' must count from 0"),
     "no positions": ({"position_ids": {"a": 1}}, "'position_ids' must be a list of integers"),
@@ -155,7 +133,7 @@ CONTRADICTORY = {
     "a weight": ({"weight": 0.5}, "'weight' is not known beside 'input_ids'"),
     "pixels": ({"pixel_values": [[1]]}, "'pixel_values' is not known beside 'input_ids'"),
     "documents": ({"seq_lengths": [2, 3]}, "'seq_lengths' is not known beside 'input_ids'"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CONTRADICTORY)
@@ -343,68 +321,47 @@ BAD_ROWS = {
     "array": (["[\n"], [":1: broken JSON", "every line must be one JSON object"]),
     "array in one line": (["[1]\n"], [":1: a row must be a JSON object, not [1]"]),
     "empty": (["\n"], ["is empty"]),
-    "unknown shape": (
-        [{"a": 1, "b": 2}],
-        [":1: unknown row format, keys: a, b", "messages", "--input_key"],
-    ),
-    "other shape": (
-        [GOOD, {"text": "x"}],
-        [":2: no 'prompt' or 'completion'", "keys: text", "prompt"],
-    ),
-    "null": (
-        [GOOD, {"prompt": "x", "completion": None}],
-        [":2: completion must be text, not null"],
-    ),
+    "unknown shape": ([{"a": 1, "b": 2}],
+                      [":1: unknown row format, keys: a, b", "messages", "--input_key"]),
+    "other shape": ([GOOD, {"text": "x"}],
+                    [":2: no 'prompt' or 'completion'", "keys: text", "prompt"]),
+    "null": ([GOOD, {"prompt": "x", "completion": None}],
+             [":2: completion must be text, not null"]),
     "number": ([{"prompt": 1, "completion": "x"}], [":1: prompt must be text, not a number"]),
     "null content": ([messages(("user", None))], [":1: messages[0] must be text, not null"]),
-    "image": (
-        [messages(("user", [{"type": "image"}]))],
-        [":1: messages[0] has a part of type 'image'"],
-    ),
-    "role": (
-        [messages(("user", "x"), ("narrator", "y"))],
-        [":1: messages[1] has unknown role 'narrator'"],
-    ),
-    "two calls": (
-        [{"messages": [{"role": "assistant", "tool_calls": [CALL], "function_call": CALL}]}],
-        [":1: messages[0] has tool_calls and function_call: keep one"],
-    ),
-    "arguments": (
-        [{"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
-        [":1: messages[0]: the arguments of f must be a JSON object: Expecting value"],
-    ),
+    "image": ([messages(("user", [{"type": "image"}]))],
+              [":1: messages[0] has a part of type 'image'"]),
+    "role": ([messages(("user", "x"), ("narrator", "y"))],
+             [":1: messages[1] has unknown role 'narrator'"]),
+    "two calls": ([{"messages": [{"role": "assistant", "tool_calls": [CALL],
+                                  "function_call": CALL}]}],
+                  [":1: messages[0] has tool_calls and function_call: keep one"]),
+    "arguments": ([{"messages": [{"role": "assistant",
+                                  "tool_calls": [{"name": "f", "arguments": "x"}]}]}],
+                  [":1: messages[0]: the arguments of f must be a JSON object: Expecting value"]),
     "arguments with a key twice": (
         [{"messages": [{"role": "assistant", "function_call": CALL | {"arguments": TWICE}}]}],
         [":1: messages[0]: the arguments of f must be a JSON object: an object has the key 'x'"],
     ),
     "picture": ([{**GOOD, "images": ["a.jpg"]}], [":1: this row has 'images'", "leave such rows"]),
-    "picture of a turn": (
-        [{"messages": [{"role": "user", "content": "<image>q", "images": ["a.png"]}]}],
-        [":1: messages[0] has 'images', but only text"],
-    ),
-    "several choices": (
-        [{"question": "q", "choices": ["a", "b"], "answer": "0"}],
-        [":1: unknown row format, keys: question, choices, answer"],
-    ),
-    "one turn, text": (
-        [{"role": "prompter", "text": "x"}],
-        [":1: a row is one turn (role, text): collect the turns"],
-    ),
+    "picture of a turn": ([{"messages": [{"role": "user", "content": "<image>q",
+                                          "images": ["a.png"]}]}],
+                          [":1: messages[0] has 'images', but only text"]),
+    "several choices": ([{"question": "q", "choices": ["a", "b"], "answer": "0"}],
+                        [":1: unknown row format, keys: question, choices, answer"]),
+    "one turn, text": ([{"role": "prompter", "text": "x"}],
+                       [":1: a row is one turn (role, text): collect the turns"]),
     "one turn, content": ([{"role": "user", "content": "x"}], [":1: unknown", "collect the turns"]),
     "columns": ([{"prompt": {"0": "x"}, "completion": {"0": "y"}}], ["orient='records'"]),
     "no list": ([{"messages": "x"}], [":1: 'messages' must be a list of turns, not a string"]),
     "no turn": ([{"messages": ["x"]}], [":1: messages[0] must be an object, not a string"]),
     "surrogate": ([{"text": "\ud83d"}], [":1: text contains half a surrogate pair"]),
-    "tool call": (
-        [{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
-        [":1: messages[0]: tool_calls must be a list of function calls"],
-    ),
-    "reasoning": (
-        [{"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]}],
-        [":1: messages[0]: reasoning_content must be text, not a number"],
-    ),
+    "tool call": ([{"messages": [{"role": "assistant", "tool_calls": ["f"]}]}],
+                  [":1: messages[0]: tool_calls must be a list of function calls"]),
+    "reasoning": ([{"messages": [{"role": "assistant", "content": "x", "reasoning_content": 1}]}],
+                  [":1: messages[0]: reasoning_content must be text, not a number"]),
     "tools": ([{**SAME_ROW["messages"], "tools": "{"}], [":1: 'tools' must be a list"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
@@ -433,19 +390,13 @@ def test_not_utf8_is_named(tmp_path):
 
 
 BAD_FLAGS = {
-    "keys the file lacks": (
-        {"input_key": "q", "target_key": "a"},
-        r":1: no 'q' or 'a'.*prompt, compl",
-    ),
-    "format the file is not": (
-        {"data_format": "messages"},
-        r":1: no 'messages'.*keys: prompt, compl",
-    ),
-    "keys and format": (
-        {"input_key": "a", "target_key": "b", "data_format": "text"},
-        "does not accept",
-    ),
-}
+    "keys the file lacks": ({"input_key": "q", "target_key": "a"},
+                            r":1: no 'q' or 'a'.*prompt, compl"),
+    "format the file is not": ({"data_format": "messages"},
+                               r":1: no 'messages'.*keys: prompt, compl"),
+    "keys and format": ({"input_key": "a", "target_key": "b", "data_format": "text"},
+                        "does not accept"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_FLAGS)

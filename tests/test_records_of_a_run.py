@@ -96,9 +96,7 @@ def test_communication_that_is_not_measured_is_not_zero():
 def test_medians_are_of_the_steps_since_the_last_start():
     """Those before a resume may be another script's."""
     keys = ("step_ms", "slots_per_s", "toks_per_s", "label_toks_per_s", "data_ms")
-    history = SimpleNamespace(
-        first_step=4, tokens=7, label_tokens=7, evals=[], exact=[], records=[]
-    )
+    history = SimpleNamespace(tokens=7, label_tokens=7, evals=[], exact=[], records=[])
     for step in range(1, 9):
         of = {f"perf/{key}": float(step) for key in keys} | dict.fromkeys(TIMES)
         of |= {"perf/peak_mem_gb": [0.0], "train/loss": 1.0, "train/skipped": False}

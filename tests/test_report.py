@@ -18,11 +18,11 @@ from conftest import ROOT, run
 
 from llm_demo import report
 from llm_demo.core.errors import UserError
-from llm_demo.job import reader, records
+from llm_demo.job import records
+from llm_demo.job.folder import step_parts
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
+BROWSERS = map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))
+BROWSER = next(filter(None, BROWSERS), "")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -87,9 +87,8 @@ def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     evals = [{"step": s, "eval/loss": 9 - s / 4, "eval/exact": s / 16} for s in (0, 6, 12)]
     unused = {"psgd_rank": 0, "schedule_free": False}  # of one script, so no difference
-    fsdp = write(
-        folder / "fsdp", [*map(record, range(1, 13)), *evals], {"lr": 1e-3, **NOISE, **unused}
-    )
+    records = [*map(record, range(1, 13)), *evals]
+    fsdp = write(folder / "fsdp", records, {"lr": 1e-3, **NOISE, **unused})
     slower = {"perf/step_ms": 150.0, "perf/comm_exposed_ms": [30.0, 40.0]}
     slower = [slower | {"data/label_tokens": 90 * s} for s in range(1, 13)]
     pipe = [record(s, **more, **{"train/loss": 7 / s**0.2}) for s, more in enumerate(slower, 1)]
@@ -205,7 +204,7 @@ def test_the_page_needs_nothing_but_itself(two):
 def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     def parts(**more):
         run = report.SimpleNamespace(steps=[record(s, **more) for s in range(1, 6)], config={})
-        return reader.step_parts(run)
+        return step_parts(run)
 
     for exposed, wait in ((20, 5), (20, 25), (0, 5), (120, 3)):
         keys = {"perf/comm_exposed_ms": [exposed] * 2, "perf/comm_wait_ms": [wait] * 2}
@@ -218,7 +217,7 @@ def test_waiting_behind_compute_counts_as_exposed_only_where_it_fits():
     # the first steps are slow; then the run went on with three ranks
     steps = [record(s, ranks=2, **{"perf/step_ms": 1e6}) for s in (1, 2)] + [record(3)]
     steps += [record(s, ranks=3) for s in (4, 5)]
-    ranks = reader.step_parts(report.SimpleNamespace(steps=steps, config={}))
+    ranks = step_parts(report.SimpleNamespace(steps=steps, config={}))
     assert len(ranks) == 3 and ranks[0]["step"] == 100
     assert report.WARMUP == records.WARMUP
 
@@ -421,20 +420,17 @@ def test_the_command(two, tmp_path):
     code += "assert 'torch' not in sys.modules"
     done = run([sys.executable, "-c", code, two[0]], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert (
-        done.stdout == "report: report.html\n"
-        and "<h3>Loss</h3>" in (tmp_path / "report.html").read_text()
-    )
+    assert done.stdout == "report: report.html\n"
+    assert "<h3>Loss</h3>" in (tmp_path / "report.html").read_text()
     assert sorted(two[0].iterdir()) == before
     assert {p.name for p in tmp_path.iterdir()} == {"matplotlibrc", "report.html"}
-    done = run(
-        [sys.executable, "-m", "llm_demo.report", "nowhere", "--out", "x.html"], cwd=tmp_path
-    )
+    command = [sys.executable, "-m", "llm_demo.report", "nowhere", "--out", "x.html"]
+    done = run(command, cwd=tmp_path)
     assert done.returncode == 2 and done.stderr == "error: nowhere does not exist\n"
 
 
 def test_the_keys_that_are_read_are_those_that_runs_write():
-    files = [("report", "job/reader"), ("job/records",)]
+    files = [("report", "job/folder"), ("job/records",)]
     texts = ["".join((ROOT / f"llm_demo/{f}.py").read_text() for f in names) for names in files]
     read, written = (set(re.findall(r'"((?:train|eval|perf|data)/\w+)"', text)) for text in texts)
     assert len(read) >= 10 and read <= written

@@ -127,9 +127,8 @@ def latent_yarn():
 def test_latent_attention_with_yarn():
     """The tables and the scaled scores of packed documents are those of each alone."""
     torch.manual_seed(0)
-    plain = AutoModelForCausalLM.from_config(
-        latent_yarn(), dtype=torch.float32, experts_implementation="eager"
-    ).to(HERE)
+    how = {"dtype": torch.float32, "experts_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_config(latent_yarn(), **how).to(HERE)
     lm = skeleton(latent_yarn(), "bucketed")
     lm.set_experts_implementation("eager")
     allocate(lm, HERE)

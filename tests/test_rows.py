@@ -16,8 +16,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.data import labels, sources
 from llm_demo.data import turns as reasons
 from llm_demo.data.build import choose_seq_len
-from llm_demo.data.packs import heldout_beside
-from llm_demo.data.sources import find_files, read_rows
+from llm_demo.data.sources import find_files, heldout_beside, read_rows
 from llm_demo.job.args import DataArgs
 from llm_demo.job.plan import load_data
 from llm_demo.job.source import load_tokenizer
@@ -200,14 +199,9 @@ def test_an_answer_without_a_question_is_context(tmp_path):
 
 def test_a_row_with_all_turns_marked_is_named(tmp_path):
     marked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]
-    said = []
-    path = write(
-        tmp_path / "x.jsonl",
-        {"messages": marked},
-        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]},
-    )
-    packs = load(path, CHATML, said)
-    assert skipped(packs) == {labels.MARKED: 1}
+    good = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    path = write(tmp_path / "x.jsonl", {"messages": marked}, {"messages": good})
+    assert skipped(load(path)) == {labels.MARKED: 1}
 
 
 # ------------------------------------------------------------------ files
@@ -296,9 +290,8 @@ def test_what_save_to_disk_writes(tmp_path):
     refused(str(tmp_path / "splits"), "no such split: .*splits/dev; .*: test, train$",
             dataset_split="dev")  # fmt: skip
     (tmp_path / "one/data-00001-of-00002.arrow").write_bytes(b"\xff\xff\xff\xff1234")
-    refused(
-        str(tmp_path / "one"), "data-00001-of-00002.arrow, row 1: damaged or truncated .arrow file"
-    )
+    damaged = "data-00001-of-00002.arrow, row 1: damaged or truncated .arrow file"
+    refused(str(tmp_path / "one"), damaged)
 
 
 @pytest.mark.parametrize("name", ["x.jsonl.xz", "x.zip", "x.bz2", "x.tar.gz"])
@@ -315,9 +308,7 @@ def test_one_object_over_several_lines(tmp_path):
 
 
 def zstd(data: bytes) -> bytes:
-    import pyarrow
-
-    return pyarrow.Codec("zstd").compress(data, asbytes=True)
+    return pa.Codec("zstd").compress(data, asbytes=True)
 
 
 def test_arrays_and_compressed_files(tmp_path):
@@ -457,15 +448,11 @@ def test_a_dataset_of_the_hub(tmp_path, hub, monkeypatch):
         ({"eval_json": "openai/gsm8k"}, "openai/gsm8k: name the split"),
         ({"dataset_split": "validation"}, "openai/gsm8k:validation: .*the hub failed: .*split"),
         ({"dataset_config": "other"}, "openai/gsm8k:other:train: .*other"),
-        (
-            {"train_json": "x.jsonl", "dataset_config": "main"},
-            "--dataset_config main .* is not one",
-        ),
-        (
-            {"train_json": "x.jsonl", "eval_json": "openai/gsm8k:test", "dataset_split": "test"},
-            "--dataset_split test .* is not one",
-        ),
-    ):
+        ({"train_json": "x.jsonl", "dataset_config": "main"},
+         "--dataset_config main .* is not one"),
+        ({"train_json": "x.jsonl", "eval_json": "openai/gsm8k:test", "dataset_split": "test"},
+         "--dataset_split test .* is not one"),
+    ):  # fmt: skip
         with pytest.raises(UserError, match=message) as error:
             load_data(DataArgs(**(keys | flags)), None, make_tokenizer(), print)
         assert "\n" not in str(error.value)

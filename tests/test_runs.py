@@ -875,9 +875,8 @@ def test_the_loss_scale_goes_on_as_if_never_stopped(at, monkeypatch):
         kind = type("Optimizer", (), {"_lazy_init_hp_params_optimizer_state": lambda self: None})
         optimizer = kind()
         optimizer.loss_scaler = scaler
-        optimizer.optimizer = SimpleNamespace(
-            param_groups=[], state={0: {"step": torch.tensor(5.0)}}
-        )
+        state = {0: {"step": torch.tensor(5.0)}}
+        optimizer.optimizer = SimpleNamespace(param_groups=[], state=state)
         module = SimpleNamespace(parameters=list)
         return SimpleNamespace(optimizer=optimizer, module=module, dp_world_size=1), scaler
 

@@ -4,11 +4,13 @@ import io
 import json
 import os
 import pickle
+import shutil
 import sys
 from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -61,8 +63,6 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def folder(good, tmp_path):
-    import shutil
-
     shutil.copytree(good, tmp_path / "run")
     return tmp_path / "run/checkpoints/step_00000007"
 
@@ -157,11 +157,10 @@ COMMANDS = {
 
 
 PLACES = ["planner_data", "whole", "planner_data", "tensors", "storage_data", "planner_data"]
+PLACED = [*zip(COMMANDS, PLACES, strict=True), ("os.system", "storage_data")]
 
 
-@pytest.mark.parametrize(
-    "command, where", [*zip(COMMANDS, PLACES, strict=True), ("os.system", "storage_data")]
-)
+@pytest.mark.parametrize("command, where", PLACED)
 def test_no_command_of_the_metadata_is_run(command, where, folder, tmp_path):
     """torch.distributed.checkpoint runs it."""
     payload = COMMANDS[command](tmp_path / "marker")
@@ -312,12 +311,6 @@ def test_odd_manifests_are_refused(case, folder):
     refused(folder, message)
 
 
-@pytest.mark.parametrize("text", ["[" * 10**5, "[]", '{"files": 5}', '"files"', '{"files": [1]}'])
-def test_a_manifest_of_another_kind(text, folder):
-    (folder / "manifest.json").write_text(text)
-    refused(folder, "manifest.json: ")
-
-
 @pytest.mark.parametrize(
     "more", [
         {"step": "7"}, {"step": -1}, {"step": True}, {"step": None}, {"tokens": [1]},
@@ -333,11 +326,18 @@ def test_odd_facts_are_refused(more, folder):
     refused(folder, f"trainer.json: invalid {next(iter(more))}")
 
 
-@pytest.mark.parametrize("text", ["[]", "{", "[" * 10**5, "{}", '{"adam_steps": 1}'])
-def test_facts_of_another_kind(text, folder):
-    (folder / "trainer.json").write_text(text)
-    sign(folder)
-    refused(folder, "trainer.json has no step")
+MANIFESTS = ["[" * 10**5, "[]", '{"files": 5}', '"files"', '{"files": [1]}']
+FACTS_FILES = ["[]", "{", "[" * 10**5, "{}", '{"adam_steps": 1}']
+ODD_FILES = [*(("manifest.json", text) for text in MANIFESTS)]
+ODD_FILES += [("trainer.json", text) for text in FACTS_FILES]
+
+
+@pytest.mark.parametrize("name, text", ODD_FILES)
+def test_a_file_of_another_kind(name, text, folder):
+    (folder / name).write_text(text)
+    if name == "trainer.json":
+        sign(folder)
+    refused(folder, {"trainer.json": "trainer.json has no step"}.get(name, "manifest.json: "))
 
 
 REMOTE = {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": ["evil.Evil", None]}}
@@ -381,10 +381,23 @@ def train_on(model):
     find_source(args_with(model_name_or_path=str(model)), WORLD, 8, print)
 
 
+def a_row(folder):
+    """A data file in this folder."""
+    (folder / "rows.jsonl").write_text('{"prompt": "Why?", "completion": "So."}\n')
+    return str(folder / "rows.jsonl")
+
+
 def evaluate_it(model):
-    rows = model.parent / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
-    flags = ["--models", model, "--data", rows, "--seq_len", 64, "--max_new_tokens", 1]
+    flags = [
+        "--models",
+        model,
+        "--data",
+        a_row(model.parent),
+        "--seq_len",
+        64,
+        "--max_new_tokens",
+        1,
+    ]
     args = evaluate.make_parser().parse_args(list(map(str, flags)))
     return evaluate.evaluate(str(model), args, WORLD.device, torch.float32)
 
@@ -475,22 +488,20 @@ TEMPLATES = [
 def test_a_chat_template_runs_in_a_sandbox(template, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     tokenizer.chat_template = template.replace("MARKER", str(tmp_path / "marker"))
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
     with pytest.raises(UserError) as raised:
-        packs_of(str(rows), tokenizer, seq_len=64, cache_dir=str(tmp_path / "cache"))
+        packs_of(a_row(tmp_path), tokenizer, seq_len=64, cache_dir=str(tmp_path / "cache"))
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "marker").exists()
 
 
 def test_packs_of_a_shared_cache_are_not_unpickled(tmp_path, monkeypatch):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"prompt": "Why?", "completion": "So."}) + "\n")
-    tokenizer, cache = AutoTokenizer.from_pretrained(TINY), tmp_path / "cache"
-    load = lambda: packs_of(str(rows), tokenizer, seq_len=64, cache_dir=str(cache))  # noqa: E731
+    rows, tokenizer, cache = (
+        a_row(tmp_path),
+        AutoTokenizer.from_pretrained(TINY),
+        tmp_path / "cache",
+    )
+    load = lambda: packs_of(rows, tokenizer, seq_len=64, cache_dir=str(cache))  # noqa: E731
     load()
-    import numpy as np
-
     payload = np.array([Command(os.system, f"touch {tmp_path}/marker")], object)
     for file in cache.glob("packs-*/*.npy"):
         np.save(file, payload, allow_pickle=True)

@@ -73,9 +73,8 @@ def work(tmp_path_factory):
     models, tokenizer = parity.smaller_vocabulary(MODELS, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
     data, results = str(folder / "data.jsonl"), {}
-    packed, single = (
-        packs_of(data, tokenizer, seq_len=parity.SEQ_LEN, pack=pack) for pack in (True, False)
-    )
+    how = {"seq_len": parity.SEQ_LEN}
+    packed, single = (packs_of(data, tokenizer, pack=pack, **how) for pack in (True, False))
     assert single.longest > 0.8 * parity.SEQ_LEN
     lengths = np.diff(packed.doc_start)
     assert (lengths <= 24).any() and (lengths > 24).any()  # see LONGROPE

@@ -82,9 +82,8 @@ def machine(tmp_path, bare_python, pip_once):
             env["PIP_NO_COMPILE"] = "1"  # of setuptools, for each package that is built
             env |= {"PYTHON": str(bare_python), "PYTHONPATH": str(pip_once), **extra}
             command = ["bash", str(self.repo / "setup.sh"), *args]
-            done = subprocess.run(
-                command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
-            )
+            how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+            done = subprocess.run(command, env=env, **how)
             assert done.returncode == 0 or not ok, done.stdout + done.stderr
             return done
 
@@ -363,9 +362,8 @@ def test_no_rocm_build_is_an_error_and_one_put_in_by_hand_is_kept(machine):
     result = machine.setup(ok=True)
     assert "keeping torch 2.9.1+rocm6.4, which .venv has" in result.stdout
     assert contents(purelib / "torch") == before
-    assert [path.name for path in purelib.glob("torch-*.dist-info")] == [
-        "torch-2.9.1+rocm6.4.dist-info"
-    ]
+    (left,) = purelib.glob("torch-*.dist-info")
+    assert left.name == "torch-2.9.1+rocm6.4.dist-info"
     # ROCm's torch brings its own Triton, which another would overwrite
     assert "[dev]" in machine.setup("--dev", SETUP_DRY_RUN="1").stdout
 

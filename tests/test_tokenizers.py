@@ -4,7 +4,7 @@ import datetime
 import json
 
 import pytest
-from conftest import ROOT
+from conftest import TINY
 from test_one_process import train  # noqa: F401, a fixture
 from tiny_tokenizer import CHATML, make_tokenizer, packs_of
 from tokenizers import (
@@ -32,14 +32,12 @@ def byte_level():
     digits = Regex(r"\p{N}{1,3}| ?[^\s\p{N}]+|\s+")
     split = pre_tokenizers.Split(digits, "isolated")
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=["<b>", "<e>"], initial_alphabet=alphabet
-    )
+    how = {"vocab_size": 700, "special_tokens": ["<b>", "<e>"]}
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **how)
     made.train_from_iterator(CORPUS, trainer)
     return made
 
@@ -47,17 +45,15 @@ def byte_level():
 def prefix_space():
     """A space is put before each piece between special tokens, as Llama 2's file does."""
     made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    prepend, replace = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([prepend, replace])
     specials = ["<unk>", "<b>", "<e>", *(f"<0x{b:02X}>" for b in range(256))]
     made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=700, special_tokens=specials))
     content = json.loads(made.to_str())
     content["added_tokens"] = content["added_tokens"][:3]  # bytes are none
     made = Tokenizer.from_str(json.dumps(content))
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    made.decoder = decoders.Sequence(list(steps))
     return made
 
 
@@ -73,9 +69,8 @@ CASES = [
 def test_the_ids_are_those_of_the_file(family, name, make, tmp_path):
     """Also of the export, but for Qwen2 models, whose tokenizer transformers always makes anew."""
     own, folder = make(), tmp_path / "model"
-    own.post_processor = processors.TemplateProcessing(
-        single="<b> $A", special_tokens=[("<b>", own.token_to_id("<b>"))]
-    )
+    begin = [("<b>", own.token_to_id("<b>"))]
+    own.post_processor = processors.TemplateProcessing("<b> $A", special_tokens=begin)
     config = AutoConfig.for_model(family)
     config.save_pretrained(folder)
     own.save(str(folder / "tokenizer.json"))
@@ -91,9 +86,8 @@ def test_the_ids_are_those_of_the_file(family, name, make, tmp_path):
     describe_model(folder, tokenizer, tmp_path / "run")
     again = load_tokenizer(str(tmp_path / "run"))
     notes = describe(tmp_path / "run", tmp_path / "out", again, config)
-    assert (
-        again(TEXT).input_ids == load_tokenizer(str(tmp_path / "out"))(TEXT).input_ids == expected
-    )
+    assert again(TEXT).input_ids == expected
+    assert load_tokenizer(str(tmp_path / "out"))(TEXT).input_ids == expected
     exported = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert exported.chat_template == CHATML
     assert (exported(TEXT).input_ids == expected) == (family != "qwen2") == (not notes)
@@ -101,9 +95,8 @@ def test_the_ids_are_those_of_the_file(family, name, make, tmp_path):
 
 def test_a_class_that_agrees_with_the_file_is_kept():
     """The resumed runs of earlier versions depend on it."""
-    assert type(load_tokenizer(str(ROOT / "models/qwen3-tiny"))) is type(
-        AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
-    )
+    loaded = load_tokenizer(str(TINY))
+    assert type(loaded) is type(AutoTokenizer.from_pretrained(TINY))
 
 
 # ------------------------------------------------------------------ the date

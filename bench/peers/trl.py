@@ -12,8 +12,7 @@ import time
 
 import torch
 
-from llm_demo.job.folder import environment
-from llm_demo.job.reader import WARMUP
+from llm_demo.job.folder import WARMUP, environment
 from llm_demo.job.records import SETTLED
 
 PACKAGES = "trl peft"

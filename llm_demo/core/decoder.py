@@ -257,8 +257,8 @@ def fill(
 
     weights: their source, with `read` and `folder` as weights_files.Weights. Without it, values are
     random by the model's own rule; those of adapters, which are in no files, by their `start`. Each
-    module is seeded by its name, so any process makes the same block. Values are rounded to bf16,
-    as published weights are, so that runs in every dtype start alike.
+    module is seeded by its name, so any process makes the same block. Random values are rounded to
+    bf16, as published weights are, so that runs in every dtype start alike.
 
     store(parameter, values): sets the values in place of a copy, to keep a master as well."""
     module = model.get_submodule(name)

@@ -26,7 +26,7 @@ def train(job, engine) -> None:
     """Train from the checkpoint or the beginning to the end. Every rank calls.
 
     engine: a script's class. It has what depends on the kind of parallelism:
-        step(rows, n_labels, lr): an optimizer step on `rows`, the row numbers of all replicas; -1
+        step(rows, n_labels, lr): an optimizer step on `rows`, the row numbers of all ranks; -1
             stands for a row of padding. Returns this rank's share of the loss and the gradient
             norm, 0-dim tensors on the device
         score(packs, micro): loss.score summed over this rank's rows of `packs`, fp64 [2] on the
@@ -148,23 +148,23 @@ def parts_of(packs: Packs, rows: int) -> Iterator[Packs]:
 
 
 def heldout_batches(
-    packs: Packs, replica: int, replicas: int, micro: int
+    packs: Packs, dp_rank: int, dp_size: int, micro: int
 ) -> Iterator[tuple[Batch, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """(batch, index, targets, answers) of each micro-batch of this replica's held-out rows. See
-    label_positions and answers_of; all are on the CPU."""
-    rows = heldout_rows(packs, replicas, micro)
-    for batch in micro_batches(packs, rows, replica, replicas, micro):
+    """(batch, index, targets, answers) of each micro-batch of this data-parallel rank's held-out
+    rows. See label_positions and answers_of; all are on the CPU."""
+    rows = heldout_rows(packs, dp_size, micro)
+    for batch in micro_batches(packs, rows, dp_rank, dp_size, micro):
         index, targets = label_positions(batch.labels)
         yield batch, index, targets, answers_of(index, batch.cu_seqlens)
 
 
 @torch.no_grad()
 def score_rows(
-    forward: Callable, packs: Packs, replica: int, replicas: int, micro: int
+    forward: Callable, packs: Packs, dp_rank: int, dp_size: int, micro: int
 ) -> torch.Tensor:
     """What an engine's `score` returns. forward(batch, index, targets, answers): loss.score of a
     micro-batch."""
-    batches = heldout_batches(packs, replica, replicas, micro)
+    batches = heldout_batches(packs, dp_rank, dp_size, micro)
     return sum(forward(*batch).double() for batch in batches)
 
 

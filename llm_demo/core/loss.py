@@ -184,6 +184,14 @@ def _add_product(total, p, h):
     return torch.addmm(total, p.T, h, out=total, **how)
 
 
+def _times(h, factor):
+    """h [n, d] times an fp32 factor, in place. A product in h's dtype would round the factor, and
+    all gradients of the blocks with it, but not those of the head."""
+    for rows in h.split(CHUNK_ROWS):
+        rows.copy_(rows.float().mul_(factor))
+    return h
+
+
 def _narrowed(total, scaled, factor, dtype):
     """`total` [V, d] times `factor`, in `dtype` and in total's own memory."""
     out = total.view(-1).view(dtype)[: total.numel()].view(total.shape)
@@ -234,10 +242,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_h, grad_w, *chunk = ctx.saved_tensors
         none = (None,) * 7
         if not ctx.of_head:
-            return grad_h * grad.to(grad_h.dtype), None, *none
+            return _times(grad_h, grad), None, *none
         if ctx.in_place:
             out = _narrowed(grad_w, ctx.scaled, grad, grad_h.dtype)
-            return grad_h * grad.to(grad_h.dtype), out, *none
+            return _times(grad_h, grad), out, *none
         out = torch.empty(ctx.shape, dtype=grad_h.dtype, device=grad_h.device)
         if grad_w is not None:
             ctx.scaled(out, grad_w, grad)
@@ -248,4 +256,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = max(1, HEAD_SLICE // hidden.shape[1])
             for part, columns in zip(out.split(rows), p.split(rows, dim=1), strict=True):
                 ctx.scaled(part, _add_product(None, columns, hidden), grad)
-        return grad_h * grad.to(grad_h.dtype), out, *none
+        return _times(grad_h, grad), out, *none

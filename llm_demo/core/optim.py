@@ -227,20 +227,21 @@ def clipped_step(
     optimizer: torch.optim.AdamW,
     max_grad_norm: float,
     loss_scale: LossScale,
-    grads: list[torch.Tensor] | None = None,
+    norm_of: list[torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Clip by the global norm and step, or skip if that norm is not finite. Returns the norm.
 
-    grads, group: as of global_norm, each gradient once; default: all, whole on this rank.
+    norm_of, group: only for the norm, as of global_norm, each gradient once; default: all, whole on
+    this rank. What is applied is what the optimizer holds.
 
     The norm (fp32 scalar on the device, unscaled, before clipping) covers all parameters of all
     ranks, sharded or not, counting a tied one once, so all ranks take or skip the step together.
     Nothing waits for the device: scale, clip factor and skip reach AdamW as tensors."""
-    if grads is None:
+    if norm_of is None:
         params = [p for each in optimizer.param_groups for p in each["params"]]
-        grads = [p.grad for p in params if p.grad is not None]
-    norm = global_norm(grads, group) / loss_scale.scale
+        norm_of = [p.grad for p in params if p.grad is not None]
+    norm = global_norm(norm_of, group) / loss_scale.scale
     skip = ~norm.isfinite()
     divisor = loss_scale.scale.clone()
     if max_grad_norm > 0:

@@ -236,23 +236,23 @@ def token_counts(packs: Packs, rows: np.ndarray) -> tuple[int, int]:
 
 
 def micro_batches(
-    packs: Packs, rows: np.ndarray, replica: int, replicas: int, micro: int
+    packs: Packs, rows: np.ndarray, dp_rank: int, dp_size: int, micro: int
 ) -> Iterator[Batch]:
-    """This replica's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
-    for group in share_of(rows, replica, replicas, micro):
+    """This data-parallel rank's share of `rows`, in micro-batches of `micro` rows, on the CPU."""
+    for group in share_of(rows, dp_rank, dp_size, micro):
         yield collate(packs, group)
 
 
-def share_of(rows: np.ndarray, replica: int, replicas: int, micro: int) -> np.ndarray:
-    """This replica's rows: [micro-batches, micro]."""
-    return rows.reshape(-1, replicas, micro)[:, replica]
+def share_of(rows: np.ndarray, dp_rank: int, dp_size: int, micro: int) -> np.ndarray:
+    """This data-parallel rank's rows: [micro-batches, micro]."""
+    return rows.reshape(-1, dp_size, micro)[:, dp_rank]
 
 
-def heldout_rows(packs: Packs, replicas: int, micro: int, at_least: int = 1) -> np.ndarray:
-    """All rows, padded with -1 so that each replica has as many micro-batches, `at_least` or
+def heldout_rows(packs: Packs, dp_size: int, micro: int, at_least: int = 1) -> np.ndarray:
+    """All rows, padded with -1 so that each rank has as many micro-batches, `at_least` or
     more."""
-    count = max(at_least, -(-len(packs) // (replicas * micro)))
-    rows = np.full(count * replicas * micro, -1)
+    count = max(at_least, -(-len(packs) // (dp_size * micro)))
+    rows = np.full(count * dp_size * micro, -1)
     rows[: len(packs)] = np.arange(len(packs))
     return rows
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_demo.core.errors import UserError
+from llm_demo.core.rows import Packs
 from llm_demo.data.labels import Codec, encode
 from llm_demo.data.records import REAL, RowFormat, detect_format, keys_of, to_record
 from llm_demo.data.sources import hub_parts, place_of, read_rows
@@ -212,10 +213,9 @@ def _write_documents(folder: str, files: list[str], codec: Codec, flags, limit: 
         json.dump({"seq_len": seq_len, "pad_id": pads[0], "stats": stats}, file, default=vars)
 
 
-def read(folder: str) -> dict[str, object]:
-    """The fields of Packs that describe the documents of a folder that `build` has written. Their
-    identity is a checksum of tokens and labels. Raises OSError, ValueError and others if the folder
-    is damaged."""
+def read(folder: str) -> Packs:
+    """The documents of a folder that `build` has written, without rows. Their identity is a
+    checksum of tokens and labels. Raises OSError, ValueError and others if it is damaged."""
     sums = json.loads(Path(folder, SUMS).read_text())
     if bad := dict(sums.items() ^ _sums(folder).items()):
         raise ValueError(f"{', '.join(sorted(bad))}: wrong checksum")
@@ -223,11 +223,12 @@ def read(folder: str) -> dict[str, object]:
     lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
     stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
     stats.identity["tokens and labels"] = f"{sums[TOKENS]}-{sums[LEARNT]}"
-    return {
-        "seq_len": meta["seq_len"], "pad_id": meta["pad_id"], "stats": stats, "tokens": tokens,
-        "is_label": is_label, "doc_start": np.append(0, np.cumsum(lengths)),
-        "doc_labels": doc_labels, "doc_file": doc_file, "doc_row": doc_row,
-    }  # fmt: skip
+    return Packs(
+        seq_len=meta["seq_len"], pad_id=meta["pad_id"], stats=stats, tokens=tokens,
+        is_label=is_label, doc_start=np.append(0, np.cumsum(lengths)), doc_labels=doc_labels,
+        doc_file=doc_file, doc_row=doc_row, row_docs=None, row_start=None, token_counts=None,
+        label_counts=None, max_docs=0,
+    )  # fmt: skip
 
 
 def _sums(folder: str) -> dict[str, str]:

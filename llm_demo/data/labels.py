@@ -40,16 +40,10 @@ NOT_OURS = "marked to be learnt, but only the assistant's answers can be"
 
 
 class Codec:
-    """A tokenizer and what is derived from it once. Raises UserError if it lacks offsets (not
-    "fast") or an end token."""
+    """A tokenizer and what is derived from it once. last_only: only the last turn is learnt. Raises
+    UserError if the tokenizer lacks offsets (not "fast") or an end token."""
 
-    def __init__(
-        self,
-        tokenizer,
-        train_on_prompt: bool = False,
-        last_turn_only: bool = False,
-        learn_reasoning: bool = True,
-    ):
+    def __init__(self, tokenizer, train_on_prompt=False, last_only=False, learn_reasoning=True):
         name = getattr(tokenizer, "name_or_path", "") or "this tokenizer"
         if not getattr(tokenizer, "is_fast", False):
             raise UserError(
@@ -60,7 +54,7 @@ class Codec:
                 f"{name} has neither a chat template nor an eos token to end a document with"
             )
         self.tokenizer, self.train_on_prompt = tokenizer, train_on_prompt
-        self.last_turn_only, self.learn_reasoning = last_turn_only, learn_reasoning
+        self.last_only, self.learn_reasoning = last_only, learn_reasoning
         # The same ids, with exact offsets. Saved truncation would silently cut rows, padding would
         # lengthen them, and a byte-level post-processor (Llama 3) trims whitespace from offsets.
         self.backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
@@ -83,6 +77,13 @@ class Codec:
         return self.tokenizer.apply_chat_template(
             messages, tools=record.tools, tokenize=tokenize, **options
         )
+
+    def try_render(self, messages: list[dict], record: Record, **options):
+        """What `render` returns; None if the template refuses these messages."""
+        try:
+            return self.render(messages, record, **options)
+        except REFUSALS:
+            return None
 
 
 def _any_of(texts) -> re.Pattern:
@@ -204,11 +205,7 @@ def _refuse_dropped(codec: Codec, record: Record, text: str) -> None:
         content = message["content"].strip()  # it may be part of another turn's
         if assistant(message) or text.count(content) >= given.count(content):
             continue
-        try:
-            without = codec.render(changed(record.messages, number, content=""), record)
-        except REFUSALS:
-            continue
-        if without == text:
+        if codec.try_render(changed(record.messages, number, content=""), record) == text:
             raise NotLearnt(LEFT_OUT.format(role=message["role"]))
 
 
@@ -242,15 +239,12 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
         elif _is_empty(record.messages[i]):
             reasons[EMPTY_TURN] += 1
     reasons[NOT_OURS] += sum(learn and i not in answers for i, learn in record.marks.items())
-    turns = turns[-1:] if codec.last_turn_only else turns
+    turns = turns[-1:] if codec.last_only else turns
     spans, why, marks = [], NOTHING, None
     if codec.tagged and turns:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        try:
-            encoded = codec.render(record.messages, record, tokenize=True, **options)
-            marks = np.array(encoded["assistant_masks"], bool)
-        except REFUSALS:
-            marks = np.zeros(0, bool)
+        encoded = codec.try_render(record.messages, record, tokenize=True, **options) or {}
+        marks = np.array(encoded.get("assistant_masks", []), bool)
     for turn in turns:
         try:
             spans += spans_of(chat, turn, marks)

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 from bisect import bisect_left, insort
+from collections import defaultdict
 
 import numpy as np
 
@@ -16,9 +17,9 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.rows import IGNORE_INDEX, Packs
 from llm_demo.data.build import LONGEST_DEFAULT, build, read
 from llm_demo.data.labels import Codec
-from llm_demo.data.sources import content_of, find_files, split_name, suffix_of
+from llm_demo.data.sources import content_of, find_files, suffix_of
 from llm_demo.job.files import cache_folder
-from llm_demo.job.text import progress
+from llm_demo.job.text import counted, progress
 
 FORMAT = 7  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
@@ -104,14 +105,12 @@ def _open(folder: str, files: list[str], pack: bool) -> tuple[Packs | None, obje
     if not os.path.isdir(folder):
         return None, None
     try:
-        fields = read(folder)
+        packs = read(folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return None, error
-    for file, path in zip(fields["stats"].files, files, strict=True):
+    for file, path in zip(packs.stats.files, files, strict=True):
         file.path = path  # the same bytes may have been cached under another name
-    doc_start, doc_labels, seq_len = (fields[k] for k in ("doc_start", "doc_labels", "seq_len"))
-    rows = rows_of(doc_start, np.arange(len(doc_labels)), seq_len, pack)
-    return Packs(**fields, **tables_of(doc_start, doc_labels, seq_len, [rows])), None
+    return with_rows(packs, [rows_of(packs, np.arange(len(packs.doc_labels)), pack)]), None
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
@@ -123,14 +122,13 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     row_of = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     n_of = np.bincount(lengths, minlength=capacity + 1)
-    free: dict[int, list[np.ndarray]] = {}  # free slots -> rows with that many, in batches
-    sizes: list[int] = []  # the keys of `free`, sorted
+    free = defaultdict(list)  # free slots -> rows with that many, in batches
+    sizes: list[int] = []  # of rows that are free, sorted
     n_rows = done = 0
 
     def put_back(size: int, rows: np.ndarray) -> None:
         if size and len(rows):
-            if size not in free:
-                free[size] = []
+            if not free[size]:
                 insort(sizes, size)
             free[size].append(rows)
 
@@ -143,7 +141,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 size = sizes[at]
                 rows = free[size].pop()
                 if not free[size]:
-                    del free[size], sizes[at]
+                    del sizes[at]
             else:
                 size = capacity
                 rows = np.arange(n_rows, n_rows - (-len(documents) // (size // n)))
@@ -160,35 +158,28 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     return row_of
 
 
-def rows_of(
-    doc_start: np.ndarray, documents: np.ndarray, seq_len: int, pack: bool
-) -> tuple[np.ndarray, np.ndarray]:
+def rows_of(packs: Packs, documents: np.ndarray, pack: bool) -> tuple[np.ndarray, np.ndarray]:
     """The rows of one pass over these documents: (their numbers row after row, how many each row
-    has). pack: several documents in a row. doc_start: of all documents, see Packs."""
-    lengths = np.diff(doc_start)[documents]
-    row_of = best_fit(lengths, seq_len) if pack else np.arange(len(documents))
+    has). pack: several documents in a row."""
+    lengths = np.diff(packs.doc_start)[documents]
+    row_of = best_fit(lengths, packs.seq_len) if pack else np.arange(len(documents))
     return documents[np.argsort(row_of, kind="stable")], np.bincount(row_of)
 
 
-def tables_of(
-    doc_start: np.ndarray, doc_labels: np.ndarray, seq_len: int, passes: list[tuple]
-) -> dict[str, object]:
-    """The fields of Packs that describe the rows of these passes, each from rows_of. doc_start,
-    doc_labels: see Packs."""
+def with_rows(packs: Packs, passes: list[tuple]) -> Packs:
+    """Packs of the same documents in the rows of these passes, each from rows_of."""
     row_docs, counts = map(np.concatenate, zip(*passes, strict=True))
     row_start = np.append(0, np.cumsum(counts))
     tokens, labels = (
-        np.add.reduceat(n[row_docs], row_start[:-1]) for n in (np.diff(doc_start), doc_labels)
+        np.add.reduceat(n[row_docs], row_start[:-1])
+        for n in (np.diff(packs.doc_start), packs.doc_labels)
     )
     begins = np.cumsum([0, *(len(rows) for _, rows in passes)])
-    return {
-        "row_docs": row_docs,
-        "row_start": row_start,
-        "token_counts": tokens,
-        "label_counts": labels,
-        "max_docs": int((counts + (tokens < seq_len)).max()),
-        "passes": begins if len(passes) > 1 else None,
-    }
+    return dataclasses.replace(
+        packs, row_docs=row_docs, row_start=row_start, token_counts=tokens, label_counts=labels,
+        max_docs=int((counts + (tokens < packs.seq_len)).max()),
+        passes=begins if len(passes) > 1 else None,
+    )  # fmt: skip
 
 
 def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
@@ -208,9 +199,7 @@ def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
     held_out[np.random.default_rng(SPLIT_SEED).permutation(total)[:chosen]] = True
     held_out = held_out[document_of]
     parts = (np.flatnonzero(~held_out), np.flatnonzero(held_out))
-    return tuple(
-        _of_passes(packs, [rows_of(packs.doc_start, part, packs.seq_len, pack)]) for part in parts
-    )
+    return tuple(with_rows(packs, [rows_of(packs, part, pack)]) for part in parts)
 
 
 def mix(
@@ -232,27 +221,20 @@ def mix(
         chosen = np.sort(np.concatenate(documents))
         if not len(chosen):
             raise UserError(f"the weights {weights} of --train_json leave no document to train on")
-        passes.append(rows_of(packs.doc_start, chosen, packs.seq_len, pack))
+        passes.append(rows_of(packs, chosen, pack))
         n_rows += len(passes[-1][1])
         if epoch + 1 >= epochs and n_rows >= rows:
-            return _of_passes(packs, passes)
+            return with_rows(packs, passes)
 
 
 def _dealt(documents: np.ndarray, weight: float, seed: list[int], epoch: int) -> np.ndarray:
     """The share of a file's documents that a pass takes."""
     n = len(documents)
     begin, end = (round(e * weight * n) for e in (epoch, epoch + 1))
-    parts = []
-    for deal in range(begin // max(1, n), -(-end // max(1, n))):
-        order = np.random.default_rng([*seed, deal]).permutation(documents)
-        parts.append(order[max(0, begin - deal * n) : end - deal * n])
-    return np.concatenate([documents[:0], *parts])
-
-
-def _of_passes(packs: Packs, passes: list[tuple]) -> Packs:
-    """Packs of these passes, each from rows_of."""
-    tables = tables_of(packs.doc_start, packs.doc_labels, packs.seq_len, passes)
-    return dataclasses.replace(packs, **tables)
+    first, last = begin // max(1, n), -(-end // max(1, n))
+    randoms = [np.random.default_rng([*seed, deal]) for deal in range(first, last)]
+    dealt = [documents[:0], *(random.permutation(documents) for random in randoms)]
+    return np.concatenate(dealt)[begin - first * n : end - first * n]
 
 
 def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
@@ -271,6 +253,15 @@ def describe_example(packs: Packs, tokenizer, row: int = 0) -> str:
     return f"\n[... {n - 2 * SHOWN:,} tokens ...]\n".join(texts)
 
 
+def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
+    """Lines on the documents of each file in the first pass of a mixture."""
+    first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
+    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
+        documents = counted(int((first == n).sum()), "document")
+        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
+    return lines
+
+
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) token lists of the file's first `count` documents with prompts of at most
     `most` tokens. An answer is the last run of labels with such a prompt: a conversation's last
@@ -285,13 +276,6 @@ def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], lis
         if runs := [run for run in runs if len(run) and run[0] <= most]:
             pairs.append((ids[: runs[-1][0]].tolist(), ids[runs[-1]].tolist()))
     return pairs
-
-
-def heldout_beside(train_json: str) -> str | None:
-    """The path x.heldout.jsonl for a single file x.jsonl, if both exist."""
-    stem, extension = split_name(train_json)
-    beside = f"{stem}.heldout{extension}"
-    return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
 def refuse_unknown_tokens(packs: list[Packs], vocab_size: int) -> None:

@@ -83,13 +83,11 @@ def detect_format(row: dict, where: str, flags) -> RowFormat:
             f"{where}: these are the columns of a table, as pandas writes them: save it with "
             "df.to_json(FILE, orient='records', lines=True)"
         )
+    # a table may have the columns of two formats, one of them null
     filled = {key for key, value in row.items() if value is not None}
     formats = (
         RowFormat(name, keys, "first row")
-        for present in (
-            filled,
-            row.keys(),
-        )  # a table may have a null in one of two formats' columns
+        for present in (filled, row.keys())
         for name, (choices, _) in FORMATS.items()
         for keys in choices
         if present >= set(keys) and not (keys == ("question", "answer") and CHOICES & present)
@@ -167,8 +165,7 @@ def _record(messages: list[dict], tools, context=frozenset()) -> Record:
     """A conversation without its turns' marks, which no chat template should see."""
     marks = {}
     for number, message in enumerate(messages):
-        values = [message.pop(key, None) for key in MARKS]
-        if values := [value for value in values if value is not None]:
+        if values := [message.pop(key) for key in MARKS if key in message]:
             marks[number] = all(values)
     return Record(messages, tools=tools, context=context, marks=marks)
 

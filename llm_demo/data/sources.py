@@ -149,7 +149,7 @@ def _without(paths: list[str], names: re.Pattern, say: Callable) -> list[str]:
     return [path for path in paths if path not in skipped and os.path.isfile(path)]
 
 
-def split_name(path: str) -> tuple[str, str]:
+def _split_name(path: str) -> tuple[str, str]:
     """x.jsonl.gz -> ("x", ".jsonl.gz"): the extension with its compression."""
     stem, last = os.path.splitext(path)
     if last.lower() in COMPRESSED:
@@ -158,9 +158,16 @@ def split_name(path: str) -> tuple[str, str]:
     return stem, last
 
 
+def heldout_beside(train_json: str) -> str | None:
+    """The path x.heldout.jsonl for a single file x.jsonl, if both exist."""
+    stem, extension = _split_name(train_json)
+    beside = f"{stem}.heldout{extension}"
+    return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
+
+
 def suffix_of(path: str) -> str:
     """The extension without the compression: ".jsonl" for x.jsonl.gz."""
-    extension = split_name(path)[1].lower()
+    extension = _split_name(path)[1].lower()
     return "." + extension.split(".")[1] if extension else ""
 
 
@@ -258,12 +265,13 @@ def _opened(path: str, bar=None):
 
 def _read_json(path: str, bar) -> Iterator:
     """Rows of JSON Lines, BLANK for an empty line, or of one array of objects in a .json file."""
-    array = _is_array(path)
     with _opened(path, bar) as file:
-        for content in [file.read()] if array else io.BufferedReader(file, 2**20):
-            text = content.decode("utf-8-sig").rstrip()
-            value = DECODER.decode(text) if text else BLANK
-            yield from value if array else [value]
+        if _is_array(path):
+            yield from DECODER.decode(file.read().decode("utf-8-sig"))
+            return
+        for line in io.BufferedReader(file, 2**20):
+            text = line.decode("utf-8-sig").rstrip()
+            yield DECODER.decode(text) if text else BLANK
 
 
 def _read_csv(path: str, bar) -> Iterator[dict]:

@@ -134,10 +134,7 @@ def _characters(chat: Rendered, turn: int, start: int) -> tuple[int, int]:
     if not codec.learn_reasoning:  # the template may drop it
         forms.append(message | {"content": answer, "reasoning_content": None})
     if message.get("tool_calls"):  # what stands behind them may belong to the next turn
-        try:
-            until = codec.render(record.messages[: turn + 1], record)
-        except REFUSALS:
-            until = ""
+        until = codec.try_render(record.messages[: turn + 1], record) or ""
     for stop in codec.ends.finditer(text, start):
         if stop.start() - start < len(answer):
             continue
@@ -174,10 +171,10 @@ def _start(chat: Rendered, turn: int) -> int:
     if not codec.template:
         head = plain(before, codec.tokenizer.eos_token)
         return len(head) + bool(head)
-    try:
-        head = THINK_PROMPT.sub("", codec.render(before, record, add_generation_prompt=True))
-    except REFUSALS:  # few templates take no messages at all
-        raise NotLearnt(REFUSED if turn else NO_PROMPT) from None
+    head = codec.try_render(before, record, add_generation_prompt=True)
+    if head is None:  # few templates take no messages at all
+        raise NotLearnt(REFUSED if turn else NO_PROMPT)
+    head = THINK_PROMPT.sub("", head)
     if text.startswith(head):
         if again and re.search(rf"(?:{codec.ends.pattern})\s*$", head):
             raise NotLearnt(NO_PROMPT)
@@ -187,12 +184,9 @@ def _start(chat: Rendered, turn: int) -> int:
         function = calls[0]["function"] | {"name": MARKER}
         marks.append({"tool_calls": [calls[0] | {"function": function}, *calls[1:]]})
     for mark in marks:
-        try:
-            marked = codec.render(changed(record.messages, turn, **mark), record)
-            asked = changed(before, turn - 1, content=MARKER)
-            asked = codec.render(asked, record, add_generation_prompt=True)
-        except REFUSALS:
-            continue
+        marked = codec.try_render(changed(record.messages, turn, **mark), record) or ""
+        asked = changed(before, turn - 1, content=MARKER)
+        asked = codec.try_render(asked, record, add_generation_prompt=True) or ""
         place, words = marked.find(MARKER), THINK_PROMPT.sub("", asked.rpartition(MARKER)[2])
         if place >= 0 and words and MARKER in asked and text[:place] == marked[:place]:
             at = text.rfind(words, 0, place)

@@ -126,8 +126,8 @@ class TrainArgs:
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto",
-        "Compute dtype; weights and optimizer states are always fp32. auto: fp32 on a CPU, bf16 "
-        "on a GPU that has it, else fp16. Short forms: --bf16, --fp16.",
+        "Compute dtype; trained weights and optimizer states are always fp32. auto: fp32 on a CPU, "
+        "bf16 on a GPU that has it, else fp16. Short forms: --bf16, --fp16.",
     )
     shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
     length_warmup: int = flag(0, "Number of first steps whose rows come shortest first. 0: none.")

@@ -1,28 +1,34 @@
-"""A run's folder: chosen, locked so that only one run uses it, and described.
+"""A run's folder: chosen, locked so that only one run uses it, described, and read back: its
+settings, the records of its steps, their medians.
 
-args: the flags."""
+args: the flags. PyTorch is imported only to describe a run, since the report does not need it."""
 
+import contextlib
 import fcntl
 import glob
+import json
+import math
 import os
 import platform
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import torch
+from types import SimpleNamespace
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.mesh import World
-from llm_demo.job.device import KERNEL_VARIABLES, links, this_device
 from llm_demo.job.files import ROOT, write_json
-from llm_demo.job.process import regular
+from llm_demo.job.parsing import MAX_INT
+from llm_demo.job.process import read_text, regular
+from llm_demo.job.text import counted
+
+WARMUP = 2  # logged steps left out of the medians: allocator, kernels and caches warm up
 
 # flags that name what a run reads; not every script has all of them
 INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
@@ -42,12 +48,9 @@ cd {cwd} || exit
 exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
 """
 
-
 # Environment variables to record, by prefix. SECRET: in a name, it keeps the value out.
-RECORDED = (
-    "NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
-    "GPU_MAX_HW_QUEUES", *KERNEL_VARIABLES,
-)  # fmt: skip
+RECORDED = ("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
+            "GPU_MAX_HW_QUEUES")  # fmt: skip
 SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CRED|AUTH")
 
 
@@ -156,11 +159,9 @@ def lock_folder(folder: Path, args):
     process, however that ends. Raises UserError if another run uses the folder."""
     keep = args.dry_run or not published(folder / "checkpoints")  # cmd.sh may have been lost
     try:
-        return None if args.estimate else _lock(folder / "cmd.sh", "r+" if keep else "a")
+        return None if args.estimate else _lock(folder, "r+" if keep else "a")
     except FileNotFoundError:
         return None
-    except BlockingIOError:
-        raise UserError(f"--output_dir {folder}: another run is using it") from None
     except OSError as e:
         raise UserError(f"--output_dir {folder}: {e.strerror}: {e.filename}") from None
 
@@ -169,27 +170,29 @@ def take_folder(folder: Path, args, held):
     """Create the folder, or empty it for --overwrite, when it may be the working folder; returns
     its lock. held: what `lock_folder` returned. Raises UserError if another run has taken the
     folder since."""
+    if args.overwrite and folder.exists():
+        if not held:
+            _lock(folder, "a").close()
+        for path in folder.iterdir():
+            real = path.is_dir() and not path.is_symlink()
+            shutil.rmtree(path) if real else path.unlink()
+    elif held:
+        return held
+    folder.mkdir(parents=True, exist_ok=True)
+    if published(folder / "checkpoints"):
+        raise UserError(f"--output_dir {folder}: another run is using it")
+    return _lock(folder, "a" if args.resume == "auto" else "x")
+
+
+def _lock(folder: Path, mode: str):
+    """cmd.sh, opened and locked. Raises UserError if another run holds it, or with mode x has made
+    it."""
     try:
-        if args.overwrite and folder.exists():
-            if not held:
-                _lock(folder / "cmd.sh", "a").close()
-            for path in folder.iterdir():
-                real = path.is_dir() and not path.is_symlink()
-                shutil.rmtree(path) if real else path.unlink()
-        elif held:
-            return held
-        folder.mkdir(parents=True, exist_ok=True)
-        if published(folder / "checkpoints"):
-            raise FileExistsError
-        return _lock(folder / "cmd.sh", "a" if args.resume == "auto" else "x")
+        opened = open(regular(folder / "cmd.sh"), mode)
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return opened
     except (FileExistsError, BlockingIOError):
         raise UserError(f"--output_dir {folder}: another run is using it") from None
-
-
-def _lock(file: Path, mode: str):
-    opened = open(regular(file), mode)
-    fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return opened
 
 
 def folder_gone(folder: Path) -> str:
@@ -207,8 +210,12 @@ def published(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_" + "[0-9]" * 8), reverse=True)
 
 
-def environment(world: World) -> dict:
+def environment(world) -> dict:
     """Versions, hardware and revision of this run."""
+    import torch
+
+    from llm_demo.job.device import KERNEL_VARIABLES, links, this_device
+
     versions = {"python": platform.python_version()}
     core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy")
     for package in (*core, "flash_attn"):
@@ -234,12 +241,12 @@ def environment(world: World) -> dict:
         "environment": {
             k: "left out" if SECRET.search(k) else v
             for k, v in sorted(os.environ.items())
-            if k.startswith(RECORDED)
+            if k.startswith((*RECORDED, *KERNEL_VARIABLES))
         },
     }
 
 
-def describe_run(folder: Path, settings: dict, world: World) -> None:
+def describe_run(folder: Path, settings: dict, world) -> None:
     """Write config.json, env.json and cmd.sh."""
     write_json(folder / "config.json", settings, indent=2, default=str)
     write_json(folder / "env.json", environment(world), indent=2, default=str)
@@ -256,3 +263,138 @@ def describe_run(folder: Path, settings: dict, world: World) -> None:
     words = {name: shlex.quote(str(word)) for name, word in words.items()}
     words["nodes"] = " ".join(f"{name}={value}" for name, value in given.items())
     (folder / "cmd.sh").write_text(CMD.format(**words, argv=shlex.join(argv)))
+
+
+def read_run(folder: Path) -> SimpleNamespace:
+    """Attributes: config, env and summary (dicts, empty if the file is missing), steps and evals
+    (records of metrics.jsonl, in order), notes (what could not be read), parts (see step_parts).
+
+    Raises UserError if the folder holds no run, OSError if it can't be read."""
+    if not folder.is_dir():
+        problem = "is a file: name the run's folder" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {problem}")
+    file = folder / "metrics.jsonl"
+    if not (file.exists() or (folder / "config.json").exists()):
+        raise UserError(f"{folder} is not a run's folder: it has no metrics.jsonl or config.json")
+    run = SimpleNamespace(folder=folder, notes=[], written="–")
+    for name in ("config", "env", "summary"):
+        path = folder / f"{name}.json"
+        content = parse(read_text(path)) if path.exists() else {}
+        if not isinstance(content, dict):
+            run.notes.append(f"{name}.json could not be read")
+            content = {}
+        setattr(run, name, content)
+    if "model_type" in run.config and not file.exists():
+        raise UserError(f"{folder} is a model's folder, not a run's")
+    lines = []
+    if file.exists():
+        lines, broken = read_records(file)
+        run.written = f"{datetime.fromtimestamp(file.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
+        if broken:
+            run.notes.append(f"{counted(broken, 'unreadable line')} of metrics.jsonl skipped")
+    for name, key in (("steps", "train/loss"), ("evals", "eval/loss")):
+        by_step = {record["step"]: record for _, record in lines if key in record}
+        setattr(run, name, [by_step[step] for step in sorted(by_step)])
+    run.parts = step_parts(run)
+    return run
+
+
+def settings_of(resume: str | None, folder: Path) -> dict:
+    """config.json of the run that --resume names, which must have a seq_len; else {}. resume: a
+    run, one of its checkpoints, "auto" for the run in `folder`, or None."""
+    if not resume:
+        return {}
+    named = folder if resume == "auto" else Path(resume)
+    for file in (named / "config.json", named.parent.parent / "config.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            settings = parse(read_text(file))
+            if 8 <= int(settings["seq_len"]) <= MAX_INT:
+                return {**settings, "seq_len": int(settings["seq_len"])}
+    return {}
+
+
+def read_records(file: Path) -> tuple[list[tuple[str, dict]], int]:
+    """([(line, its record)], number of lines without one) of a metrics.jsonl. Raises UserError for
+    a pipe or a device, OSError if it can't be read."""
+    lines = [line for line in read_text(file).split("\n") if line.strip()]
+    records = [(line, record) for line in lines if isinstance(record := parse(line), dict)]
+    kept = [(line, r) for line, r in records if type(n := r.get("step")) is int and 0 <= n < 2**53]
+    return kept, len(lines) - len(kept)
+
+
+def parse(text: str):
+    """JSON, or None if it is truncated or invalid."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def number(value) -> float:
+    """A float; NaN for anything else, infinity included."""
+    usable = type(value) in (int, float) and abs(value) < 1e300
+    return float(value) if usable else math.nan
+
+
+def column(records: list[dict], key: str) -> list[float]:
+    return [number(record.get(key)) for record in records]
+
+
+def finite_of(values) -> list[float]:
+    return [v for v in values if math.isfinite(v)]
+
+
+def middle(values) -> float:
+    """Median of the finite values; NaN if there are none."""
+    return statistics.median(finite_of(values) or [math.nan])
+
+
+def median(steps: list[dict], key: str) -> float:
+    """The median of the records of steps, without the first WARMUP of them; NaN if none has it."""
+    return middle(column(steps[WARMUP:] or steps, key))
+
+
+def of_ranks(steps: list[dict], key: str) -> list[float]:
+    """The same for each rank; empty if not recorded. After a resume with a different number of
+    ranks, only those steps count."""
+    lists = [r[key] for r in steps[WARMUP:] or steps if isinstance(r.get(key), list)]
+    ranks = [map(number, values) for values in lists if len(values) == len(lists[-1])]
+    return [middle(values) for values in zip(*ranks, strict=True)]
+
+
+def peaks_of(record: dict) -> list | None:
+    """Peak memory of each rank so far in 2^30 bytes: reserved on a GPU, resident on a CPU."""
+    return record.get("perf/reserved_gb") or record.get("perf/peak_mem_gb")
+
+
+def step_parts(run) -> list[dict[str, float]]:
+    """One dict per rank of where a step's time went, medians in ms: compute, transfer and waiting,
+    which add up to `step`. Empty if communication was not timed. How much waiting was hidden behind
+    compute is not recorded, so as much of it as fits is counted as exposed. That is exact if all
+    communication is exposed, as in a pipeline or on a CPU; otherwise `waiting` is an upper bound
+    and `transfer` a lower one."""
+    keys = ("perf/comm_exposed_ms", "perf/comm_wait_ms")
+    exposed, wait = (of_ranks(run.steps, key) for key in keys)
+    step = median(run.steps, "perf/step_ms")
+    if len(exposed) != len(wait) or math.isnan(sum([step, *exposed, *wait])):
+        return []
+    ranks = [(min(e, step), min(w, e, step)) for e, w in zip(exposed, wait, strict=True)]
+    return [
+        {"compute": step - e, "transfer": e - waiting, "waiting": waiting, "step": step}
+        for e, waiting in ranks
+    ]
+
+
+def skipped(run) -> list[int]:
+    return [record["step"] for record in run.steps if record.get("train/skipped") is True]
+
+
+def status(run) -> str:
+    """Whether a run has finished, for the reader."""
+    if not run.steps:
+        return "no step logged yet"
+    last, wanted = run.steps[-1]["step"], number(run.config.get("max_steps"))
+    if number(run.summary.get("steps")) >= max(last, wanted):  # `last` if wanted is NaN
+        return f"finished, {last:,} steps"
+    total = f" of {wanted:,.0f}" if wanted > 0 else ""
+    return f"running or interrupted at step {last:,}{total}"

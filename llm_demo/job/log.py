@@ -13,9 +13,16 @@ from llm_demo.core.mesh import World
 from llm_demo.job.args import Args
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import disk_full, finite, write_text
-from llm_demo.job.folder import choose_folder, describe_run, folder_gone, lock_folder, take_folder
+from llm_demo.job.folder import (
+    choose_folder,
+    describe_run,
+    folder_gone,
+    lock_folder,
+    number,
+    read_records,
+    take_folder,
+)
 from llm_demo.job.process import regular
-from llm_demo.job.reader import number, read_records
 from llm_demo.job.text import counted, progress
 
 

@@ -27,26 +27,26 @@ from llm_demo.core.rows import Packs, order_rows
 from llm_demo.data.build import LONGEST_DEFAULT
 from llm_demo.data.packs import (
     describe_example,
-    heldout_beside,
     load_packs,
     mix,
     refuse_unknown_tokens,
+    shares_of_files,
     split_off,
 )
-from llm_demo.data.sources import hub_parts, weighted
-from llm_demo.job.adapters import choose_lora, factors_of, identity_of, refuse_other_adapters
+from llm_demo.data.sources import heldout_beside, hub_parts, weighted
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
 from llm_demo.job.costs import flops_of_slot, parameters_of
 from llm_demo.job.device import drawn_on, dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
+from llm_demo.job.folder import settings_of
 from llm_demo.job.log import Log
-from llm_demo.job.model_folder import Source, find_source, short
+from llm_demo.job.model_folder import Source, choose_lora, factors_of, find_source, short
 from llm_demo.job.process import regular
-from llm_demo.job.reader import settings_of
 from llm_demo.job.source import fix_date, position_limit, window_of, without_window
 from llm_demo.job.text import counted
+from llm_demo.job.weights_files import identity_of, refuse_other_adapters
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
@@ -361,15 +361,6 @@ def decide_horizon(
         )
     horizon = Horizon(data_parallel, global_batch, max_steps, n_total, lr, epochs, warmup)
     return (horizon, train), lines
-
-
-def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
-    """Lines on the documents of each file in the first pass of a mixture."""
-    first, lines = train.doc_file[train.row_docs[: train.row_start[train.passes_at[1]]]], []
-    for n, (file, weight) in enumerate(zip(train.stats.files, weights, strict=True)):
-        documents = counted(int((first == n).sum()), "document")
-        lines.append(f"data: {file.path}, weight {weight:g}: {documents} in the first pass")
-    return lines
 
 
 def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) -> list[str]:

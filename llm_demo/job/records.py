@@ -18,10 +18,9 @@ from llm_demo.core.timer import Timings, peak_host_gb
 from llm_demo.job.args import Args, less_memory, parse_steps
 from llm_demo.job.device import peak_tflops, this_device
 from llm_demo.job.files import finite
-from llm_demo.job.folder import last_checkpoint
+from llm_demo.job.folder import WARMUP, last_checkpoint, median, of_ranks, peaks_of
 from llm_demo.job.log import Log
 from llm_demo.job.profiling import StepProfiler, waiting
-from llm_demo.job.reader import WARMUP, median, of_ranks, peaks_of
 from llm_demo.job.text import counted
 
 SETTLED = 3  # steps after which the allocator should have all that a step needs

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import ends_early, train
 from llm_demo.core.mesh import World
@@ -22,7 +21,6 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.sources import hub_parts
 from llm_demo.export import export
-from llm_demo.job.adapters import factors_of
 from llm_demo.job.args import Args, DataArgs
 from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.dist import from_rank0
@@ -138,10 +136,7 @@ def run(job: Job, engine) -> None:
 def check_disk(job: Job) -> None:
     """Log what the run's checkpoints take. Raises UserError if the disk can't hold them. Rank 0."""
     args, log, config, lora = job.args, job.log, job.plan.source.config, job.plan.compute.lora
-    trained = parameters_of(config)
-    if lora:
-        shapes = {n: tuple(p.shape) for n, p in skeleton(config, "sdpa").named_parameters()}
-        trained = sum(map(math.prod, factors_of(lora.facts(), shapes).values()))
+    trained = lora.parameters if lora else parameters_of(config)
     size = 12 * trained  # fp32: masters and both moments
     saves = 1 + (job.plan.horizon.max_steps - 1) // args.save_every if args.save_every else 1
     kept = args.keep_last + args.keep_best if args.keep_last else saves

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World, local_part, on_device
-from llm_demo.job.adapters import refuse_other_adapters
 from llm_demo.job.args import Args
 from llm_demo.job.checkpoint_files import (
     checked_facts,
@@ -39,6 +38,7 @@ from llm_demo.job.folder import folder_gone, last_checkpoint, published
 from llm_demo.job.log import Log
 from llm_demo.job.process import stop_signals
 from llm_demo.job.text import differences, resume, size_of, watched
+from llm_demo.job.weights_files import refuse_other_adapters
 
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (

@@ -118,8 +118,8 @@ LARGEST = 1 << 24  # of the sizes
 MOST_BLOCKS = 1 << 12
 
 
-def load_config(folder: Path, max_len: int, trained: bool = False):
-    """The model's configuration. trained: it has weights, elsewhere. Raises UserError if this
+def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
+    """The model's configuration. weights_elsewhere: this folder has none. Raises UserError if this
     project can't train it exactly."""
     try:
         raw, blocks = (folder / "config.json").read_text(encoding="utf-8"), "num_hidden_layers"
@@ -138,7 +138,7 @@ def load_config(folder: Path, max_len: int, trained: bool = False):
         raise UserError(f"{folder}/config.json: {problem}")
     limit = position_limit(config)
     if limit and max_len > limit:
-        if trained or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
+        if weights_elsewhere or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
             raise UserError(f"--seq_len {max_len}: {folder} has positions up to {limit}")
     return config
 

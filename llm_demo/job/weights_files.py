@@ -1,4 +1,4 @@
-"""A folder's weights: safetensors, read in part.
+"""Weights in files: a folder's safetensors, read in part, and adapters, with what they belong to.
 
 Hugging Face's files have a tensor for each matrix of each expert; in memory all experts of a block
 are fused. All other tensors have one name.
@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
-from llm_demo.job.text import watched, words_of
+from llm_demo.job.text import differences, watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
@@ -66,7 +66,7 @@ def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     return shapes
 
 
-def split(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def as_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """{name in the files: view} of all that a parameter consists of."""
     return {m.name: tensor[m.expert, m.rows] for m in matrices(name, tensor.shape)} or {
         name: tensor
@@ -232,3 +232,75 @@ def loading(weights: Weights | None, shares: int):
         return contextlib.nullcontext()
     share = weights.bytes / shares
     return watched("loading weights", share, lambda: min(weights.bytes_read, share))
+
+
+def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
+    """What adapters belong to. name: of the model, as given. Random weights are known by their seed
+    and by the device that draws them."""
+    local = Path(name).expanduser() == folder
+    base = {"path": str(folder.absolute()) if local else name}
+    if weights:
+        return base | {"weights": weights.digest()}
+    return base | {"weights": "random", "seed": seed, "drawn on": device}
+
+
+def same_base(a: dict, b: dict) -> bool:
+    """Whether two identities are of the same weights, wherever they lie."""
+    return a | {"path": ""} == b | {"path": ""}
+
+
+def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
+    """Raise UserError unless a run and its checkpoint train the same adapters, or none. before: of
+    the checkpoint, now: of the run; both are what `Lora.facts` returns."""
+    if before and not now:
+        raise UserError(
+            f"{path} holds adapters: resume with fsdp/train_fsdp.py and --lora_rank "
+            f"{before['rank']}, or export it with --merge and train that"
+        )
+    if now and not before:
+        raise UserError(
+            f"{path} holds a whole model, no adapters: drop --lora_rank, or export it and "
+            "train adapters of that"
+        )
+    if not now:
+        return
+    if not same_base(before["base"], now["base"]):
+        changes = "; ".join(differences(before["base"], now["base"]))
+        raise UserError(f"{path} holds adapters of another base: {changes}")
+    same = ("rank", "alpha", "targets")
+    if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
+        hint = ""
+        if before["targets"] != now["targets"]:
+            hint = f"; to resume them: --lora_targets {','.join(before['targets'])}"
+        raise UserError(f"{path} holds other adapters: {'; '.join(changes)}{hint}")
+
+
+def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
+    of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
+    matrix: PEFT wraps the module of the experts once for each, and down_proj's wrap is outside."""
+    renamed = {}
+    for name, t in factors.items():
+        matrix, _, kind = name.rpartition("_lora_")
+        if not fused(matrix):
+            renamed[f"base_model.model.{name}"] = t
+            continue
+        experts, _, target = matrix.rpartition(".")
+        if target == "gate_up_proj" and f"{experts}.down_proj_lora_A" in factors:
+            experts += ".base_layer"
+        t = t if kind == "A" else t.permute(1, 2, 0)
+        two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
+        renamed[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
+    return renamed
+
+
+def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
+    """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
+    experts = [n.rpartition("_lora_")[0] for n in factors]
+    experts = [n.rpartition(".")[2] for n in experts if fused(n)]
+    layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
+    parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
+    return {
+        "target_modules": list(dict.fromkeys(layers)),
+        "target_parameters": parameters or None,
+    }
