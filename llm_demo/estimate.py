@@ -108,9 +108,8 @@ def report(ranks: list[Held], args, config, compute, train) -> str:
 
 
 def _in_words(offloaded: float, copies: float) -> str:
-    parts = [f"{offloaded:.1f} GiB for what is offloaded"] * (offloaded > 0)
-    parts += [f"{copies:.1f} GiB while a checkpoint is saved or read"] * (copies > 0)
-    return " and ".join(parts)
+    parts = {"for what is offloaded": offloaded, "while a checkpoint is saved or read": copies}
+    return " and ".join(f"{size:.1f} GiB {what}" for what, size in parts.items() if size > 0)
 
 
 def check_host(ranks: list[Held], args, world: World, say: Callable, advice: str) -> None:
@@ -198,9 +197,11 @@ def passing_bytes(args, config, compute, train) -> list[float]:
 
 
 def _exchanged(args, config, compute) -> tuple[int, int]:
-    """(bytes per token that a block keeps because its attention exchanges slices and heads, bytes
-    of what it sends and receives meanwhile)."""
-    n, size = args.sequence_parallel, compute.dtype.itemsize
+    """(bytes per token that a block keeps because it exchanges slices for heads or for whole rows,
+    bytes of what it sends and receives meanwhile)."""
+    n, shares, size = args.sequence_parallel, args.tensor_parallel, compute.dtype.itemsize
+    if shares > 1:  # rows for attention and the MLP; sums, sent and received
+        return tuple(2 * k * config.hidden_size * size for k in (shares - 1, shares))
     if n == 1:
         return 0, 0
     queries, keys, width, values = heads_of(config)

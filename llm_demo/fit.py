@@ -33,6 +33,7 @@ from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
 from llm_demo.core.errors import UserError
+from llm_demo.core.tensor import refuse_shares
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.args import parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
@@ -53,21 +54,24 @@ ADAPTERS = 16  # rank of those offered if nothing else fits
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
 FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
 FLAGS = {FSDP: FsdpArgs, PP: PipeArgs, FSDP_PP: FsdpPipeArgs}
-DEVICE, CKPT, HOST, SPREAD, EXPERTS, PIPE, GRID = WAYS = (
-    "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread", "pipeline",
-    "FSDP pipeline",
+DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID = WAYS = (
+    "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread",
+    "matrices spread", "pipeline", "FSDP pipeline",
 )  # fmt: skip
 WAY_OF = {  # by launcher, or else by the first of these flags
     PP: PIPE, FSDP_PP: GRID, "expert_parallel": EXPERTS, "sequence_parallel": SPREAD,
+    "tensor_parallel": SHARES,
     "optimizer_on_host": HOST, "use_activation_checkpointing": CKPT,
 }  # fmt: skip
 NOT_SEARCHED = "ZeRO-3 with offload, which keeps the weights on the host too, is not searched"
 LONG = 8192  # tokens of a row from which on it may be spread over cards
+FEW = 2048  # tokens of a step and card up to which matrices may be spread
 SHORT = {
     "micro_batch_size": "micro", "grad_accum_steps": "GA", "use_activation_checkpointing": "ckpt",
     "activation_memory_budget": "budget", "reshard_after_forward": "reshard",
     "optimizer_on_host": "host", "activations_on_host": "activations on host",
-    "sequence_parallel": "rows over", "expert_parallel": "experts over", "stages": "stages",
+    "sequence_parallel": "rows over", "expert_parallel": "experts over",
+    "tensor_parallel": "matrices over", "stages": "stages",
     "schedule": "", "lora_rank": "rank",
 }  # fmt: skip
 
@@ -113,12 +117,14 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
         savings.insert(1, {"activation_memory_budget": 0.6})
     on_host = [{**ckpt, "activations_on_host": True}] * (ask.seq_len >= LONG)
     either = (False, True)
-    for saved, reshard, host, rows, experts in itertools.product(
+    for saved, reshard, host, rows, experts, shares in itertools.product(
         savings + on_host, either[: ask.cards], either[: 2 - bool(lora)],
-        spreads(config, ask), expert_spreads(config, ask),
+        spreads(config, ask), expert_spreads(config, ask), tensor_spreads(config, ask),
     ):  # fmt: skip
+        if rows > 1 < shares:
+            continue
         on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
-        over = {"sequence_parallel": rows, "expert_parallel": experts}
+        over = {"sequence_parallel": rows, "expert_parallel": experts, "tensor_parallel": shares}
         flags = {k: v for k, v in on.items() if v} | {k: v for k, v in over.items() if v > 1}
         yield FSDP, lora | saved | flags
     if lora or not pipeline or ask.cards % 2:
@@ -151,11 +157,21 @@ def expert_spreads(config, ask) -> list[int]:
     return [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
 
 
+def tensor_spreads(config, ask) -> list[int]:
+    """Over how many cards each matrix may be spread."""
+    possible = []
+    for n in range(1, ask.cards + 1) if ask.tokens_a_step <= FEW * ask.cards else [1]:
+        with contextlib.suppress(UserError):
+            refuse_shares(config, n)
+            possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
+    return possible
+
+
 def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice]:
     """The same flags with each micro-batch size, accumulated to at least the tokens asked for."""
     stages, S = flags.get("stages", 1), ask.seq_len
     cards = ask.cards // stages  # that each hold a part of the same stage
-    replicas = cards // flags.get("sequence_parallel", 1)
+    replicas = cards // flags.get("sequence_parallel", 1) // flags.get("tensor_parallel", 1)
     rows = math.ceil(ask.tokens_a_step / S / replicas)
     train = SimpleNamespace(seq_len=S, longest=S, single=True, doc_start=np.array([0, S]))
     smallest = {math.ceil(rows / micro): micro for micro in range(min(rows, LARGEST), 0, -1)}

@@ -8,9 +8,9 @@ blocks' forward without attention, and attention's unless that is kept; a memory
 b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) and fp32 gradients
 once (resharded, or the optimizer on the host: in bf16, every micro-batch). Of a transfer, at least
 a third is exposed, and what lasts longer than the compute beside it; nothing is computed while rows
-that are spread exchange slices for heads, or tokens come to experts that are spread and their sums
-go back. A pipeline idles for stages - 1 micro-batches of a stage, half as long with two pieces a
-stage, and waits for all it sends.
+that are spread exchange slices for heads, or tokens come to experts that are spread or to shares of
+matrices and their sums go back. A pipeline idles for stages - 1 micro-batches of a stage, half as
+long with two pieces a stage, and waits for all it sends.
 
 The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links;
 tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes per second."""
@@ -69,13 +69,16 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     over, (queries, keys, width, values) = args.sequence_parallel, heads_of(config)
     waits = n * (queries + max(keys, over)) * (width + values) * (1 - 1 / over)
     waits += sum(mixed_blocks(config)) * 4 * config.hidden_size * ((args.expert_parallel or 1) - 1)
+    waits += n * 4 * config.hidden_size * (args.tensor_parallel - 1)
     waits *= 2 * tokens * (3 if args.use_activation_checkpointing else 2) / bandwidth
 
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
     each = on_host or reshard and accum > 1  # micro-batch, in bf16
     weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if each else 4
     trained = compute.lora.active if compute.lora else total
-    sent = (total * weights + trained * grads) * (1 - 1 / cards)
+    shares = args.tensor_parallel
+    moved = sum(b.parameters - b.routed for b in block_costs(config, 0)) * (1 - 1 / shares)
+    sent = ((total - moved) * weights + max(0, trained - moved) * grads) * (1 - 1 / cards)
     step = exposed(sent / bandwidth, micro * (accum if reshard or on_host else 1))
     if on_host:  # masters and moments to the card, and back at the same time, beside a forward
         step += exposed(total * 12 / cards / TO_HOST, micro / 3)
