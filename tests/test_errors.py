@@ -225,6 +225,8 @@ LAUNCHED = [
     ("fsdp", f"--resume 'no run' {NO_DATA}", "no run: no such folder"),
     ("fsdp", f"--expert_parallel 2 {MODEL} odd {TOKENIZER} {NO_DATA}",
      "--expert_parallel 2 does not divide 3, the experts"),
+    ("fsdp", "--tensor_parallel 2 --seq_len 33",
+     "--tensor_parallel 2 does not divide --seq_len 33"),
     ("fsdp", "--sequence_parallel 2 --seq_len 33",
      "--sequence_parallel 2 does not divide --seq_len 33"),
 ]  # fmt: skip
@@ -368,6 +370,11 @@ BAD = [
     ("fsdp", "--sequence_parallel 0", "--sequence_parallel 0: must be at least 1"),
     ("fsdp", "--sequence_parallel 2", "--sequence_parallel 2 does not divide 1, the proc"),
     ("fsdp", "--sequence_parallel 2 --no_fsdp", "--sequence_parallel needs FSDP: drop --no_fsdp"),
+    ("fsdp", "--tensor_parallel 2", "--tensor_parallel 2 does not divide 1, the proc"),
+    ("fsdp", "--tensor_parallel 2 --no_fsdp", "--tensor_parallel needs FSDP: drop --no_fsdp"),
+    *(("fsdp", f"--tensor_parallel 2 {other}", "--tensor_parallel does not work with --")
+      for other in ("--sequence_parallel 2", "--replicas 2", "--lora_rank 2 --lora_dropout 0.1")),
+    (OTHERS, "--tensor_parallel 2", "--tensor_parallel: only for fsdp/"),
     ("fsdp", "--sequence_parallel 2 --replicas all --psgd_rank 4",
      "--psgd_rank does not work with --sequence_parallel"),
     # experts

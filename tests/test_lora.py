@@ -34,6 +34,7 @@ EXPERTS = 8  # of a model with experts
 ENGINES = {  # (processes, further flags, (micro, accumulation) for each model)
     "plain": (1, ["--no_fsdp"], [(8, 1), (4, 2), (2, 4)]),
     "two": (2, [], [(1, 4), (4, 1), (2, 2)]),
+    "two_shares": (2, ["--tensor_parallel", "2"], [(2, 4), (8, 1), (4, 2)]),
     "two_reshard": (2, ["--reshard_after_forward"], [(4, 1), (2, 2), (1, 4)]),
     "four": (4, ["--reshard_after_forward"], [(1, 2), (2, 1), (2, 1)]),
     "replicas": (4, ["--replicas", "2"], [(2, 1), (1, 2), (1, 2)]),
@@ -137,7 +138,7 @@ def flags(name):
     ]  # fmt: skip
 
 
-QUICK = ("plain", "two")
+QUICK = ("plain", "two", "two_shares")
 
 
 @pytest.mark.parametrize("processes, quick", [(1, True), (2, True), slow(2, False), slow(4, False)])

@@ -49,7 +49,7 @@ MODELS["shared"] = Qwen2MoeConfig(
     tie_word_embeddings=False, **SIZES,
 )  # fmt: skip
 RESHARD = ["--reshard_after_forward"]
-SPREAD_2 = ["--expert_parallel", "2"]
+SPREAD_2, TENSOR_2 = ["--expert_parallel", "2"], ["--tensor_parallel", "2"]
 ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each model)
     "plain": ("fsdp", 1, ["--no_fsdp"], [(8, 1), (2, 4)]),
     "fsdp": ("fsdp", 2, [], [(2, 2), (4, 1)]),
@@ -57,6 +57,8 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "spread_by_2": ("fsdp", 4, ["--expert_parallel", "2"], [(2, 1), (1, 2)]),
     "spread_by_4": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4"], [(1, 2), (2, 1), (1, 2)]),
     "replicas": ("fsdp", 4, [*RESHARD, "--replicas", "2"], [(1, 2), (2, 1)]),
+    "tensor": ("fsdp", 2, [*SPREAD_2, *TENSOR_2], [(2, 4), (8, 1), (4, 2), (4, 2)]),
+    "tensor_four": ("fsdp", 4, [*RESHARD, "--expert_parallel", "4", *TENSOR_2], [(2, 2), (4, 1)]),
     "host_one": ("fsdp", 1, ["--no_fsdp", "--optimizer_on_host"], [(2, 4), (8, 1), (2, 4), (8, 1)]),
     "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (1, 4)]),
     "host_spread": ("fsdp", 2, [*RESHARD, "--optimizer_on_host", *SPREAD_2], [(2, 2), (4, 1)]),
@@ -68,7 +70,7 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
 }
 # whose parts the others have
 SLOW = (
-    "spread_by_4", "replicas", "host_one", "host", "host_spread", "reshard", "twice",
+    "spread_by_4", "tensor_four", "replicas", "host_one", "host", "host_spread", "reshard", "twice",
     "gathered_again", "v",
 )  # fmt: skip
 

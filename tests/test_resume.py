@@ -15,6 +15,7 @@ ONE = ["--dtype", "fp32", "--micro_batch_size", "1"]
 THREE, FOUR, SIX = (["--grad_accum_steps", n] for n in "346")
 AGAIN_IN_BLOCKS = "--use_activation_checkpointing"
 HOST, ZERO3 = "--optimizer_on_host", ZERO["zero3"]
+TENSOR = ["--tensor_parallel", "2"]
 TWICE, OUT_AND_BACK = ["--schedule", "interleaved"], ["--schedule", "v"]
 HELDOUT = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
 ORDER = ["--length_warmup", "3", "--no_shuffle"]  # taken up again before the last sorted step
@@ -96,6 +97,10 @@ def test_goes_on_to_the_bit_and_on_other_shapes(runs):
     })  # fmt: skip
     # two replicas of two stages: ZeRO-1 shards masters and moments
     runs("pp", 4, {"pp": three, "pp-again": [*three, "--no_save_async"]})
+    runs("fsdp", 2, {
+        "shares": [*FP32, *SIX, *TENSOR], "shares-again": [*FP32, *SIX, *TENSOR],
+        "shares-from-fsdp": [*FP32, *SIX, *TENSOR, HOST], "fsdp-from-shares": three,
+    })  # fmt: skip
     runs("zero", 2, again({"zero": [*three, *ZERO3]}) | {"zero-from-fsdp": [*three, *ZERO3]})
     runs("fsdp", 1, {
         "plain-from-fsdp": [*six, "--no_fsdp"], "fsdp-from-pp": six, "fsdp-from-zero": six,
