@@ -3,7 +3,7 @@
 import dataclasses
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import ExpertArgs
+from llm_demo.job.args import ExpertArgs, SpreadArgs
 from llm_demo.job.parsing import flag
 
 LORA = ("lora_targets", "lora_alpha", "lora_dropout")
@@ -55,12 +55,6 @@ class FsdpArgs:
         at_least=1,
         saves_memory="2, for long rows on several processes",
     )
-    tensor_parallel: int = flag(
-        1,
-        "Ranks that each compute with a share of the heads and of the MLP of every block. For very "
-        "small micro-batches, or wide layers that do not fit.",
-        at_least=1,
-    )
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
     lora_targets: str = flag(
         "all-linear",
@@ -68,9 +62,6 @@ class FsdpArgs:
     )
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
-    expert_parallel: int | None = flag(
-        None, "Ranks over which experts are spread. Default: the fewest that fit.", at_least=1
-    )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."
     )
@@ -101,10 +92,8 @@ class FsdpArgs:
             if {one, other} <= on:
                 reason = f": {why}" if why else ""
                 raise UserError(f"--{one} does not work with --{other}{reason}")
-        for name in ("sequence_parallel", "tensor_parallel"):
-            n = getattr(args, name)
-            if args.seq_len % n:
-                raise UserError(f"--{name} {n} does not divide --seq_len {args.seq_len}")
+        if args.seq_len % (n := args.sequence_parallel):
+            raise UserError(f"--sequence_parallel {n} does not divide --seq_len {args.seq_len}")
         if args.psgd_rank and args.replicas == "1":
             raise UserError("--psgd_rank compresses sums over replicas: add --replicas")
         if args.psgd_start is not None and not args.psgd_rank:
@@ -128,4 +117,4 @@ def sums_each(args) -> bool:
     return args.optimizer_on_host or args.reshard_after_forward and args.replicas == "1"
 
 
-GROUPS = (FsdpArgs, ExpertArgs)
+GROUPS = (FsdpArgs, SpreadArgs, ExpertArgs)

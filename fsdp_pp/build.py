@@ -8,9 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
-from llm_demo.core.experts import blocks_with_experts
+from llm_demo.core.experts import blocks_with_experts, keep_part
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD
+from llm_demo.core.mesh import PART, SHARD
+from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import timeout
@@ -30,10 +31,17 @@ def build(job, layout, counts: list[int]) -> tuple:
 
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
+    if layout.experts:
+        keep_part(lm, layout.experts)
+    if layout.shares:
+        keep_share(lm, layout.shares)
     compiled = compiles_adamw(compute.compile, n_params, world.size, log.say, flat)
 
     with loading(weights, world.size):
         pieces = Pieces(lm, args, compute, counts, layout.where, layout.stage)
+        for piece in pieces.values():
+            if piece.tail and layout.shares:
+                piece.tail.group = layout.shares.get_group(PART)
         if args.freeze_router:
             for routers in pieces.routers:
                 routers.requires_grad_(False)

@@ -4,7 +4,7 @@ import itertools
 
 from fsdp.copy_engines import Mailbox
 from fsdp_pp import orders
-from llm_demo.estimate import LOSS, NONE, Held, largest_unit, with_master
+from llm_demo.estimate import LOSS, NONE, Held, largest_unit, tokens_here, with_master
 from llm_demo.job.costs import block_costs, head_cost, unit_sizes
 
 
@@ -12,8 +12,10 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
     """What each rank holds. ranks: of a stage. counts: blocks of each piece of the model."""
     costs, embedding = block_costs(config, 0), head_cost(config).parameters
     starts, accum = [0, *itertools.accumulate(counts)], args.grad_accum_steps
-    size, slots = compute.dtype.itemsize, args.micro_batch_size * train.seq_len
-    hidden = train.seq_len * config.hidden_size * size  # bytes of a row's
+    size, slots = compute.dtype.itemsize, tokens_here(args, train)
+    hidden = slots // args.micro_batch_size * config.hidden_size * size  # bytes of a row's
+    shares, spread = args.tensor_parallel, args.expert_parallel or 1
+    parts = [(c.parameters - c.routed) / shares + c.routed / spread for c in costs]
     mailbox = 0
     if args.copy_engines is not False:  # or may be chosen
         rows = max(args.micro_batch_size, args.eval_batch_size)
@@ -23,17 +25,18 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
         flight = orders.in_flight(
             orders.order(args.schedule, args.stages, stage, accum, args.run_ahead)
         )
-        pieces = {p: [c.parameters for c in costs[starts[p] : starts[p + 1]]] for p in flight}
+        pieces = {p: parts[starts[p] : starts[p + 1]] for p in flight}
         head = len(counts) - 1 in flight
         ends = embedding * ((0 in flight) + head)  # a tied head is a copy
-        total = sum(map(sum, pieces.values())) + ends
+        total = sum(map(sum, pieces.values())) + ends  # on this rank once it is gathered
+        stored = sum(c.parameters for p in flight for c in costs[starts[p] : starts[p + 1]]) + ends
         if ranks > 1:
             gathered = total
             if args.reshard_after_forward:
                 of = {p: (counts[p], args.blocks_per_unit, starts[p]) for p in flight}
                 units = {p: unit_sizes(config, *of[p]) for p in flight}
                 gathered = ends + 2 * max(largest_unit(units[p], pieces[p]) for p in flight)
-            weights, sums = total / ranks * 4 + gathered * size, total * 4
+            weights, sums = stored / ranks * 4 + gathered * size, total * 4
             # input and output of the reduction of embedding or head
             late = sums + embedding * (1 + 1 / ranks) * 4 * bool(ends)
         else:
@@ -46,8 +49,8 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
         # outputs for the next stage, until their backward
         transfers = args.micro_batch_size * hidden * sum(flight.values()) + mailbox
         times = [(weights, sums, LOSS), (weights, late, NONE)]
-        copies = 12 * total / ranks * bool(args.save and args.save_every and args.save_async)
-        of_all += [Held(total / ranks * 8, times, tokens, head, transfers, 0, copies)] * ranks
+        copies = 12 * stored / ranks * bool(args.save and args.save_every and args.save_async)
+        of_all += [Held(stored / ranks * 8, times, tokens, head, transfers, 0, copies)] * ranks
     return of_all
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import ExpertArgs, StageArgs
+from llm_demo.job.args import ExpertArgs, SpreadArgs, StageArgs
 from llm_demo.job.parsing import flag
 
 
@@ -42,6 +42,14 @@ class FsdpPipeArgs(StageArgs):
         saves_memory="true, if stages have several processes",
     )
 
+    def check_processes(self, processes: int) -> None:
+        super().check_processes(processes)
+        for name in ("tensor_parallel", "expert_parallel"):
+            if (of_stage := processes // self.stages) % (n := getattr(self, name) or 1):
+                raise UserError(
+                    f"--{name} {n} does not divide {of_stage}, the processes of a stage"
+                )
+
     @staticmethod
     def check(args) -> None:
         if args.schedule == "interleaved" and args.grad_accum_steps % args.stages:
@@ -53,4 +61,4 @@ class FsdpPipeArgs(StageArgs):
             raise UserError(f"--schedule {args.schedule} needs --stages of at least 2")
 
 
-GROUPS = (FsdpPipeArgs, ExpertArgs)
+GROUPS = (FsdpPipeArgs, SpreadArgs, ExpertArgs)

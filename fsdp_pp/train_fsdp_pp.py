@@ -17,16 +17,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp.copy_engines import choose_copy_engines
-from fsdp.sharding import not_optimized, set_sync, training_state
+from fsdp.sharding import from_owners, not_optimized, set_sync, training_state
 from fsdp_pp import estimate, orders
 from fsdp_pp.build import TiedEnds, build, tied_group
 from fsdp_pp.flags import GROUPS
 from fsdp_pp.transfers import Links, receive_early
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
+from llm_demo.core.errors import UserError
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import SHARD, STAGE, World, make_mesh, on_device
+from llm_demo.core.mesh import PART, SHARD, STAGE, World, make_mesh, make_part_mesh, on_device
 from llm_demo.core.optim import (
     LossScale,
     adam_steps,
@@ -35,7 +36,8 @@ from llm_demo.core.optim import (
     make_adamw,
     set_lr,
 )
-from llm_demo.core.rows import heldout_rows, label_positions, micro_batches, to_device
+from llm_demo.core.rows import Part, heldout_rows, label_positions, micro_batches, to_device
+from llm_demo.core.tensor import refuse_shares
 from llm_demo.job.args import Args, less_memory, parse_args
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
@@ -57,9 +59,17 @@ def main() -> None:
     parallelism = f"{args.schedule} pipeline of {args.stages} stages"
     if layout.n_shards > 1:
         parallelism += f", each sharded over {layout.n_shards} processes"
+    if (n := args.tensor_parallel) > 1:
+        parallelism += f", matrices spread over {n}"
     job.log.resolved(parallelism=parallelism)
-    refuse = functools.partial(check_experts, args)
-    counts = plan_and_cut(job, layout.n_shards, layout.where, refuse)
+
+    def refuse(config):
+        check_experts(args, config)
+        refuse_shares(config, n)
+
+    counts = plan_and_cut(job, layout.data_parallel, layout.where, refuse)
+    if (slots := job.plan.data.train.seq_len) % n:
+        raise UserError(f"--tensor_parallel {n} does not divide {slots}, the tokens of a row")
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and layout.n_shards == 1:
@@ -80,6 +90,14 @@ class StageLayout(NamedTuple):
     shard: int
     ranks: torch.Tensor  # [stages, n_shards]
     grid: DeviceMesh  # the same
+    part: Part  # the slice of each row that this rank holds
+    data_parallel: int  # ranks of a stage, or groups of them with slices of the same rows
+    shares: DeviceMesh | None  # of a stage: shares of each matrix x their shards
+    experts: DeviceMesh | None  # of a stage: parts of each block's experts x their shards
+
+    @property
+    def dp_rank(self) -> int:
+        return self.shard // self.part.of
 
 
 def layout_of(args: Args, world: World) -> StageLayout:
@@ -88,7 +106,14 @@ def layout_of(args: Args, world: World) -> StageLayout:
     where = orders.stages_of(args.schedule, args.stages)
     ranks = torch.arange(world.size).view(args.stages, n_shards)
     grid = make_mesh(world, **{STAGE: args.stages, SHARD: n_shards})
-    return StageLayout(where, n_shards, *divmod(world.rank, n_shards), ranks, grid)
+    stage, shard = divmod(world.rank, n_shards)
+    shares, experts = (
+        make_part_mesh(world, n, args.stages) if n and n > 1 else None
+        for n in (args.tensor_parallel, args.expert_parallel)
+    )
+    part = Part(shard % args.tensor_parallel, args.tensor_parallel)
+    own = where, n_shards, stage, shard, ranks, grid
+    return StageLayout(*own, part, n_shards // part.of, shares, experts)
 
 
 class ShardedPipeline:
@@ -136,7 +161,8 @@ class ShardedPipeline:
         log.resolved(copy_engines=engines)
         if engines:
             rows = max(args.micro_batch_size, args.eval_batch_size)
-            largest = rows * plan.data.train.seq_len * plan.source.config.hidden_size
+            slots = rows * plan.data.train.seq_len // self.layout.part.of
+            largest = slots * plan.source.config.hidden_size
             links.by_copy_engines(largest, plan.compute.dtype, self.job.timer.comm.call)
         else:
             links.by_nccl(receive_early(world, log.say))
@@ -145,7 +171,7 @@ class ShardedPipeline:
     def step(self, rows, n_labels: int, lr: float):
         args, data, layout = self.args, self.job.plan.data, self.layout
         total = torch.zeros((), device=self.device)
-        over, micro = (layout.shard, layout.n_shards), args.micro_batch_size
+        over, micro = (layout.dp_rank, layout.data_parallel), args.micro_batch_size
         batches = micro_batches(data.train, rows, *over, micro)
         batches = self.job.timer.data(batches)
         inputs = (self.inputs_of(batch, *label_positions(batch.labels)) for batch in batches)
@@ -173,19 +199,22 @@ class ShardedPipeline:
 
     @torch.no_grad()
     def score(self, packs, micro: int) -> torch.Tensor:
-        n_shards = self.layout.n_shards
-        count = heldout_rows(packs, n_shards, micro).size // n_shards // micro
+        over = self.layout.dp_rank, self.layout.data_parallel
+        count = heldout_rows(packs, over[1], micro).size // over[1] // micro
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        batches = heldout_batches(packs, self.layout.shard, n_shards, micro)
+        batches = heldout_batches(packs, *over, micro)
         inputs = Lookahead(self.inputs_of(batch, *labels) for batch, *labels in batches)
         self.run_pipeline(self.order(orders.forwards_only, count), inputs, micro, total.add_)
         return total
 
     @torch.no_grad()
     def next_tokens(self, batch, index) -> torch.Tensor:
-        tokens = torch.zeros_like(index, device=self.device)
+        ours, _ = self.layout.part.of_positions(index, batch.input_ids.shape[1])
+        tokens = torch.zeros(int(ours.sum()), dtype=torch.int64, device=self.device)
         forwards, inputs = self.order(orders.forwards_only, 1), [self.inputs_of(batch, index)]
         self.run_pipeline(forwards, inputs, len(batch.input_ids), tokens.copy_)
+        if shares := self.layout.shares:
+            tokens = from_owners(tokens, ours, shares.get_group(PART))
         # every pipeline has the same answer
         source = self.layout.ranks[self.layout.where[self.last], 0].item()
         dist.broadcast(tokens, src=source)
@@ -214,10 +243,16 @@ class ShardedPipeline:
         return orders.with_receives(works, layout.where, layout.stage)
 
     def inputs_of(self, batch, *labels) -> tuple[torch.Tensor, dict]:
-        """(token ids, the other arguments of DecoderLoss.forward), of which labels are the last."""
+        """(this rank's slice of the token ids, the other arguments of DecoderLoss.forward), of
+        which labels, those of whole rows, are the last."""
         shape, attn_impl = tuple(batch.input_ids.shape), self.job.plan.compute.attn_impl
         documents = make_documents(batch.cu_seqlens, shape, attn_impl, self.device)
-        moved = to_device(self.device, batch.input_ids, batch.position_ids, *labels)
+        part = self.layout.part
+        if part.of > 1:
+            ours, index = part.of_positions(labels[0], shape[1])
+            labels = index, *(t[ours] for t in labels[1:])
+        ids = part.of_rows(batch.input_ids)
+        moved = to_device(self.device, ids, batch.position_ids, *labels)
         names = "position_ids", "index", "targets", "answers"
         return moved[0], {"documents": documents, **dict(zip(names, moved[1:], strict=False))}
 
@@ -232,7 +267,8 @@ class ShardedPipeline:
             y = pieces[str(piece)](ids if x is None else x, **others)
             return take(y) if piece == last else y
 
-        shape = micro, plan.data.train.seq_len, plan.source.config.hidden_size
+        slots = plan.data.train.seq_len // self.layout.part.of
+        shape = micro, slots, plan.source.config.hidden_size
         hidden = shape, plan.compute.dtype
         orders.run_stage(work, last, self.links, hidden, forward, backward)
 

@@ -41,10 +41,15 @@ def make_mesh(world: World, **sizes: int) -> DeviceMesh:
     return init_device_mesh(world.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def make_part_mesh(world: World, n: int) -> DeviceMesh:
-    """A mesh of all ranks, n parts x shards of each part. n consecutive ranks have all parts."""
-    ranks = torch.arange(world.size).view(-1, n).T
-    return DeviceMesh(world.device.type, ranks, mesh_dim_names=(PART, SHARD))
+def make_part_mesh(world: World, n: int, stages: int = 1) -> DeviceMesh:
+    """A mesh of all ranks of this rank's stage, n parts x shards of each part. n consecutive ranks
+    have all parts. Collective: every rank makes the meshes of all stages."""
+    ranks = torch.arange(world.size).view(stages, -1, n)
+    how = {"mesh_dim_names": (PART, SHARD)}
+    meshes = [DeviceMesh(world.device.type, of_stage.T, **how) for of_stage in ranks]
+    for mesh in meshes:
+        on_device(mesh, "cpu")  # for checkpoints
+    return meshes[world.rank * stages // world.size]
 
 
 def keep_parts(module: nn.Module, grid: DeviceMesh, dims: dict[str, int]) -> None:

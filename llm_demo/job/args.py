@@ -234,6 +234,28 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
 
 
 @dataclasses.dataclass
+class SpreadArgs:
+    """Blocks over ranks"""
+
+    tensor_parallel: int = flag(
+        1,
+        "Ranks that each compute with a share of the heads and of the MLP of every block. For very "
+        "small micro-batches, or wide layers that do not fit.",
+        at_least=1,
+    )
+    expert_parallel: int | None = flag(
+        None,
+        "Ranks over which experts are spread. Default: the fewest that fit; in fsdp_pp/ 1.",
+        at_least=1,
+    )
+
+    @staticmethod
+    def check(args) -> None:
+        if args.seq_len % (n := args.tensor_parallel):
+            raise UserError(f"--tensor_parallel {n} does not divide --seq_len {args.seq_len}")
+
+
+@dataclasses.dataclass
 class ExpertArgs:
     """Mixture of experts"""
 
