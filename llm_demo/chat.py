@@ -18,7 +18,7 @@ from transformers import TextStreamer
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.turns import REFUSALS
-from llm_demo.export import ALONE, export
+from llm_demo.export import ALONE, export, export_of
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
@@ -48,11 +48,11 @@ def main() -> None:
     begin = [{"role": "system", "content": args.system}] if args.system else []
     messages = begin
     if talk:
-        print("ask; an empty line begins anew, Ctrl-D ends", file=sys.stderr)
+        print("ask; an empty line begins anew, /exit or Ctrl-D ends", file=sys.stderr)
     while True:
         if talk:
             print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()):
+        if not (line := sys.stdin.readline()) or line.strip() in ("/exit", "/quit"):
             return
         if not line.strip() or not talk:
             messages = begin
@@ -74,10 +74,11 @@ def load(args, work: Path):
     UserError."""
     given, adapter = path_of(args.model), None
     if (given / "cmd.sh").is_file() and (given / "checkpoints").is_dir():  # a run
+        checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
         folder = given / "hf"
-        if not (folder / "config.json").is_file():  # none, or adapters
+        older = export_of(folder, int(checkpoint.name.removeprefix("step_"))) != folder
+        if older or not (folder / "config.json").is_file():  # or none, or adapters
             folder, dtype = work / "model", "fp32" if this_device().type == "cpu" else "bf16"
-            checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
             merge = bool(checked_facts(checkpoint).get("adapters"))
             line = export(checkpoint, folder, dtype, merge=merge, base=args.base)
             print(line, file=sys.stderr)

@@ -75,6 +75,13 @@ print(model([{{"role": "user", "content": "Your question"}}], max_new_tokens=256
 """
 
 
+def export_of(out: Path, steps: int) -> Path:
+    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
+    card = out / "README.md"
+    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text()
+    return out.with_name(f"{out.name}_step_{steps}") if other else out
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = PlainParser(prog="python -m llm_demo.export", description=__doc__.split("\n\n")[0])
     add = parser.add_argument

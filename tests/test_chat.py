@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llm_demo import chat
 from llm_demo.core.errors import UserError
 from llm_demo.data.labels import stop_tokens
+from llm_demo.export import export
 
 QUESTIONS = ["What is 11 + 33?", "Spell the word cat."]
 
@@ -73,6 +74,13 @@ def test_a_run_and_its_export_answer_alike(tmp_path, alone, monkeypatch, capsys)
     lines = [QUESTIONS[0], "And now?", "", "And now?"]
     out, said = talk(monkeypatch, capsys, "run", questions=lines, terminal=True)
     assert out == f"{first}\n{second}\n{again}\n" and said.count("> ") == 5
+    assert talk(monkeypatch, capsys, "run", questions=["/exit", QUESTIONS[0]])[0] == ""
+    # a run that went on is not what hf/ holds
+    train(alone, "--output_dir", "run", "--resume", "auto", "--max_steps", "12")
+    export(next((tmp_path / "run/checkpoints").glob("*12")), tmp_path / "newest", "fp32")
+    newest = expected(tmp_path / "newest", *([user(q)] for q in QUESTIONS))
+    out = talk(monkeypatch, capsys, "run")[0]
+    assert out == "".join(f"{answer}\n" for answer in newest) and newest != answers
 
 
 def test_adapters_of_a_run_and_of_a_folder(tmp_path, alone, monkeypatch, capsys):  # noqa: F811

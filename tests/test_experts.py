@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import args_with, torchrun
+from conftest import args_with
 from test_attention import A100, CPU, H100, MI300
 from torch import nn
 from transformers import DeepseekV3Config, Qwen3Config, Qwen3MoeConfig
@@ -198,58 +198,6 @@ def test_parts_of_the_experts_add_up(chosen, name, backend, lora):
     together = [sum(each) for each in list(zip(*parts, strict=True))[:3]]
     together += [torch.cat(each) for each in list(zip(*parts, strict=True))[3:]]
     close(together, whole, bound)
-
-
-SPREAD = """
-import sys, torch, torch.distributed as dist
-sys.path.insert(0, "tests")
-from test_experts import CONFIGS, D, Block, experts_of, in_fp32, named_results
-from llm_demo.core.mesh import World
-from llm_demo.core.experts import keep_part
-from llm_demo.core.mesh import make_part_mesh
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-grid = make_part_mesh(World(rank, 2, rank, torch.device("cpu")), 2)
-found = {}
-for name in CONFIGS:
-    theirs, ours, routers = experts_of(name)
-    in_fp32(theirs.gate)
-    x = torch.randn(2, 3, 20, D, generator=torch.Generator().manual_seed(1)).double()
-    true = named_results(theirs, x.flatten(0, 1))
-    block = Block(ours)
-    block.config = ours.experts.config
-    keep_part(block, grid)
-    routers.see(torch.ones(60, dtype=torch.bool))
-    if name != "deepseek":
-        routers.begin_pass()
-        with torch.no_grad():
-            ours(x[rank])
-        routers.set_push(0.3, torch.tensor(1.0))
-        leaves = x.flatten(0, 1).requires_grad_(), theirs.gate.weight
-        p = (leaves[0].flatten(0, 1).float() @ leaves[1].float().T).softmax(-1)
-        share = p.topk(2)[1].flatten().bincount(minlength=8) / len(p)
-        added = torch.autograd.grad(0.3 * 8 * (share * p.mean(0)).sum(), leaves)
-        for key, more in zip(("x", "gate.weight"), added):
-            true[key] = true[key] + more
-    mine = named_results(ours, x[rank])
-    for key, value in true.items():
-        if key in ("x", "y"):
-            value = value[3 * rank:][:3]
-        elif ".experts." in f".{key}":
-            value = value[4 * rank:][:4]
-        else:  # its gradients are summed over ranks
-            dist.all_reduce(mine[key])
-        assert mine[key].shape == value.shape
-        apart = ((mine[key] - value).norm() / value.norm()).item()
-        assert apart < 1e-6, (name, key, apart)
-dist.destroy_process_group()
-"""
-
-
-def test_experts_spread_over_two_ranks_have_hugging_faces_gradients(tmp_path):
-    """Of tokens, routers and experts, with the auxiliary loss where there is one."""
-    (tmp_path / "spread.py").write_text(SPREAD)
-    torchrun(2, tmp_path / "spread.py")
 
 
 def test_the_same_bits_each_time():

@@ -508,7 +508,7 @@ def test_zero_equals_fsdp_in_low_precision(dtype, quick, trained):
             for name, grad in true["grads"].items():
                 assert relative(mine["grads"][name], grad / scale) < bound, f"{engine}, {name}"
         for name, param in expected["params"].items():
-            assert relative(ranks[0]["params"][name], param) < 10 * bound, f"{engine}, {name}"
+            assert relative(ranks[0]["params"][name], param) < 20 * bound, f"{engine}, {name}"
 
 
 def test_zero_rounds_biases_as_fsdp(trained):

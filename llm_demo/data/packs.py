@@ -263,13 +263,14 @@ def shares_of_files(train: Packs, weights: list[float]) -> list[str]:
 
 
 def prompts_of(packs: Packs, count: int, most: int) -> list[tuple[list[int], list[int]]]:
-    """(prompt, answer) token lists of the file's first `count` documents with prompts of at most
-    `most` tokens. An answer is the last run of labels with such a prompt: a conversation's last
-    learnt turn, after the turns before it as they are in the file."""
+    """(prompt, answer) token lists of the first `count` documents in the packs' rows, in the file's
+    order, with prompts of at most `most` tokens. An answer is the last run of labels with such a
+    prompt: a conversation's last learnt turn, after the turns before it as they are in the file."""
     pairs = []
-    for start, end in itertools.pairwise(packs.doc_start.tolist()):
+    for doc in np.unique(packs.row_docs):  # a split's packs have the documents of the whole file
         if len(pairs) == count:
             break
+        start, end = packs.doc_start[doc : doc + 2]
         ids = packs.tokens[start:end]
         where = packs.is_label[start + 1 : end].nonzero()[0] + 1  # nothing predicts a first token
         runs = np.split(where, (np.diff(where) > 1).nonzero()[0] + 1)

@@ -20,7 +20,7 @@ from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
 from llm_demo.data.sources import hub_parts
-from llm_demo.export import export
+from llm_demo.export import export, export_of
 from llm_demo.job.args import Args, DataArgs
 from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.dist import from_rank0
@@ -223,6 +223,8 @@ def show_answers(job: Job, next_tokens: Callable) -> None:
     shape, stop = (job.args.micro_batch_size, seq_len), set(stop_tokens(tokenizer))
     prompts = [prompt for prompt, _ in pairs]
     answers = generate(next_tokens, prompts, shape, data.max_docs, tokens, stop)
+    if pairs:
+        job.log.say(f"\n{'held-out' if data.heldout else 'training'} documents:")
     for (prompt, expected), answer in zip(pairs, answers, strict=True):
         text = [tokenizer.decode(t, skip_special_tokens=True) for t in (prompt, answer, expected)]
         job.log.say(
@@ -317,13 +319,6 @@ def next_steps(folder: Path, args: Args, steps: int, best: Path) -> list[str]:
     page = shown(folder / "report.html")
     lines.append(("report", module("report", shown(folder), "--out", page)))
     return [f"  {what + ':':<10}{line}" for what, line in lines]
-
-
-def export_of(out: Path, steps: int) -> Path:
-    """`out`, or beside it out_step_N if `out` holds an export of another step than `steps`."""
-    card = out / "README.md"
-    other = card.is_file() and f", {steps} optimizer steps, " not in card.read_text()
-    return out.with_name(f"{out.name}_step_{steps}") if other else out
 
 
 def evaluate(exported: Path, args: Args) -> str:
