@@ -45,10 +45,9 @@ class FsdpPipeArgs(StageArgs):
     def check_processes(self, processes: int) -> None:
         super().check_processes(processes)
         for name in ("tensor_parallel", "expert_parallel"):
-            if (of_stage := processes // self.stages) % (n := getattr(self, name) or 1):
-                raise UserError(
-                    f"--{name} {n} does not divide {of_stage}, the processes of a stage"
-                )
+            of_stage, n = processes // self.stages, getattr(self, name) or 1
+            if of_stage % n:
+                raise UserError(f"--{name} {n} does not divide {of_stage}, the ranks of a stage")
 
     @staticmethod
     def check(args) -> None:

@@ -35,7 +35,7 @@ from llm_demo import step_time
 from llm_demo.core.errors import UserError
 from llm_demo.core.tensor import refuse_shares
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
-from llm_demo.job.args import parse_args
+from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
 from llm_demo.job.costs import experts_of, heads_of, share_of_heads
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
@@ -53,7 +53,7 @@ LARGEST = 64  # micro-batch size
 ADAPTERS = 16  # rank of those offered if nothing else fits
 COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
 FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
-FLAGS = {FSDP: FsdpArgs, PP: PipeArgs, FSDP_PP: FsdpPipeArgs}
+FLAGS = {FSDP: (FsdpArgs, SpreadArgs), PP: (PipeArgs,), FSDP_PP: (FsdpPipeArgs, SpreadArgs)}
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID = WAYS = (
     "on the device", "checkpointing", "host optimizer", "rows spread", "experts spread",
     "matrices spread", "pipeline", "FSDP pipeline",
@@ -102,7 +102,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
     compute = ask.compute
     if ask.lora_rank:
-        args = dataclasses.replace(flags_of(FsdpArgs), lora_rank=ask.lora_rank)
+        args = dataclasses.replace(flags_of(*FLAGS[FSDP]), lora_rank=ask.lora_rank)
         compute = compute._replace(lora=choose_lora(args, config, {}))
     for launcher, flags in settings(config, ask, pipeline):
         yield from batches(config, ask, compute, launcher, flags)
@@ -181,7 +181,7 @@ def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice
             continue
         batch = {"micro_batch_size": micro, "grad_accum_steps": accum}
         limits = {"seq_len": S, "device_memory_gb": ask.memory - CONTEXT_GB}
-        args = dataclasses.replace(flags_of(FLAGS[launcher]), **limits, **batch, **flags)
+        args = dataclasses.replace(flags_of(*FLAGS[launcher]), **limits, **batch, **flags)
         job, speed = (args, config, compute, train), (ask.tflops * 1e12, ask.bandwidth * 1e9)
         if launcher == FSDP:
             how = cards, cards > 1, flags.get("expert_parallel", 1)
@@ -203,8 +203,8 @@ def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice
 
 
 @functools.cache
-def flags_of(group: type):
-    return parse_args("", group, argv=[])
+def flags_of(*groups: type):
+    return parse_args("", *groups, argv=[])
 
 
 def lacking(choice: Choice, ask) -> float:

@@ -66,11 +66,12 @@ def watch_fsdp(script):
 
     @functools.cache
     def of_parts():
-        """{name: (ranks of each part, the dimension that is cut)} of what is cut into parts, each
-        of which is sharded."""
+        """{name: (ranks, counted in a stage, of each part, the dimension that is cut)} of what is
+        cut into parts, each of which is sharded."""
         spread = {n: t for n, t in state().items() if hasattr(t, "device_mesh")}
         spread = {n: t for n, t in spread.items() if t.device_mesh.mesh_dim_names[0] == PART}
-        return {n: (t.device_mesh.mesh.tolist(), t.placements[0].dim) for n, t in spread.items()}
+        ranks = {n: t.device_mesh.mesh - t.device_mesh.mesh.min() for n, t in spread.items()}
+        return {n: (ranks[n].tolist(), t.placements[0].dim) for n, t in spread.items()}
 
     def group_of(tensors):
         """The ranks that each hold a shard of these; None: they are not sharded."""

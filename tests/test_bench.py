@@ -28,7 +28,7 @@ from fsdp.flags import FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo.core.errors import UserError
 from llm_demo.job import device
-from llm_demo.job.args import ExpertArgs, less_memory, parse_args
+from llm_demo.job.args import ExpertArgs, SpreadArgs, less_memory, parse_args
 from llm_demo.job.dist import run as run_main
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
@@ -174,8 +174,8 @@ def test_grids_and_names():
 
 
 def test_scripts_take_the_flags_of_all_presets():
-    own = {"fsdp": (FsdpArgs, ExpertArgs), "pp": (PipeArgs,), "zero": (ZeroArgs,)}
-    own["fsdp_pp"] = FsdpPipeArgs, ExpertArgs
+    own = {"fsdp": (FsdpArgs, SpreadArgs, ExpertArgs), "pp": (PipeArgs,), "zero": (ZeroArgs,)}
+    own["fsdp_pp"] = FsdpPipeArgs, SpreadArgs, ExpertArgs
     for row in (row for rows in bench.PRESETS.values() for row in rows):
         row = {**bench.DEFAULTS, **row}
         if row["engine"] in own:

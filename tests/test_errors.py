@@ -374,7 +374,8 @@ BAD = [
     ("fsdp", "--tensor_parallel 2 --no_fsdp", "--tensor_parallel needs FSDP: drop --no_fsdp"),
     *(("fsdp", f"--tensor_parallel 2 {other}", "--tensor_parallel does not work with --")
       for other in ("--sequence_parallel 2", "--replicas 2", "--lora_rank 2 --lora_dropout 0.1")),
-    (OTHERS, "--tensor_parallel 2", "--tensor_parallel: only for fsdp/"),
+    ("pp zero", "--tensor_parallel 2", "--tensor_parallel: only for fsdp/"),
+    ("fsdp_pp", "--stages 1 --tensor_parallel 2", "--tensor_parallel 2 does not divide 1, the r"),
     ("fsdp", "--sequence_parallel 2 --replicas all --psgd_rank 4",
      "--psgd_rank does not work with --sequence_parallel"),
     # experts

@@ -56,7 +56,8 @@ def printed(capsys, model, words, fits=True):
 
 def best_of(way, more=""):
     """(the launcher's words, the choice) of the best of a way on two cards of 16 GB."""
-    ask = asked(TINY_MIXTURE if way == fit.EXPERTS else SMALL, 2, 16, more=more)
+    tokens = 4096 if way == fit.SHARES else 65_536
+    ask = asked(TINY_MIXTURE if way == fit.EXPERTS else SMALL, 2, 16, tokens, more)
     choice, fits = fit.best([c for c in search(ask) if c.way == way], ask)
     variable, *command = shlex.split(fit.line(choice, ask))
     assert variable == "NPROC_PER_NODE=2" and fits
@@ -70,6 +71,7 @@ def best_of(way, more=""):
         (fit.DEVICE, 128, "--lora_rank 16"),
         (fit.SPREAD, 8192, ""),
         (fit.EXPERTS, 128, ""),
+        (fit.SHARES, 128, ""),
         (fit.GRID, 128, ""),
     ],
 )
@@ -96,6 +98,8 @@ def test_the_line_runs_and_takes_as_much(way, seq_len, more, tmp_path, monkeypat
     elif way == fit.EXPERTS:
         assert "--expert_parallel 2" in " ".join(map(str, command))
         assert "experts: spread over 2 ranks (as requested)" in done.stdout
+    elif way == fit.SHARES:
+        assert "--tensor_parallel 2" in " ".join(map(str, command))
     elif way == fit.GRID:
         assert "--schedule interleaved" in " ".join(map(str, command))
     else:
@@ -117,7 +121,8 @@ def test_adapters_fit_where_all_weights_do_not():
 @pytest.mark.parametrize("way", fit.WAYS)
 def test_the_script_accepts_the_flags(way):
     model = MIXTURE if way == fit.EXPERTS else SMALL
-    ask = asked(model, 4, 16, more="--seq_len 8192" if way == fit.SPREAD else "")
+    tokens = 8192 if way == fit.SHARES else 65_536
+    ask = asked(model, 4, 16, tokens, "--seq_len 8192" if way == fit.SPREAD else "")
     lines = sorted({fit.line(choice, ask) for choice in search(ask) if choice.way == way})
     assert len(lines) > 10
     lines = lines[:: max(1, len(lines) // 50)]
@@ -174,7 +179,7 @@ def test_what_is_printed(capsys):
         seconds,
     )
     assert [way.split("  ")[1] for way in ways] == [
-        w for w in fit.WAYS if w not in (fit.SPREAD, fit.EXPERTS)
+        w for w in fit.WAYS if w not in (fit.SPREAD, fit.EXPERTS, fit.SHARES)
     ]
     assert [("chosen" in way, "GiB too much" in way) for way in ways] == [
         (False, True), (False, True), (True, False), (False, True), (False, True),

@@ -63,6 +63,7 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
     "host": ("fsdp", 2, ["--optimizer_on_host"], [(2, 2), (1, 4)]),
     "host_spread": ("fsdp", 2, [*RESHARD, "--optimizer_on_host", *SPREAD_2], [(2, 2), (4, 1)]),
     "reshard": ("fsdp", 2, RESHARD, [(4, 1), (2, 2), (4, 1), (2, 2)]),
+    "fpp_spread": ("fsdp_pp", 4, [*SPREAD_2, *TENSOR_2], [(2, 4), (4, 2), (1, 8), (2, 4)]),
     "fpp": ("fsdp_pp", 2, [], [(2, 4), (4, 2)]),
     "twice": ("fsdp_pp", 4, ["--schedule", "interleaved"], [(1, 4)] * 4),
     "gathered_again": ("fsdp_pp", 4, RESHARD, [(1, 4), (2, 2)]),

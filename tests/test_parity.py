@@ -20,7 +20,7 @@ STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.
 TOLERANCE = 1e-5
 # of gradients after the first step: an element whose first gradient is nearly zero moves by AdamW's
 # sign of it, so rounding moves it elsewhere; test_tensor.py is exact
-LATER = {"tensor": 2e-5}
+LATER = dict.fromkeys(("tensor", "tensor_four", "fpp_tensor", "fpp_tensor_v"), 2e-5)
 GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"  # a CPU and a GPU differ by 1.3e-5 in the same plain loop
 SIZES = dict(
@@ -273,6 +273,8 @@ ENGINES = {
     "fpp_v_four": ("fsdp_pp", 4, ["--schedule", "v", *RESHARD], [(1, 4), (2, 2), (1, 4)]),
     "fpp_gpipe": ("fsdp_pp", 2, ["--schedule", "gpipe"], [(4, 2), (2, 4), (1, 8)]),
     "fpp_four": ("fsdp_pp", 4, [], [(1, 4), (2, 2), (2, 2)]),
+    "fpp_tensor": ("fsdp_pp", 4, [*TENSOR, *ONE], [(2, 4), (4, 2), (1, 8)]),
+    "fpp_tensor_v": ("fsdp_pp", 4, [*TENSOR, "--schedule", "v"], [(2, 4), (1, 8), (4, 2)]),
     "fpp_reshard": ("fsdp_pp", 4, [*INTERLEAVED, *RESHARD], [(1, 4), (2, 2), (1, 4)]),
     "fpp_long": ("fsdp_pp", 4, ["--stages", "4", "--run_ahead", "1"], [(2, 4), (1, 8), (4, 2)]),
     "zero1": ("zero", 2, ZERO["zero1"], [(2, 2), (1, 4), (4, 1)]),
@@ -308,7 +310,7 @@ HALVES = {
     "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "tensor": HALF,
     "tensor_four": OTHER_HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
-    "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
+    "fpp_tensor": HALF, "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
     "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
 ONLY_SLOW = tuple(name for name in ENGINES if name.startswith("host_")) + ("replicas_four",)

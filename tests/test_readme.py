@@ -16,7 +16,7 @@ from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.data import records
 from llm_demo.job import args
-from llm_demo.job.args import ExpertArgs
+from llm_demo.job.args import ExpertArgs, SpreadArgs
 from pp.flags import PipeArgs
 from zero.flags import ZeroArgs
 
@@ -35,7 +35,7 @@ PAGES = [
 
 SHARED = (args.ModelArgs, args.DataArgs, args.TrainArgs, args.RunArgs)
 SCRIPTS = {"fsdp": FsdpArgs, "pp": PipeArgs, "zero": ZeroArgs, "fsdp_pp": FsdpPipeArgs}
-OTHERS = {kind: [ExpertArgs] for kind in ("fsdp", "fsdp_pp")}  # further groups of flags
+OTHERS = {kind: [SpreadArgs, ExpertArgs] for kind in ("fsdp", "fsdp_pp")}  # further groups of flags
 LAUNCHERS = {kind: f"{kind}/launch_{kind}.sh" for kind in SCRIPTS}
 OF_RUNS = [
     (ROOT / f"llm_demo/job/{name}.py").read_text()

@@ -239,8 +239,7 @@ class SpreadArgs:
 
     tensor_parallel: int = flag(
         1,
-        "Ranks that each compute with a share of the heads and of the MLP of every block. For very "
-        "small micro-batches, or wide layers that do not fit.",
+        "Ranks that share each block's heads and MLP: for tiny micro-batches, or wide layers.",
         at_least=1,
     )
     expert_parallel: int | None = flag(
