@@ -244,7 +244,7 @@ class HostAdamW(torch.optim.AdamW):
         self.up.wait_stream(self.down)  # of the last step
         self.update.wait_stream(self.device.current_stream())
         with self.device.stream(self.update):  # allocated there, so not reused while it is read
-            taken = torch.full((), adam_steps(self) - 1.0, device=self.slots[0].device)
+            taken = torch.full((), adam_steps(self) - 1.0, device=self.slots[0][0].device)
         free = [None] * SLOTS
         for i, cut in enumerate(self.slices):
             slot, host = self.slots[i % SLOTS], [t[cut.span] for t in self.states[cut.unit]]

@@ -130,9 +130,7 @@ class TrainArgs:
         "has it, else fp16. Short forms: --bf16, --fp16.",
     )
     optim_state: Literal["fp32", "bf16"] = flag(
-        "fp32",
-        "Dtype of AdamW's two moments. bf16: 4 bytes less a parameter, approximate; only for fsdp/ "
-        "and fsdp_pp/.",
+        "fp32", "Dtype of AdamW's moments. bf16 is approximate."
     )
     shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
     length_warmup: int = flag(0, "Number of first steps whose rows come shortest first. 0: none.")
@@ -351,7 +349,7 @@ def less_memory(args) -> str:
         ways.append(("dtype", "bf16"))
     if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
         ways.append(("lora_rank", "16, to train adapters only"))
-    if args.optim_state == "fp32" and accepted(args, "optim_state", "bf16"):
+    if not args.lora_rank and args.optim_state == "fp32" and accepted(args, "optim_state", "bf16"):
         ways.append(("optim_state", "bf16, which is approximate"))
     lines = [f"--{name} (now {shown(getattr(args, name))}): {advice}" for name, advice in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))
