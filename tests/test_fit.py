@@ -288,7 +288,7 @@ def test_adapters_are_offered_where_nothing_else_fits(capsys):
 def test_bf16_moments_are_chosen_if_asked_for_and_offered(capsys):
     """8B on one card: 4 bytes less a parameter, 30.5 GiB. Not with DeepSpeed. On the host: a third
     less, there and on the way."""
-    words = "--cards 1 --memory 128 --tokens_a_step 8192 --host_memory 8"
+    words = "--cards 1 --memory 104 --tokens_a_step 8192 --host_memory 8"
     err = printed(capsys, LARGE, words, fits=False)
     assert "what would help: AdamW's moments in bf16 (--optim_state bf16) or adapters only" in err
     out = printed(capsys, LARGE, f"{words} --optim_state bf16")

@@ -150,8 +150,12 @@ def test_moments_in_bf16_go_on_to_the_bit_and_from_and_to_fp32_on_every_script(r
     })  # fmt: skip
     runs("pp", 2, {"piped": six, "piped-from-low": six})
     runs("zero", 2, {"zero2-from-low": [*three, *ZERO["zero2"]]})
-    runs("fsdp_pp", 2, {**again({"lowpp": [*six, *MOMENTS]}), "widepp-from-lowpp": six})
-    runs("fsdp", 2, {"low-from-piped": low, "low-from-lowpp": low})
+    in_bf16 = [*BF16, *SIX]  # with masters beside the weights
+    runs("fsdp_pp", 2, {
+        **again({"lowpp": [*in_bf16, *MOMENTS]}), "wide16-from-lowpp": in_bf16,
+        "widepp-from-low": six,
+    })  # fmt: skip
+    runs("fsdp", 2, {"low-from-piped": low})
     runs.check(rounding=2**-7)
     sizes = [logged(runs.folder / name, "save/bytes")[-1]["save/bytes"] for name in ("low", "wide")]
     assert sizes[0] < 0.75 * sizes[1]  # 8 bytes a parameter, not 12
