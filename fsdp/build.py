@@ -29,6 +29,7 @@ from llm_demo.core.mesh import World, make_part_mesh, make_row_group
 from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
+from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import once_per_node
 from llm_demo.job.log import Log
 from llm_demo.job.text import counted
@@ -56,7 +57,7 @@ def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdam
         if layout.sharded:
             shard(model, job, layout.mesh)
         if on_host:
-            say(once_per_node(world, lambda: prepare_host(model, world)))
+            say(once_per_node(world, lambda: prepare_host(args, model, world)))
         if args.activations_on_host:
             keep_activations(model, job, layout)
         allocate(model, world.device)
@@ -67,7 +68,8 @@ def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdam
             units = (sharded_units if layout.sharded else plain_units)(model, compute.compile)
         if layout.sharded and in_16_bits:
             tune(model, units, job, layout)
-        host = HostAdamW(units, plan.horizon.lr, args.weight_decay) if on_host else None
+        how = plan.horizon.lr, args.weight_decay, DTYPES[args.optim_state]
+        host = HostAdamW(units, *how) if on_host else None
         for name in ("model",) if lm.config.tie_word_embeddings else ("model", "lm_head"):
             fill(lm, name, weights, args.seed, host and host.keep)
         if host:
@@ -155,7 +157,7 @@ def keep_activations(model: DecoderLoss, job, layout: Layout) -> None:
     model.on_host = keep_on_host(
         len(model.units), (args.micro_batch_size, n, plan.source.config.hidden_size),
         plan.compute.dtype, world, job.log.say,
-        others=host_need(model, world) if args.optimizer_on_host else 0,
+        others=host_need(args, model, world) if args.optimizer_on_host else 0,
     )  # fmt: skip
 
 

@@ -10,7 +10,15 @@ from fsdp.lowrank import TOGETHER
 from llm_demo import estimate as memory
 from llm_demo.core.errors import UserError
 from llm_demo.estimate import BLOCK, LOSS, NONE, Held, largest_unit, tokens_here, with_master
-from llm_demo.job.costs import block_costs, experts_of, head_cost, parameters_of, unit_sizes
+from llm_demo.job.costs import (
+    MOMENT_BYTES,
+    block_costs,
+    experts_of,
+    head_cost,
+    parameters_of,
+    state_bytes,
+    unit_sizes,
+)
 from llm_demo.job.dist import from_rank0
 
 LONG = 8192  # tokens of a document from which on attention takes a good part of the forward
@@ -57,14 +65,18 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
         trained, mine = lora.parameters, lora.parameters - lora.routed * (1 - 1 / spread)
         early += 4 * trained / ranks + size * mine if sharded else trained * with_master(compute)
         late, sums, grads, of_blocks = early, mine * 4 * stay, mine * 4, mine * 4
-    optimizer = 3 * SLOTS * SLICE * 4 if on_host else trained / ranks * 8  # or slices on their way
+    optimizer = trained / ranks * MOMENT_BYTES[args.optim_state]
+    if on_host:  # slices on their way
+        optimizer = SLOTS * SLICE * state_bytes(args)
     if args.psgd_rank:  # its errors, and two sets of matrices that are multiplied together
         optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / ranks))
-    host = 12 * shard * on_host + memory.PROCESS * memory.GB * (on_host or args.activations_on_host)
+    host = state_bytes(args) * shard * on_host
+    host += memory.PROCESS * memory.GB * (on_host or args.activations_on_host)
     if args.activations_on_host:
         host += host_bytes(n, (tokens, config.hidden_size), compute.dtype)
     exchanged = exchanged_bytes(config, compute, tokens, spread)
-    copies = 12 * trained / ranks * bool(args.save and args.save_every and args.save_async)
+    saved = bool(args.save and args.save_every and args.save_async)
+    copies = state_bytes(args) * trained / ranks * saved
     times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
     return [Held(optimizer, times, [tokens] * n, True, exchanged, host, copies)] * ranks
 

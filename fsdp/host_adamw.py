@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.adamw import adamw
 
 from fsdp.activations_on_host import claim_host, pin_all
 from fsdp.sharding import adam_views, params_of, shard_sizes
@@ -29,10 +28,14 @@ from llm_demo.core.optim import (
     adam_steps,
     add,
     add_into,
+    check_moments,
     compile_once,
     decayed_or_not,
+    fused_adamw,
     sum_into,
 )
+from llm_demo.job.args import Args
+from llm_demo.job.costs import state_bytes
 
 SLICE = 1 << 21  # elements that are copied and updated at a time
 SLOTS = 3  # slices on the device at a time: one comes, one is updated, one goes
@@ -163,24 +166,35 @@ class HostAdamW(torch.optim.AdamW):
     parameter's values.
 
     step() reads one number, whether to skip, and waits for nothing else. `wait` waits for a unit.
-    grad_scale and found_inf are as in PyTorch's fused AdamW, 0-dim tensors on the device."""
+    grad_scale and found_inf are as in PyTorch's fused AdamW, 0-dim tensors on the device.
+    moments: their dtype, see optim.check_moments."""
 
-    def __init__(self, units: list[UnitSum], lr: float, weight_decay: float):
-        self.units, self.masters, moments = units, {}, {}
+    def __init__(
+        self,
+        units: list[UnitSum],
+        lr: float,
+        weight_decay: float,
+        moments: torch.dtype = torch.float32,
+    ):
+        check_moments(moments)
+        self.units, self.masters, both = units, {}, {}
         # by unit: master, exp_avg and exp_avg_sq, each laid out as the sum of gradients
         sizes = [unit.length for unit in units]
-        memory = torch.zeros(3, sum(sizes))
-        self.states = memory.split(sizes, dim=1)
+        kinds = torch.float32, moments, moments
+        total = [sum(sizes) * kind.itemsize for kind in kinds]
+        memory = torch.zeros(sum(total), dtype=torch.uint8)
+        kept = zip(memory.split(total), kinds, strict=True)
+        self.states = [*zip(*(of.view(kind).split(sizes) for of, kind in kept), strict=True)]
         if units[0].locals[0].is_cuda:
             pin_all(memory, self, "--optimizer_on_host")
         for unit, states in zip(units, self.states, strict=True):
             for p, *views in zip(unit.params, *map(unit.views, states), strict=True):
                 master = self.masters[p] = nn.Parameter(views[0])
-                moments[master] = dict(zip(MOMENTS, views[1:], strict=True))
+                both[master] = dict(zip(MOMENTS, views[1:], strict=True))
         super().__init__(
             decayed_or_not(self.masters.values(), weight_decay), lr, BETAS, EPS, fused=True
         )
-        for master, views in moments.items():
+        for master, views in both.items():
             self.state[master].update(step=torch.zeros(()), **views)
         self.model_params, self.params = list(self.masters), list(self.masters.values())
         self.slices, self.stored = [], None
@@ -230,10 +244,10 @@ class HostAdamW(torch.optim.AdamW):
         self.up.wait_stream(self.down)  # of the last step
         self.update.wait_stream(self.device.current_stream())
         with self.device.stream(self.update):  # allocated there, so not reused while it is read
-            taken = torch.full((), adam_steps(self) - 1.0, device=self.slots[0].device)
+            taken = torch.full((), adam_steps(self) - 1.0, device=self.slots[0][0].device)
         free = [None] * SLOTS
         for i, cut in enumerate(self.slices):
-            slot, host = self.slots[i % SLOTS], self.states[cut.unit][:, cut.span]
+            slot, host = self.slots[i % SLOTS], [t[cut.span] for t in self.states[cut.unit]]
             with self.device.stream(self.up):
                 if free[i % SLOTS]:
                     self.up.wait_event(free[i % SLOTS])
@@ -260,7 +274,10 @@ class HostAdamW(torch.optim.AdamW):
         ]
         device = self.units[0].sum.device
         length = min(SLICE, max(unit.length for unit in self.units))
-        self.slots = [torch.empty(3, length, device=device) for _ in range(SLOTS)]
+        kinds = [t.dtype for t in self.states[0]]
+        self.slots = [
+            [torch.empty(length, dtype=kind, device=device) for kind in kinds] for _ in range(SLOTS)
+        ]
         self.device = torch.get_device_module(device)
         self.up, self.update, self.down = (self.device.Stream() for _ in range(3))
 
@@ -276,34 +293,31 @@ class HostAdamW(torch.optim.AdamW):
             if parts:
                 yield Slice(i, slice(first, last), parts)
 
-    def _adamw(self, slot: torch.Tensor, parts: list[PartOfSlice], taken: torch.Tensor) -> None:
-        """Update a slice in its slot, and the weights from it. taken: steps before this one."""
+    def _adamw(self, slot: list, parts: list[PartOfSlice], taken: torch.Tensor) -> None:
+        """Update a slice in its slot, and the weights from it. slot: flat masters and moments.
+        taken: steps before this one."""
         for group in self.param_groups:
             chosen = [part for part in parts if part.group is group]
             if not chosen:
                 continue
             masters, *moments = ([states[part.span] for part in chosen] for states in slot)
-            beta1, beta2 = group["betas"]
-            adamw(
-                masters, [part.grads for part in chosen], *moments, [],
-                [taken.clone() for _ in chosen],
-                fused=True, grad_scale=self.grad_scale, found_inf=None, amsgrad=False,
-                maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-                weight_decay=group["weight_decay"], eps=group["eps"],
-            )  # fmt: skip
+            grads, steps = [part.grads for part in chosen], [taken.clone() for _ in chosen]
+            each = [*zip(masters, grads, *moments, steps, strict=True)]
+            fused_adamw(group, each, self.grad_scale)
             torch._foreach_copy_([part.weights for part in chosen], masters)
 
     def _event(self):
         return self.device.current_stream().record_event()
 
 
-def host_need(model: nn.Module, world: World) -> int:
+def host_need(args: Args, model: nn.Module, world: World) -> int:
     """Bytes of masters and moments of this node's ranks."""
-    return 12 * world.local_size * sum(local_part(p).numel() for p in model.parameters())
+    here = sum(local_part(p).numel() for p in model.parameters())
+    return state_bytes(args) * world.local_size * here
 
 
-def prepare_host(model: nn.Module, world: World) -> str:
+def prepare_host(args: Args, model: nn.Module, world: World) -> str:
     """claim_host for masters and moments of a model, which may still be on the meta device."""
     what = "host memory for masters and moments"
     advice = "use more nodes or a smaller model"
-    return claim_host("optimizer", host_need(model, world), what, advice, world)
+    return claim_host("optimizer", host_need(args, model, world), what, advice, world)

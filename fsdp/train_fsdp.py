@@ -39,6 +39,7 @@ from llm_demo.core.optim import (
 )
 from llm_demo.core.rows import label_positions, micro_batches, real_tokens, to_device
 from llm_demo.job.args import less_memory, parse_args
+from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, check_experts, run
@@ -79,7 +80,8 @@ class Fsdp:
         self.optimizer = self.optimized
         if not args.optimizer_on_host:
             params = self.optimized.params
-            self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
+            how = plan.horizon.lr, args.weight_decay, compiled, DTYPES[args.optim_state]
+            self.optimizer = make_adamw(params, *how)
             self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
         self.low_rank = choose_low_rank(job, self.optimized.model_params, layout.grid)

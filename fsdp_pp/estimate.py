@@ -5,7 +5,7 @@ import itertools
 from fsdp.copy_engines import Mailbox
 from fsdp_pp import orders
 from llm_demo.estimate import LOSS, NONE, Held, largest_unit, tokens_here, with_master
-from llm_demo.job.costs import block_costs, head_cost, unit_sizes
+from llm_demo.job.costs import MOMENT_BYTES, block_costs, head_cost, state_bytes, unit_sizes
 
 
 def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[Held]:
@@ -49,8 +49,10 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
         # outputs for the next stage, until their backward
         transfers = args.micro_batch_size * hidden * sum(flight.values()) + mailbox
         times = [(weights, sums, LOSS), (weights, late, NONE)]
-        copies = 12 * stored / ranks * bool(args.save and args.save_every and args.save_async)
-        of_all += [Held(stored / ranks * 8, times, tokens, head, transfers, 0, copies)] * ranks
+        moments = stored / ranks * MOMENT_BYTES[args.optim_state]
+        copies = stored / ranks * state_bytes(args)
+        copies *= bool(args.save and args.save_every and args.save_async)
+        of_all += [Held(moments, times, tokens, head, transfers, 0, copies)] * ranks
     return of_all
 
 

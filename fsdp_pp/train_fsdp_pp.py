@@ -39,6 +39,7 @@ from llm_demo.core.optim import (
 from llm_demo.core.rows import Part, heldout_rows, label_positions, micro_batches, to_device
 from llm_demo.core.tensor import refuse_shares
 from llm_demo.job.args import Args, less_memory, parse_args
+from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start
 from llm_demo.job.run import Job, check_experts, run
@@ -133,7 +134,8 @@ class ShardedPipeline:
         parallelism = job.log.settings["parallelism"]
         job.log.say(f"{parallelism}: {n_params:,} parameters, {n_local:,} here")
         params = self.optimized.params
-        self.optimizer = make_adamw(params, plan.horizon.lr, args.weight_decay, compiled)
+        how = plan.horizon.lr, args.weight_decay, compiled, DTYPES[args.optim_state]
+        self.optimizer = make_adamw(params, *how)
         self.optimized.follow(self.optimizer)
         self.loss_scale = LossScale(plan.compute.dtype, world.device)
         ends, group = [layout.ranks[layout.where[i]].tolist() for i in (0, -1)], None

@@ -37,7 +37,7 @@ from llm_demo.core.tensor import refuse_shares
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
-from llm_demo.job.costs import experts_of, heads_of, share_of_heads
+from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, share_of_heads
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.files import ROOT
 from llm_demo.job.model_folder import choose_lora, open_model
@@ -72,7 +72,7 @@ SHORT = {
     "optimizer_on_host": "host", "activations_on_host": "activations on host",
     "sequence_parallel": "rows over", "expert_parallel": "experts over",
     "tensor_parallel": "matrices over", "stages": "stages",
-    "schedule": "", "lora_rank": "rank",
+    "schedule": "", "lora_rank": "rank", "optim_state": "moments",
 }  # fmt: skip
 
 
@@ -111,6 +111,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
 def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
     """(launcher, flags) to consider, without the sizes of batches."""
     mixture, lora = is_mixture(config), {"lora_rank": ask.lora_rank} if ask.lora_rank else {}
+    moments = {"optim_state": ask.optim_state} if ask.optim_state != "fp32" else {}
     ckpt = {"use_activation_checkpointing": True}
     savings = [{}, ckpt]
     if ask.compute.compile and not mixture:
@@ -126,14 +127,15 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
         on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
         over = {"sequence_parallel": rows, "expert_parallel": experts, "tensor_parallel": shares}
         flags = {k: v for k, v in on.items() if v} | {k: v for k, v in over.items() if v > 1}
-        yield FSDP, lora | saved | flags
+        yield FSDP, lora | moments | saved | flags
     if lora or not pipeline or ask.cards % 2:
         return
-    # DeepSpeed's pipeline takes no experts. FSDP inside a pipeline is considered where it differs:
-    # by sharded stages or by the interleaved schedule.
-    deepspeed = bool(not mixture and importlib.util.find_spec("deepspeed"))
+    # DeepSpeed's pipeline takes no experts, no bf16 moments. FSDP inside a pipeline is considered
+    # where it differs: by sharded stages or by the interleaved schedule.
+    deepspeed = bool(not (mixture or moments) and importlib.util.find_spec("deepspeed"))
     for saved, stages in itertools.product(savings, sorted({2, ask.cards})):
-        plain, sharded = {**saved, "stages": stages, "schedule": "1f1b"}, ask.cards > stages
+        plain = {**moments, **saved, "stages": stages, "schedule": "1f1b"}
+        sharded = ask.cards > stages
         each = [(PP, plain), (PP, plain | {"schedule": "dualpipev"})] * deepspeed
         each += [(FSDP_PP, plain)] * (sharded or not deepspeed)
         each += [(FSDP_PP, plain | {"reshard_after_forward": True})] * sharded
@@ -287,6 +289,8 @@ def nothing(found: list[Choice], config, ask) -> str:
     helps = [" with ".join(needs)]
     if not ask.lora_rank and would_fit(lora_rank=ADAPTERS):
         helps.insert(0, f"adapters only (--lora_rank {ADAPTERS})")
+    if not ask.lora_rank and ask.optim_state == "fp32" and would_fit(optim_state="bf16"):
+        helps.insert(0, "AdamW's moments in bf16 (--optim_state bf16)")
     more = (ask.cards * times for times in (2, 4, 8))
     helps += [f"{n} such cards" for n in more if would_fit(cards=n)][:1]
     if enough := [c.host for c in found if c.memory <= ask.usable]:
@@ -318,6 +322,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
     add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
     add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
+    add("--optim_state", choices=MOMENT_BYTES, default="fp32", help="dtype of AdamW's moments")
     number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
     share, nvlink, pcie = step_time.SUSTAINED, step_time.NVLINK, step_time.PCIE
     number("--tflops", help=f"TFLOP/s that a card sustains; default: {share} x its peak")

@@ -24,6 +24,7 @@ from llm_demo.job.costs import (
     heads_of,
     mixed_blocks,
     parameters_of,
+    state_bytes,
 )
 from llm_demo.job.device import peak_tflops, this_device
 
@@ -81,7 +82,7 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     sent = ((total - moved) * weights + max(0, trained - moved) * grads) * (1 - 1 / cards)
     step = exposed(sent / bandwidth, micro * (accum if reshard or on_host else 1))
     if on_host:  # masters and moments to the card, and back at the same time, beside a forward
-        step += exposed(total * 12 / cards / TO_HOST, micro / 3)
+        step += exposed(total * state_bytes(args) / cards / TO_HOST, micro / 3)
     return step + accum * (micro + waits)
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from llm_demo.estimate import LOSS, NONE, Held
-from llm_demo.job.costs import block_costs, head_cost
+from llm_demo.job.costs import MOMENT_BYTES, block_costs, head_cost, state_bytes
 
 BUCKET = 5e8  # DeepSpeed's default of reduce_bucket_size
 
@@ -39,8 +39,9 @@ def held(
         copied = args.save and args.save_every and args.save_async
         if replicas > 1:
             copied = args.save or args.resume
-        copies = 12 * count / replicas * bool(copied)
-        ranks += [Held(count * 8 / replicas, times, tokens, head, copies=copies)] * replicas
+        copies = state_bytes(args) * count / replicas * bool(copied)
+        moments = count * MOMENT_BYTES[args.optim_state] / replicas
+        ranks += [Held(moments, times, tokens, head, copies=copies)] * replicas
     return ranks
 
 

@@ -202,14 +202,15 @@ def train(job, engine, run):
     torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
 
-def make_adamw(*args, make=optim.make_adamw):
+def make_adamw(params, lr, weight_decay, compiled, *moments, make=optim.make_adamw):
     """With activation checkpointing the AdamW of a GPU, compiled; on a CPU what would be."""
-    *args, compiled = args
-    return make(*args, compiled or "--use_activation_checkpointing true" in " ".join(sys.argv))
+    compiled = compiled or "--use_activation_checkpointing true" in " ".join(sys.argv)
+    return make(params, lr, weight_decay, compiled, *moments)
 
 
 optim.CompiledAdamW.LARGE = 1 << 15  # so that tiny models have some
 optim.CompiledAdamW.SLICE = 3 << 14  # and some of several slices
+optim.WIDE = 5 << 11
 if not torch.cuda.is_available():
     optim.compile_once = lambda function: function  # C++ takes 20 s to compile
 if KIND == "fsdp":

@@ -194,6 +194,27 @@ def test_copies_of_checkpoints(more, fsdps, zeros, replicas, both):
     assert sum(held.copies for held in ranks) == 12_000 * fsdps
 
 
+def test_moments_in_bf16_take_half():
+    """Of FSDP's, sharded and in one process, and of stages; on the host with masters a third less;
+    and so do checkpoints' copies."""
+    n = TOTAL / 2
+    for more, bytes_of, whole in (
+        ({}, "optimizer", 8), ({"optimizer_on_host": True}, "host", 12), ({}, "copies", 12)
+    ):  # fmt: skip
+        held = {}
+        for state in ("fp32", "bf16"):
+            job = flags(optim_state=state, save_every=1, **more), EIGHT, BF16, FULL
+            ranks = [fsdp.held(*job, 2, True)[0], fsdp.held(*job, 1, False)[0]._asdict()]
+            held[state] = getattr(ranks[0], bytes_of), ranks[1][bytes_of] / 2
+            if not more:
+                stages = fsdp_pp.held(*job, 1, [26, 10])
+                held[state] += (sum(getattr(stage, bytes_of) for stage in stages) / 2,)
+        assert len(held["fp32"]) == 2 + (not more)
+        for wide, low in zip(held["fp32"], held["bf16"], strict=True):
+            assert wide - low == pytest.approx(4 * n, rel=1e-3)
+            assert wide == pytest.approx(whole * n, rel=0.05)
+
+
 # name: (a node's ranks of all, whether something is offloaded, how to count what all ranks hold);
 # two nodes of two ranks, or of three, which are the replicas of one of two stages
 def zero_held(name):

@@ -290,6 +290,31 @@ def test_adapters_are_offered_where_nothing_else_fits(capsys):
     assert "what would help: adapters only (--lora_rank 16) or" in err
 
 
+def test_bf16_moments_are_chosen_if_asked_for_and_offered(capsys):
+    """8B on one card: 4 bytes less a parameter, 30.5 GiB. Not with DeepSpeed. On the host: a third
+    less, there and on the way."""
+    words = "--cards 1 --memory 104 --tokens_a_step 8192 --host_memory 8"
+    err = printed(capsys, LARGE, words, fits=False)
+    assert "what would help: AdamW's moments in bf16 (--optim_state bf16) or adapters only" in err
+    out = printed(capsys, LARGE, f"{words} --optim_state bf16")
+    assert " --optim_state bf16" in out.splitlines()[0] and "moments bf16" in out
+    both = []
+    for more in ("", "--optim_state bf16"):
+        ask = asked(LARGE, 2, 40, 131_072, more)
+        found = search(ask)
+        assert any(c.launcher == fit.PP for c in found) == (not more)
+        assert any(c.launcher == fit.FSDP_PP for c in found)
+        both.append([c for c in found if c.launcher == fit.FSDP])
+    for wide, low in zip(*both, strict=True):
+        assert low.flags == wide.flags | {"optim_state": "bf16"}
+        if "optimizer_on_host" in low.flags:
+            assert wide.host - low.host == pytest.approx(30.5, rel=0.01)
+            assert wide.seconds > low.seconds
+        else:
+            less = wide.parts["optimizer"] - low.parts["optimizer"]
+            assert less == pytest.approx(15.25, rel=0.01) and wide.seconds == low.seconds
+
+
 def test_an_estimate_for_a_card_that_is_not_here(tmp_path):
     (tmp_path / "one.jsonl").write_text(json.dumps({"input_ids": [7] * 512}))
     command = ["bash", ROOT / "fsdp/launch_fsdp.sh", "--estimate", "--model_name_or_path", SMALL]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from conftest import ROOT, assert_same_tensors, logged, smaller_model, train_cases
+from conftest import ROOT, args_with, assert_same_tensors, logged, smaller_model, train_cases
 from torch.utils.checkpoint import checkpoint
 
 from fsdp import activations_on_host, host_adamw
@@ -32,15 +32,15 @@ def test_bit_equal_to_the_device_where_sums_are_the_same(tmp_path):
         "--eval_json", "none", "--lr", "1e-3", "--blocks_per_unit", 1, "--weight_decay", 0.3,
     ]  # fmt: skip
     cases = {
-        f"{where}-{dtype}": [*flags, "--dtype", dtype, *more]
-        for dtype in ("fp32", "bf16")
+        f"{where}-{dtype}-{states}": [*flags, "--dtype", dtype, "--optim_state", states, *more]
+        for dtype, states in (("fp32", "fp32"), ("bf16", "fp32"), ("fp32", "bf16"))
         for where, more in (("device", []), ("host", ["--optimizer_on_host"]))
     }
     train_cases(tmp_path, "fsdp", 2, cases)
-    for dtype in ("fp32", "bf16"):
-        runs = [tmp_path / f"{where}-{dtype}" for where in ("device", "host")]
+    for name in ("fp32-fp32", "bf16-fp32", "fp32-bf16"):
+        runs = [tmp_path / f"{where}-{name}" for where in ("device", "host")]
         losses = [[record["train/loss"] for record in logged(run)] for run in runs]
-        assert losses[0] == losses[1] and len(losses[0]) == 4, dtype
+        assert losses[0] == losses[1] and len(losses[0]) == 4, name
         assert_same_tensors(*(run / "checkpoints/step_00000004" for run in runs))
 
 
@@ -80,7 +80,8 @@ def test_slices_cover_each_element_once(monkeypatch):
         for part in cut.parts:
             assert torch.equal(part.grads, unit.sum[cut.span][part.span])
             decays = part.group["weight_decay"] > 0
-            optimizer.states[0][:, cut.span][:, part.span] += 1 if decays else 2
+            for state in optimizer.states[0]:
+                state[cut.span][part.span] += 1 if decays else 2
             part.weights.add_(1)
             part.grads.add_(1)
     for p, master, grad in zip(params, optimizer.masters.values(), unit.grads, strict=True):
@@ -143,13 +144,14 @@ def sharded(elements):
 
 
 def test_too_little_host_memory(monkeypatch):
-    """Of a node with two of four ranks."""
+    """Of a node with two of four ranks. Moments in bf16 take 4 bytes less a parameter."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setattr(activations_on_host, "free_host_memory", lambda: 20 * 2**30)
     with pytest.raises(UserError, match=r"needs 24\.0 GB of host memory .* 20\.0 GB are free"):
-        host_adamw.prepare_host(sharded(2**30), CPU)
-    said = host_adamw.prepare_host(sharded(2**29), CPU)
-    assert said == "optimizer on the host: 12.0 GB of 20.0 GB free"
+        host_adamw.prepare_host(args_with(), sharded(2**30), CPU)
+    for state, gb in (("fp32", 12), ("bf16", 8)):
+        said = host_adamw.prepare_host(args_with(optim_state=state), sharded(2**29), CPU)
+        assert said == f"optimizer on the host: {gb}.0 GB of 20.0 GB free"
 
 
 GROUPS = {
@@ -200,7 +202,7 @@ def test_a_process_stays_on_its_gpus_node(monkeypatch, tmp_path):
     monkeypatch.setattr(process, "usable_cores", lambda: [0, 1, 2, 3])
     bound = []
     monkeypatch.setattr(process.os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
-    said = host_adamw.prepare_host(sharded(1), CPU)
+    said = host_adamw.prepare_host(args_with(), sharded(1), CPU)
     assert bound == [{2, 3}] and said.endswith("2 cores of the GPU's NUMA node")
 
 

@@ -149,9 +149,11 @@ def compiled(request, monkeypatch):
     return request.param
 
 
-def masters_of(model, dtype, accumulates, compiled, lr=1e-3, weight_decay=0.1):
+def masters_of(
+    model, dtype, accumulates, compiled, lr=1e-3, weight_decay=0.1, moments=torch.float32
+):
     masters = Masters(model, list(model)[:2], dtype, accumulates, compiled)
-    optimizer = make_adamw(masters.params, lr, weight_decay, compiled)
+    optimizer = make_adamw(masters.params, lr, weight_decay, compiled, moments)
     masters.follow(optimizer)
     optim.fill_adam_state(optimizer, 0)
     return masters, optimizer
@@ -161,15 +163,17 @@ def fp32(masters, optimizer):
     return {p: master.clone() for p, master, *_ in masters.views(optimizer)}
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_masters_take_the_steps_of_adamw_in_fp32(micro_batches, dtype, compiled):
+def test_masters_take_the_steps_of_adamw_in_fp32(micro_batches, dtype, moments, compiled):
     """Far below the resolution of bf16; and only matrices decay."""
     model = small_model().to(HERE)
     shapes = [p.shape for p in model.parameters()]
     plain = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    masters, optimizer = masters_of(model, dtype, micro_batches > 1, compiled, lr=1e-5)
-    reference = make_adamw(plain, 1e-5, 0.1)
+    how = {"lr": 1e-5, "moments": moments}
+    masters, optimizer = masters_of(model, dtype, micro_batches > 1, compiled, **how)
+    reference = make_adamw(plain, 1e-5, 0.1, moments=moments)
     assert masters.halves == (compiled and dtype == torch.bfloat16)
     assert len(masters.params) == 2 * 3  # two units and the rest: matrices, and all else
     for _ in range(3):
@@ -186,6 +190,7 @@ def test_masters_take_the_steps_of_adamw_in_fp32(micro_batches, dtype, compiled)
         norms = [clipped_step(each, 1.0, scale) for each in (optimizer, reference)]
         assert norms[0] == norms[1]
     found = fp32(masters, optimizer)
+    assert all(t.dtype == moments for view in masters.views(optimizer) for t in view[2:])
     assert [p.shape for p in model.parameters()] == shapes
     for p, q in zip(model.parameters(), plain, strict=True):
         torch.testing.assert_close(found[p], q.detach(), rtol=6e-7, atol=1e-7)

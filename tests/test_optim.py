@@ -1,9 +1,11 @@
+import contextlib
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp.host_adamw import HostAdamW, UnitSum
 from llm_demo.core import optim
 from llm_demo.core.optim import MOMENTS, LossScale, clipped_step, global_norm, lr_at, make_adamw
 from llm_demo.job.args import TrainArgs
@@ -66,6 +68,7 @@ def compiled(request, monkeypatch):
         monkeypatch.setattr(optim, "compile_once", lambda function: function)
     monkeypatch.setattr(optim.CompiledAdamW, "LARGE", 5)  # of 30, 5, 5, 5, 5 and 1 elements
     monkeypatch.setattr(optim.CompiledAdamW, "SLICE", 12)
+    monkeypatch.setattr(optim, "WIDE", 7)
     return request.param
 
 
@@ -100,10 +103,67 @@ def test_clipped_step_equals_torch(clip, dtype, compiled):
             torch.testing.assert_close(moment, true, rtol=1e-4, atol=1e-6 * true.abs().max().item())
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.01])
+def test_bf16_moments_are_those_of_an_adamw_that_rounds_them_after_each_step(clip, compiled):
+    mine, plain = small_model().to(HERE), small_model().to(HERE)
+    x = torch.randn(7, 6, device=HERE)
+    ours = make_adamw(mine.parameters(), 1e-2, 0.1, compiled, torch.bfloat16)
+    theirs = make_adamw(plain.parameters(), 1e-2, 0.1)
+    for step in range(5):
+        for model, optimizer in ((mine, ours), (plain, theirs)):
+            model(x).square().sum().backward()
+            clipped_step(optimizer, clip, LossScale(torch.float32, HERE))
+        for a, b in zip(mine.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            assert ours.state[a]["step"] == step + 1
+            for name in MOMENTS:
+                moment, true = ours.state[a][name], theirs.state[b][name]
+                assert moment.dtype == torch.bfloat16
+                true.copy_(true.bfloat16())
+                # to the bit, but for what lies between two values of bf16
+                torch.testing.assert_close(moment.float(), true, rtol=2**-7, atol=1e-12)
+                assert (moment == true).float().mean() >= 0.8
+
+
+def test_few_bf16_moments_have_fp32_copies_at_a_time(monkeypatch):
+    """A slice's, not those of all parameters."""
+    sizes, adamw = [], optim.adamw
+
+    def step(params, grads, exp_avgs, exp_avg_sqs, *rest, **how):
+        assert {t.dtype for t in (*exp_avgs, *exp_avg_sqs)} == {torch.float32}
+        sizes.append([len(p) for p in params])
+        adamw(params, grads, exp_avgs, exp_avg_sqs, *rest, **how)
+
+    monkeypatch.setattr(optim, "adamw", step)
+    monkeypatch.setattr(optim, "WIDE", 40)
+    params = [nn.Parameter(torch.zeros(n)) for n in (30, 0, 25, 50)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    make_adamw(params, 1e-3, 0.1, moments=torch.bfloat16).step()
+    assert sizes == [[30, 10], [15, 25], [25]]
+    assert all((p < 0).all() for p in params)
+
+
+def test_bf16_moments_need_a_second_moment_that_decays(monkeypatch):
+    """With beta2 0.999 it stays, as this shows; AdamW on the host asks the same."""
+    v = torch.ones(3, dtype=torch.bfloat16)
+    assert torch.equal((v.float() * 0.999).bfloat16(), v)
+    assert optim.BETAS[1] <= optim.LARGEST_BETA2
+    monkeypatch.setattr(optim, "BETAS", (0.9, 0.999))
+    for dtype, refused in ((torch.bfloat16, True), (torch.float32, False)):
+        for make in (make_adamw, HostAdamW):
+            unit = UnitSum(nn.Module(), [nn.Parameter(torch.zeros(3))], [3], compiles=False)
+            model = [unit] if make is HostAdamW else unit.params
+            raises = pytest.raises(ValueError, match="beta2 <= 0.99, not 0.999")
+            with raises if refused else contextlib.nullcontext():
+                make(model, 1e-3, 0.1, moments=dtype)
+
+
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_non_finite_norm_skips_the_step(bad, compiled):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_non_finite_norm_skips_the_step(dtype, bad, compiled):
     model = small_model().to(HERE)
-    optimizer = make_adamw(model.parameters(), 1e-2, 0.1, compiled)
+    optimizer = make_adamw(model.parameters(), 1e-2, 0.1, compiled, dtype)
     scale = LossScale(torch.float16, HERE)
     model(torch.randn(7, 6, device=HERE)).sum().backward()
     clipped_step(optimizer, 1.0, scale)

@@ -75,9 +75,9 @@ def work(tmp_path_factory):
     return folder, results
 
 
-def plain_loop(model, packs, steps=STEPS):
+def plain_loop(model, packs, steps=STEPS, moments=torch.float32):
     """What every engine must reproduce, written without anything of the project but the rows
-    and the learning rate."""
+    and the learning rate. moments: the dtype that AdamW's are rounded to after each step."""
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     decay = [p for p in trained.values() if p.ndim >= 2]
     rest = [p for p in trained.values() if p.ndim < 2]
@@ -110,6 +110,9 @@ def plain_loop(model, packs, steps=STEPS):
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, LR, 2, steps, "cosine")
         optimizer.step()
+        for state in optimizer.state.values():
+            for moment in (state["exp_avg"], state["exp_avg_sq"]):
+                moment.copy_(moment.to(moments))
         optimizer.zero_grad()
         losses.append(total)
     assert min(norms) > CLIP, "clipping must be active for its test to mean something"
@@ -378,6 +381,41 @@ def test_low_precision_stays_close(dtype, quick, work, trained):
         assert losses[-1] < losses[0] - 0.1
         if kind == "pp" or processes == 2:
             assert all(p.dtype == torch.float32 for p in ranks[0]["params"].values())
+
+
+@pytest.fixture(scope="module")
+def rounded(work):
+    """What a plain loop finds whose moments are rounded to bf16 after each step."""
+    folder = work[0]
+    model = AutoModelForCausalLM.from_pretrained(folder / "tied", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tied")
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
+    return plain_loop(model.to(DEVICE), packs, moments=torch.bfloat16)
+
+
+IN_BF16 = {  # {name: (micro-batch, accumulation, further flags)}
+    ("fsdp", 1): {"alone": (2, 4, ["--no_fsdp"]), "host": (8, 1, ["--optimizer_on_host"])},
+    ("fsdp", 2): {"sharded": (2, 2, []), "hosts": (4, 1, ["--optimizer_on_host"])},
+    ("fsdp_pp", 2): {"stages": (2, 4, []), "out_and_back": (4, 2, ["--schedule", "v"])},
+    ("fsdp_pp", 4): {"grid": (1, 4, RESHARD)},
+}
+
+
+@pytest.mark.parametrize("kind, processes", [*list(IN_BF16)[:3], slow("fsdp_pp", 4)])
+def test_moments_in_bf16_equal_a_plain_loop_that_rounds_them(kind, processes, work, rounded):
+    """Device and host, AdamW compiled (on a CPU what would be) and not. A moment between two values
+    of bf16 may round to the other, by 2**-8 of it: later gradients show that, losses do not."""
+    if 0 < GPUS < processes:
+        pytest.skip(f"{processes} processes, {GPUS} GPUs")
+    cases = {}
+    for name, (micro, accum, flags) in IN_BF16[kind, processes].items():
+        for ckpt in ("false", "true")[: 1 if "host" in name else 2]:
+            more = ["--optim_state", "bf16", "--use_activation_checkpointing", ckpt, *flags]
+            cases[f"{name}-{ckpt}"] = argv(work[0], "tied", micro, accum, *more)
+    exact = work[1]["tied"]["params"]
+    assert max(relative(p, exact[n]) for n, p in rounded["params"].items()) > 2 * TOLERANCE
+    for losses, ranks in train(work[0], kind, processes, cases).values():
+        assert_equal(losses, ranks, rounded, later=TOLERANCE)
 
 
 # (micro-batches a process, further flags) of bf16 runs with one row a micro-batch

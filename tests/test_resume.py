@@ -16,6 +16,7 @@ THREE, FOUR, SIX = (["--grad_accum_steps", n] for n in "346")
 AGAIN_IN_BLOCKS = "--use_activation_checkpointing"
 HOST, ZERO3 = "--optimizer_on_host", ZERO["zero3"]
 TENSOR = ["--tensor_parallel", "2"]
+MOMENTS = ["--optim_state", "bf16"]
 TWICE, OUT_AND_BACK = ["--schedule", "interleaved"], ["--schedule", "v"]
 HELDOUT = ["--eval_json", "{folder}/data.jsonl"]  # it leaves FSDP's weights gathered
 ORDER = ["--length_warmup", "3", "--no_shuffle"]  # taken up again before the last sorted step
@@ -50,13 +51,13 @@ def runs(tmp_path_factory):
                 argvs[name] += ["--resume", folder / source / f"checkpoints/step_{AT:08d}"]
         train_cases(folder, kind, processes, argvs)
 
-    def check():
+    def check(rounding=0.0):
         assert sources
         while sources:
             name, (source, tolerance) = sources.popitem()
-            assert_same(folder, source, name, tolerance)
+            assert_same(folder, source, name, tolerance, rounding)
 
-    train.check = check
+    train.check, train.folder = check, folder
     return train
 
 
@@ -69,8 +70,9 @@ def steps_of(run):
     return {record["step"]: [record[k] for k in KEPT] for record in logged(run)}
 
 
-def assert_same(folder, one, other, tolerance):
-    """From step AT on both runs log the same numbers, and end with the same tensors."""
+def assert_same(folder, one, other, tolerance, rounding):
+    """From step AT on both runs log the same numbers, and end with the same tensors. rounding: of
+    moments, relative, if their dtype has changed."""
     a, b = steps_of(folder / one), steps_of(folder / other)
     assert min(b) == AT + 1, f"{other} began at the beginning"
     for step in range(AT + 1, STEPS + 1):
@@ -81,7 +83,8 @@ def assert_same(folder, one, other, tolerance):
     assert a.keys() == b.keys() and len(a) == 3 * 46
     for name, t in a.items():
         if tolerance:
-            assert (t - b[name]).norm() <= 100 * tolerance * t.norm(), (other, name)
+            bound = max(100 * tolerance, rounding * ("exp_avg" in name))
+            assert (t - b[name]).norm() <= bound * t.norm(), (other, name)
         else:
             assert torch.equal(t, b[name]), (other, name)
         assert t.any(), name
@@ -137,6 +140,27 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     })  # fmt: skip
     runs("fsdp", 2, {"shards-from-grid": three, "shards-from-shares": three})
     runs.check()
+
+
+def test_moments_in_bf16_go_on_to_the_bit_and_from_and_to_fp32_on_every_script(runs):
+    """The step after a resume has the same loss and norm, which depend on the masters only."""
+    three, six = [*FP32, *THREE], [*FP32, *SIX]
+    low, low_host = [*three, *MOMENTS], [*three, *MOMENTS, HOST]
+    runs("fsdp", 2, {
+        "wide": three, **again({"low": low, "lowhost": low_host}), "low-from-wide": low,
+        "wide-from-low": three, "lowhost-from-wide": low_host, "widehost-from-low": [*three, HOST],
+    })  # fmt: skip
+    runs("pp", 2, {"piped": six, "piped-from-low": six})
+    runs("zero", 2, {"zero2-from-low": [*three, *ZERO["zero2"]]})
+    in_bf16 = [*BF16, *SIX]  # with masters beside the weights
+    runs("fsdp_pp", 2, {
+        **again({"lowpp": [*in_bf16, *MOMENTS]}), "wide16-from-lowpp": in_bf16,
+        "widepp-from-low": six,
+    })  # fmt: skip
+    runs("fsdp", 2, {"low-from-piped": low})
+    runs.check(rounding=2**-7)
+    sizes = [logged(runs.folder / name, "save/bytes")[-1]["save/bytes"] for name in ("low", "wide")]
+    assert sizes[0] < 0.75 * sizes[1]  # 8 bytes a parameter, not 12
 
 
 @pytest.mark.slow

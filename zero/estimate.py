@@ -3,7 +3,15 @@
 import math
 
 from llm_demo.estimate import GB, KEPT, LOSS, NONE, PROCESS, Held, largest_unit
-from llm_demo.job.costs import block_costs, head_cost, parameters_of, unit_sizes
+from llm_demo.job.costs import (
+    MASTER_BYTES,
+    MOMENT_BYTES,
+    block_costs,
+    head_cost,
+    parameters_of,
+    state_bytes,
+    unit_sizes,
+)
 
 
 def held(args, config, compute, train, ranks: int, zero: dict) -> list[Held]:
@@ -34,14 +42,15 @@ def held(args, config, compute, train, ranks: int, zero: dict) -> list[Held]:
             grads += embedding * (size if tied else 4)
             # With offload: this rank's part of the sum, copied back so that it can be added to.
             grads += embedding * 4 / ranks * on_host
-    masters, moments = (0, 0) if on_host else (share * 4, share * 8)
+    masters = 0 if on_host else share * MASTER_BYTES
+    moments = 0 if on_host else share * MOMENT_BYTES[args.optim_state]
     # an untied head is reduced before any block's backward, a tied one after all of them
     last = (late * size + masters, grads, NONE if tied else KEPT)
     first = (early * size + masters, sums, LOSS)
     host = host_bytes(share, size, zero, ranks)
     tokens = [args.micro_batch_size * train.seq_len] * len(blocks)
     # masters and moments, see ds_state.py
-    copies = 12 * share if args.save or args.resume else 0
+    copies = state_bytes(args) * share if args.save or args.resume else 0
     return [Held(moments, [first, last], tokens, host=host, copies=copies)] * ranks
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from llm_demo.job.args import refuse_bf16_moments
 from llm_demo.job.files import ROOT
 from llm_demo.job.parsing import flag
 
@@ -16,6 +17,10 @@ class ZeroArgs:
         saves_memory="zero/ds_zero3.json, or zero/ds_zero3_offload.json if the host has the memory",
         path=True,
     )
+
+    @staticmethod
+    def check(args) -> None:
+        refuse_bf16_moments(args)
 
 
 GROUPS = (ZeroArgs,)

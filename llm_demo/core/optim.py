@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,36 @@ MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state of each parameter
 # what a checkpoint adds to each matrix if gradients are compressed (fsdp/lowrank.py)
 PSGD = ERROR, FACTOR = "psgd_error", "psgd_factor"
 LOW = "low"  # and for a bf16 parameter that is half of its master: the other half
+LARGEST_BETA2 = 0.99  # of bf16 moments: they round to nearest
+WIDE = 1 << 24  # elements whose bf16 moments have fp32 copies at a time: 128 MiB
 
 
 def make_adamw(
-    params: Iterable[nn.Parameter], lr: float, weight_decay: float, compiled: bool = False
+    params: Iterable[nn.Parameter],
+    lr: float,
+    weight_decay: float,
+    compiled: bool = False,
+    moments: torch.dtype = torch.float32,
 ) -> torch.optim.AdamW:
     """AdamW that decays matrices only: pulling a norm's weight or a bias to zero has no benefit.
     compiled: faster for large models. Must be the same on all ranks, because it rounds differently
-    and the copies of a tied weight would drift apart."""
-    kind = CompiledAdamW if compiled else torch.optim.AdamW
-    return kind(decayed_or_not(params, weight_decay), lr, BETAS, EPS, fused=True)
+    and the copies of a tied weight would drift apart. moments: their dtype, see check_moments."""
+    check_moments(moments)
+    narrow = moments != torch.float32
+    kind = CompiledAdamW if compiled or narrow else torch.optim.AdamW
+    optimizer = kind(decayed_or_not(params, weight_decay), lr, BETAS, EPS, fused=True)
+    if narrow:
+        fill_adam_state(optimizer, 0, moments)
+        if not compiled:
+            optimizer.LARGE = math.inf
+    return optimizer
+
+
+def check_moments(dtype: torch.dtype) -> None:
+    """Raise ValueError if AdamW's moments do not work in this dtype. In bf16, v * 0.999 rounds to
+    v: the second moment of a parameter whose gradients vanish would never decay."""
+    if dtype != torch.float32 and BETAS[1] > LARGEST_BETA2:
+        raise ValueError(f"bf16 moments need beta2 <= {LARGEST_BETA2}, not {BETAS[1]}")
 
 
 def decayed_or_not(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -41,7 +61,7 @@ def decayed_or_not(params: Iterable[nn.Parameter], weight_decay: float) -> list[
 
 class CompiledAdamW(torch.optim.AdamW):
     """AdamW, compiled for large parameters: PyTorch's fused kernel reaches 60 % of an H200's memory
-    speed. For small parameters its few launches matter more."""
+    speed. For small parameters its few launches matter more. Moments may be in bf16."""
 
     LARGE = 1 << 23  # elements of this rank's part: a pass takes 55 us, as long as its launch
     # Elements per call. DeepSpeed passes all matrices of a stage as one tensor. Before its first
@@ -60,19 +80,14 @@ class CompiledAdamW(torch.optim.AdamW):
                 continue
             one = torch.ones_like(lists[5][0])
             divisor, skip = getattr(self, "grad_scale", one), getattr(self, "found_inf", 1 - one)
-            (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
             large, small = [], []
             for each in zip(*(lists[i] for i in (0, 1, 2, 3, 5)), strict=True):
                 compiles = each[0].numel() >= self.LARGE or LOW in self.state[each[0]]
                 (large if compiles else small).append(each)
             if small:
-                params, grads, exp_avgs, exp_avg_sqs, steps = map(list, zip(*small, strict=True))
-                adamw(
-                    params, grads, exp_avgs, exp_avg_sqs, [], steps,
-                    fused=True, grad_scale=divisor, found_inf=skip, amsgrad=False, maximize=False,
-                    beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=group["eps"],
-                )  # fmt: skip
+                fused_adamw(group, small, divisor, skip)
             if large:
+                (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
                 steps = [step for *_, step in large]  # all equal: each has a gradient every time
                 torch._foreach_add_(steps, 1 - skip)
                 # Scalars as tensors made on the device: no recompilation and no wait.
@@ -94,8 +109,53 @@ class CompiledAdamW(torch.optim.AdamW):
         return [flat] if len(flat) <= self.SLICE else list(flat.split(self.SLICE))
 
 
+def fused_adamw(group: dict, tensors: list[tuple], divisor, skip=None) -> None:
+    """PyTorch's fused AdamW, in place. group: of an optimizer. tensors: (parameter, gradient,
+    *MOMENTS, step) of each, all contiguous. divisor, skip: its grad_scale and found_inf.
+
+    It takes moments in fp32 only: those in bf16 pass through copies, WIDE elements at a time."""
+    beta1, beta2 = group["betas"]
+    how = {
+        "fused": True, "grad_scale": divisor, "found_inf": skip, "amsgrad": False,
+        "maximize": False, "beta1": beta1, "beta2": beta2, "lr": group["lr"],
+        "weight_decay": group["weight_decay"], "eps": group["eps"],
+    }  # fmt: skip
+    if tensors[0][2].dtype == torch.float32:
+        params, grads, *moments, steps = map(list, zip(*tensors, strict=True))
+        adamw(params, grads, *moments, [], steps, **how)
+        return
+    for batch in _batches(tensors):
+        params, grads, *moments, steps = map(list, zip(*batch, strict=True))
+        sizes = [*map(len, params)]
+        flat = torch.empty(2, sum(sizes), dtype=torch.float32, device=params[0].device)
+        copies = [list(of.split(sizes)) for of in flat]
+        for to, of in zip(copies, moments, strict=True):
+            torch._foreach_copy_(to, of)
+        # a parameter may be in two batches, and AdamW counts
+        adamw(params, grads, *copies, [], list(torch._foreach_add(steps, 0)), **how)
+        for of, to in zip(copies, moments, strict=True):
+            torch._foreach_copy_(to, of)
+    torch._foreach_add_([step for *_, step in tensors], 1 if skip is None else 1 - skip)
+
+
+def _batches(tensors: list[tuple]) -> Iterator[list[tuple]]:
+    """The tensors flat, cut into lists of at most WIDE elements of each kind."""
+    batch, room = [], WIDE
+    for *each, step in tensors:
+        flat = [t.detach().view(-1) for t in each]
+        while n := min(room, len(flat[0])):
+            batch.append((*(t[:n] for t in flat), step))
+            flat, room = [t[n:] for t in flat], room - n
+            if not room:
+                yield batch
+                batch, room = [], WIDE
+    if batch:
+        yield batch
+
+
 def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=None):
-    """In-place AdamW, one pass over the memory once compiled; skipped if skip > 0.
+    """In-place AdamW, one pass over the memory once compiled; skipped if skip > 0. Moments in bf16
+    are rounded to nearest as they are stored.
 
     Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter 2019). less: lr * decay;
     size: lr / (1 - beta1**step); root: sqrt(1 - beta2**step). low: the other half of the master,
@@ -107,8 +167,8 @@ def _adamw(p, g, m, v, divisor, skip, less, size, root, beta1, beta2, eps, low=N
             old.copy_(new)
         return
     g = g.float() / divisor
-    new_m = m.lerp(g, 1 - beta1)
-    new_v = v.lerp(g * g, 1 - beta2)
+    new_m = m.float().lerp(g, 1 - beta1)
+    new_v = v.float().lerp(g * g, 1 - beta2)
     # not p * (1 - less): the decay of a usual lr is 2e-7, and fp32 rounds 1 - 2e-7 to 1 - 1.8e-7
     new_p = p - less * p - size * new_m / (new_v.sqrt() / root + eps)
     for old, new in ((p, new_p), (m, new_m), (v, new_v)):
@@ -139,17 +199,19 @@ def join(weights: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return (high + low).view(torch.float32)
 
 
-def fill_adam_state(optimizer: torch.optim.AdamW, steps: int) -> None:
+def fill_adam_state(
+    optimizer: torch.optim.AdamW, steps: int, moments: torch.dtype = torch.float32
+) -> None:
     """Give each parameter the state AdamW creates in its first step, with zeros to load into, as if
     after `steps` steps. Moments that exist stay. In step 1 they would lie scattered between
-    activations, which fragments memory."""
+    activations, which fragments memory. moments: their dtype."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]
             state["step"] = torch.tensor(float(steps), device=p.device)
             for name in MOMENTS:
                 if name not in state:
-                    state[name] = torch.zeros_like(p, dtype=torch.float32)
+                    state[name] = torch.zeros_like(p, dtype=moments)
 
 
 def adam_steps(optimizer: torch.optim.AdamW) -> int:

@@ -126,8 +126,11 @@ class TrainArgs:
     )
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = flag(
         "auto",
-        "Compute dtype; trained weights and optimizer states are always fp32. auto: fp32 on a CPU, "
-        "bf16 on a GPU that has it, else fp16. Short forms: --bf16, --fp16.",
+        "Compute dtype; trained weights are always fp32. auto: fp32 on a CPU, bf16 on a GPU that "
+        "has it, else fp16. Short forms: --bf16, --fp16.",
+    )
+    optim_state: Literal["fp32", "bf16"] = flag(
+        "fp32", "Dtype of AdamW's moments. bf16 is approximate."
     )
     shuffle: bool = flag(True, "Shuffle the rows in every epoch. Off: they come in file order.")
     length_warmup: int = flag(0, "Number of first steps whose rows come shortest first. 0: none.")
@@ -312,6 +315,16 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     return args
 
 
+def refuse_bf16_moments(args) -> None:
+    """Raise UserError for moments in bf16 with DeepSpeed. Its own `bf16_optimizer_states` needs
+    `bf16_master_weights_and_grads`, and its steps take fp32 ones."""
+    if args.optim_state != "fp32":
+        raise UserError(
+            f"--optim_state {args.optim_state} does not work with DeepSpeed, which has bf16 "
+            "moments only beside bf16 masters: use fsdp/ or fsdp_pp/"
+        )
+
+
 def check_all(args) -> None:
     """Raise UserError for flags that contradict each other."""
     for group in reversed(type(args).__mro__):
@@ -357,5 +370,7 @@ def less_memory(args) -> str:
         ways.append(("dtype", "bf16"))
     if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
         ways.append(("lora_rank", "16, to train adapters only"))
+    if not args.lora_rank and args.optim_state == "fp32" and accepted(args, "optim_state", "bf16"):
+        ways.append(("optim_state", "bf16, which is approximate"))
     lines = [f"--{name} (now {shown(getattr(args, name))}): {advice}" for name, advice in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))

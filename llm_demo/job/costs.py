@@ -8,6 +8,8 @@ from torch import nn
 
 from llm_demo.core.errors import UserError
 
+MASTER_BYTES = 4  # of a parameter's fp32 master
+MOMENT_BYTES = {"fp32": 8, "bf16": 4}  # of both of AdamW's moments of it, by --optim_state
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 
 
@@ -16,6 +18,11 @@ class Cost(NamedTuple):
     active: int  # parameters that one token uses
     flops: float  # training FLOPs per token, forward and backward
     routed: int = 0  # parameters of its routed experts
+
+
+def state_bytes(args) -> int:
+    """Bytes of a trained parameter's master and moments."""
+    return MASTER_BYTES + MOMENT_BYTES[args.optim_state]
 
 
 def block_costs(config, seq_len: int) -> list[Cost]:

@@ -22,7 +22,7 @@ from llm_demo.data.packs import prompts_of
 from llm_demo.data.sources import hub_parts
 from llm_demo.export import export, export_of
 from llm_demo.job.args import Args, DataArgs
-from llm_demo.job.costs import experts_of, parameters_of
+from llm_demo.job.costs import experts_of, parameters_of, state_bytes
 from llm_demo.job.dist import from_rank0
 from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
@@ -137,7 +137,7 @@ def check_disk(job: Job) -> None:
     """Log what the run's checkpoints take. Raises UserError if the disk can't hold them. Rank 0."""
     args, log, config, lora = job.args, job.log, job.plan.source.config, job.plan.compute.lora
     trained = lora.parameters if lora else parameters_of(config)
-    size = 12 * trained  # fp32: masters and both moments
+    size = state_bytes(args) * trained
     saves = 1 + (job.plan.horizon.max_steps - 1) // args.save_every if args.save_every else 1
     kept = args.keep_last + args.keep_best if args.keep_last else saves
     most = min(saves, kept + 1)  # the next one is complete before the oldest is removed
