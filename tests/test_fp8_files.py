@@ -39,7 +39,12 @@ MODELS = {
 # 576 rows, 320 rows and columns: what no block of 128 divides
 PARTIAL = {
     "qwen3": {"intermediate_size": 320},
-    "deepseek": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "moe_intermediate_size": 320},
+    "deepseek": {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "moe_intermediate_size": 320,
+    },
 }
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
           "weight_block_size": [128, 128]}  # fmt: skip
@@ -78,6 +83,8 @@ def published(name, folder, way="blocks", dtype=torch.float32, **sizes):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
+    biases = {n: t.float() for n, t in state.items() if n.endswith("e_score_correction_bias")}
+    state |= biases
     for key in [key for key, t in state.items() if in_fp8(key, t)]:
         columns = 128 if way == "blocks" else state[key].shape[1]
         end = "_scale_inv" if way == "blocks" else "_scale"
