@@ -305,3 +305,19 @@ def test_scales_that_are_not_finite(scale, tmp_path, record_property):
     save_file(state, file, metadata={"format": "pt"})
     with refused(f"{DOWN} is not finite"):
         assert_built(tmp_path, {})
+
+
+def test_experts_of_both_dtypes(tmp_path):
+    """Whichever comes first, no value is rounded."""
+    file = published("experts", tmp_path) / "model.safetensors"
+    for expert in (0, 3):
+        state, name = load_file(file), f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+        true = torch.stack([
+            value_by_value(state, name.replace(f"s.{expert}.", f"s.{e}.")) for e in range(1, 3)
+        ])  # fmt: skip
+        state[name] = state[name].float().bfloat16()
+        del state[f"{name}_scale_inv"]
+        save_file(state, file, metadata={"format": "pt"})
+        values = open_model(tmp_path, 64)[1].read("model.layers.1.mlp.experts.down_proj")
+        assert torch.equal(values[expert], state[name].float())
+        assert torch.equal(values[1:3], true)
