@@ -175,6 +175,8 @@ def test_the_formula(way):
     w = torch.randn(256, 384) * torch.logspace(-9, 3, 256)[:, None]
     w[128:, :128] = 0
     w[3] = 0
+    tiny = torch.tensor(448 * 1.4 * 2.0**-149)  # its scale, 1.4 of the smallest number, is 1 of it
+    w[5] = w[128:, 128:256] = tiny
     numbers, scales = quantised(w, way)
     size = (128, 128) if way == "blocks" else (1, 384)
     for i in range(scales.shape[0]):
@@ -230,6 +232,7 @@ CASES = {  # what each rank reads: rows of experts, of heads, whole matrices
         "experts": ("deepseek", ["--expert_parallel", "2"]),
         "heads": ("qwen3", ["--tensor_parallel", "2"]),
         "in bf16": ("deepseek", ["--dtype", "bf16"]),
+        "adapters": ("qwen3", ["--lora_rank", "4"]),
     },
     "fsdp_pp": {"pieces": ("deepseek", ["--stages", "2"])},
     "pp": {"a pipeline": ("qwen3", ["--stages", "2", "--dtype", "bf16"])},
@@ -263,4 +266,10 @@ def test_runs_are_those_of_the_values(kind, tmp_path):
             assert numbers and numbers == [record[key] for record in logged(other, key)]
         step = "checkpoints/step_00000002"
         assert_same_tensors(one / step, other / step)
+        if name == "adapters":
+            for run in (one, other):
+                export.export(run / step, run / "hf", "fp32", merge=True)
+            merged, true = tensors_of(one / "hf"), tensors_of(other / "hf")
+            assert merged.keys() == true.keys()
+            assert all(torch.equal(t, true[key]) for key, t in merged.items())
         assert "in fp8 times their scales" in (one / "train.log").read_text()

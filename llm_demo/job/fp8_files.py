@@ -188,6 +188,7 @@ def quantised(weight: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _numbers(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Clamped, since a rounded scale may be small: earlier versions of PyTorch make NaN of 465."""
     return (w / scales).clamp_(-LARGEST, LARGEST).to(E4M3)
 
 
