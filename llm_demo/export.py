@@ -32,6 +32,7 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.files import PART, disk_full
 from llm_demo.job.folder import refuse_inside_checkpoints
+from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import read_text
@@ -87,7 +88,9 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", type=path_of, help="a checkpoint, or a run folder for its newest complete one")
     add("out", type=path_of, help="folder to create")
-    add("--dtype", choices=DTYPES, default="bf16", help="dtype of the weights")
+    add("--dtype", choices=(*DTYPES, *FORMATS), default="bf16", help="dtype of the weights; fp8: "
+        "linear layers with a scale for 128 x 128 numbers, as DeepSeek-V3; fp8_rows: for each row, "
+        "as compressed-tensors; the rest in bf16")  # fmt: skip
     add("--merge", action="store_true", help="add adapters to their base: writes the whole model")
     add("--base", help="folder or hub id of that base, if it has moved")
     add("--max_shard_size", type=size, default="5GB", help="largest weights file")
@@ -122,13 +125,7 @@ def export(
     only when complete. A run of adapters is written without the base's weights and configurations,
     or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
     Raises UserError if `out` is not empty."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: choose another name")
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty: choose another folder")
-    if out.resolve() == Path.cwd():  # it is replaced as a whole
-        raise UserError(f"{out} is the working folder: choose another")
-    refuse_inside_checkpoints(out)
+    refuse_used(out)
     source = checkpoint.parent.parent
     model = source / "model"
     if not (model / "config.json").is_file():
@@ -138,24 +135,40 @@ def export(
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
     if merge or base:
         lora, weights = find_base(checkpoint, lora, base)
-    whole = merge or not lora
+    whole, way = merge or not lora, FORMATS.get(dtype)
+    if way and not whole:
+        raise UserError(f"--dtype {dtype}: {checkpoint} holds adapters: merge them, with --merge")
     with appearing(out) as part:
         config, shapes, buffers = model_of(model)
         held = factors_of(lora, shapes) if lora else shapes
         compare_shapes(checkpoint, weights_of(checkpoint), held, "by its configuration")
         described = copy.deepcopy(config) if whole else None
-        notes = describe(model, part, load_tokenizer(str(model)), described, DTYPES[dtype])
+        if way:
+            described.quantization_config = configuration(way, in_files(shapes))
+        rest = DTYPES.get(dtype, torch.bfloat16)
+        notes = describe(model, part, load_tokenizer(str(model)), described, rest)
         if whole:
             read = merged(checkpoint, config, held, lora, weights) if lora else None
             n_bytes = write_weights(
-                checkpoint, part, shapes, DTYPES[dtype], max_shard_size, buffers, read
+                checkpoint, part, shapes, rest, max_shard_size, buffers, read, way
             )
         else:
-            n_bytes = write_adapter(checkpoint, part, held, DTYPES[dtype], lora)
+            n_bytes = write_adapter(checkpoint, part, held, rest, lora)
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
     kind = "weights" if whole else "adapters"
     line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"
     return "\n".join([line, *notes])
+
+
+def refuse_used(out: Path) -> None:
+    """Raise UserError if `out` can't become a new folder."""
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: choose another name")
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty: choose another folder")
+    if out.resolve() == Path.cwd():  # it is replaced as a whole
+        raise UserError(f"{out} is the working folder: choose another")
+    refuse_inside_checkpoints(out)
 
 
 @contextlib.contextmanager
@@ -199,7 +212,7 @@ def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path) 
     """Write safetensors. Raises UserError if a number is not finite in the dtype it is written
     in."""
     for name, t in tensors.items():
-        if not t.isfinite().all():
+        if not (t.float() if t.dtype == E4M3 else t).isfinite().all():
             raise UserError(
                 f"{checkpoint}: {name} is not finite in {t.dtype}; nothing was exported"
             )
@@ -278,25 +291,29 @@ def write_weights(
     max_shard_size,
     buffers=frozenset(),
     read: Callable | None = None,
+    way: str | None = None,
 ) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model; fused experts are written as a tensor for each matrix of each.
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
-    checkpoint. Raises UserError if a number is not finite."""
+    checkpoint. way: of fp8's scales, see fp8_files.py. Raises UserError if a number is not
+    finite."""
     read = read or functools.partial(read_tensors, checkpoint)
     of_files = {
         name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
         for name, shape in in_files(wanted).items()
     }
+    of_files = laid_out(of_files, way) if way else of_files
     plan = in_shards(of_files, max_shard_size)
     with watched("exporting", plan.metadata["total_size"], lambda: size_of(folder)):
         for file, names in plan.filename_to_tensors.items():
             kinds, tensors = {name: of_files[name].dtype for name in names}, {}
             # a fused tensor is read whole, even if another file has some of its experts
-            needed = {n: s for n, s in wanted.items() if kinds.keys() & in_files({n: s})}
+            weights = set(map(weight_of, kinds))
+            needed = {n: s for n, s in wanted.items() if weights & in_files({n: s}).keys()}
             masters = {n: torch.empty(s, device="meta") for n, s in needed.items()}
             for group in in_shards(masters, READ).filename_to_tensors.values():
-                tensors |= read_group({name: needed[name] for name in group}, kinds, read)
+                tensors |= read_group({name: needed[name] for name in group}, kinds, read, way)
             save_finite(tensors, folder / file, checkpoint)
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
@@ -312,13 +329,14 @@ def in_shards(tensors: dict[str, torch.Tensor], most):
     )
 
 
-def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable) -> dict[str, torch.Tensor]:
-    """Read these parameters; returns what a file holds of them. kinds: {name: dtype} there."""
+def read_group(shapes: dict[str, tuple], kinds: dict, read: Callable, way) -> dict:
+    """Read these parameters; returns {name: tensor} of what a file holds of them. kinds: {name:
+    dtype} there; way: of fp8's scales."""
     masters = {name: torch.empty(shape) for name, shape in shapes.items()}
     read(masters)
     parts = [part for name, master in masters.items() for part in as_in_files(name, master).items()]
     # copies, since safetensors refuses shared memory
-    return {name: t.to(kinds[name], copy=True) for name, t in parts if name in kinds}
+    return {n: t for part in parts for n, t in as_stored(*part, kinds, way).items()}
 
 
 def heldout_of(checkpoint: Path, facts: dict) -> str:

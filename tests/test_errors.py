@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,6 +40,11 @@ from llm_demo.job.dist import start
 from llm_demo.job.process import fault_of_environment
 from llm_demo.job.source import EXPERTS
 
+DOWN = "model.layers.0.mlp.down_proj.weight"
+QUANTIZED = {  # quantization_config of folders
+    "awq": {"quant_method": "awq", "bits": 4},
+    "other blocks": {"quant_method": "fp8", "weight_block_size": [1, 128]},
+}
 GOOD = '{"prompt": "Why?", "completion": "Because it is so."}\n'
 # Data files: (text, what fsdp's script says of it)
 BAD_DATA = {
@@ -165,6 +171,8 @@ def folder(tmp_path_factory):
         "damaged/checkpoints/step_00000001/manifest.json": '{"files": {}}',
         "gpt2/config.json": '{"model_type": "gpt2"}',
     }
+    for name, quantization in QUANTIZED.items():
+        files[f"{name}/config.json"] = change(one_block, quantization_config=quantization)
     for family in EXPERTS:
         more = {"model_type": family, "first_k_dense_replace": 1}
         files[f"{family}/config.json"] = change(experts, **more)
@@ -180,6 +188,11 @@ def folder(tmp_path_factory):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "one block"))
     model.lm_head.weight.data[-1, -1] = math.nan
     model.save_pretrained(folder / "not finite")
+    in_fp8 = {DOWN: torch.zeros(192, 512).to(torch.float8_e4m3fn)}
+    odd = {f"{DOWN}_scale_inv": torch.ones(2, 3)}
+    for name, more in (("no scales", {}), ("odd scales", odd)):
+        shutil.copytree(folder / "one block", folder / name)
+        save_file(in_fp8 | more, folder / name / "model.safetensors")
     return folder
 
 
@@ -266,6 +279,12 @@ BAD = [
      "odd generation/generation_config.json: '<=' not supported"),
     (ALL, f"{MODEL} mrope {SHORT} {NO_DATA}",
      "mrope/config.json: the rotary type mrope is not one of default,"),
+    (ALL, f"{MODEL} awq {SHORT} {NO_DATA}", "not read .quant_method awq.: give a copy in bf16, in"),
+    (ALL, f"{MODEL} 'other blocks' {SHORT} {NO_DATA}", "not read .quant_method fp8.: give a copy"),
+    (ALL, f"{MODEL} 'no scales' {SHORT} {NO_DATA}",
+     f"no scales: {DOWN} is in fp8, but {DOWN}_scale_inv .or {DOWN}_scale. is missing"),
+    (ALL, f"{MODEL} 'odd scales' {SHORT} {NO_DATA}",
+     rf"{DOWN}_scale_inv has shape \[2, 3\], but {DOWN} of shape .* scales of shape \[2, 4\]"),
     ("zero", f"{MODEL} huge {TOKENIZER}",
      r"this node needs \d+\.\d GiB while a checkpoint is saved or read, and \d+\.\d GiB"),
     ("zero", f"{MODEL} huge {TOKENIZER} --no_save {OFFLOAD}",

@@ -65,7 +65,7 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     folder = once_per_node(world, functools.partial(find_model, args.model_name_or_path))
     config, weights = open_model(folder, seq_len, say)
     origin = (
-        f"weights of {folder}"
+        f"weights of {folder}{', in fp8 times their scales' if weights.scales else ''}"
         if weights
         else f"no weights in {folder}: random ones, seed {args.seed}"
     )
@@ -235,6 +235,7 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
         positions = "max_position_embeddings"
         longest = max(described.get(positions, 0), getattr(config, positions, 0))
         changed = described | ({positions: longest} if longest else {})
+        changed.pop("quantization_config", None)  # of the files, not of what is trained
         if described.get("tie_word_embeddings"):
             changed["tie_word_embeddings"] = config.tie_word_embeddings
         if changed != described:
@@ -351,14 +352,21 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
 
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own model of a folder, on the CPU, in evaluation mode, which generates greedily
-    and without penalties. name: what the user calls it; config: from load_config. Raises UserError
-    for what `refuse_adapter` and transformers refuse."""
+    and without penalties. name: what the user calls it; config: from load_config, which no longer
+    says that weights are in fp8, so these are read here. Raises UserError for what `refuse_adapter`
+    and transformers refuse."""
     refuse_adapter(name, folder)
+    weights, source, values = open_weights(folder), folder, None
+    if weights and weights.scales:
+        names = weights.shapes.keys() - set(weights.ignored)
+        # one by one; what chooses experts, a vector, stays in fp32
+        values = {n: t.to(dtype) if (t := weights.read(n)).ndim > 1 else t for n in names}
+        source = None
     # sdpa: for flash attention that is not installed, transformers asks the hub for a kernel
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
-            trust_remote_code=False,
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+            source, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            trust_remote_code=False, state_dict=values,
         ).eval()  # fmt: skip
     except (torch.OutOfMemoryError, MemoryError):
         raise

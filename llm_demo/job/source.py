@@ -19,6 +19,7 @@ from llm_demo.core.attention import LongRope, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.data.sources import LFS
 from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
+from llm_demo.job.fp8_files import why_unread
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights
@@ -119,8 +120,8 @@ MOST_BLOCKS = 1 << 12
 
 
 def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
-    """The model's configuration. weights_elsewhere: this folder has none. Raises UserError if this
-    project can't train it exactly."""
+    """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
+    this folder has none. Raises UserError if this project can't train it exactly."""
     try:
         raw, blocks = (folder / "config.json").read_text(encoding="utf-8"), "num_hidden_layers"
         for problem in odd_sizes({blocks: json.loads(raw).get(blocks)}):
@@ -136,6 +137,7 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
     for problem in problems_of(config):
         raise UserError(f"{folder}/config.json: {problem}")
+    vars(config).pop("quantization_config", None)
     limit = position_limit(config)
     if limit and max_len > limit:
         if weights_elsewhere or open_weights(folder) or rope_type(config) not in ANY_LENGTH:
@@ -165,8 +167,8 @@ def problems_of(config) -> Iterator[str]:
         yield "num_attention_heads must be a multiple of num_key_value_heads"
     if str(config.hidden_act) not in ACT2FN:
         yield f"hidden_act {config.hidden_act} is unknown"
-    if getattr(config, "quantization_config", None):
-        yield "its weights are quantized (quantization_config): give a copy in bf16"
+    if problem := why_unread(getattr(config, "quantization_config", None)):
+        yield problem
     if is_mixture(config):
         yield from problems_of_experts(config)
     yield from problems_of_rope(config)

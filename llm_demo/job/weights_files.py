@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
+from llm_demo.job.fp8_files import KIND, dequantised, scales_of, touched
 from llm_demo.job.text import differences, watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
@@ -96,7 +97,8 @@ def _open(file: Path):
 
 class Weights:
     """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
-    of one on demand. Fused experts are read from a tensor for each, or fused.
+    of one on demand. Fused experts are read from a tensor for each, or fused. Values in fp8 are
+    multiplied by their scales, which are in `scales` and are no parameters.
 
     Files are mapped for one read at a time: pages count as this process's memory while they are
     mapped, and a rank should hold no more of a file than it keeps."""
@@ -110,18 +112,23 @@ class Weights:
         self.ignored += [n for n in files if n.endswith(ROTARY)]
         self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
-        self.bytes_read = 0
+        self.bytes_read, fp8 = 0, []
         for file in sorted(set(files.values())):
             with _open(file) as opened:
                 self.ignored += sorted(set(opened.keys()) - named)
                 for name in (n for n, f in files.items() if f == file):
                     tensor = opened.get_slice(name)
                     self.stored[name] = tuple(tensor.get_shape())
-                    if (kind := tensor.get_dtype()) not in FLOATS:
+                    if (kind := tensor.get_dtype()) == KIND:
+                        fp8.append(name)
+                    elif kind not in FLOATS:
                         raise UserError(
                             f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
                             "give a copy of the model in bf16"
                         )
+        self.scales = scales_of(fp8, self.stored, folder)
+        for scales, _ in self.scales.values():
+            del self.stored[scales]
         self.shapes = in_memory(self.stored)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
@@ -168,14 +175,24 @@ class Weights:
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
-        on the CPU. Raises UserError."""
+        or in fp32 if that is fp8, on the CPU. Raises UserError."""
         if name in self.files:
             with _open(self.files[name]) as opened:
-                values = opened.get_slice(name)[part]
-        else:
-            values = self._fuse(name, part)
+                return self._part(opened, name, part)
+        return self._fuse(name, part)
+
+    def _part(self, opened, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        """As `read`, of a tensor of an open file."""
+        values = opened.get_slice(name)[part]
         self.bytes_read += values.nbytes
-        return values
+        if name not in self.scales:
+            return values
+        (scales, way), shape = self.scales[name], self.stored[name]
+        here = self.files[scales] == self.files[name]
+        with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
+            scales = other.get_slice(scales)[touched(way, part, shape)]
+        self.bytes_read += scales.nbytes
+        return dequantised(values, scales, way, part, shape)
 
     def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
@@ -190,10 +207,12 @@ class Weights:
                     if first >= end:
                         continue
                     of_matrix = slice(first - m.rows.start, end - m.rows.start)
-                    piece = opened.get_slice(m.name)[of_matrix, columns.start : columns.stop]
+                    across = slice(columns.start, columns.stop)
+                    piece = self._part(opened, m.name, (of_matrix, across))
                     if values is None:
                         size = len(experts), len(rows), len(columns)
-                        values = torch.empty(size, dtype=piece.dtype)
+                        fp8 = any(m.name in self.scales for m in chosen)
+                        values = torch.empty(size, dtype=torch.float32 if fp8 else piece.dtype)
                     values[m.expert - experts.start, first - rows.start : end - rows.start] = piece
         return torch.empty(len(experts), len(rows), len(columns)) if values is None else values
 

@@ -1,0 +1,197 @@
+"""fp8 in files: matrices of one byte a number, with scales, as they are published.
+
+    blocks  X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)], a scale for 128 x 128 numbers
+    rows    X.weight_scale      bf16 [N, 1], a scale for each row
+
+of X.weight [N, K], in e4m3: a value is its number times its scale. Blocks are DeepSeek-V3's format
+(https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; Qwen3's releases have scales in
+bf16), rows are compressed-tensors' (https://github.com/vllm-project/compressed-tensors)."""
+
+import re
+
+import torch
+
+from llm_demo.core.errors import UserError
+
+E4M3, LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max  # 448
+KIND = "F8_E4M3"  # safetensors' name of it
+BLOCK = 128  # rows and columns
+SCALES = {"blocks": "_scale_inv", "rows": "_scale"}  # after a weight's name
+DTYPES = {"blocks": torch.float32, "rows": torch.bfloat16}  # of scales that are written
+FORMATS = {"fp8": "blocks", "fp8_rows": "rows"}  # of --dtype
+# Of a block, what is quantised: all linear layers but routers and gates.
+LINEAR = re.compile(r"model\.layers\.\d+\..+_proj(_with_mqa)?\.weight")
+# Servers compute these as one layer, and refuse one whose parts differ in dtype.
+TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv",
+            "q_a_proj": "qkv_a", "kv_a_proj_with_mqa": "qkv_a"}  # fmt: skip
+
+
+def why_unread(quantization) -> str | None:
+    """Why weights with this `quantization_config` can't be read, if so. None: they have none."""
+    if not quantization:
+        return None
+    method, kinds = quantization, None
+    try:
+        method = quantization.get("quant_method")
+        if method == "compressed-tensors" and quantization["format"] == "float-quantized":
+            parts = [group["weights"] for group in quantization["config_groups"].values()]
+            kinds = {(part["type"], part["num_bits"], part["strategy"]) for part in parts}
+        elif method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
+            kinds = {tuple(quantization["weight_block_size"])}
+    except (AttributeError, KeyError, TypeError):  # of another form
+        pass
+    if kinds in ({(BLOCK, BLOCK)}, {("float", 8, "channel")}):
+        return None
+    return (
+        f"its weights are quantized in a way that is not read (quant_method {str(method)[:80]}): "
+        f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, or in compressed-tensors' "
+        "fp8 with a scale for each row"
+    )
+
+
+def weight_of(name: str) -> str:
+    """The name of the weight that a tensor of the files belongs to, its scales or itself."""
+    return name.removesuffix("_scale_inv").removesuffix("_scale")
+
+
+def size_of(way: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """The rows and columns that share a scale. way: of SCALES; shape: of the weight."""
+    return (BLOCK, BLOCK) if way == "blocks" else (1, max(1, shape[1]))
+
+
+def grid(way: str, shape: tuple[int, int]) -> tuple[int, int]:
+    """The shape of the scales of a weight; the last ones may be of fewer rows or columns."""
+    return tuple(-(-n // size) for n, size in zip(shape, size_of(way, shape), strict=True))
+
+
+def scales_of(fp8: list[str], shapes: dict[str, tuple], folder) -> dict[str, tuple[str, str]]:
+    """{weight: (name of its scales, way)} of the weights in fp8. shapes: {name: shape} of all
+    tensors of the files. Raises UserError naming a tensor without scales of its shape."""
+    found = {}
+    for name in fp8:
+        shape = shapes[name]
+        if len(shape) != 2:
+            raise UserError(f"{folder}: {name} is in fp8, but of shape {list(shape)}, no matrix")
+        way = next((way for way, end in SCALES.items() if name + end in shapes), None)
+        if not way:
+            raise UserError(
+                f"{folder}: {name} is in fp8, but {name}_scale_inv (or {name}_scale) is missing"
+            )
+        scales, wanted = name + SCALES[way], grid(way, shape)
+        if shapes[scales] != wanted:
+            raise UserError(
+                f"{folder}: {scales} has shape {list(shapes[scales])}, but {name} of shape "
+                f"{list(shape)} has scales of shape {list(wanted)}"
+            )
+        found[name] = scales, way
+    return found
+
+
+def touched(way: str, part: tuple[slice, ...], shape: tuple[int, int]) -> tuple[slice, slice]:
+    """The slices of a weight's scales that the part needs which these slices of its dimensions
+    select: where it ends within a block, that block's too. shape: of the whole weight."""
+    return tuple(
+        slice(span.start // size, -(-span.stop // size)) for span, size in _spans(way, part, shape)
+    )
+
+
+def dequantised(numbers: torch.Tensor, scales: torch.Tensor, way: str, part, shape) -> torch.Tensor:
+    """fp32 values of a part of a weight: its e4m3 numbers times the `touched` scales."""
+    for dim, (span, size) in enumerate(_spans(way, part, shape)):
+        index = torch.arange(span.start, span.stop) // size - span.start // size
+        scales = scales.index_select(dim, index)
+    return numbers.float().mul_(scales.float())
+
+
+def _spans(way: str, part: tuple[slice, ...], shape: tuple[int, int]) -> list[tuple[range, int]]:
+    """(its indices, how many share a scale) of each dimension of a part."""
+    ranges = [range(n)[s] for n, s in zip(shape, (*part, slice(None))[:2], strict=True)]
+    return list(zip(ranges, size_of(way, shape), strict=True))
+
+
+def chosen(shapes: dict[str, tuple], way: str) -> set[str]:
+    """The weights to write in fp8. Blocks: those that they divide, since transformers 5.23 refuses
+    the others, or reads them wrongly. shapes: {name: shape} of the files."""
+    linear = {name: shape for name, shape in shapes.items() if LINEAR.fullmatch(name)}
+    if way == "rows":
+        return set(linear)
+    kept = {_layer(name) for name, shape in linear.items() if any(n % BLOCK for n in shape)}
+    return {name for name in linear if _layer(name) not in kept}
+
+
+def _layer(name: str) -> str:
+    """The layer of a server that a weight is part of."""
+    module, _, kind = name.removesuffix(".weight").rpartition(".")
+    return f"{module}.{TOGETHER.get(kind, kind)}"
+
+
+def configuration(way: str, shapes: dict[str, tuple]) -> dict:
+    """The `quantization_config` of files with these {name: shape}, as published: with the modules
+    of blocks that are not in fp8, if any. What they are multiplied with is quantised by servers."""
+    names = chosen(shapes, way)
+    matrices = [
+        n for n, shape in shapes.items() if len(shape) == 2 and n.startswith("model.layers")
+    ]
+    left = [n.removesuffix(".weight") for n in matrices if n not in names]
+    left = list(dict.fromkeys(re.sub(r"(\.experts)\.\d+\..+", r"\1", n) for n in left))
+    if way == "blocks":
+        blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                  "weight_block_size": [BLOCK, BLOCK]}  # fmt: skip
+        return blocks | ({"modules_to_not_convert": ["lm_head", *left]} if left else {})
+    e4m3 = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs = e4m3 | {"strategy": "token", "dynamic": True}
+    weights = e4m3 | {"strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors", "format": "float-quantized",
+        "quantization_status": "compressed", "config_groups": {"group_0": group},
+        "ignore": ["lm_head", *left],
+    }  # fmt: skip
+
+
+def laid_out(tensors: dict[str, torch.Tensor], way: str) -> dict[str, torch.Tensor]:
+    """What files hold of {name: tensor}, all without memory: some in fp8, each with its scales."""
+    names, found = chosen({name: t.shape for name, t in tensors.items()}, way), {}
+    for name, t in tensors.items():
+        found[name] = t.to(E4M3) if name in names else t
+        if name in names:
+            size = grid(way, t.shape)
+            found[name + SCALES[way]] = torch.empty(size, dtype=DTYPES[way], device="meta")
+    return found
+
+
+def as_stored(name: str, values: torch.Tensor, kinds: dict, way: str | None) -> dict:
+    """{name: copy} of what a file holds of a weight. kinds: {name: dtype} of the file; way: of what
+    is in fp8, if anything is."""
+    found, scales = {name: values}, name + SCALES.get(way, "")
+    if way and (kinds.get(name) == E4M3 or scales in kinds):
+        found = dict(zip((name, scales), quantised(values, way), strict=True))
+    return {n: t.to(kinds[n], copy=True) for n, t in found.items() if n in kinds}
+
+
+def quantised(weight: torch.Tensor, way: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(e4m3 numbers, scales) of a matrix in fp32, which blocks divide. A scale is the largest
+    absolute value / 448, so that this becomes 448; of zeros it is 1.
+
+    Values that were read get the numbers and scales that they were read from. In fp32, 448 x s is
+    rounded, so the largest value / 448 may be the neighbour of s; then s restores all values."""
+    rows, columns = size_of(way, weight.shape)
+    w = weight.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    scales = w.abs().amax((1, 3), keepdim=True) / LARGEST
+    scales = scales.to(DTYPES[way]).float()
+    scales = torch.where(scales > 0, scales, 1.0)
+    if way == "blocks":
+        for to in (torch.inf, 0.0):
+            other = scales.nextafter(torch.tensor(to))
+            scales = torch.where(_restores(w, other) & ~_restores(w, scales), other, scales)
+    return _numbers(w, scales).view(weight.shape), scales[:, 0, :, 0].to(DTYPES[way])
+
+
+def _numbers(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Clamped, since a rounded scale may be small: earlier versions of PyTorch make NaN of 465."""
+    return (w / scales).clamp_(-LARGEST, LARGEST).to(E4M3)
+
+
+def _restores(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Which blocks of w [n, rows, k, columns] are numbers times these scales: [n, 1, k, 1]."""
+    return (_numbers(w, scales).float().mul_(scales) == w).all(3, True).all(1, True)
