@@ -70,15 +70,22 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
         optimizer = SLOTS * SLICE * state_bytes(args)
     if args.psgd_rank:  # its errors, and two sets of matrices that are multiplied together
         optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / ranks))
-    host = state_bytes(args) * shard * on_host
-    host += memory.PROCESS * memory.GB * (on_host or args.activations_on_host)
-    if args.activations_on_host:
-        host += host_bytes(n, (tokens, config.hidden_size), compute.dtype)
+    host = offloaded(args, config, compute, shard, tokens)
     exchanged = exchanged_bytes(config, compute, tokens, spread)
     saved = bool(args.save and args.save_every and args.save_async)
     copies = state_bytes(args) * trained / ranks * saved
     times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
     return [Held(optimizer, times, [tokens] * n, True, exchanged, host, copies)] * ranks
+
+
+def offloaded(args, config, compute, shard: float, tokens: int) -> float:
+    """Bytes of host memory for what is offloaded, with the process. shard: a rank's parameters."""
+    host = state_bytes(args) * shard * args.optimizer_on_host
+    host += memory.PROCESS * memory.GB * (args.optimizer_on_host or args.activations_on_host)
+    if args.activations_on_host:
+        inputs = tokens, config.hidden_size
+        host += host_bytes(config.num_hidden_layers, inputs, compute.dtype)
+    return host
 
 
 def exchanged_bytes(config, compute, tokens: int, spread: int) -> int:

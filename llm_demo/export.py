@@ -5,13 +5,11 @@ memory for the whole model: it holds one file to write and the masters of a few 
 Adapters become a PEFT adapter, or with --merge the whole model."""
 
 import argparse
-import contextlib
 import copy
 import functools
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -30,7 +28,7 @@ from llm_demo.job.checkpoint_files import (
 )
 from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
-from llm_demo.job.files import PART, disk_full
+from llm_demo.job.files import appearing
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
@@ -169,30 +167,6 @@ def refuse_used(out: Path) -> None:
     if out.resolve() == Path.cwd():  # it is replaced as a whole
         raise UserError(f"{out} is the working folder: choose another")
     refuse_inside_checkpoints(out)
-
-
-@contextlib.contextmanager
-def appearing(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` once it is complete. Raises UserError if it can't
-    be written."""
-    part = out.with_name(f"{PART}{out.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        yield part
-        os.umask(umask := os.umask(0))  # safetensors lets only the owner read
-        for file in part.iterdir():
-            file.chmod(0o666 & ~umask)
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
-    except Exception as e:  # from several libraries
-        reason = disk_full(e, part)
-        if not reason and not isinstance(e, OSError):
-            raise
-        raise UserError(f"cannot write {out}: {reason or e}") from e
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def model_of(folder: Path) -> tuple:
