@@ -36,7 +36,6 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     whole, shard = ends + sum(blocks), total / ranks  # whole: when everything is gathered
     stay = args.grad_accum_steps > 1 or on_host  # sums of gradients, between micro-batches
     lora, trained, tokens = compute.lora, total, tokens_here(args, train)
-
     # Bytes of weights at the loss (early) and when the embedding's gradient is there (late); of
     # gradients then (sums, grads) and when the first block's are there (of_blocks).
     if sharded:
@@ -65,17 +64,16 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
         trained, mine = lora.parameters, lora.parameters - lora.routed * (1 - 1 / spread)
         early += 4 * trained / ranks + size * mine if sharded else trained * with_master(compute)
         late, sums, grads, of_blocks = early, mine * 4 * stay, mine * 4, mine * 4
-    optimizer = trained / ranks * MOMENT_BYTES[args.optim_state]
-    if on_host:  # slices on their way
-        optimizer = SLOTS * SLICE * state_bytes(args)
+    moments = trained / ranks * MOMENT_BYTES[args.optim_state]  # or slices on their way
+    optimizer = SLOTS * SLICE * state_bytes(args) if on_host else moments
     if args.psgd_rank:  # its errors, and two sets of matrices that are multiplied together
         optimizer += 4 * shard + 8 * min(shard, max(TOGETHER, embedding / ranks))
     host = offloaded(args, config, compute, shard, tokens)
-    exchanged = exchanged_bytes(config, compute, tokens, spread)
-    saved = bool(args.save and args.save_every and args.save_async)
-    copies = state_bytes(args) * trained / ranks * saved
+    copies = state_bytes(args) * trained / ranks
+    copies *= bool(args.save and args.save_every and args.save_async)
     times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
-    return [Held(optimizer, times, [tokens] * n, True, exchanged, host, copies)] * ranks
+    sent = exchanged_bytes(config, compute, tokens, spread)
+    return [Held(optimizer, times, [tokens] * n, True, sent, host, copies)] * ranks
 
 
 def offloaded(args, config, compute, shard: float, tokens: int) -> float:

@@ -10,7 +10,7 @@ from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
 from llm_demo.core.experts import blocks_with_experts, keep_part
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import PART, SHARD
+from llm_demo.core.mesh import SHARD, SPLIT
 from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
@@ -41,7 +41,7 @@ def build(job, layout, counts: list[int]) -> tuple:
         pieces = Pieces(lm, args, compute, counts, layout.where, layout.stage)
         for piece in pieces.values():
             if piece.tail and layout.shares:
-                piece.tail.group = layout.shares.get_group(PART)
+                piece.tail.group = layout.shares.get_group(SPLIT)
         if args.freeze_router:
             for routers in pieces.routers:
                 routers.requires_grad_(False)

@@ -27,7 +27,7 @@ from llm_demo.core.attention import make_documents
 from llm_demo.core.errors import UserError
 from llm_demo.core.loop import heldout_batches
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import PART, SHARD, STAGE, World, make_mesh, make_part_mesh, on_device
+from llm_demo.core.mesh import SHARD, SPLIT, STAGE, World, make_mesh, make_part_mesh, on_device
 from llm_demo.core.optim import (
     LossScale,
     adam_steps,
@@ -216,7 +216,7 @@ class ShardedPipeline:
         forwards, inputs = self.order(orders.forwards_only, 1), [self.inputs_of(batch, index)]
         self.run_pipeline(forwards, inputs, len(batch.input_ids), tokens.copy_)
         if shares := self.layout.shares:
-            tokens = from_owners(tokens, ours, shares.get_group(PART))
+            tokens = from_owners(tokens, ours, shares.get_group(SPLIT))
         # every pipeline has the same answer
         source = self.layout.ranks[self.layout.where[self.last], 0].item()
         dist.broadcast(tokens, src=source)

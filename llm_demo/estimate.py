@@ -199,14 +199,13 @@ def passing_bytes(args, config, compute, train) -> list[float]:
 def _exchanged(args, config, compute) -> tuple[int, int]:
     """(bytes per token that a block keeps because it exchanges slices for heads or for whole rows,
     bytes of what it sends and receives meanwhile)."""
-    n, shares, size = args.sequence_parallel, args.tensor_parallel, compute.dtype.itemsize
-    if shares > 1:  # rows for attention and the MLP; sums, sent and received
+    n, size = args.sequence_parallel, compute.dtype.itemsize
+    if (shares := args.tensor_parallel) > 1:  # rows for attention and MLP; sums, sent and received
         return tuple(2 * k * config.hidden_size * size for k in (shares - 1, shares))
     if n == 1:
         return 0, 0
     queries, keys, width, values = heads_of(config)
-    repeated = max(keys, n)
-    sent = queries * width + repeated * (width + values)
+    sent = queries * width + (repeated := max(keys, n)) * (width + values)
     # the output also as its product wants it, and the copies of keys and values
     extra = queries * values + (repeated - keys) * (width + values)
     return extra * size, 2 * sent * size

@@ -28,12 +28,11 @@ from llm_demo.job.checkpoint_files import (
 )
 from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
-from llm_demo.job.files import appearing
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
-from llm_demo.job.process import read_text
+from llm_demo.job.process import appearing, read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core import optim
-from llm_demo.core.mesh import PART
+from llm_demo.core.mesh import SPLIT
 from llm_demo.job.dist import start
 
 KIND, CASES = sys.argv[1:]
@@ -69,7 +69,7 @@ def watch_fsdp(script):
         """{name: (ranks, counted in a stage, of each part, the dimension that is cut)} of what is
         cut into parts, each of which is sharded."""
         spread = {n: t for n, t in state().items() if hasattr(t, "device_mesh")}
-        spread = {n: t for n, t in spread.items() if t.device_mesh.mesh_dim_names[0] == PART}
+        spread = {n: t for n, t in spread.items() if t.device_mesh.mesh_dim_names[0] == SPLIT}
         ranks = {n: t.device_mesh.mesh - t.device_mesh.mesh.min() for n, t in spread.items()}
         return {n: (ranks[n].tolist(), t.placements[0].dim) for n, t in spread.items()}
 

@@ -29,7 +29,7 @@ class World:
 # dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
 # parts of the experts or of each matrix, ranks with shards of one copy, and those with other rows
 # or other slices of the same
-STAGE, REPLICA, PART, SHARD = "stage", "replica", "part", "shard"
+STAGE, REPLICA, SPLIT, SHARD = "stage", "replica", "split", "shard"
 ROWS, SLICE = "rows", "slice"
 
 
@@ -45,7 +45,7 @@ def make_part_mesh(world: World, n: int, stages: int = 1) -> DeviceMesh:
     """A mesh of all ranks of this rank's stage, n parts x shards of each part. n consecutive ranks
     have all parts. Collective: every rank makes the meshes of all stages."""
     ranks = torch.arange(world.size).view(stages, -1, n)
-    how = {"mesh_dim_names": (PART, SHARD)}
+    how = {"mesh_dim_names": (SPLIT, SHARD)}
     meshes = [DeviceMesh(world.device.type, of_stage.T, **how) for of_stage in ranks]
     for mesh in meshes:
         on_device(mesh, "cpu")  # for checkpoints

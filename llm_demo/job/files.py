@@ -1,6 +1,5 @@
 """Write files atomically, hash them, and detect a full disk."""
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -10,10 +9,7 @@ import re
 import resource
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-
-from llm_demo.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]  # the repository
 PART = ".part-"  # name prefix of anything incomplete or being removed; never read
@@ -125,27 +121,3 @@ def finite(record: dict) -> dict:
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
     }
-
-
-@contextlib.contextmanager
-def appearing(out: Path) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` once it is complete. Raises UserError if it can't
-    be written."""
-    part = out.with_name(f"{PART}{out.name}")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        yield part
-        os.umask(umask := os.umask(0))  # safetensors lets only the owner read
-        for file in part.iterdir():
-            file.chmod(0o666 & ~umask)
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
-    except Exception as e:  # from several libraries
-        reason = disk_full(e, part)
-        if not reason and not isinstance(e, OSError):
-            raise
-        raise UserError(f"cannot write {out}: {reason or e}") from e
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

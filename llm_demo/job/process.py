@@ -6,15 +6,16 @@ import errno
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
-from llm_demo.job.files import FULL, disk_full
+from llm_demo.job.files import FULL, PART, disk_full
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
@@ -229,3 +230,27 @@ def command(main: Callable[[], int | None]) -> None:
         print(f"error: {e}", file=sys.stderr)
         code = 2
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Iterator[Path]:
+    """A folder to write to, which becomes `out` once it is complete. Raises UserError if it can't
+    be written."""
+    part = out.with_name(f"{PART}{out.name}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
+        yield part
+        os.umask(umask := os.umask(0))  # safetensors lets only the owner read
+        for file in part.iterdir():
+            file.chmod(0o666 & ~umask)
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    except Exception as e:  # from several libraries
+        reason = disk_full(e, part)
+        if not reason and not isinstance(e, OSError):
+            raise
+        raise UserError(f"cannot write {out}: {reason or e}") from e
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
