@@ -311,7 +311,6 @@ HALF = (("tied", "true"), ("untied", "false"), ("llama", "true"))
 OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
     "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "tensor": HALF,
-    "tensor_four": OTHER_HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
     "fpp_tensor": HALF, "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
     "replicas": (),  # test_replicas.py has them quickly
