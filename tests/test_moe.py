@@ -71,8 +71,8 @@ ENGINES = {  # (script, processes, further flags, (micro, accumulation) for each
 }
 # whose parts the others have
 SLOW = (
-    "spread_by_4", "tensor_four", "fpp_spread", "replicas", "host_one", "host", "host_spread", "reshard", "twice",
-    "gathered_again", "v",
+    "spread_by_4", "tensor_four", "fpp_spread", "replicas", "host_one", "host", "host_spread",
+    "reshard", "twice", "gathered_again", "v",
 )  # fmt: skip
 
 

@@ -402,8 +402,7 @@ IN_BF16 = {  # {name: (micro-batch, accumulation, further flags)}
 
 @pytest.mark.parametrize("kind, processes", [*list(IN_BF16)[:3], slow("fsdp_pp", 4)])
 def test_moments_in_bf16_equal_a_plain_loop_that_rounds_them(kind, processes, work, rounded):
-    """Device and host, AdamW compiled (on a CPU what would be) and not. A moment between two values
-    of bf16 may round to the other, by 2**-8 of it: later gradients show that, losses do not."""
+    """Device and host, AdamW compiled (on a CPU what would be) and not."""
     if 0 < GPUS < processes:
         pytest.skip(f"{processes} processes, {GPUS} GPUs")
     cases = {}

@@ -306,6 +306,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints(tmp_path, alone, capsys, monkey
     usage = shutil.disk_usage(tmp_path)._replace(free=8 << 20)  # for two
     monkeypatch.setattr("llm_demo.job.run.shutil.disk_usage", lambda path: usage)
     alone(*flags, "--dry_run", "--save_every", "3")
+    alone(*flags, "--dry_run", "--save_every", "2", "--optim_state", "bf16")  # 8 bytes, not 12
     for more in (["--dry_run"], []):
         with pytest.raises(UserError, match="run: checkpoints take about .* 3 at once, .* free"):
             alone(*flags, "--save_every", "2", *more)
