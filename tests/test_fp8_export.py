@@ -21,7 +21,8 @@ from test_fp8_files import (
     published,
     value_by_value,
 )
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+from transformers.quantizers import AutoHfQuantizer
 
 from llm_demo import export
 from llm_demo.job import checkpoint_files
@@ -121,6 +122,21 @@ def assert_loads(out, **how):
         assert torch.equal(mine(ids).logits, loaded(ids).logits)
 
 
+def assert_computed_in_fp8(out):
+    """On a GPU, transformers would replace just the modules that have scales in these files."""
+    config = AutoConfig.from_pretrained(out)
+    how = AutoHfQuantizer.from_config(config.quantization_config)
+    del config.quantization_config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    how._process_model_before_weight_loading(model)
+    replaced = (
+        n for n, m in model.named_modules() if type(m).__name__ in ("FP8Linear", "FP8Experts")
+    )
+    scaled = (n.removesuffix(".weight_scale_inv") for n in tensors_of(out) if "_scale_inv" in n)
+    assert {*replaced} == {re.sub(r"(\.experts)\..+", r"\1", n) for n in scaled}
+
+
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "experts", "deepseek"])
 def test_transformers_loads_blocks(name, partial, tmp_path):
@@ -130,6 +146,7 @@ def test_transformers_loads_blocks(name, partial, tmp_path):
     out = tmp_path / "out"
     export.export(run_of(folder, tmp_path / "run"), out, "fp8")
     assert_loads(out)
+    assert_computed_in_fp8(out)
     if name == "experts" or not partial:
         return
     left = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -195,7 +212,7 @@ def spoilt(state):
 
 
 def test_what_cannot_be_exported(tmp_path, record_property):
-    record_property("bad inputs", 2)
+    record_property("bad inputs", 3)
     folder = published("qwen3", tmp_path / "base")
     with refused(f"{DOWN} is not finite in torch.float8_e4m3fn; nothing was exported"):
         export.export(run_of(folder, tmp_path / "a", spoilt), tmp_path / "out", "fp8")
@@ -204,6 +221,9 @@ def test_what_cannot_be_exported(tmp_path, record_property):
     checkpoint = run_of(folder, tmp_path / "b", adapters=adapters)
     with refused("--dtype fp8_rows: .* holds adapters: merge them, with --merge"):
         export.export(checkpoint, tmp_path / "out", "fp8_rows")
+    folder = published("qwen3", tmp_path / "narrow", "rows", hidden_size=96)
+    with refused("--dtype fp8: blocks of 128 x 128 divide no layer of this model: use fp8_rows"):
+        export.export(run_of(folder, tmp_path / "c"), tmp_path / "out", "fp8")
     assert not (tmp_path / "out").exists()
 
 

@@ -127,8 +127,13 @@ def _layer(name: str) -> str:
 
 def configuration(way: str, shapes: dict[str, tuple]) -> dict:
     """The `quantization_config` of files with these {name: shape}, as published: with the modules
-    of blocks that are not in fp8, if any. What they are multiplied with is quantised by servers."""
+    of blocks that are not in fp8, if any. What they are multiplied with is quantised by servers.
+    Raises UserError if nothing is in fp8."""
     names = chosen(shapes, way)
+    if not names:
+        raise UserError(
+            f"--dtype fp8: blocks of {BLOCK} x {BLOCK} divide no layer of this model: use fp8_rows"
+        )
     matrices = [
         n for n, shape in shapes.items() if len(shape) == 2 and n.startswith("model.layers")
     ]
