@@ -273,7 +273,7 @@ LONG = (
     "test_lora", "test_lora_experts", "test_replicas", "test_activations_on_host", "test_estimate",
     "test_first_run", "test_runs", "test_engine", "test_setup", "test_ends", "test_errors",
     "test_fit", "test_nodes", "test_bench", "test_next_steps", "test_fsdp2", "test_fsdp_pp",
-    "test_several_nodes", "test_restarts", "test_lora_memory",
+    "test_several_nodes", "test_restarts", "test_lora_memory", "test_fp8_export", "test_tensor",
 )  # fmt: skip
 
 

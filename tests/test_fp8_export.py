@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROOT, assert_same_tensors, logged, refused, train_cases
+from conftest import ROOT, assert_same_tensors, logged, refused, slow, train_cases
 from safetensors.torch import load_file, save_file
 from test_checkpoint import WORLD
 from test_export import FACTS
@@ -260,7 +260,7 @@ CASES = {  # what each rank reads: rows of experts, of heads, whole matrices
 }
 
 
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("kind", ["fsdp", slow("fsdp_pp"), slow("pp"), slow("zero")])
 def test_runs_are_those_of_the_values(kind, tmp_path):
     """Bit for bit on two processes: losses, norms, all that a checkpoint holds."""
     rows = (ROOT / "data/first_run.jsonl").read_text().splitlines()[:16]
