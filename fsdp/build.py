@@ -106,11 +106,12 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
         keep_part(lm, make_part_mesh(world, layout.expert_parallel))
     if layout.part.of == 1:
         return None
-    row_group = make_row_group(world, layout.part.of)
     if layout.tensor_parallel > 1:
-        keep_share(lm, make_part_mesh(world, layout.tensor_parallel))
-    else:
-        spread_rows(lm, row_group)
+        shares = make_part_mesh(world, layout.tensor_parallel)
+        keep_share(lm, shares)
+        return shares.get_group(0)
+    row_group = make_row_group(world, layout.part.of)
+    spread_rows(lm, row_group)
     return row_group
 
 

@@ -15,6 +15,7 @@ from llm_demo.job.costs import (
     block_costs,
     experts_of,
     head_cost,
+    on_a_rank,
     parameters_of,
     state_bytes,
     unit_sizes,
@@ -29,8 +30,7 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     n, size, on_host = config.num_hidden_layers, compute.dtype.itemsize, args.optimizer_on_host
     costs, total = block_costs(config, 0), parameters_of(config)
     embedding, tied = head_cost(config).parameters, config.tie_word_embeddings
-    shares = args.tensor_parallel  # of all but experts, norms aside
-    blocks = [(b.parameters - b.routed) / shares + b.routed / spread for b in costs]
+    blocks = [on_a_rank(block, args.tensor_parallel, spread) for block in costs]
     unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     whole, shard = ends + sum(blocks), total / ranks  # whole: when everything is gathered

@@ -13,7 +13,7 @@ NOT_TOGETHER = (  # two flags and, if known, why
     ("expert_parallel", "replicas", ""),
     ("psgd_rank", "sequence_parallel", ""),
     ("tensor_parallel", "sequence_parallel", "both cut rows into slices"),
-    ("tensor_parallel", "replicas", "matrices have no copies then"),
+    ("tensor_parallel", "replicas", "its ranks share one copy of the model"),
     ("tensor_parallel", "lora_dropout", "ranks would drop different inputs"),
     ("psgd_rank", "optimizer_on_host", "its errors stay on the device"),
     ("lora_rank", "psgd_rank", "adapters' gradients are small already"),

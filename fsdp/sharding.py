@@ -85,11 +85,12 @@ def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> s
         name = f"FSDP2 with {layout.replicas} replicas"
         if args.psgd_rank:
             name += f", PowerSGD of rank {args.psgd_rank}"
-    n, what = layout.part.of, "matrices" if layout.tensor_parallel > 1 else "rows"
+    n = layout.part.of
     if n > 1:
-        name += f", {what} spread over {n} ranks"
+        how = "tensor parallel" if layout.tensor_parallel > 1 else "rows spread"
+        name += f", {how} over {n} ranks"
         if world.local_size % n:
-            say(f"warning: {what} are spread over nodes, whose network every block then waits for")
+            say(f"warning: {how} over several nodes, whose network every block then waits for")
     return name
 
 

@@ -3,9 +3,17 @@
 import itertools
 
 from fsdp.copy_engines import Mailbox
+from fsdp.estimate import exchanged_bytes
 from fsdp_pp import orders
 from llm_demo.estimate import LOSS, NONE, Held, largest_unit, tokens_here, with_master
-from llm_demo.job.costs import MOMENT_BYTES, block_costs, head_cost, state_bytes, unit_sizes
+from llm_demo.job.costs import (
+    MOMENT_BYTES,
+    block_costs,
+    head_cost,
+    on_a_rank,
+    state_bytes,
+    unit_sizes,
+)
 
 
 def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[Held]:
@@ -14,8 +22,9 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
     starts, accum = [0, *itertools.accumulate(counts)], args.grad_accum_steps
     size, slots = compute.dtype.itemsize, tokens_here(args, train)
     hidden = slots // args.micro_batch_size * config.hidden_size * size  # bytes of a row's
-    shares, spread = args.tensor_parallel, args.expert_parallel or 1
-    parts = [(c.parameters - c.routed) / shares + c.routed / spread for c in costs]
+    spread = args.expert_parallel or 1
+    parts = [on_a_rank(block, args.tensor_parallel, spread) for block in costs]
+    exchanged = exchanged_bytes(config, compute, slots, spread)
     mailbox = 0
     if args.copy_engines is not False:  # or may be chosen
         rows = max(args.micro_batch_size, args.eval_batch_size)
@@ -47,7 +56,7 @@ def held(args, config, compute, train, ranks: int, counts: list[int]) -> list[He
             late = sums + micro * size * (size < 4)
         tokens = [slots * flight.get(p, 0) for p, n in enumerate(counts) for _ in range(n)]
         # outputs for the next stage, until their backward
-        transfers = args.micro_batch_size * hidden * sum(flight.values()) + mailbox
+        transfers = args.micro_batch_size * hidden * sum(flight.values()) + mailbox + exchanged
         times = [(weights, sums, LOSS), (weights, late, NONE)]
         moments = stored / ranks * MOMENT_BYTES[args.optim_state]
         copies = stored / ranks * state_bytes(args)

@@ -61,7 +61,9 @@ def main() -> None:
     if layout.n_shards > 1:
         parallelism += f", each sharded over {layout.n_shards} processes"
     if (n := args.tensor_parallel) > 1:
-        parallelism += f", matrices spread over {n}"
+        parallelism += f", tensor parallel over {n}"
+    if (spread := args.expert_parallel or 1) > 1:
+        parallelism += f", experts spread over {spread}"
     job.log.resolved(parallelism=parallelism)
 
     def refuse(config):
@@ -70,7 +72,9 @@ def main() -> None:
 
     counts = plan_and_cut(job, layout.data_parallel, layout.where, refuse)
     if (slots := job.plan.data.train.seq_len) % n:
-        raise UserError(f"--tensor_parallel {n} does not divide {slots}, the tokens of a row")
+        raise UserError(
+            f"--tensor_parallel {n} does not divide {slots}, the tokens of a row: set --seq_len"
+        )
     if args.copy_engines and args.stages == 1:
         job.log.say("warning: --copy_engines has no effect: one stage sends nothing")
     if args.reshard_after_forward and layout.n_shards == 1:

@@ -70,7 +70,8 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     over, (queries, keys, width, values) = args.sequence_parallel, heads_of(config)
     waits = n * (queries + max(keys, over)) * (width + values) * (1 - 1 / over)
     waits += sum(mixed_blocks(config)) * 4 * config.hidden_size * ((args.expert_parallel or 1) - 1)
-    waits += n * 4 * config.hidden_size * (args.tensor_parallel - 1)
+    around = 4 * n - 2 * sum(mixed_blocks(config))  # attention and dense MLPs, there and back
+    waits += around * config.hidden_size * (args.tensor_parallel - 1)
     waits *= 2 * tokens * (3 if args.use_activation_checkpointing else 2) / bandwidth
 
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
@@ -78,7 +79,7 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     weights, grads = 2 * (2 * accum if reshard else 1), 2 * accum if each else 4
     trained = compute.lora.active if compute.lora else total
     shares = args.tensor_parallel
-    moved = sum(b.parameters - b.routed for b in block_costs(config, 0)) * (1 - 1 / shares)
+    moved = sum(block.cut for block in block_costs(config, 0)) * (1 - 1 / shares)
     sent = ((total - moved) * weights + max(0, trained - moved) * grads) * (1 - 1 / cards)
     step = exposed(sent / bandwidth, micro * (accum if reshard or on_host else 1))
     if on_host:  # masters and moments to the card, and back at the same time, beside a forward

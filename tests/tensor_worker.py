@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Qwen3Config
 
-from fsdp.sharding import on_grid, shard_units, sum_over_ranks
+from fsdp.sharding import on_grid, shard_units, sum_not_average
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import DecoderLoss, make_units
 from llm_demo.core.mesh import SHARD, World, make_part_mesh
@@ -74,7 +74,7 @@ def main(n: int, names: list[str]) -> None:
         owners = {p: key for key, p in model.named_parameters()}
         shard_units(model, ranks, MixedPrecisionPolicy(), reshard=True)
         fully_shard(model, mesh=ranks)
-        sum_over_ranks(model)
+        sum_not_average(model)
         assert len(owners) == len(list(model.parameters()))
         # this group's rows, and this rank's slice of them
         groups, part = size // n, Part(rank % n, n)

@@ -130,15 +130,15 @@ def test_a_sharded_pipeline_goes_on_to_the_bit_and_on_other_shapes(runs):
     three, six = [*FP32, *THREE], [*FP32, *SIX]
     runs("fsdp_pp", 4, {
         "grid": [*three, *HELDOUT, "--eval_every", "2"], "grid-again": [*three, "--no_save_async"],
-        "shares": [*FP32, *SIX, *TENSOR], "shares-again": [*FP32, *SIX, *TENSOR],
-        "shares-from-grid": [*FP32, *SIX, *TENSOR],
+        "portions": [*FP32, *SIX, *TENSOR], "portions-again": [*FP32, *SIX, *TENSOR],
+        "portions-from-grid": [*FP32, *SIX, *TENSOR],
         **again({"grid16": [*BF16, *THREE]}), "long-from-grid": [*six, "--stages", "4"],
     })  # fmt: skip
     runs("fsdp_pp", 2, {
         **again({"one16": [*BF16, *SIX]}), "twice-from-grid": [*six, *TWICE],
         "v-from-grid": [*six, *OUT_AND_BACK],  # both ends of the model on a stage
     })  # fmt: skip
-    runs("fsdp", 2, {"shards-from-grid": three, "shards-from-shares": three})
+    runs("fsdp", 2, {"shards-from-grid": three, "shards-from-portions": three})
     runs.check()
 
 

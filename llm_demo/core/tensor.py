@@ -32,8 +32,10 @@ WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}  # latent attention: their outputs se
 
 
 def refuse_shares(config, n: int) -> None:
-    """Raise UserError if a model's heads can't be cut into n shares."""
-    for name in ("num_key_value_heads", "num_attention_heads"):
+    """Raise UserError if a model can't be cut into n shares."""
+    names = ["num_key_value_heads", "num_attention_heads"]
+    names += ["intermediate_size"] * (not hasattr(config, "moe_intermediate_size"))  # else see _cut
+    for name in names:
         if (count := getattr(config, name)) % n:
             raise UserError(f"--tensor_parallel {n} does not divide {count}, the model's {name}")
 

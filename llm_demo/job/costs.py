@@ -18,11 +18,18 @@ class Cost(NamedTuple):
     active: int  # parameters that one token uses
     flops: float  # training FLOPs per token, forward and backward
     routed: int = 0  # parameters of its routed experts
+    cut: int = 0  # parameters that --tensor_parallel cuts
 
 
 def state_bytes(args) -> int:
     """Bytes of a trained parameter's master and moments."""
     return MASTER_BYTES + MOMENT_BYTES[args.optim_state]
+
+
+def on_a_rank(block: Cost, shares: int, spread: int) -> float:
+    """Parameters of a block that a rank computes with. shares: --tensor_parallel; spread:
+    --expert_parallel."""
+    return block.parameters - block.cut * (1 - 1 / shares) - block.routed * (1 - 1 / spread)
 
 
 def block_costs(config, seq_len: int) -> list[Cost]:
@@ -32,6 +39,9 @@ def block_costs(config, seq_len: int) -> list[Cost]:
     attention, counted in full rather than its causal half, as in the PaLM paper's appendix B."""
     d, (heads, _, qk, v) = config.hidden_size, heads_of(config)
     attention, mixed = _attention_weights(config), mixed_blocks(config)
+    latents = 0  # widths of those that serve all heads
+    if latent(config):
+        latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
     costs = {}  # with experts or not -> cost
     for with_experts in {*mixed}:  # reading a configuration is slow
         if with_experts:
@@ -43,8 +53,9 @@ def block_costs(config, seq_len: int) -> list[Cost]:
         else:
             always = active = attention + 3 * d * config.intermediate_size
             routed = 0
+        cut = attention - d * latents + (0 if with_experts else 3 * d * config.intermediate_size)
         flops = 6 * active + 6 * heads * (qk + v) * seq_len
-        costs[with_experts] = Cost(always + routed, active, flops, routed)
+        costs[with_experts] = Cost(always + routed, active, flops, routed, cut)
     return [costs[with_experts] for with_experts in mixed]
 
 
