@@ -260,7 +260,7 @@ CASES = {  # what each rank reads: rows of experts, of heads, whole matrices
 }
 
 
-@pytest.mark.parametrize("kind", ["fsdp", slow("fsdp_pp"), slow("pp"), slow("zero")])
+@pytest.mark.parametrize("kind", [slow("fsdp"), slow("fsdp_pp"), slow("pp"), slow("zero")])
 def test_runs_are_those_of_the_values(kind, tmp_path):
     """Bit for bit on two processes: losses, norms, all that a checkpoint holds."""
     rows = (ROOT / "data/first_run.jsonl").read_text().splitlines()[:16]

@@ -138,7 +138,7 @@ def flags(name):
     ]  # fmt: skip
 
 
-QUICK = ("plain", "two", "two_shares")
+QUICK = ("plain", "two")
 
 
 @pytest.mark.parametrize("processes, quick", [(1, True), (2, True), slow(2, False), slow(4, False)])

@@ -312,12 +312,12 @@ OTHER_HALF = (("tied", "false"), ("untied", "true"), ("llama", "false"))
 HALVES = {
     "plain": HALF, "fsdp": HALF, "fsdp_reshard": OTHER_HALF, "tensor": HALF,
     "pp": OTHER_HALF, "pp_v": OTHER_HALF, "pp_dp": HALF, "fpp": HALF, "fpp_four": OTHER_HALF,
-    "fpp_tensor": HALF, "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
+    "fpp_one_dp": HALF, "fpp_v": OTHER_HALF,
     "replicas": (),  # test_replicas.py has them quickly
 }  # fmt: skip
 ONLY_SLOW = tuple(name for name in ENGINES if name.startswith("host_")) + ("replicas_four",)
 ONLY_SLOW += ("fpp_one", "fpp_twice", "fpp_v_four", "fpp_gpipe", "fpp_reshard", "fpp_long")
-ONLY_SLOW += tuple(FPP_OTHERS)
+ONLY_SLOW += ("tensor_four", "fpp_tensor", "fpp_tensor_v", *FPP_OTHERS)
 ONE_HALF = ("host", *ONLY_SLOW)
 QUICK_BF16 = ("zero2_offload",)
 WITH_BIASES = ("fsdp", "zero1", "zero3")  # trained so in bf16
