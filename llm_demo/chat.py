@@ -22,6 +22,7 @@ from llm_demo.export import ALONE, export, export_of
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
+from llm_demo.job.folder import published
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, path_of, whole
 from llm_demo.job.source import find_model, load_tokenizer, position_limit
@@ -52,7 +53,7 @@ def main() -> None:
     while True:
         if talk:
             print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.readline()) or line.strip() in ("/exit", "/quit"):
+        if not (line := sys.stdin.readline()) or talk and line.strip() in ("/exit", "/quit"):
             return
         if not line.strip() or not talk:
             messages = begin
@@ -74,11 +75,12 @@ def load(args, work: Path):
     UserError."""
     given, adapter = path_of(args.model), None
     if (given / "cmd.sh").is_file() and (given / "checkpoints").is_dir():  # a run
-        checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
         folder = given / "hf"
-        older = export_of(folder, int(checkpoint.name.removeprefix("step_"))) != folder
+        steps = [int(path.name[-8:]) for path in published(given / "checkpoints")]
+        older = bool(steps) and export_of(folder, max(steps)) != folder
         if older or not (folder / "config.json").is_file():  # or none, or adapters
             folder, dtype = work / "model", "fp32" if this_device().type == "cpu" else "bf16"
+            checkpoint = find_checkpoint(str(given), given, ALONE, lambda line: None)
             merge = bool(checked_facts(checkpoint).get("adapters"))
             line = export(checkpoint, folder, dtype, merge=merge, base=args.base)
             print(line, file=sys.stderr)

@@ -74,7 +74,8 @@ def test_a_run_and_its_export_answer_alike(tmp_path, alone, monkeypatch, capsys)
     lines = [QUESTIONS[0], "And now?", "", "And now?"]
     out, said = talk(monkeypatch, capsys, "run", questions=lines, terminal=True)
     assert out == f"{first}\n{second}\n{again}\n" and said.count("> ") == 5
-    assert talk(monkeypatch, capsys, "run", questions=["/exit", QUESTIONS[0]])[0] == ""
+    lines = ["/exit", QUESTIONS[0]]
+    assert talk(monkeypatch, capsys, "run", questions=lines, terminal=True)[0] == ""
     # a run that went on is not what hf/ holds
     train(alone, "--output_dir", "run", "--resume", "auto", "--max_steps", "12")
     export(next((tmp_path / "run/checkpoints").glob("*12")), tmp_path / "newest", "fp32")
