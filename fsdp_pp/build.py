@@ -15,6 +15,7 @@ from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.dist import timeout
+from llm_demo.job.fp8 import give_fp8
 from llm_demo.job.weights_files import loading
 
 
@@ -31,6 +32,7 @@ def build(job, layout, counts: list[int]) -> tuple:
 
     lm = skeleton(config, compute.attn_impl, weights, compute.product)
     n_params = param_count(lm)
+    give_fp8(lm, compute, args.tensor_parallel, log.say)
     if layout.experts:
         keep_part(lm, layout.experts)
     if layout.shares:

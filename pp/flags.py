@@ -4,7 +4,7 @@ import dataclasses
 from typing import Literal
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.args import StageArgs, refuse_bf16_moments
+from llm_demo.job.args import StageArgs, refuse_with_deepspeed
 from llm_demo.job.files import ROOT
 from llm_demo.job.parsing import flag
 
@@ -32,7 +32,7 @@ class PipeArgs(StageArgs):
 
     @staticmethod
     def check(args) -> None:
-        refuse_bf16_moments(args)
+        refuse_with_deepspeed(args)
         least = max(4, 2 * args.stages)
         if args.schedule == "dualpipev" and (args.stages < 2 or args.grad_accum_steps < least):
             raise UserError(

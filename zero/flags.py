@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llm_demo.job.args import refuse_bf16_moments
+from llm_demo.job.args import refuse_with_deepspeed
 from llm_demo.job.files import ROOT
 from llm_demo.job.parsing import flag
 
@@ -20,7 +20,7 @@ class ZeroArgs:
 
     @staticmethod
     def check(args) -> None:
-        refuse_bf16_moments(args)
+        refuse_with_deepspeed(args)
 
 
 GROUPS = (ZeroArgs,)

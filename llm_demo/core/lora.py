@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm_demo.core.experts import blocks_with_experts, fused
+from llm_demo.core.fp8 import linear
 
 
 class Lora(NamedTuple):
@@ -64,12 +65,13 @@ class LoraLinear(nn.Linear):
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, has_bias, device="meta")
         self.weight, self.bias = base.weight, base.bias
+        self.recipe = getattr(base, "recipe", None)  # of products in fp8
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.lora_A = Factor(base.in_features, lora.rank, zero=False)
         self.lora_B = Factor(lora.rank, base.out_features, zero=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, self.weight, self.bias)
+        out = linear(x, self.weight, self.bias, self.recipe)
         if self.dropout and torch.is_grad_enabled():  # not in an evaluation
             x = F.dropout(x, self.dropout)
         return out + self.lora_B(self.lora_A(x) * self.scale)

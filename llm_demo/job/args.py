@@ -129,6 +129,12 @@ class TrainArgs:
         "Compute dtype; trained weights are always fp32. auto: fp32 on a CPU, bf16 on a GPU that "
         "has it, else fp16. Short forms: --bf16, --fp16.",
     )
+    fp8: Literal["none", "rowwise_gw", "rowwise", "blockwise"] = flag(
+        "none",
+        "Products of the large linear layers of blocks in fp8, which is approximate. --fp8 alone "
+        "means rowwise_gw, with weights' gradients in bf16. blockwise: as DeepSeek-V3.",
+        alone="rowwise_gw",
+    )
     optim_state: Literal["fp32", "bf16"] = flag(
         "fp32", "Dtype of AdamW's moments. bf16 is approximate."
     )
@@ -205,6 +211,12 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
         parse_steps(args.profile_steps)
         if args.card and not args.estimate:
             raise UserError(f"--card {args.card[:80]} is what to estimate for: add --estimate")
+        if args.fp8 != "none" and args.dtype == "fp16":
+            raise UserError(f"--fp8 {args.fp8} needs --dtype bf16, not fp16")
+        if args.fp8 != "none" and args.router_aux_loss:
+            raise UserError(
+                "--router_aux_loss counts the experts chosen in a pass without fp8: drop --fp8"
+            )
         if args.max_steps == 0 and args.num_epochs == 0:
             raise UserError("--max_steps 0 needs --num_epochs above 0")
         if args.activation_memory_budget < 1 and args.compile is False:
@@ -315,9 +327,13 @@ def parse_args(description: str, *more: type, argv: list[str] | None = None):
     return args
 
 
-def refuse_bf16_moments(args) -> None:
-    """Raise UserError for moments in bf16 with DeepSpeed. Its own `bf16_optimizer_states` needs
-    `bf16_master_weights_and_grads`, and its steps take fp32 ones."""
+def refuse_with_deepspeed(args) -> None:
+    """Raise UserError for what does not work with DeepSpeed: fp8, and moments in bf16. Its own
+    `bf16_optimizer_states` needs `bf16_master_weights_and_grads`, and its steps take fp32 ones."""
+    if args.fp8 != "none":
+        raise UserError(
+            f"--fp8 {args.fp8} does not work with DeepSpeed's engines: use fsdp/ or fsdp_pp/"
+        )
     if args.optim_state != "fp32":
         raise UserError(
             f"--optim_state {args.optim_state} does not work with DeepSpeed, which has bf16 "

@@ -49,6 +49,7 @@ class Compute(NamedTuple):
     product: str = "looped"  # of experts, see core/experts.py
     lora: tuple | None = None  # a core.lora.Lora: adapters, the model itself is frozen
     attention_kept: int = 0  # the last blocks whose attention is not recomputed
+    fp8: str = ""  # a recipe of core.fp8
 
 
 def probe_once(module: str, *args, versions: tuple = ()) -> str | None:

@@ -38,7 +38,7 @@ also reads environment variables with a flag's name in capitals, and MODEL; see 
 
 def flag(
     default, help: str, *, positive=False, at_least=0, at_most=None, env=None, path=False,
-    form=None, saves_memory="", gone=None,
+    form=None, saves_memory="", gone=None, alone=None,
 ):  # fmt: skip
     """A dataclass field that is a flag.
 
@@ -48,6 +48,7 @@ def flag(
         env: the environment variable that sets it, "" for none; default: its name in capitals.
         path: it names files or folders, separated by commas, in which ~ is the home folder.
         saves_memory: the value to suggest after running out of GPU memory, then a remark, if any.
+        alone: what the flag means without a value.
         gone: {a choice that earlier versions had: what to use instead}.
     """
     return dataclasses.field(default=default, metadata=locals())  # all arguments, by name
@@ -121,7 +122,7 @@ class FlagHelp(argparse.RawDescriptionHelpFormatter):
     """Names each flag once, without the other spelling and the placeholder that argparse adds."""
 
     def _format_action(self, action):
-        name = f"--[no_]{action.dest}" if action.nargs == "?" else f"--{action.dest}"
+        name = f"--[no_]{action.dest}" if action.const is True else f"--{action.dest}"
         text, indent = f"  {name:<18}  {self._expand_help(action)}", " " * 22
         return f"{textwrap.fill(text, 100, subsequent_indent=indent)}\n"
 
@@ -140,10 +141,12 @@ def parser_of(description: str, groups: list[type], values: dict) -> PlainParser
         for field in dataclasses.fields(group):
             name, default = field.name, field.default
             text = f"{field.metadata['help']} {remarks(field, values.get(name, default))}"
-            boolean = {"nargs": "?", "const": True} if kind_of(field) is bool else {}
+            boolean = kind_of(field) is bool
+            alone = True if boolean else field.metadata["alone"]
+            optional = {"nargs": "?", "const": alone} if alone else {}
             section.add_argument(
                 *spellings(name), type=functools.partial(value_of, field), default=default,
-                help=text.replace("%", "%%"), **boolean,
+                help=text.replace("%", "%%"), **optional,
             )  # fmt: skip
             if boolean:
                 off = {"action": "store_false", "dest": name, "default": default}

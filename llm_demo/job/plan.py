@@ -41,6 +41,7 @@ from llm_demo.job.costs import flops_of_slot, parameters_of
 from llm_demo.job.device import drawn_on, dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.folder import settings_of
+from llm_demo.job.fp8 import decide_fp8
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import Source, choose_lora, factors_of, find_source, short
 from llm_demo.job.process import regular
@@ -141,7 +142,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         **train.stats.identity, "seed": args.seed, "rows of a step": horizon.global_batch,
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
-    compute = compute._replace(lora=lora)
+    fp8 = tell(decide_fp8(args, ask, device, compute, train.seq_len))
+    compute = compute._replace(lora=lora, fp8=fp8)
     return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
 
 
@@ -379,14 +381,13 @@ def smaller_steps(args: Args, data_parallel: int, n_total: int, max_steps: int) 
 def decide_order(args: Args, horizon: Horizon, train: Packs) -> tuple[Callable, list[str]]:
     """(step -> its rows, lines). Raises UserError for a --length_warmup with steps that this run
     lacks or fills up with padding: the sorted rows would be others once the run is extended."""
-    first, full, lines = args.length_warmup, horizon.max_steps, []
-    if horizon.n_total:
-        full = min(full, horizon.n_total // horizon.global_batch)
+    first, lines = args.length_warmup, []
+    rows = horizon.n_total or horizon.max_steps * horizon.global_batch
+    full = min(horizon.max_steps, rows // horizon.global_batch)
     if first > full:
-        raise UserError(
-            f"--length_warmup {first} is longer than the run's {counted(full, 'step')} of "
-            f"{counted(horizon.global_batch, 'row')}: give at most {full}"
-        )
+        steps, step = counted(full, "step"), counted(horizon.global_batch, "row")
+        longer = f"--length_warmup {first} is longer than the run's {steps} of {step}"
+        raise UserError(f"{longer}: give at most {full}")
     if not args.shuffle:
         packed = "" if train.single else " by the first document of each (they are packed)"
         lines.append(f"rows: in file order{packed}, the same in every epoch (--no_shuffle)")

@@ -44,7 +44,7 @@ from llm_demo.job.weights_files import refuse_other_adapters
 SETTINGS = (
     "lr_scheduler", "warmup_steps", "weight_decay", "max_grad_norm", "dtype", "lr", "max_steps",
     "eval_json", "router_aux_loss", "router_bias_update", "psgd_rank", "psgd_start",
-    "lora_dropout", "freeze_router", "optim_state",
+    "lora_dropout", "freeze_router", "optim_state", "fp8",
 )  # fmt: skip
 
 
