@@ -157,6 +157,13 @@ EARLY = [
     ("zero", "--lora-rank=16", "--lora-rank=16: only for fsdp/"),
     *((kind, "--optim_state bf16", "--optim_state bf16 does not work with DeepSpeed, which has "
        "bf16 moments only beside bf16 masters: use fsdp/ or fsdp_pp/") for kind in ("pp", "zero")),
+    *((kind, "--fp8", "--fp8 rowwise_gw does not work with DeepSpeed's engines: use fsdp/ or "
+       "fsdp_pp/") for kind in ("pp", "zero")),
+    ("fsdp", "--fp8 tensorwise", "--fp8 tensorwise: choose from none, rowwise_gw, rowwise, "
+     "blockwise"),
+    ("fsdp_pp", "--fp8 rowwise --fp16", "--fp8 rowwise needs --dtype bf16, not fp16"),
+    ("fsdp", "--fp8 --router_aux_loss 0.1", "--router_aux_loss counts the experts chosen in a pass "
+     "without fp8: drop --fp8"),
     ("fsdp", "--optim_state fp16", "--optim_state fp16: choose from fp32, bf16"),
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "--fsdp: only for fsdp/"),

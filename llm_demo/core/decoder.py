@@ -67,6 +67,10 @@ class Blocks(nn.Module):
         self.blocks, self.checkpointing = nn.ModuleList(blocks), checkpointing
         self.kept = kept or []
         self.dropout = any(getattr(m, "dropout", 0) for m in self.modules())  # only of adapters
+        # with autograd functions of ours: PyTorch 2.11 keeps what they return in compiled blocks,
+        # unless it is told which operators' results to keep
+        ours = "recipe", "cut"
+        self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin)."""
@@ -80,8 +84,9 @@ class Blocks(nn.Module):
             if self.checkpointing and torch.is_grad_enabled():
                 options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
                 kept = self.kept
-                if hasattr(block.mlp, "experts"):  # the same experts again, even if two are equal
-                    kept = [*kept, CHOICE]
+                told = self.told and torch.compiler.is_compiling()
+                if told or hasattr(block.mlp, "experts"):
+                    kept = [*kept, CHOICE]  # the same experts again, even if two are equal
                 if kept:
                     options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
                 hidden = checkpoint(block, hidden, **options, **inputs)
