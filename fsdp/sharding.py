@@ -91,6 +91,8 @@ def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> s
         name += f", {how} over {n} ranks"
         if world.local_size % n:
             say(f"warning: {how} over several nodes, whose network every block then waits for")
+    if layout.tensor_parallel > 1:
+        say("tensor parallel: for wide layers and less memory; slower if FSDP2 alone fits, see docs/")
     return name
 
 

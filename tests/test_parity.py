@@ -20,7 +20,8 @@ STEPS, GLOBAL_BATCH, SEQ_LEN, SEED, LR, CLIP, DECAY = 5, 8, 96, 3, 1e-3, 0.5, 0.
 TOLERANCE = 1e-5
 # of gradients after the first step: an element whose first gradient is nearly zero moves by AdamW's
 # sign of it, so rounding moves it elsewhere; test_tensor.py is exact
-LATER = dict.fromkeys(("tensor", "tensor_four", "fpp_tensor", "fpp_tensor_v"), 2e-5)
+WITH_SHARES = "tensor", "tensor_four", "host_tensor", "fpp_tensor", "fpp_tensor_v"
+LATER = dict.fromkeys(WITH_SHARES, 2e-5)
 GPUS = torch.cuda.device_count()
 DEVICE = "cuda" if GPUS else "cpu"  # a CPU and a GPU differ by 1.3e-5 in the same plain loop
 SIZES = dict(
@@ -262,6 +263,7 @@ ENGINES = {
     "host_spread": ("fsdp", 2, ["--optimizer_on_host", *SPREAD], [(4, 2), (2, 4), (8, 1)]),
     "tensor": ("fsdp", 2, TENSOR, [(4, 2), (2, 4), (8, 1)]),
     "tensor_four": ("fsdp", 4, [*TENSOR, *RESHARD, *ONE], [(4, 1), (1, 4), (2, 2)]),
+    "host_tensor": ("fsdp", 2, ["--optimizer_on_host", *TENSOR], [(8, 1), (4, 2), (2, 4)]),
     "fsdp_reshard": ("fsdp", 2, RESHARD, [(2, 2), (4, 1), (2, 2)]),
     "replicas": ("fsdp", 2, ["--replicas", "all"], [(1, 4), (4, 1), (2, 2)]),
     "replicas_four": ("fsdp", 4, ["--replicas", "2", *RESHARD], [(1, 2), (2, 1), (1, 2)]),
@@ -324,17 +326,25 @@ WITH_BIASES = ("fsdp", "zero1", "zero3")  # trained so in bf16
 # attention whose shapes stay, for a compiler of shapes; on a CPU it would take minutes of C++
 COMPILED = ["--compile", "--attn_impl", "math"]
 SKIPPED = {("untied", "true"), ("untied", "false"), ("llama", "true")}  # each case is compiled anew
-for name in ("fsdp", "pp", "pp_v", "fpp", "fpp_twice", "fpp_v"):
+for name in ("fsdp", "tensor", "pp", "pp_v", "fpp", "fpp_twice", "fpp_v"):
     kind, processes, flags, splits = ENGINES[name]
     ENGINES[f"{name}_compiled"] = kind, processes, [*flags, *COMPILED], splits
 
 
 # loss within 1 % and 0.3 % of fp32's over 5 steps, norm within 5 % and 2 %
 BOUNDS = {"bf16": (1e-2, 5e-2), "fp16": (3e-3, 2e-2)}
-LOW_PRECISION = "plain fsdp host_one host pp pp_v fpp fpp_four fpp_one fpp_twice fpp_v".split()
+LOW_PRECISION = (
+    "plain fsdp tensor host_one host pp pp_v fpp fpp_four fpp_one fpp_twice fpp_v".split()
+)
 BOTH_SLOW = ("host_one", "plain", "fpp_one", "fpp_four")
 SLOW_LOW_PRECISION = {(engine, dtype) for engine in BOTH_SLOW for dtype in BOUNDS}
-SLOW_LOW_PRECISION |= {("pp_v", "fp16"), ("fpp_v", "fp16"), ("fpp_twice", "fp16"), ("host", "bf16")}
+SLOW_LOW_PRECISION |= {
+    ("tensor", "fp16"),
+    ("pp_v", "fp16"),
+    ("fpp_v", "fp16"),
+    ("fpp_twice", "fp16"),
+    ("host", "bf16"),
+}
 
 
 def launches():
