@@ -195,6 +195,7 @@ def cases_of(models, folder, kind, processes, quick):
                 more = [*flags, "--use_activation_checkpointing", checkpointing]
                 cases[name] = argv(models, model, micro, accum, *more)
         replicas = {"pp": 1, "fsdp_pp": max(1, processes // 2)}.get(kind, processes)
+        replicas //= 2 if "--tensor_parallel" in flags else 1
         accum = GLOBAL_BATCH // 2 // replicas
         for dtype in BOUNDS:
             if trains_in(dtype, engine, quick):
