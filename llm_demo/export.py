@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
+from llm_demo.job.adapters import factor_names, factors_of, merge_into
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -30,7 +31,7 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
-from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
+from llm_demo.job.model_folder import describe, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import appearing, read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config

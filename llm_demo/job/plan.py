@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import json
 import math
 import shlex
@@ -34,20 +33,21 @@ from llm_demo.data.packs import (
     split_off,
 )
 from llm_demo.data.sources import heldout_beside, hub_parts, weighted
+from llm_demo.job.adapters import decide_lora, factors_of
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
-from llm_demo.job.costs import flops_of_slot, parameters_of
-from llm_demo.job.device import drawn_on, dtype_name, prepare_device
+from llm_demo.job.costs import flops_of_slot
+from llm_demo.job.device import dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.folder import settings_of
 from llm_demo.job.fp8 import decide_fp8
 from llm_demo.job.log import Log
-from llm_demo.job.model_folder import Source, choose_lora, factors_of, find_source, short
+from llm_demo.job.model_folder import Source, find_source
 from llm_demo.job.process import regular
 from llm_demo.job.source import fix_date, position_limit, window_of, without_window
 from llm_demo.job.text import counted
-from llm_demo.job.weights_files import identity_of, refuse_other_adapters
+from llm_demo.job.weights_files import refuse_other_adapters
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
@@ -250,27 +250,6 @@ def fingerprint(config) -> str:
     """A digest of the model's configuration, wherever it was read from."""
     values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
-def decide_lora(
-    args: Args, world: World, source: Source, dtype: str
-) -> tuple[Lora | None, list[str]]:
-    """(the adapters that the flags ask for, if this script has such flags, lines)."""
-    if not args.lora_rank:
-        return None, []
-    if args.export != "none" and not importlib.util.find_spec("peft"):
-        raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
-    identify = functools.partial(
-        identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
-    )
-    lora = choose_lora(args, source.config, from_rank0(world, identify))
-    share = lora.parameters / parameters_of(source.config)
-    line = (
-        f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
-        f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
-        f"frozen in {dtype}"
-    )
-    return lora, [line]
 
 
 def refuse_other_model(checkpoint: Path, config, lora: Lora | None) -> None:
