@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
+from llm_demo.job.adapter_folder import BASE
 from llm_demo.job.adapters import factor_names, factors_of, merge_into
 from llm_demo.job.checkpoint_files import (
     checked_facts,
@@ -39,6 +40,7 @@ from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (
     Weights,
     as_in_files,
+    base_digest,
     identity_of,
     in_files,
     in_peft,
@@ -182,15 +184,15 @@ def model_of(folder: Path) -> tuple:
         raise UserError(f"{folder}/config.json: {words_of(e)}") from e
 
 
-def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path) -> None:
-    """Write safetensors. Raises UserError if a number is not finite in the dtype it is written
-    in."""
+def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path, **more) -> None:
+    """Write safetensors; more: further metadata. Raises UserError if a number is not finite in the
+    dtype it is written in."""
     for name, t in tensors.items():
         if not (t.float() if t.dtype == E4M3 else t).isfinite().all():
             raise UserError(
                 f"{checkpoint}: {name} is not finite in {t.dtype}; nothing was exported"
             )
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt", **more})
 
 
 def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict) -> int:
@@ -207,7 +209,8 @@ def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dic
     read_tensors(checkpoint, tensors)
     targets = peft_targets(tensors)
     tensors = {name: t.to(dtype) for name, t in in_peft(tensors).items()}
-    save_finite(tensors, folder / "adapter_model.safetensors", checkpoint)
+    noted = {BASE: base_digest(lora["base"])}
+    save_finite(tensors, folder / "adapter_model.safetensors", checkpoint, **noted)
     alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
     LoraConfig(
         r=lora["rank"], lora_alpha=alpha, lora_dropout=lora["dropout"], **targets,

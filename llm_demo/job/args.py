@@ -199,7 +199,7 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     activations_on_host = freeze_router = optimizer_on_host = reshard_after_forward = False
     lora_rank = psgd_rank = router_aux_loss = router_bias_update = 0
     sequence_parallel = tensor_parallel = 1
-    deepspeed_config = expert_parallel = None
+    adapter = deepspeed_config = expert_parallel = None
 
     def check_processes(self, processes: int) -> None:
         """Raise UserError if these flags don't work with so many processes. For a script's own

@@ -52,7 +52,7 @@ from llm_demo.job.weights_files import refuse_other_adapters
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
     "model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json", "eval_json",
-    "output_dir", "deepspeed_config", "local_rank",
+    "output_dir", "deepspeed_config", "local_rank", "adapter",
 }  # fmt: skip
 
 ABOUT_STEPS = 100  # what a run takes if no flag sets its length
