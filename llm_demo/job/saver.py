@@ -119,11 +119,10 @@ class Saver:
             if any("data file" in change for change in changes):
                 before_in = self.path.parent.parent / "config.json"
                 text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
-                merge = " --merge" if self.adapters else ""
+                flag = "adapter" if self.adapters else "model_name_or_path"
                 advice += (
                     f"to train its model on other data, export it (python -m llm_demo.export "
-                    f"{shlex.quote(str(self.path))} OUT{merge}) and start a new run with "
-                    "--model_name_or_path OUT; "
+                    f"{shlex.quote(str(self.path))} OUT) and start a new run with --{flag} OUT; "
                 )
             self._refuse(text, advice)
         before = self.facts.get("settings", {})
