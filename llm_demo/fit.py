@@ -103,7 +103,7 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
     compute = ask.compute
     if ask.lora_rank:
-        args = flags_of(*FLAGS[FSDP], argv=["--lora_rank", str(ask.lora_rank)])
+        args = flags_of(*FLAGS[FSDP], argv=("--lora_rank", str(ask.lora_rank)))
         compute = compute._replace(lora=choose_lora(args, config, {}))
     for launcher, flags in settings(config, ask, pipeline):
         yield from batches(config, ask, compute, launcher, flags)
@@ -207,7 +207,7 @@ def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice
 
 @functools.cache
 def flags_of(*groups: type, argv=()):
-    return parse_args("", *groups, argv=[*argv])
+    return parse_args("", *groups, argv=list(argv))
 
 
 def lacking(choice: Choice, ask) -> float:

@@ -4,6 +4,7 @@ trained on exactly. Imports nothing heavy, so that a launcher can read it."""
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +59,7 @@ def open_adapter(name: str) -> Adapter:
         what = "a folder without adapter_config.json" if folder.is_dir() else "no folder"
         raise UserError(
             f"--adapter {name}: {what}: it must be the folder of a PEFT adapter, as exports and "
-            "save_pretrained write it; of one on the hub, a download"
+            "save_pretrained write it; get one of the hub by hf download"
         )
     try:
         config = json.loads(read_text(file))
@@ -80,11 +81,31 @@ def open_adapter(name: str) -> Adapter:
     )  # fmt: skip
 
 
+def _number(x) -> bool:
+    return type(x) in (int, float)
+
+
+def _names(x) -> bool:
+    return x is None or isinstance(x, list) and all(type(name) is str for name in x)
+
+
+FITS = {  # key of adapter_config.json -> check of its value, None if it is missing
+    "peft_type": lambda x: x is not None,
+    "r": lambda x: type(x) is int and 0 < x <= 1 << 16,
+    "lora_alpha": lambda x: _number(x) and 0 < x <= 1e9,
+    "use_rslora": lambda x: x in (True, False, None),
+    "lora_dropout": lambda x: x is None or _number(x) and 0 <= x < 1,
+    "target_modules": lambda x: type(x) is str or _names(x),
+    "target_parameters": _names,
+    "base_model_name_or_path": lambda x: type(x) is str or x is None,
+}
+
+
 def ending(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def problems_of(config: dict):
+def problems_of(config: dict) -> Iterator[str]:
     """Why an adapter_config.json can't be trained on exactly, if so."""
     for key in config.keys() - READ - WITHOUT_EFFECT:
         value = config[key]
@@ -93,20 +114,8 @@ def problems_of(config: dict):
                 f"{key} {json.dumps(value)[:80]} can't be trained on exactly: merge the adapter "
                 "into its base with peft's merge_and_unload, and train from that model"
             )
-    number = lambda x: type(x) in (int, float) and math.isfinite(x)  # noqa: E731
-    names = lambda x: x is None or isinstance(x, list) and all(type(n) is str for n in x)  # noqa: E731
-    fits = {
-        "peft_type": lambda x: x is not None,
-        "r": lambda x: type(x) is int and x > 0,
-        "lora_alpha": lambda x: number(x) and x > 0,
-        "use_rslora": lambda x: x in (True, False, None),
-        "lora_dropout": lambda x: x is None or number(x) and 0 <= x < 1,
-        "target_modules": lambda x: type(x) is str or names(x),
-        "target_parameters": names,
-        "base_model_name_or_path": lambda x: type(x) is str or x is None,
-    }
-    for key, fit in fits.items():
-        if not fit(value := config.get(key)):
+    for key, fits in FITS.items():
+        if not fits(value := config.get(key)):
             yield f"invalid {key}: {json.dumps(value)[:80]}"
 
 
@@ -119,7 +128,9 @@ def header_of(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
         raise UserError(f"{folder} holds {held}: write it again with peft's save_pretrained")
     try:
         with safe_open(file, "np") as opened:
-            return tuple(opened.keys()), opened.metadata() or {}
+            if names := tuple(opened.keys()):
+                return names, opened.metadata() or {}
+        raise UserError(f"{file} holds no tensors")
     except SafetensorError as e:
         raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
 
