@@ -346,6 +346,8 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     began = f"`{base}`"
     if settings.get("random_weights") is True:
         began = f"random weights (configuration of {began})"
+    if adapter := settings.get("adapter"):
+        began += f" with the adapter `{Path(str(adapter)).name}`"
     head, on_hub = "library_name: transformers", settings.get("base_model")
     if lora:
         head, path = "library_name: peft", lora["base"]["path"]

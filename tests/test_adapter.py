@@ -95,6 +95,7 @@ def test_an_export_is_trained_on_and_exported_again(work):
     began = json.loads((folder / "on/summary.json").read_text())["eval_loss"]["0"]
     assert began == pytest.approx(last_loss(folder / "run"), rel=1e-6)
     assert open_adapter(str(folder / "run/hf")).made_for
+    assert " from `deepseek` with the adapter `hf` on " in (folder / "on/hf/README.md").read_text()
     assert "warning" not in (folder / "on/train.log").read_text()
     assert_same_tensors(at(folder / "run", 4), at(folder / "again", 4))
     said = f"resume: adapters continue from the checkpoint, not from {folder}/deepseek-adapter, wh"
