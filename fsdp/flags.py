@@ -3,10 +3,13 @@
 import dataclasses
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.adapter_folder import adopt
 from llm_demo.job.args import ExpertArgs, SpreadArgs
 from llm_demo.job.parsing import flag
 
-LORA = ("lora_targets", "lora_alpha", "lora_dropout", "base_bits")
+LORA = {  # the defaults
+    "lora_targets": "all-linear", "lora_alpha": 32.0, "lora_dropout": 0.0, "base_bits": 16,
+}  # fmt: skip
 OVER_RANKS = ("replicas", "expert_parallel", "sequence_parallel", "tensor_parallel")
 NEED_FSDP = ("reshard_after_forward", *OVER_RANKS)
 NOT_TOGETHER = (  # two flags and, if known, why
@@ -33,7 +36,7 @@ class FsdpArgs:
         None, "Shard with FSDP2. Default: if there are several processes, or a flag needs it."
     )
     reshard_after_forward: bool = flag(
-        False, "Gather weights and sum gradients in every micro-batch.", saves_memory="true"
+        False, "Gather weights, sum gradients in every micro-batch.", saves_memory="true"
     )
     replicas: str = flag(
         "1",
@@ -57,15 +60,21 @@ class FsdpArgs:
         saves_memory="2, for long rows on several processes",
     )
     lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
-    lora_targets: str = flag(
-        "all-linear",
-        "Layers of blocks to adapt, such as q_proj,v_proj. Of experts: gate_up_proj,down_proj.",
+    adapter: str | None = flag(
+        None, "Folder of a PEFT adapter to train on, with its rank, alpha and targets.", path=True
     )
-    lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
+    lora_targets: str | None = flag(
+        None,
+        "Layers of blocks to adapt, such as q_proj,v_proj. Of experts: gate_up_proj,down_proj. "
+        "Default: all-linear, all of these.",
+    )
+    lora_alpha: float | None = flag(
+        None, "Adapters' products are scaled by this / rank. Default: 32.", positive=True
+    )
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     base_bits: int = flag(
         16,
-        "Bits of the weights under adapters. 4: NF4, of blocks' linear layers.",
+        "Bits of weights under adapters. 4: NF4, of linear layers.",
         form=("4|16", "4 or 16"),
     )
     router_bias_update: float = flag(
@@ -88,6 +97,8 @@ class FsdpArgs:
 
     @staticmethod
     def check(args) -> None:
+        if args.adapter:
+            adopt(args)
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
         on = {name for name, value in vars(args).items() if value and value != OFF.get(name)}
@@ -97,6 +108,7 @@ class FsdpArgs:
         for one, other, why in NOT_TOGETHER:
             if {one, other} <= on:
                 reason = f": {why}" if why else ""
+                one = "adapter" if one == "lora_rank" and args.adapter else one
                 raise UserError(f"--{one} does not work with --{other}{reason}")
         if args.seq_len % (n := args.sequence_parallel):
             raise UserError(f"--sequence_parallel {n} does not divide --seq_len {args.seq_len}")
@@ -108,9 +120,11 @@ class FsdpArgs:
             raise UserError("--activations_on_host needs --use_activation_checkpointing")
         if args.activations_on_host and args.blocks_per_unit > 1:
             raise UserError("--activations_on_host works on single blocks: drop --blocks_per_unit")
-        for name in LORA:
+        for name, default in LORA.items():
             if not args.lora_rank and getattr(args, name) != getattr(FsdpArgs, name):
-                raise UserError(f"--{name} needs --lora_rank")
+                raise UserError(f"--{name} needs --lora_rank, or --adapter")
+            if args.lora_rank and getattr(args, name) is None:
+                setattr(args, name, default)
         if args.psgd_rank and args.dtype == "fp16":
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"

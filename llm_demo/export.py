@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
+from llm_demo.job.adapter_folder import BASE
+from llm_demo.job.adapters import factor_names, factors_of, merge_into
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -30,7 +32,7 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
-from llm_demo.job.model_folder import describe, factor_names, factors_of, merge_into, on_meta
+from llm_demo.job.model_folder import describe, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import appearing, read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
@@ -38,6 +40,7 @@ from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (
     Weights,
     as_in_files,
+    base_digest,
     identity_of,
     in_files,
     in_peft,
@@ -188,15 +191,15 @@ def model_of(folder: Path) -> tuple:
         raise UserError(f"{folder}/config.json: {words_of(e)}") from e
 
 
-def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path) -> None:
-    """Write safetensors. Raises UserError if a number is not finite in the dtype it is written
-    in."""
+def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path, **more) -> None:
+    """Write safetensors; more: further metadata. Raises UserError if a number is not finite in the
+    dtype it is written in."""
     for name, t in tensors.items():
         if not (t.float() if t.dtype == E4M3 else t).isfinite().all():
             raise UserError(
                 f"{checkpoint}: {name} is not finite in {t.dtype}; nothing was exported"
             )
-    save_file(tensors, file, metadata={"format": "pt"})
+    save_file(tensors, file, metadata={"format": "pt", **more})
 
 
 def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dict) -> int:
@@ -213,7 +216,8 @@ def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dic
     read_tensors(checkpoint, tensors)
     targets = peft_targets(tensors)
     tensors = {name: t.to(dtype) for name, t in in_peft(tensors).items()}
-    save_finite(tensors, folder / "adapter_model.safetensors", checkpoint)
+    noted = {BASE: base_digest(lora["base"])}
+    save_finite(tensors, folder / "adapter_model.safetensors", checkpoint, **noted)
     alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
     LoraConfig(
         r=lora["rank"], lora_alpha=alpha, lora_dropout=lora["dropout"], **targets,
@@ -350,6 +354,8 @@ def card(checkpoint: Path, name: str, lora: dict | None = None) -> str:
     began = f"`{base}`"
     if settings.get("random_weights") is True:
         began = f"random weights (configuration of {began})"
+    if adapter := settings.get("adapter"):
+        began += f" with the adapter `{Path(str(adapter)).name}`"
     head, on_hub = "library_name: transformers", settings.get("base_model")
     if lora:
         head, path = "library_name: peft", lora["base"]["path"]

@@ -35,12 +35,13 @@ from llm_demo import step_time
 from llm_demo.core.errors import UserError
 from llm_demo.core.tensor import refuse_shares
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
+from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
 from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, share_of_heads
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.files import ROOT
-from llm_demo.job.model_folder import choose_lora, open_model
+from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, whole
 from llm_demo.job.process import command
 from llm_demo.job.source import find_model, is_mixture
@@ -102,7 +103,8 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
     compute = ask.compute
     if ask.lora_rank:
-        args = dataclasses.replace(flags_of(*FLAGS[FSDP]), **adapters(ask))
+        words = tuple(w for k, v in adapters(ask).items() for w in (f"--{k}", str(v)))
+        args = flags_of(*FLAGS[FSDP], argv=words)
         compute = compute._replace(lora=choose_lora(args, config, {}))
     for launcher, flags in settings(config, ask, pipeline):
         yield from batches(config, ask, compute, launcher, flags)
@@ -211,8 +213,8 @@ def batches(config, ask, compute, launcher: str, flags: dict) -> Iterator[Choice
 
 
 @functools.cache
-def flags_of(*groups: type):
-    return parse_args("", *groups, argv=[])
+def flags_of(*groups: type, argv=()):
+    return parse_args("", *groups, argv=list(argv))
 
 
 def lacking(choice: Choice, ask) -> float:

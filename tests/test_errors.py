@@ -41,6 +41,8 @@ from llm_demo.job.process import fault_of_environment
 from llm_demo.job.source import EXPERTS
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
+HEAD = "base_model.model.lm_head.lora_A.weight"
+ADAPTER = {"peft_type": "LORA", "bias": "none", "r": 4, "lora_alpha": 8, "target_modules": ["x"]}
 QUANTIZED = {  # quantization_config of folders
     "awq": {"quant_method": "awq", "bits": 4},
     "other blocks": {"quant_method": "fp8", "weight_block_size": [1, 128]},
@@ -170,6 +172,10 @@ def folder(tmp_path_factory):
         "finished run/cmd.sh": "",
         "damaged/checkpoints/step_00000001/manifest.json": '{"files": {}}',
         "gpt2/config.json": '{"model_type": "gpt2"}',
+        "adapter/adapter_config.json": json.dumps(ADAPTER),
+        "dora/adapter_config.json": change(ADAPTER, use_dora=True),
+        "pickled/adapter_config.json": json.dumps(ADAPTER),
+        "pickled/adapter_model.bin": "",
     }
     for name, quantization in QUANTIZED.items():
         files[f"{name}/config.json"] = change(one_block, quantization_config=quantization)
@@ -185,6 +191,7 @@ def folder(tmp_path_factory):
     for name in ("pipe", "piped/config.json", "piped/checkpoints/step_00000001/manifest.json"):
         os.mkfifo(folder / name)  # who opens it waits without end
     save_file({"weight": torch.zeros(1)}, folder / "trained/model.safetensors")
+    save_file({HEAD: torch.zeros(4, 512)}, folder / "adapter/adapter_model.safetensors")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "one block"))
     model.lm_head.weight.data[-1, -1] = math.nan
     model.save_pretrained(folder / "not finite")
@@ -378,6 +385,15 @@ BAD = [
      "--psgd_rank does not work with a mixture of experts"),
     (OTHERS, "--lora_rank 4", "--lora_rank: only for fsdp/"),
     ("fsdp", "--lora_alpha 8", "--lora_alpha needs --lora_rank"),
+    (OTHERS, "--adapter adapter", "--adapter: only for fsdp/"),
+    ("fsdp", "--adapter absent", "--adapter absent: no folder: it must be the folder of a PEFT"),
+    ("fsdp", "--adapter trained", "--adapter trained: a folder without adapter_config.json"),
+    ("fsdp", "--adapter dora", "use_dora true can't be trained on exactly: merge the adapter"),
+    ("fsdp", "--adapter pickled", "pickled holds adapter_model.bin, but no adapter_model.safe"),
+    ("fsdp", "--adapter adapter --lora_rank 8", "--lora_rank 8 contradicts --adapter adapter"),
+    ("fsdp", "--adapter adapter --optimizer_on_host", "--adapter does not work with --optimizer"),
+    ("fsdp", f"--adapter adapter {NO_DATA}", f"{HEAD} is not a factor of a layer that can have"),
+    ("fsdp", f"{MODEL} adapter", "adapter holds an adapter, not a model: .* --adapter adapter$"),
     ("fsdp", "--lora_rank 4 --lora_targets=",
      "--lora_targets names no layer: choose from q_proj, k_p"),
     ("fsdp", "--lora_rank 4 --lora_targets q_proj,gate",

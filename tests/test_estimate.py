@@ -28,10 +28,10 @@ from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.mesh import World
 from llm_demo.core.rows import position_ids
 from llm_demo.job import choices
+from llm_demo.job.adapters import choose_lora
 from llm_demo.job.choices import Compute
 from llm_demo.job.costs import Cost, parameters_of
 from llm_demo.job.device import DTYPES
-from llm_demo.job.model_folder import choose_lora
 from llm_demo.job.source import load_config
 from pp import estimate as pipeline
 from zero import estimate as zero

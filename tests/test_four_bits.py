@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
+from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
 from llm_demo.job.four_bits import find_or_build
 from llm_demo.job.four_bits_files import need_library
@@ -137,7 +138,7 @@ def layer_of(N, K, dtype):
     block = nn.ModuleDict({"up": nn.Linear(K, N, device="meta")})
     lm = nn.ModuleDict({"layers": nn.ModuleList([block])})
     model, names = nn.ModuleDict({"model": lm}), {"model.layers.0.up.weight"}
-    done = four_bits.use_four_bits(model, dtype, lambda name: (bits, scales), names)
+    done = use_four_bits(model, dtype, lambda name: (bits, scales), names)
     assert done == (["up"], [])
     layer = block["up"].to_empty(device="cpu")
     layer.weight.data.copy_(layer.recipe.stored())

@@ -23,7 +23,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
 from llm_demo.core.lora import Factor, Lora, LoraLinear
 from llm_demo.export import export, write_adapter
-from llm_demo.job.model_folder import choose_lora, factors_of
+from llm_demo.job.adapters import choose_lora, factors_of
 from llm_demo.job.source import find_model
 from llm_demo.job.weights_files import open_weights
 

@@ -37,8 +37,8 @@ from llm_demo.core.experts import FUSED, Routers, blocks_with_experts
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.rows import position_ids
 from llm_demo.export import write_adapter
+from llm_demo.job.adapters import choose_lora, factors_of, merge_into
 from llm_demo.job.checkpoint_files import read_tensors, weights_of
-from llm_demo.job.model_folder import choose_lora, factors_of, merge_into
 from llm_demo.job.source import load_config
 from llm_demo.job.weights_files import open_weights
 

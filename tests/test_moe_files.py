@@ -37,8 +37,9 @@ from llm_demo.job.costs import (
     parameters_of,
     unit_sizes,
 )
-from llm_demo.job.model_folder import describe_model, find_source, short
+from llm_demo.job.model_folder import describe_model, find_source
 from llm_demo.job.source import load_config
+from llm_demo.job.text import short
 from llm_demo.job.weights_files import open_weights
 from pp.cut import costs, describe_split, parameters, split
 

@@ -33,13 +33,16 @@ class Lora(NamedTuple):
     base: dict
     routed: int = 0  # of these parameters, the experts'
     active: int = 0  # of these parameters, those that a token uses
+    start: dict | None = None  # the adapters whose values these have before step 1, if any
+    read: Callable | None = None  # a factor's name -> its values in them, whole
 
     def facts(self) -> dict:
         """What a checkpoint keeps."""
-        return {
+        facts = {
             "rank": self.rank, "alpha": self.alpha, "dropout": self.dropout,
             "targets": list(self.targets), "base": self.base,
         }  # fmt: skip
+        return facts | ({"start": self.start} if self.start else {})
 
 
 class Factor(nn.Linear):
@@ -136,6 +139,16 @@ def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
             block, _, kind = name.removesuffix(".weight").rpartition(".")
             layer = lm.get_submodule(f"{block}.{kind}")
             setattr(lm.get_submodule(block), kind, LoraLinear(layer, lora))
+    if lora.read:
+        for path, owner in lm.named_modules():
+            if hasattr(owner, "start"):
+                trained = [n for n, p in owner.named_parameters(recurse=False) if p.requires_grad]
+                owner.start = functools.partial(_read_start, lora.read, path, trained)
+
+
+def _read_start(read: Callable, path: str, names: list[str], seed: str) -> dict[str, torch.Tensor]:
+    """In place of `start`: values of the adapters that are trained on."""
+    return {name: read(f"{path}.{name}") for name in names}
 
 
 def adapt_experts(experts: nn.Module, kind: str, lora: Lora) -> None:

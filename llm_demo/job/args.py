@@ -200,7 +200,7 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     lora_rank = psgd_rank = router_aux_loss = router_bias_update = 0
     sequence_parallel = tensor_parallel = 1
     base_bits = 16
-    deepspeed_config = expert_parallel = None
+    adapter = deepspeed_config = expert_parallel = None
 
     def check_processes(self, processes: int) -> None:
         """Raise UserError if these flags don't work with so many processes. For a script's own

@@ -32,7 +32,7 @@ WARMUP = 2  # logged steps left out of the medians: allocator, kernels and cache
 
 # flags that name what a run reads; not every script has all of them
 INPUTS = ("model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json",
-          "eval_json", "deepspeed_config")  # fmt: skip
+          "eval_json", "deepspeed_config", "adapter")  # fmt: skip
 
 # Not through the launcher script: its defaults would fill flags that this run left open. With exec,
 # because a resumed run rewrites this file while bash is still reading it.

@@ -1,11 +1,9 @@
-"""A model's folder: opened and checked before step 1, the adapters that it can have, and what an
-export writes besides weights."""
+"""A model's folder: opened and checked before step 1, and what an export writes besides weights."""
 
 import copy
 import functools
 import itertools
 import json
-import math
 import re
 import shutil
 import tempfile
@@ -23,14 +21,11 @@ from transformers import (
 )
 
 from llm_demo.core.attention import LongRope, rope_type
-from llm_demo.core.decoder import skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import FUSED, fused
-from llm_demo.core.lora import Lora, matrices_of, target_of
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
-from llm_demo.job.costs import active_of, experts_of, heads_of, latent, parameters_of
+from llm_demo.job.costs import active_of, heads_of, latent, parameters_of
 from llm_demo.job.dist import from_rank0, once_per_node
 from llm_demo.job.files import write_json
 from llm_demo.job.source import (
@@ -42,13 +37,12 @@ from llm_demo.job.source import (
     refuse_adapter,
     same_ids,
 )
-from llm_demo.job.text import counted, words_of
+from llm_demo.job.text import counted, short, words_of
 from llm_demo.job.weights_files import Weights, open_weights
 
 # What transformers neither checks nor can generate with otherwise; a boolean is a number too.
 NUMBERS = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty",
            "length_penalty", "max_length", "min_length", "num_beams")  # fmt: skip
-ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 
 
 class Source(NamedTuple):
@@ -91,12 +85,6 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
         for line in from_rank0(world, lambda: try_describe(folder, tokenizer, config)):
             say(f"export: {line}")
     return Source(folder, config, weights, tokenizer)
-
-
-def short(n: int) -> str:
-    if n < 1e6:
-        return f"{n:,}"
-    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
 
 
 def open_model(
@@ -144,83 +132,6 @@ def on_meta(config):
         return AutoModelForCausalLM.from_config(
             copy.deepcopy(config), attn_implementation="eager", trust_remote_code=False
         )
-
-
-def choose_lora(args, config, base: dict) -> Lora:
-    """What the flags mean for a model, found in a copy of it without memory. config: from
-    transformers. Raises UserError for names that it lacks, a rank larger than a matrix, and dropout
-    with experts."""
-    lm = skeleton(config, "sdpa")
-    shapes = matrices_of({name: tuple(p.shape) for name, p in lm.named_parameters()})
-    names = dict.fromkeys(map(target_of, shapes))
-    of_experts = {target_of(name) for name in shapes if fused(name)}
-    asked = list(names)
-    if args.lora_targets != ALL:
-        asked = [part.strip() for part in args.lora_targets.split(",")]
-    if not any(asked):
-        raise UserError(
-            f"--lora_targets names no layer: choose from {', '.join(names)}, or leave it out for "
-            "all of them"
-        )
-    for name in asked:
-        if name not in names:
-            choices = ", ".join(names)
-            if of_experts:
-                choices = f"{', '.join(n for n in names if n not in of_experts)} (attention), "
-                choices += f"{', '.join(FUSED)} (experts)"
-            raise UserError(
-                f"--lora_targets {args.lora_targets[:80]}: {name[:40]!r} can't be adapted in this "
-                f"model; choose from {choices}"
-            )
-    targets = tuple(name for name in names if name in asked)
-    if args.lora_dropout and of_experts & set(targets):
-        others = ",".join(name for name in targets if name not in of_experts)
-        other = f", or adapt attention alone: --lora_targets {others}" if others else ""
-        raise UserError(
-            "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
-            f"drop it{other}"
-        )
-    for name, (*_, outputs, inputs) in shapes.items():
-        if target_of(name) in targets and args.lora_rank > min(outputs, inputs):
-            raise UserError(
-                f"--lora_rank {args.lora_rank} is larger than a side of "
-                f"{name.removesuffix('.weight')} ({outputs} x {inputs})"
-            )
-    lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
-    sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
-    total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
-    chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
-    return lora._replace(parameters=total, routed=routed, active=total - routed + chosen)
-
-
-def factor_names(name: str) -> tuple[str, str]:
-    """The names of a matrix's factors A and B."""
-    if fused(name):
-        return f"{name}_lora_A", f"{name}_lora_B"
-    layer = name.removesuffix(".weight")
-    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
-
-
-def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
-    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
-    factors = {}
-    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
-        if target_of(name) in lora["targets"]:
-            a, b = factor_names(name)
-            factors[a] = *experts, lora["rank"], inputs
-            factors[b] = *experts, outputs, lora["rank"]
-    return factors
-
-
-@torch.no_grad()
-def merge_into(
-    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
-) -> None:
-    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
-    a, b = map(factors.get, factor_names(name))
-    if a is not None:
-        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
-        add(b, a, alpha=lora["alpha"] / lora["rank"])
 
 
 def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:

@@ -6,7 +6,6 @@ decisions are (value, lines), what was decided and what the log says of it."""
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import shlex
@@ -33,26 +32,27 @@ from llm_demo.data.packs import (
     split_off,
 )
 from llm_demo.data.sources import heldout_beside, hub_parts, weighted
+from llm_demo.job.adapters import decide_lora, factors_of
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
-from llm_demo.job.costs import flops_of_slot, parameters_of
-from llm_demo.job.device import drawn_on, dtype_name, prepare_device
+from llm_demo.job.costs import flops_of_slot
+from llm_demo.job.device import dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.folder import settings_of
 from llm_demo.job.four_bits import decide_four_bits
 from llm_demo.job.fp8 import decide_fp8
 from llm_demo.job.log import Log
-from llm_demo.job.model_folder import Source, choose_lora, factors_of, find_source, short
+from llm_demo.job.model_folder import Source, find_source
 from llm_demo.job.process import regular
 from llm_demo.job.source import fix_date, position_limit, window_of, without_window
 from llm_demo.job.text import counted
-from llm_demo.job.weights_files import fingerprint, identity_of, refuse_other_adapters
+from llm_demo.job.weights_files import fingerprint, refuse_other_adapters
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
     "model_name_or_path", "tokenizer_name_or_path", "chat_template", "train_json", "eval_json",
-    "output_dir", "deepspeed_config", "local_rank",
+    "output_dir", "deepspeed_config", "local_rank", "adapter",
 }  # fmt: skip
 
 ABOUT_STEPS = 100  # what a run takes if no flag sets its length
@@ -245,28 +245,6 @@ def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str
         n = window - longest
         lines.append(f"answers: limited to {n} tokens by the sliding window of {window}")
     return n, lines
-
-
-def decide_lora(
-    args: Args, world: World, source: Source, dtype: str
-) -> tuple[Lora | None, list[str]]:
-    """(the adapters that the flags ask for, if this script has such flags, lines)."""
-    if not args.lora_rank:
-        return None, []
-    if args.export != "none" and not importlib.util.find_spec("peft"):
-        raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
-    identify = functools.partial(
-        identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
-    )
-    base = from_rank0(world, identify) | ({"bits": 4} if args.base_bits == 4 else {})
-    lora = choose_lora(args, source.config, base)
-    share = lora.parameters / parameters_of(source.config)
-    line = (
-        f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
-        f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
-        f"frozen in {'4 bits' if args.base_bits == 4 else dtype}"
-    )
-    return lora, [line]
 
 
 def refuse_other_model(checkpoint: Path, config, lora: Lora | None) -> None:

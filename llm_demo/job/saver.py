@@ -38,7 +38,7 @@ from llm_demo.job.folder import folder_gone, last_checkpoint, published
 from llm_demo.job.log import Log
 from llm_demo.job.process import stop_signals
 from llm_demo.job.text import differences, resume, size_of, watched
-from llm_demo.job.weights_files import refuse_other_adapters
+from llm_demo.job.weights_files import not_started, refuse_other_adapters
 
 # a change of these settings on resume is logged, since it may be intended
 SETTINGS = (
@@ -86,6 +86,8 @@ class Saver:
             self.facts = from_rank0(world, lambda: checked_facts(self.path))
             self.first_step = self.facts["step"]
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
+            if start := (self.adapters or {}).get("start"):
+                log.say(not_started(self.facts["adapters"].get("start"), start))
             self._compare_models()
             self._compare()
 
@@ -117,11 +119,10 @@ class Saver:
             if any("data file" in change for change in changes):
                 before_in = self.path.parent.parent / "config.json"
                 text += f" (now --train_json {self.args.train_json}; before: see {before_in})"
-                merge = " --merge" if self.adapters else ""
+                flag = "adapter" if self.adapters else "model_name_or_path"
                 advice += (
                     f"to train its model on other data, export it (python -m llm_demo.export "
-                    f"{shlex.quote(str(self.path))} OUT{merge}) and start a new run with "
-                    "--model_name_or_path OUT; "
+                    f"{shlex.quote(str(self.path))} OUT) and start a new run with --{flag} OUT; "
                 )
             self._refuse(text, advice)
         before = self.facts.get("settings", {})

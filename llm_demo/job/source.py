@@ -51,7 +51,7 @@ def find_model(name: str, config_in: str | None = None) -> Path:
     if (folder / "adapter_config.json").is_file():
         raise UserError(
             f"{name} holds an adapter, not a model: export its run with python -m llm_demo.export "
-            "--merge"
+            f"--merge, or train on from it: --model_name_or_path BASE --adapter {name}"
         )
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")

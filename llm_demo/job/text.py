@@ -24,6 +24,13 @@ def counted(n: int, one: str, many: str | None = None) -> str:
     return f"{n:,} {one if n == 1 else many or f'{one}s'}"
 
 
+def short(n: int) -> str:
+    """A large count in three digits."""
+    if n < 1e6:
+        return f"{n:,}"
+    return f"{n / 1e9:.3g}B" if n >= 1e9 else f"{n / 1e6:.3g}M"
+
+
 def words_of(error: BaseException) -> str:
     """What a library says, in one line. A KeyError's text is only the key."""
     text = " ".join(str(error).split())[:300]

@@ -297,6 +297,14 @@ def same_base(a: dict, b: dict) -> bool:
     return a | {"path": ""} == b | {"path": ""}
 
 
+def base_digest(base: dict) -> str:
+    """A digest of an identity, wherever its weights lie and in however many bits they were used."""
+    facts = {k: v for k, v in base.items() if k != "bits"}
+    return hashlib.sha256(json.dumps(facts | {"path": ""}, sort_keys=True).encode()).hexdigest()[
+        :16
+    ]
+
+
 def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
     """Raise UserError unless a run and its checkpoint train the same adapters, or none. before: of
     the checkpoint, now: of the run; both are what `Lora.facts` returns."""
@@ -323,6 +331,18 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         raise UserError(f"{path} holds other adapters: {'; '.join(changes)}{hint}")
 
 
+def not_started(before, now: dict) -> str:
+    """What a resumed run says of --adapter. before: `start` of the checkpoint's adapters, if it has
+    one; now: of the run's."""
+    text = f"resume: adapters continue from the checkpoint, not from {now['path']}"
+    match before:
+        case {"path": path, "values": values} if values != now["values"]:
+            return f"{text}: they started from other values, of {path}"
+        case {"values": _}:
+            return f"{text}, where they started"
+    return f"{text}: they started without --adapter"
+
+
 def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
     of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
@@ -340,6 +360,14 @@ def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
         renamed[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
     return renamed
+
+
+def from_peft(values: torch.Tensor, shape: tuple) -> torch.Tensor:
+    """A factor of this shape, from what `in_peft` makes of it."""
+    if len(shape) < 3 or values.shape[1] == shape[2]:  # or A
+        return values.view(shape)
+    experts, outputs, rank = shape
+    return values.view(outputs, rank, experts).permute(2, 0, 1)
 
 
 def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:

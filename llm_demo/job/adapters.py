@@ -1,0 +1,193 @@
+"""Adapters that the flags ask for, over a model that is found: new ones, or those of a folder."""
+
+import functools
+import importlib.util
+import math
+
+import torch
+
+from llm_demo.core.decoder import refuse_non_finite, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.experts import FUSED, fused
+from llm_demo.core.lora import Lora, matrices_of, target_of
+from llm_demo.core.mesh import World
+from llm_demo.job.adapter_folder import Adapter, open_adapter
+from llm_demo.job.costs import experts_of, parameters_of
+from llm_demo.job.device import drawn_on
+from llm_demo.job.dist import from_rank0, same_on_all_nodes
+from llm_demo.job.text import short
+from llm_demo.job.weights_files import Weights, base_digest, from_peft, identity_of, in_peft
+
+ALL = "all-linear"  # of --lora_targets; PEFT's name for it
+
+
+def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, list[str]]:
+    """(the adapters that the flags ask for, if this script has such flags, lines). source: a
+    model_folder.Source."""
+    if not args.lora_rank:
+        return None, []
+    if args.export != "none" and not importlib.util.find_spec("peft"):
+        raise UserError("--export of adapters needs peft, which is not installed: run setup.sh")
+    identify = functools.partial(
+        identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
+    )
+    base, started, lines = from_rank0(world, identify), {}, []
+    if args.base_bits == 4:
+        base["bits"], dtype = 4, "4 bits"
+    if args.adapter:
+        adapter = open_adapter(args.adapter)
+        started = start_of(adapter, args.lora_targets, source.config)
+        same_on_all_nodes(world, {"the content of --adapter": started["start"]["values"]})
+        lines = origin(adapter, args, base)
+    lora = choose_lora(args, source.config, base)._replace(**started)
+    share = lora.parameters / parameters_of(source.config)
+    line = (
+        f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
+        f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
+        f"frozen in {dtype}"
+    )
+    return lora, [line, *lines]
+
+
+def matrices_in(config) -> dict[str, tuple]:
+    """{name: shape} of what can have adapters in a model, found in a copy of it without memory."""
+    lm = skeleton(config, "sdpa")
+    return matrices_of({name: tuple(p.shape) for name, p in lm.named_parameters()})
+
+
+def start_of(adapter: Adapter, targets: str, config) -> dict:
+    """`start` and `read` of a Lora with the values of a folder. targets: as --lora_targets. Raises
+    UserError if the factors there are not those of this model's blocks."""
+    shapes, file = matrices_in(config), adapter.file
+    names = dict.fromkeys(map(target_of, shapes))
+    here = [name for name in names if name in adapter.targets]
+    wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)
+    held = in_peft({name: torch.empty(shape, device="meta") for name, shape in wanted.items()})
+    for name in adapter.tensors:
+        if name not in held:
+            raise UserError(
+                f"{file}: {name} is not a factor of a layer that can have adapters in this model"
+            )
+    weights = Weights(adapter.folder, dict.fromkeys(adapter.tensors, file))
+    for name, t in held.items():
+        if name not in adapter.tensors:
+            raise UserError(
+                f"{file}: {name} is missing: each block must have adapters on the same layers"
+            )
+        if (shape := weights.stored[name]) != t.shape:
+            raise UserError(
+                f"{file}: {name} has shape {list(shape)}, but rank {adapter.rank} and this model "
+                f"imply {list(t.shape)}"
+            )
+    if lost := [name for name in names if name in adapter.named and name not in here]:
+        raise UserError(
+            f"{adapter.folder}/adapter_config.json: target_modules has {lost[0]}, of which "
+            f"{file.name} has no factor"
+        )
+    asked = {*names} if targets == ALL else {name.strip() for name in targets.split(",")}
+    if asked != {*here}:
+        raise UserError(
+            f"--lora_targets {targets[:80]} contradicts --adapter {adapter.folder}, which has "
+            f"{','.join(here)}: drop the flag"
+        )
+    of_file = dict(zip(wanted, held, strict=True))
+
+    def read(name: str) -> torch.Tensor:
+        values = weights.read(of_file[name]).float()
+        refuse_non_finite(values, adapter.folder, of_file[name])
+        return from_peft(values, wanted[name])
+
+    start = {"path": str(adapter.folder.absolute()), "values": weights.digest()}
+    return {"start": start, "read": read}
+
+
+def origin(adapter: Adapter, args, base: dict) -> list[str]:
+    """What the log says of adapters that are trained on. base: identity of the model."""
+    made_for = f", made for {adapter.base}" if adapter.base else ""
+    lines = [f"adapters: with the values of {adapter.folder}{made_for}"]
+    if adapter.made_for not in ("", base_digest(base)):
+        lines.append(
+            f"warning: {adapter.folder} was trained over other weights than those of "
+            f"{args.model_name_or_path}, to which its products need not fit"
+        )
+    if adapter.dropout != args.lora_dropout:
+        lines.append(
+            f"adapters: --lora_dropout {args.lora_dropout:g}; adapter_config.json has "
+            f"{adapter.dropout:g}, which is not taken over"
+        )
+    return lines
+
+
+def choose_lora(args, config, base: dict) -> Lora:
+    """What the flags mean for a model. config: from transformers. Raises UserError for names that
+    it lacks, a rank larger than a matrix, and dropout with experts."""
+    shapes = matrices_in(config)
+    names = dict.fromkeys(map(target_of, shapes))
+    of_experts = {target_of(name) for name in shapes if fused(name)}
+    asked = list(names)
+    if args.lora_targets != ALL:
+        asked = [part.strip() for part in args.lora_targets.split(",")]
+    if not any(asked):
+        raise UserError(
+            f"--lora_targets names no layer: choose from {', '.join(names)}, or leave it out for "
+            "all of them"
+        )
+    for name in asked:
+        if name not in names:
+            choices = ", ".join(names)
+            if of_experts:
+                choices = f"{', '.join(n for n in names if n not in of_experts)} (attention), "
+                choices += f"{', '.join(FUSED)} (experts)"
+            raise UserError(
+                f"--lora_targets {args.lora_targets[:80]}: {name[:40]!r} can't be adapted in this "
+                f"model; choose from {choices}"
+            )
+    targets = tuple(name for name in names if name in asked)
+    if args.lora_dropout and of_experts & set(targets):
+        others = ",".join(name for name in targets if name not in of_experts)
+        other = f", or adapt attention alone: --lora_targets {others}" if others else ""
+        raise UserError(
+            "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
+            f"drop it{other}"
+        )
+    for name, (*_, outputs, inputs) in shapes.items():
+        if target_of(name) in targets and args.lora_rank > min(outputs, inputs):
+            raise UserError(
+                f"--lora_rank {args.lora_rank} is larger than a side of "
+                f"{name.removesuffix('.weight')} ({outputs} x {inputs})"
+            )
+    lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
+    sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
+    total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
+    chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
+    return lora._replace(parameters=total, routed=routed, active=total - routed + chosen)
+
+
+def factor_names(name: str) -> tuple[str, str]:
+    """The names of a matrix's factors A and B."""
+    if fused(name):
+        return f"{name}_lora_A", f"{name}_lora_B"
+    layer = name.removesuffix(".weight")
+    return f"{layer}.lora_A.weight", f"{layer}.lora_B.weight"
+
+
+def factors_of(lora: dict, shapes: dict[str, tuple]) -> dict[str, tuple]:
+    """{name: shape} of the factors over a model. lora: as of `Lora.facts`; shapes: of the model."""
+    factors = {}
+    for name, (*experts, outputs, inputs) in matrices_of(shapes).items():
+        if target_of(name) in lora["targets"]:
+            a, b = factor_names(name)
+            factors[a] = *experts, lora["rank"], inputs
+            factors[b] = *experts, outputs, lora["rank"]
+    return factors
+
+
+@torch.no_grad()
+def merge_into(
+    name: str, weight: torch.Tensor, factors: dict[str, torch.Tensor], lora: dict
+) -> None:
+    """Add to a frozen weight, fp32, in place, the product of its factors, if it has any."""
+    a, b = map(factors.get, factor_names(name))
+    if a is not None:
+        add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
+        add(b, a, alpha=lora["alpha"] / lora["rank"])

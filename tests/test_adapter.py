@@ -1,0 +1,231 @@
+"""--adapter: adapters that PEFT has made, trained on as PEFT trains them on; what is refused."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import test_moe as moe
+import test_parity as parity
+import torch
+from conftest import assert_same_tensors, refused, train_cases
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_lora import RANK, at, by_our_names, last_loss, loss_of, ours, run_flags
+from test_parity import assert_equal, plain_loop, train
+from tiny_tokenizer import packs_of
+from transformers import AutoModelForCausalLM
+
+from fsdp.flags import GROUPS
+from llm_demo.job.adapter_folder import BASE, open_adapter
+from llm_demo.job.adapters import ALL, choose_lora, factors_of, matrices_in, origin, start_of
+from llm_demo.job.args import parse_args
+from llm_demo.job.weights_files import base_digest, not_started
+
+HOW = {  # of adapters
+    "tied": {"target_modules": ["q_proj", "down_proj"], "use_rslora": True, "lora_alpha": 5},
+    "deepseek": {"target_modules": ["q_b_proj", "o_proj"], "lora_alpha": 9, "target_parameters": [
+        "mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """(a folder with models, each with an adapter of values as if trained, PEFT's results)."""
+    folder = tmp_path_factory.mktemp("adapter")
+    models = {"tied": parity.MODELS["tied"], "deepseek": moe.MODELS["deepseek"]}
+    models, tokenizer = parity.smaller_vocabulary(models, folder / "tokenizer")
+    parity.write_rows(folder / "data.jsonl")
+    packs, results = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN), {}
+    for name, config in models.items():
+        torch.manual_seed(0)
+        config._experts_implementation = "eager"
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        base.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        base = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        base.config._experts_implementation = "eager"
+        how = LoraConfig(r=RANK, task_type="CAUSAL_LM", **HOW[name])
+        model = get_peft_model(base, how)
+        for p in model.parameters():
+            if p.requires_grad:
+                p.data.normal_(std=0.1)
+        model.save_pretrained(folder / f"{name}-adapter")
+        found = plain_loop(model.to(parity.DEVICE), packs)
+        found["grads"] = [by_our_names(model, step) for step in found["grads"]]
+        results[name] = found | {"params": by_our_names(model, found["params"])}
+    return folder, results
+
+
+CASES = {  # (processes, model, micro, accumulation, further flags)
+    "plain": (1, "tied", 4, 2, ["--no_fsdp"]),
+    "agrees": (1, "tied", 8, 1, ["--lora_rank", "6", "--lora_targets", "down_proj,q_proj"]),
+    "experts": (1, "deepseek", 2, 4, ["--use_activation_checkpointing"]),
+    "two": (2, "tied", 2, 2, ["--reshard_after_forward"]),
+    "two_shares": (2, "tied", 4, 2, ["--tensor_parallel", "2"]),
+    "two_spread": (2, "deepseek", 1, 4, ["--expert_parallel", "2"]),
+}
+
+
+@pytest.mark.parametrize("processes", (1, 2))
+def test_trains_on_as_peft_does(processes, work):
+    folder, expected = work
+    cases = {
+        case: parity.argv(folder, name, *split, "--adapter", folder / f"{name}-adapter", *more)
+        for case, (n, name, *split, more) in CASES.items()
+        if n == processes
+    }
+    for case, (losses, ranks) in train(folder, "fsdp", processes, cases).items():
+        assert_equal(losses, ranks, expected[CASES[case][1]])
+
+
+def test_an_export_is_trained_on_and_exported_again(work):
+    """With experts, whose files have another layout: it ends as PEFT says, and begins so."""
+    folder = work[0]
+    flags = [*run_flags(folder, "deepseek", "", "--export", "fp32"), "--lora_rank", RANK]
+    first = [*flags, "--adapter", folder / "deepseek-adapter"]
+    train_cases(folder, "fsdp", 1, {
+        "run": first,
+        "again": [*first, "--resume", at(folder / "run", 2)],
+        "on": [*flags, "--adapter", folder / "run/hf"],
+    })  # fmt: skip
+    base = AutoModelForCausalLM.from_pretrained(folder / "deepseek", dtype=torch.float32)
+    found = loss_of(PeftModel.from_pretrained(base, folder / "run/hf"), folder)
+    assert found == pytest.approx(last_loss(folder / "run"), rel=1e-5)
+    began = json.loads((folder / "on/summary.json").read_text())["eval_loss"]["0"]
+    assert began == pytest.approx(last_loss(folder / "run"), rel=1e-6)
+    assert open_adapter(str(folder / "run/hf")).made_for
+    assert " from `deepseek` with the adapter `hf` on " in (folder / "on/hf/README.md").read_text()
+    assert "warning" not in (folder / "on/train.log").read_text()
+    assert_same_tensors(at(folder / "run", 4), at(folder / "again", 4))
+    said = f"resume: adapters continue from the checkpoint, not from {folder}/deepseek-adapter, wh"
+    assert said in (folder / "again/train.log").read_text()
+
+
+def test_what_the_log_says_of_another_base_and_of_dropout(tmp_path, work):
+    base, args = {"path": "here", "weights": "1"}, SimpleNamespace(lora_dropout=0.0)
+    args.model_name_or_path = "here"
+    shutil.copytree(work[0] / "tied-adapter", tmp_path / "adapter")
+    change(tmp_path / "adapter", {"lora_dropout": 0.1})
+    values = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    lines = origin(open_adapter(str(tmp_path / "adapter")), args, base)
+    assert len(lines) == 2 and "has 0.1, which is not taken over" in lines[1]
+    args.lora_dropout = 0.1
+    for other, n in ((base | {"path": "there"}, 1), (base | {"weights": "2"}, 2)):
+        noted = {BASE: base_digest(other)}
+        save_file(values, tmp_path / "adapter/adapter_model.safetensors", metadata=noted)
+        lines = origin(open_adapter(str(tmp_path / "adapter")), args, base)
+        assert len(lines) == n and all("trained over other weights" in x for x in lines[1:])
+
+
+def test_a_resumed_run_says_where_its_adapters_are_from():
+    now = {"path": "a", "values": "1"}
+    assert not_started(now, now).endswith("not from a, where they started")
+    assert not_started({"path": "b", "values": "2"}, now).endswith("from other values, of b")
+    for before in (None, "x", {}):
+        assert not_started(before, now).endswith("they started without --adapter")
+
+
+def change(folder, config=None, tensors=None):
+    """Change an adapter's files; a value of None is left out."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | (config or {})))
+    file = folder / "adapter_model.safetensors"
+    values = load_file(file) | (tensors or {})
+    save_file({name: t for name, t in values.items() if t is not None}, file)
+
+
+LAYER = "base_model.model.model.layers.1.self_attn"
+CONFIGS = {  # what is changed in adapter_config.json: what is said
+    "use_dora true can't be trained on exactly: merge": {"use_dora": True},
+    'bias "all" can\'t be trained on': {"bias": "all"},
+    r'modules_to_save \["lm_head"\] can\'t be': {"modules_to_save": ["lm_head"]},
+    r'rank_pattern {"q_proj": 4} can\'t be': {"rank_pattern": {"q_proj": 4}},
+    r"alpha_pattern {.*} can't be": {"alpha_pattern": {"q_proj": 4}},
+    r"layers_to_transform \[0\] can't be": {"layers_to_transform": [0]},
+    "fan_in_fan_out true can't be": {"fan_in_fan_out": True},
+    'init_lora_weights "pissa" can\'t be': {"init_lora_weights": "pissa"},
+    'init_lora_weights "mica" can\'t be': {"init_lora_weights": "mica"},
+    'peft_type "LOHA" can\'t be': {"peft_type": "LOHA"},
+    'task_type "SEQ_CLS" can\'t be': {"task_type": "SEQ_CLS"},
+    r'a_new_key {"x": 1} can\'t be': {"a_new_key": {"x": 1}},
+    "invalid r: true": {"r": True},
+    "invalid r: null": {"r": None},
+    "invalid r: 1000": {"r": 10**30},
+    "invalid lora_alpha: 0": {"lora_alpha": 0},
+    "invalid lora_alpha: 1000": {"lora_alpha": 10**400},
+    "invalid lora_alpha: NaN": {"lora_alpha": float("nan")},
+    "invalid lora_dropout: 2": {"lora_dropout": 2},
+    "invalid target_modules: 3": {"target_modules": 3},
+    "target_modules has v_proj, of which": {"target_modules": ["q_proj", "down_proj", "v_proj"]},
+    r"layers.0.* has shape \[6, 64\], but rank 5 and this": {"r": 5},
+}
+TENSORS = {  # the same of adapter_model.safetensors
+    "layers.1.self_attn.q_proj.lora_A.weight is missing": {f"{LAYER}.q_proj.lora_A.weight": None},
+    "layers.0.self_attn.v_proj.lora_A.weight is missing": {
+        f"{LAYER}.v_proj.lora_A.weight": torch.zeros(RANK, 64)},
+    "model.lm_head.lora_A.weight is not a factor": {
+        "base_model.model.lm_head.lora_A.weight": torch.zeros(RANK, 64)},
+    "layers.9.self_attn.q_proj.lora_A.weight is not a factor": {
+        "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight": torch.zeros(RANK, 64)},
+    r"lora_A.weight has shape \[6, 32\], but rank 6 and this model imply \[6, 64\]": {
+        f"{LAYER}.q_proj.lora_A.weight": torch.zeros(RANK, 32)},
+    "lora_magnitude_vector.weight is not a factor": {
+        f"{LAYER}.q_proj.lora_magnitude_vector.weight": torch.zeros(64)},
+    "q_proj.lora_A.weight is not finite": {
+        f"{LAYER}.q_proj.lora_A.weight": torch.full((RANK, 64), torch.inf)},
+    "q_proj.lora_A.weight is of type I64": {
+        f"{LAYER}.q_proj.lora_A.weight": torch.zeros(RANK, 64, dtype=torch.int64)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", [*CONFIGS, *TENSORS])
+def test_what_cannot_be_trained_on_exactly_is_refused(said, work, tmp_path, record_property):
+    record_property("bad inputs", 1)
+    shutil.copytree(work[0] / "tied-adapter", tmp_path / "adapter")
+    change(tmp_path / "adapter", CONFIGS.get(said), TENSORS.get(said))
+    with refused(said):
+        read_all(tmp_path / "adapter", parity.MODELS["tied"])
+
+
+def read_all(folder, config, targets=None):
+    adapter = open_adapter(str(folder))
+    start = start_of(adapter, targets or ",".join(adapter.targets), config)
+    lora = choose_lora(
+        SimpleNamespace(
+            lora_rank=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=0.0,
+            lora_targets=",".join(adapter.targets),
+        ),
+        config, {},
+    )  # fmt: skip
+    shapes = factors_of(lora.facts(), matrices_in(config))
+    return {name: start["read"](name) for name in shapes}
+
+
+@pytest.mark.parametrize("how", [
+    {"target_modules": "all-linear"}, {"target_modules": r".*\.(q|o)_proj"},
+    {"target_modules": ["self_attn.k_proj"], "init_lora_weights": "orthogonal"},
+], ids=["all", "regular expression", "suffix"])  # fmt: skip
+def test_what_peft_calls_targets(how, work, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(work[0] / "tied", dtype=torch.bfloat16)
+    model = get_peft_model(base, LoraConfig(r=RANK, **how), autocast_adapter_dtype=False)
+    model.save_pretrained(tmp_path)
+    found = read_all(tmp_path, parity.MODELS["tied"])
+    wanted = {ours(n): p for n, p in model.named_parameters() if ".lora_" in n}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(t, wanted[name].float()) for name, t in found.items())
+
+
+def test_targets_that_contradict_the_adapter_are_refused(work):
+    with refused("--lora_targets all-linear contradicts --adapter .*, which has q_proj,down_proj"):
+        read_all(work[0] / "tied-adapter", parity.MODELS["tied"], ALL)
+
+
+def test_flags_are_set_to_what_the_adapter_says(work):
+    folder = str(work[0] / "tied-adapter")
+    args = parse_args("", *GROUPS, argv=["--adapter", folder])
+    assert (args.lora_rank, args.lora_targets) == (RANK, "down_proj,q_proj")
+    assert args.lora_alpha == pytest.approx(5 * RANK**0.5)
+    for flag, value in (("lora_rank", "8"), ("lora_alpha", "32"), ("lora_alpha", "5")):
+        with refused(f"--{flag} {value} contradicts --adapter"):
+            parse_args("", *GROUPS, argv=["--adapter", folder, f"--{flag}", value])
