@@ -92,7 +92,7 @@ def parallelism_of(layout: Layout, args: Args, world: World, say: Callable) -> s
         if world.local_size % n:
             say(f"warning: {how} over several nodes, whose network every block then waits for")
     if layout.tensor_parallel > 1:
-        say("tensor parallel: for wide layers and less memory; slower if FSDP2 alone fits, see docs/")
+        say("tensor parallel: for wide layers and less memory; slower if FSDP2 fits, see docs/")
     return name
 
 
