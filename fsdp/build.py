@@ -31,6 +31,7 @@ from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
 from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import once_per_node
+from llm_demo.job.four_bits import give_four_bits
 from llm_demo.job.fp8 import give_fp8
 from llm_demo.job.log import Log
 from llm_demo.job.text import counted
@@ -93,6 +94,7 @@ def adapted(job) -> tuple[PreTrainedModel, int, int]:
     lm = skeleton(plan.source.config, compute.attn_impl, plan.source.weights, compute.product)
     n_params = n_trained = param_count(lm)
     give_fp8(lm, compute, job.args.tensor_parallel, job.log.say)
+    give_four_bits(lm, job)
     if compute.lora:
         apply_lora(lm, compute.lora, compute.dtype)
         # of dropout; other random numbers have seeds of their own

@@ -15,6 +15,7 @@ from llm_demo.job.costs import (
     block_costs,
     experts_of,
     head_cost,
+    heads_of,
     on_a_rank,
     parameters_of,
     state_bytes,
@@ -31,8 +32,12 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     costs, total = block_costs(config, 0), parameters_of(config)
     embedding, tied = head_cost(config).parameters, config.tie_word_embeddings
     blocks = [on_a_rank(block, args.tensor_parallel, spread) for block in costs]
-    unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
+    values = 0
+    if args.base_bits == 4:  # stored in 33 / 64 bytes; one matrix at a time has its values
+        blocks, values = [b * 33 / 64 / size for b in blocks], largest_matrix(config) * size
+        total = ends + sum(blocks)
+    unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
     whole, shard = ends + sum(blocks), total / ranks  # whole: when everything is gathered
     stay = args.grad_accum_steps > 1 or on_host  # sums of gradients, between micro-batches
     lora, trained, tokens = compute.lora, total, tokens_here(args, train)
@@ -63,6 +68,7 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     if lora:  # what is frozen has no fp32 copy and no gradients
         trained, mine = lora.parameters, lora.parameters - lora.routed * (1 - 1 / spread)
         early += 4 * trained / ranks + size * mine if sharded else trained * with_master(compute)
+        early += values
         late, sums, grads, of_blocks = early, mine * 4 * stay, mine * 4, mine * 4
     moments = trained / ranks * MOMENT_BYTES[args.optim_state]  # or slices on their way
     optimizer = SLOTS * SLICE * state_bytes(args) if on_host else moments
@@ -74,6 +80,12 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
     sent = exchanged_bytes(config, compute, tokens, spread)
     return [Held(optimizer, times, [tokens] * n, True, sent, host, copies)] * ranks
+
+
+def largest_matrix(config) -> int:
+    """Numbers of the largest matrix of a dense block."""
+    heads = heads_of(config)
+    return config.hidden_size * max(config.intermediate_size, heads.queries * heads.width)
 
 
 def offloaded(args, config, compute, shard: float, tokens: int) -> float:

@@ -6,7 +6,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.job.args import ExpertArgs, SpreadArgs
 from llm_demo.job.parsing import flag
 
-LORA = ("lora_targets", "lora_alpha", "lora_dropout")
+LORA = ("lora_targets", "lora_alpha", "lora_dropout", "base_bits")
 OVER_RANKS = ("replicas", "expert_parallel", "sequence_parallel", "tensor_parallel")
 NEED_FSDP = ("reshard_after_forward", *OVER_RANKS)
 NOT_TOGETHER = (  # two flags and, if known, why
@@ -20,8 +20,9 @@ NOT_TOGETHER = (  # two flags and, if known, why
     ("lora_rank", "optimizer_on_host", "only adapters have optimizer states, which are small"),
     ("lora_rank", "router_aux_loss", "routers are frozen too"),
     ("lora_rank", "router_bias_update", "routers are frozen too"),
+    ("base_bits", "tensor_parallel", ""),
 )
-OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1"}  # and what is false
+OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1", "base_bits": 16}  # and what is false
 
 
 @dataclasses.dataclass
@@ -62,6 +63,11 @@ class FsdpArgs:
     )
     lora_alpha: float = flag(32.0, "Adapters' products are scaled by this / rank.", positive=True)
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
+    base_bits: int = flag(
+        16,
+        "Bits of the weights under adapters. 4: NF4, of blocks' linear layers.",
+        form=("4|16", "4 or 16"),
+    )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."
     )

@@ -51,7 +51,11 @@ WEIGHTS = "model{suffix}.safetensors"
 READ = 1 << 30  # bytes of fp32 masters read at once, or one tensor that has more
 SHOWN = ("seq_len", "global_batch", "lr", "lr_scheduler", "warmup_steps", "weight_decay",
          "max_grad_norm", "dtype", "seed", "train_on_prompt")  # fmt: skip
-SHOWN_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
+SHOWN_OF_ADAPTERS = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets", "base_bits")
+IN_4_BITS = (
+    "note: the adapters were trained over this base in 4 bits and are now added to its 16-bit "
+    "weights, so the model answers a little differently: evaluate it"
+)
 CARD = """---
 {head}
 tags: [sft]
@@ -130,6 +134,7 @@ def export(
     lora, weights = checked_facts(checkpoint).get("adapters"), None
     if not lora and (merge or base):
         raise UserError(f"--{'merge' if merge else 'base'}: {checkpoint} holds no adapters")
+    bits = lora and lora["base"].get("bits")
     if merge or base:
         lora, weights = find_base(checkpoint, lora, base)
     whole, way = merge or not lora, FORMATS.get(dtype)
@@ -149,6 +154,8 @@ def export(
             n_bytes = write_weights(
                 checkpoint, part, shapes, rest, max_shard_size, buffers, read, way
             )
+            if bits == 4 and not (weights and weights.packed):
+                notes.append(IN_4_BITS)
         else:
             n_bytes = write_adapter(checkpoint, part, held, rest, lora)
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
@@ -226,9 +233,10 @@ def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Wei
             raise
         raise UserError(f"{e}; if the adapters' base has moved, name it with --base") from None
     weights = open_weights(folder)
-    now = identity_of(name, folder, weights, lora["base"].get("seed", 0), drawn_on())
-    if not same_base(now, lora["base"]):
-        changes = "; ".join(differences(lora["base"], now))
+    before = {k: v for k, v in lora["base"].items() if k != "bits"}
+    now = identity_of(name, folder, weights, before.get("seed", 0), drawn_on())
+    if not same_base(now, before):
+        changes = "; ".join(differences(before, now))
         raise UserError(f"{checkpoint} holds adapters of another base than {folder}: {changes}")
     return {**lora, "base": now}, weights
 

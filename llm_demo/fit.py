@@ -72,7 +72,7 @@ SHORT = {
     "optimizer_on_host": "host", "activations_on_host": "activations on host",
     "sequence_parallel": "rows over", "expert_parallel": "experts over",
     "tensor_parallel": "matrices over", "stages": "stages",
-    "schedule": "", "lora_rank": "rank", "optim_state": "moments",
+    "schedule": "", "lora_rank": "rank", "base_bits": "bits", "optim_state": "moments",
 }  # fmt: skip
 
 
@@ -102,15 +102,21 @@ def choices(config, ask, pipeline: bool = True) -> Iterator[Choice]:
     """Every setting to consider, whether it fits or not."""
     compute = ask.compute
     if ask.lora_rank:
-        args = dataclasses.replace(flags_of(*FLAGS[FSDP]), lora_rank=ask.lora_rank)
+        args = dataclasses.replace(flags_of(*FLAGS[FSDP]), **adapters(ask))
         compute = compute._replace(lora=choose_lora(args, config, {}))
     for launcher, flags in settings(config, ask, pipeline):
         yield from batches(config, ask, compute, launcher, flags)
 
 
+def adapters(ask) -> dict:
+    """The flags of adapters, {} without."""
+    bits = {"base_bits": ask.base_bits} if ask.base_bits != 16 else {}
+    return {"lora_rank": ask.lora_rank, **bits} if ask.lora_rank else {}
+
+
 def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
     """(launcher, flags) to consider, without the sizes of batches."""
-    mixture, lora = is_mixture(config), {"lora_rank": ask.lora_rank} if ask.lora_rank else {}
+    mixture, lora = is_mixture(config), adapters(ask)
     moments = {"optim_state": ask.optim_state} if ask.optim_state != "fp32" else {}
     ckpt = {"use_activation_checkpointing": True}
     savings = [{}, ckpt]
@@ -122,7 +128,7 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
         savings + on_host, either[: ask.cards], either[: 2 - bool(lora)],
         spreads(config, ask), expert_spreads(config, ask), tensor_spreads(config, ask),
     ):  # fmt: skip
-        if rows > 1 < shares:
+        if rows > 1 < shares or ask.base_bits == 4 and shares > 1:
             continue
         on = {"reshard_after_forward": reshard, "optimizer_on_host": host}
         over = {"sequence_parallel": rows, "expert_parallel": experts, "tensor_parallel": shares}
@@ -289,6 +295,9 @@ def nothing(found: list[Choice], config, ask) -> str:
     helps = [" with ".join(needs)]
     if not ask.lora_rank and would_fit(lora_rank=ADAPTERS):
         helps.insert(0, f"adapters only (--lora_rank {ADAPTERS})")
+    elif not is_mixture(config) and would_fit(lora_rank=ask.lora_rank or ADAPTERS, base_bits=4):
+        rank = ask.lora_rank or ADAPTERS
+        helps.insert(0, f"adapters over a base in 4 bits (--lora_rank {rank} --base_bits 4)")
     if not ask.lora_rank and ask.optim_state == "fp32" and would_fit(optim_state="bf16"):
         helps.insert(0, "AdamW's moments in bf16 (--optim_state bf16)")
     more = (ask.cards * times for times in (2, 4, 8))
@@ -322,6 +331,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--tokens_a_step", type=whole(1), required=True, help="minimum tokens per optimizer step")
     add("--seq_len", type=whole(8), default=1024, help="tokens of a row; default: 1024")
     add("--lora_rank", type=whole(), default=0, help="rank of adapters; default: 0, all weights")
+    add("--base_bits", type=int, choices=(4, 16), default=16, help="of the weights under adapters")
     add("--optim_state", choices=MOMENT_BYTES, default="fp32", help="dtype of AdamW's moments")
     number("--host_memory", help="GiB of the host's memory for the run; default: as needed")
     share, nvlink, pcie = step_time.SUSTAINED, step_time.NVLINK, step_time.PCIE
@@ -335,6 +345,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """What is asked for, with what --card stands for."""
     ask = (parser := make_parser()).parse_args(argv)
     plan_for(ask.card)
+    if ask.base_bits == 4 and not ask.lora_rank:
+        parser.error("--base_bits 4 needs --lora_rank")
     ask.name, ask.compute = "any, as fast as an H200", COMPUTE
     if ask.card:
         card = this_device()
@@ -356,6 +368,8 @@ def main(argv: list[str] | None = None) -> None:
         on_hub = not Path(ask.model).expanduser().is_dir()
         path = find_model(ask.model, config_in=folder)
         config, _ = open_model(path, ask.seq_len, with_weights=not on_hub)
+    if ask.base_bits == 4 and is_mixture(config):
+        raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
     found = list(choices(config, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)

@@ -19,9 +19,10 @@ from transformers import Qwen3Config
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import Part, collate, order_rows, real_tokens, step_rows
-from llm_demo.data import build
+from llm_demo.data import packs as makers
 from llm_demo.data.packs import best_fit, describe_example, prompts_of
 from llm_demo.data.sources import heldout_beside
+from llm_demo.job import cache
 from llm_demo.job.plan import decide_horizon, usual_lr
 from llm_demo.job.text import counted
 from pp.cut import describe_split
@@ -375,7 +376,7 @@ def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_write_documents", killed)
+        patch.setattr(makers, "write_documents", killed)
         with pytest.raises(KeyboardInterrupt):
             load(path)
     assert os.listdir(tmp_path / "cache") == []
@@ -387,33 +388,33 @@ def test_a_half_written_build_is_invisible(tmp_path, monkeypatch):
 
 def test_what_killed_builds_have_left_is_removed(tmp_path):
     """What this host left at once, another host's after a day, and nothing that is in use."""
-    cache = tmp_path / "cache"
+    folder = tmp_path / "cache"
     ages = {
-        f"{build.BUILDING}dead": 120, f"{build.BUILDING}new": 0,
-        f"{build.BUILDING}used": 2 * build.DAY,
-        "building-old": 2 * build.DAY, "building-other-host-x": build.DAY // 2,
+        f"{cache.BUILDING}dead": 120, f"{cache.BUILDING}new": 0,
+        f"{cache.BUILDING}used": 2 * cache.DAY,
+        "building-old": 2 * cache.DAY, "building-other-host-x": cache.DAY // 2,
     }  # fmt: skip
     for name, age in ages.items():
-        (cache / name / "packs").mkdir(parents=True)
-        (cache / name / "lock").touch()
-        for file in (*(cache / name).iterdir(), cache / name):
+        (folder / name / "packs").mkdir(parents=True)
+        (folder / name / "lock").touch()
+        for file in (*(folder / name).iterdir(), folder / name):
             os.utime(file, (0, time.time() - age))
-    with open(cache / f"{build.BUILDING}used/lock") as lock:
+    with open(folder / f"{cache.BUILDING}used/lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         load(write(tmp_path / "x.jsonl"))
-    left = {name for name in os.listdir(cache) if name.startswith("building-")}
-    assert left == {*ages} - {f"{build.BUILDING}dead", "building-old"}
+    left = {name for name in os.listdir(folder) if name.startswith("building-")}
+    assert left == {*ages} - {f"{cache.BUILDING}dead", "building-old"}
 
 
 def test_the_slower_of_two_builders_uses_the_other_ones_packs(tmp_path, monkeypatch):
-    path, write_documents = write(tmp_path / "x.jsonl"), build._write_documents
+    path, write_documents = write(tmp_path / "x.jsonl"), makers.write_documents
 
     def overtaken(*arguments):
-        monkeypatch.setattr(build, "_write_documents", write_documents)
+        monkeypatch.setattr(makers, "write_documents", write_documents)
         load(path)
         write_documents(*arguments)
 
-    monkeypatch.setattr(build, "_write_documents", overtaken)
+    monkeypatch.setattr(makers, "write_documents", overtaken)
     packs = load(path)
     assert len(documents(packs)) == len(TEXTS)
     assert len(os.listdir(tmp_path / "cache")) == 1

@@ -335,7 +335,7 @@ def test_out_of_memory_advice_shows_current_values_and_skips_what_is_on():
 OUT_OF_MEMORY = [
     ("fsdp", "", {"use_activation_checkpointing", "reshard_after_forward", "optimizer_on_host",
      "sequence_parallel", "activation_memory_budget", "lora_rank", "optim_state"}),
-    ("fsdp", "--lora_rank 8 --use_activation_checkpointing", {"reshard_after_forward",
+    ("fsdp", "--lora_rank 8 --use_activation_checkpointing", {"base_bits", "reshard_after_forward",
      "activations_on_host", "sequence_parallel", "activation_memory_budget"}),
     ("fsdp", "--freeze_router --no_compile", {"use_activation_checkpointing",
      "reshard_after_forward", "sequence_parallel", "lora_rank", "optim_state"}),

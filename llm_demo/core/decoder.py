@@ -21,6 +21,7 @@ from llm_demo.core import attention
 from llm_demo.core.attention import LongRope, rope_type, rotary_tables
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
+from llm_demo.core.four_bits import FourBits
 from llm_demo.core.loss import cross_entropy_sum, next_tokens, score
 from llm_demo.core.mesh import exchange_rows, known
 from llm_demo.core.rows import Part
@@ -273,6 +274,8 @@ def fill(
             random = _random(model, owner, f"{seed}:{path}")
         if start:
             random |= start(f"{seed}:{path}")
+        if isinstance(how := getattr(owner, "recipe", None), FourBits):
+            random["weight"] = how.stored()
         for key, p in owner.named_parameters(recurse=False):
             p.hf_name, p.cut = f"{path}.{key}", getattr(owner, "cut", {}).get(key)
             local, part = p, (slice(None),)

@@ -48,14 +48,14 @@ def use_fp8(lm: nn.Module, recipe: str, shares: int = 1) -> tuple[list[str], lis
         chosen = qualifies(*layer.weight.shape, multiple)
         (done if chosen else left).add(kind)
         if chosen:
-            setattr(lm.model.layers.get_submodule(parent), kind, Fp8Linear(layer, recipe))
+            setattr(lm.model.layers.get_submodule(parent), kind, RecipeLinear(layer, recipe))
     return sorted(done), sorted(left - done)
 
 
-class Fp8Linear(nn.Linear):
-    """A linear layer with another's weight and bias, and products in fp8."""
+class RecipeLinear(nn.Linear):
+    """A linear layer with another's weight and bias, and products by a recipe of `linear`."""
 
-    def __init__(self, layer: nn.Linear, recipe: str):
+    def __init__(self, layer: nn.Linear, recipe: str | nn.Module):
         has_bias = layer.bias is not None
         super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
         self.weight, self.bias, self.recipe = layer.weight, layer.bias, recipe
@@ -64,9 +64,13 @@ class Fp8Linear(nn.Linear):
         return linear(x, self.weight, self.bias, self.recipe)
 
 
-def linear(x, weight, bias=None, recipe: str | None = None) -> torch.Tensor:
+def linear(x, weight, bias=None, recipe: str | nn.Module | None = None) -> torch.Tensor:
     """F.linear by a recipe. x [..., K], weight [N, K], bias [N] -> [..., N]. Without a recipe, and
-    without gradients, as in an evaluation: in the dtype of x."""
+    without gradients, as in an evaluation: in the dtype of x. A module: computes the product with
+    the weight that it stores, see four_bits.py."""
+    if isinstance(recipe, nn.Module):
+        out = recipe(x, weight)
+        return out if bias is None else out + bias
     if not recipe or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     function = _Blockwise if recipe == "blockwise" else _Rowwise

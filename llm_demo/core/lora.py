@@ -6,9 +6,11 @@ factors of a linear layer have the names that PEFT gives them in its files. Thos
 experts are two tensors beside the fused matrix, with a factor for each expert, so that they are
 sharded and spread as it is; experts.py multiplies by them."""
 
+import functools
 import math
 import types
 import zlib
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from llm_demo.core.experts import blocks_with_experts, fused
-from llm_demo.core.fp8 import linear
+from llm_demo.core.four_bits import FourBits, row_bytes
+from llm_demo.core.fp8 import RecipeLinear, linear
 
 
 class Lora(NamedTuple):
@@ -65,7 +68,7 @@ class LoraLinear(nn.Linear):
         has_bias = base.bias is not None
         super().__init__(base.in_features, base.out_features, has_bias, device="meta")
         self.weight, self.bias = base.weight, base.bias
-        self.recipe = getattr(base, "recipe", None)  # of products in fp8
+        self.recipe = getattr(base, "recipe", None)  # of its product, see fp8.py
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.lora_A = Factor(base.in_features, lora.rank, zero=False)
         self.lora_B = Factor(lora.rank, base.out_features, zero=True)
@@ -90,6 +93,31 @@ def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
 def target_of(name: str) -> str:
     """What --lora_targets calls a matrix."""
     return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def use_four_bits(
+    lm: nn.Module, dtype: torch.dtype, read: Callable, names: Container[str]
+) -> tuple[list[str], list[str]]:
+    """Give the blocks of a decoder on the meta device, to be computed in `dtype`, the linear layers
+    whose weights have these names in 4 bits. read: of a name, as of FourBits.
+
+    Returns the names within a block of those that have them, and of the other linear layers."""
+    done, left = set(), set()
+    for name, layer in [*lm.named_modules()]:
+        if ".layers." not in name or type(layer) is not nn.Linear:
+            continue
+        parent, _, kind = name.rpartition(".")
+        chosen = f"{name}.weight" in names
+        (done if chosen else left).add(kind)
+        if not chosen:
+            continue
+        shape = tuple(layer.weight.shape)
+        width = row_bytes(shape[1]) // dtype.itemsize
+        packed = torch.empty(shape[0], width, dtype=dtype, device="meta")
+        layer.weight = nn.Parameter(packed, requires_grad=False)
+        how = FourBits(shape, dtype, functools.partial(read, f"{name}.weight"))
+        setattr(lm.get_submodule(parent), kind, RecipeLinear(layer, how))
+    return sorted(done), sorted(left - done)
 
 
 def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:

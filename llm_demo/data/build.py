@@ -4,18 +4,11 @@ Only a few numpy tables grow with the data: ten million rows need no ten million
 The flat files replace a datasets.Dataset: a document is one slice of a memory map, where an Arrow
 list column costs a lookup and a conversion."""
 
-import contextlib
-import fcntl
 import functools
-import glob
 import itertools
 import json
 import os
 import re
-import shutil
-import tempfile
-import time
-import zlib
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -30,7 +23,7 @@ from llm_demo.data.labels import Codec, encode
 from llm_demo.data.records import REAL, RowFormat, detect_format, keys_of, to_record
 from llm_demo.data.sources import hub_parts, place_of, read_rows
 from llm_demo.data.turns import Record, Sample
-from llm_demo.job.files import disk_full
+from llm_demo.job.cache import verified
 from llm_demo.job.text import counted, progress
 
 ROWS_AT_A_TIME = 1000  # rows tokenised in one call
@@ -39,9 +32,6 @@ SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
 TOKENS, LEARNT = "tokens.int32", "learnt.bool"  # the flat files
-SUMS = "crc32.json"  # the CRC-32 of every other file of a pack
-BUILDING = f"building-{os.uname().nodename}+"  # name prefix of packs that this host builds
-DAY = 24 * 3600
 NOTED = ("also used", "unused keys", "unused keys in turns")
 
 
@@ -140,54 +130,7 @@ def _by_key(rows: dict[str, int], most: int = 12) -> str:
     return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)
 
 
-def build(root: str, folder: str, *settings) -> None:
-    """Build packs in a temporary folder and rename it to `folder`, so that nothing half-written is
-    visible. An existing folder is damaged; it is moved away first, and processes that have mapped
-    its files keep them."""
-    damaged = os.path.isdir(folder)
-    try:
-        os.makedirs(root, exist_ok=True)
-        _remove_stale(root)
-        with (
-            tempfile.TemporaryDirectory(
-                prefix=BUILDING, dir=root, ignore_cleanup_errors=True
-            ) as temporary,
-            open(os.path.join(temporary, "lock"), "w") as lock,
-        ):
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            built = os.path.join(temporary, "packs")
-            os.mkdir(built)
-            _write_documents(built, *settings)
-            sums = _sums(built)
-            with open(f"{built}/{SUMS}", "w") as file:
-                json.dump(sums, file)
-            if damaged and os.path.isdir(folder):
-                os.rename(folder, os.path.join(temporary, "damaged"))
-            os.replace(built, folder)
-    except OSError as error:
-        if not os.path.isdir(folder):  # else another process built the same content first
-            reason = disk_full(error, root) or error.strerror or error
-            raise UserError(
-                f"cannot write to the cache {root}: {reason}; set LLM_DEMO_CACHE"
-            ) from error
-
-
-def _remove_stale(root: str) -> None:
-    """Remove what killed builds have left. A build's lock ends with it, but is not trusted to reach
-    other hosts: what they left is removed after a day."""
-    for folder in glob.glob(f"{glob.escape(root)}/building-*"):
-        ours = os.path.basename(folder).startswith(BUILDING)
-        with contextlib.suppress(OSError):  # it is in use, or gone
-            files = [folder, *glob.glob(f"{glob.escape(folder)}/**", recursive=True)]
-            age = time.time() - max(map(os.path.getmtime, files))
-            if age > (60 if ours else DAY):  # a new one may not be locked yet
-                with open(os.path.join(folder, "lock"), "a") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
+def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:
     """Write to `folder` the tokens of all documents, one after another, which of them are learnt,
     documents.npy, int64 [4, documents]: tokens, learnt ones, number of the file, and line or row in
     it, and meta.json. flags, limit: see load_packs. Raises UserError if no row has anything to
@@ -216,9 +159,7 @@ def _write_documents(folder: str, files: list[str], codec: Codec, flags, limit: 
 def read(folder: str) -> Packs:
     """The documents of a folder that `build` has written, without rows. Their identity is a
     checksum of tokens and labels. Raises OSError, ValueError and others if it is damaged."""
-    sums = json.loads(Path(folder, SUMS).read_text())
-    if bad := dict(sums.items() ^ _sums(folder).items()):
-        raise ValueError(f"{', '.join(sorted(bad))}: wrong checksum")
+    sums = verified(folder)
     meta = json.loads(Path(folder, "meta.json").read_text())
     lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
     stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
@@ -229,13 +170,6 @@ def read(folder: str) -> Packs:
         doc_file=doc_file, doc_row=doc_row, row_docs=None, row_start=None, token_counts=None,
         label_counts=None, max_docs=0,
     )  # fmt: skip
-
-
-def _sums(folder: str) -> dict[str, str]:
-    """The CRC-32 of each file of a pack, as hex digits: one with zeroed tokens would otherwise be
-    trained on."""
-    files = {name: f"{folder}/{name}" for name in os.listdir(folder) if name != SUMS}
-    return {n: f"{zlib.crc32(np.memmap(file, np.uint8, 'r')):08x}" for n, file in files.items()}
 
 
 def _open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:

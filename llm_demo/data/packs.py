@@ -15,9 +15,10 @@ import numpy as np
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.rows import IGNORE_INDEX, Packs
-from llm_demo.data.build import LONGEST_DEFAULT, build, read
+from llm_demo.data.build import LONGEST_DEFAULT, read, write_documents
 from llm_demo.data.labels import Codec
 from llm_demo.data.sources import content_of, find_files, suffix_of
+from llm_demo.job.cache import build
 from llm_demo.job.files import cache_folder
 from llm_demo.job.text import counted, progress
 
@@ -61,7 +62,7 @@ def load_packs(
     if problem:
         log(f"data: the cached pack {folder} is damaged ({problem}); rebuilding it")
     if not hit:
-        build(root, folder, files, codec, flags, limit)
+        build(root, folder, lambda built: write_documents(built, files, codec, flags, limit))
         packs, problem = _open(folder, files, flags.pack_sequences)
     if not packs:
         raise UserError(

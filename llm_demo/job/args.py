@@ -199,6 +199,7 @@ class Args(RunArgs, TrainArgs, DataArgs, ModelArgs):
     activations_on_host = freeze_router = optimizer_on_host = reshard_after_forward = False
     lora_rank = psgd_rank = router_aux_loss = router_bias_update = 0
     sequence_parallel = tensor_parallel = 1
+    base_bits = 16
     deepspeed_config = expert_parallel = None
 
     def check_processes(self, processes: int) -> None:
@@ -386,6 +387,8 @@ def less_memory(args) -> str:
         ways.append(("dtype", "bf16"))
     if "lora_rank" in vars(args) and not args.lora_rank and accepted(args, "lora_rank", 16):
         ways.append(("lora_rank", "16, to train adapters only"))
+    if args.lora_rank and args.base_bits != 4 and accepted(args, "base_bits", 4):
+        ways.append(("base_bits", "4, unless the model has experts"))
     if not args.lora_rank and args.optim_state == "fp32" and accepted(args, "optim_state", "bf16"):
         ways.append(("optim_state", "bf16, which is approximate"))
     lines = [f"--{name} (now {shown(getattr(args, name))}): {advice}" for name, advice in ways]

@@ -19,6 +19,8 @@ BLOCK = 128  # rows and columns
 SCALES = {"blocks": "_scale_inv", "rows": "_scale"}  # after a weight's name
 DTYPES = {"blocks": torch.float32, "rows": torch.bfloat16}  # of scales that are written
 FORMATS = {"fp8": "blocks", "fp8_rows": "rows"}  # of --dtype
+# of a `quantization_config` of bitsandbytes, see four_bits_files.py
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # Of a block, what is quantised: all linear layers but routers and gates.
 LINEAR = re.compile(r"model\.layers\.\d+\..+_proj(_with_mqa)?\.weight")
 # Servers compute these as one layer, and refuse one whose parts differ in dtype.
@@ -38,14 +40,16 @@ def why_unread(quantization) -> str | None:
             kinds = {(part["type"], part["num_bits"], part["strategy"]) for part in parts}
         elif method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
             kinds = {tuple(quantization["weight_block_size"])}
+        elif method == "bitsandbytes" and NF4.items() <= quantization.items():
+            return None
     except (AttributeError, KeyError, TypeError):  # of another form
         pass
     if kinds in ({(BLOCK, BLOCK)}, {("float", 8, "channel")}):
         return None
     return (
         f"its weights are quantized in a way that is not read (quant_method {str(method)[:80]}): "
-        f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, or in compressed-tensors' "
-        "fp8 with a scale for each row"
+        f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, in compressed-tensors' fp8 "
+        "with a scale for each row, or under adapters in bitsandbytes' NF4 with double quantization"
     )
 
 

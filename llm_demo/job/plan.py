@@ -6,7 +6,6 @@ decisions are (value, lines), what was decided and what the log says of it."""
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.util
 import json
 import math
@@ -41,13 +40,14 @@ from llm_demo.job.costs import flops_of_slot, parameters_of
 from llm_demo.job.device import drawn_on, dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.folder import settings_of
+from llm_demo.job.four_bits import decide_four_bits
 from llm_demo.job.fp8 import decide_fp8
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import Source, choose_lora, factors_of, find_source, short
 from llm_demo.job.process import regular
 from llm_demo.job.source import fix_date, position_limit, window_of, without_window
 from llm_demo.job.text import counted
-from llm_demo.job.weights_files import identity_of, refuse_other_adapters
+from llm_demo.job.weights_files import fingerprint, identity_of, refuse_other_adapters
 
 # Flags that may differ between nodes: what is read there is compared instead.
 PATHS = {
@@ -113,6 +113,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     set_date(source.tokenizer, earlier, world, log)
     refuse(source.config)
     heads_of_rank(args, source.config)  # refuses what does not divide them
+    decide_four_bits(args, source, functools.partial(from_rank0, world), device)
     lora = tell(decide_lora(args, world, source, dtype_name(dtype)))
     if checkpoint:
         from_rank0(world, lambda: refuse_other_model(checkpoint, source.config, lora))
@@ -246,12 +247,6 @@ def decide_answers(asked: int | None, config, data: Data) -> tuple[int, list[str
     return n, lines
 
 
-def fingerprint(config) -> str:
-    """A digest of the model's configuration, wherever it was read from."""
-    values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
-
-
 def decide_lora(
     args: Args, world: World, source: Source, dtype: str
 ) -> tuple[Lora | None, list[str]]:
@@ -263,12 +258,13 @@ def decide_lora(
     identify = functools.partial(
         identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
     )
-    lora = choose_lora(args, source.config, from_rank0(world, identify))
+    base = from_rank0(world, identify) | ({"bits": 4} if args.base_bits == 4 else {})
+    lora = choose_lora(args, source.config, base)
     share = lora.parameters / parameters_of(source.config)
     line = (
         f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
         f"block: {short(lora.parameters)} parameters in fp32, {share:.2%} of the model's, which is "
-        f"frozen in {dtype}"
+        f"frozen in {'4 bits' if args.base_bits == 4 else dtype}"
     )
     return lora, [line]
 

@@ -20,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
+from llm_demo.core.four_bits import values_of
+from llm_demo.job.four_bits_files import STATE, four_bits_of, packed, parts_of
 from llm_demo.job.fp8_files import KIND, dequantised, scales_of, touched
 from llm_demo.job.text import differences, watched, words_of
 
@@ -112,7 +114,7 @@ class Weights:
         self.ignored += [n for n in files if n.endswith(ROTARY)]
         self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
-        self.bytes_read, fp8 = 0, []
+        self.bytes_read, fp8, stored = 0, [], set()
         for file in sorted(set(files.values())):
             with _open(file) as opened:
                 self.ignored += sorted(set(opened.keys()) - named)
@@ -121,6 +123,8 @@ class Weights:
                     self.stored[name] = tuple(tensor.get_shape())
                     if (kind := tensor.get_dtype()) == KIND:
                         fp8.append(name)
+                    elif kind == "U8" and any(STATE in n for n in files):
+                        stored.add(name)
                     elif kind not in FLOATS:
                         raise UserError(
                             f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
@@ -129,6 +133,11 @@ class Weights:
         self.scales = scales_of(fp8, self.stored, folder)
         for scales, _ in self.scales.values():
             del self.stored[scales]
+        self.packed = four_bits_of(self.stored, self._whole, folder) if stored else {}
+        for name, weight in self.packed.items():
+            for part in parts_of(name):
+                del self.stored[part]
+            self.stored[name] = weight.shape
         self.shapes = in_memory(self.stored)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
@@ -175,11 +184,25 @@ class Weights:
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
-        or in fp32 if that is fp8, on the CPU. Raises UserError."""
+        or in fp32 if that is fp8 or 4 bits, on the CPU. Raises UserError."""
+        if name in self.packed:
+            weight, shape = self.read_packed(name), self.packed[name].shape
+            return values_of(*weight, shape[1], torch.float32)[part]
         if name in self.files:
             with _open(self.files[name]) as opened:
                 return self._part(opened, name, part)
         return self._fuse(name, part)
+
+    def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the bytes of a weight in 4 bits, its scales), as core.four_bits has them."""
+        return packed(self.packed[name], name, self._whole)
+
+    def _whole(self, name: str) -> torch.Tensor:
+        """A tensor of the files as it is."""
+        with _open(self.files[name]) as opened:
+            values = opened.get_tensor(name)
+        self.bytes_read += values.nbytes
+        return values
 
     def _part(self, opened, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """As `read`, of a tensor of an open file."""
@@ -263,6 +286,12 @@ def loading(weights: Weights | None, shares: int):
         return contextlib.nullcontext()
     share = weights.bytes / shares
     return watched("loading weights", share, lambda: min(weights.bytes_read, share))
+
+
+def fingerprint(config) -> str:
+    """A digest of the model's configuration, wherever it was read from."""
+    values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:

@@ -1,0 +1,144 @@
+"""--base_bits 4: decides whether it works, and puts a base in 4 bits into the cache.
+
+`python -m llm_demo.job.four_bits` compares a GPU's values with the CPU's."""
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from llm_demo.core.decoder import materialise, skeleton
+from llm_demo.core.errors import UserError
+from llm_demo.core.four_bits import (
+    NF4,
+    can_store,
+    library,
+    pack,
+    values_of,
+)
+from llm_demo.core.lora import use_four_bits
+from llm_demo.job.cache import build, verified
+from llm_demo.job.choices import above, probe_once
+from llm_demo.job.costs import experts_of
+from llm_demo.job.device import dtype_name
+from llm_demo.job.dist import once_per_node
+from llm_demo.job.files import cache_folder
+from llm_demo.job.four_bits_files import need_library
+from llm_demo.job.text import progress
+from llm_demo.job.weights_files import Weights, fingerprint
+
+MODULE = "llm_demo.job.four_bits"
+FORMAT = 1  # of a cached base; increase it when the same files are stored differently
+
+
+def decide_four_bits(args, source, ask: Callable, device, probe: Callable | None = None) -> None:
+    """Raise UserError where --base_bits 4 can't work, and for files in 4 bits without it. source: a
+    Source; ask: as of choices.decide_compute. probe() -> error or None runs on a GPU."""
+    if args.base_bits != 4:
+        if source.weights and source.weights.packed:
+            raise UserError(
+                f"{source.folder} holds weights in 4 bits: train adapters over them with "
+                "fsdp/train_fsdp.py --lora_rank 16 --base_bits 4, or give a copy in bf16"
+            )
+        return
+    if experts_of(source.config):
+        raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
+    if args.fp8 != "none":
+        raise UserError("--base_bits 4 does not work with --fp8: drop one of them")
+    ask(need_library)
+    if device.type == "cuda" and (problem := ask(probe or functools.partial(probe_once, MODULE))):
+        raise UserError(f"--base_bits 4 does not work here: {problem}")
+
+
+def give_four_bits(lm: nn.Module, job) -> None:
+    """core.four_bits.use_four_bits with this run's base, from its files or from the cache, where
+    the first process of each node puts it. Every rank calls. Raises UserError."""
+    args, source, say, dtype = job.args, job.plan.source, job.log.say, job.plan.compute.dtype
+    if args.base_bits != 4:
+        return
+    weights, where = source.weights, "the files"
+    if not (weights and weights.packed):
+        folder = cached_base(source, job.plan.compute.lora.base)
+        make = functools.partial(quantise, source, args.seed, job.world.device)
+        once_per_node(job.world, functools.partial(find_or_build, folder, make, say))
+        weights, where = open_cached(folder), folder
+    done, left = use_four_bits(lm, dtype, weights.read_packed, weights.packed)
+    if not done:
+        raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
+    rest = ", ".join([*left, "embedding", "head", "norms"])
+    say(f"base: 4 bits (NF4) from {where}: {', '.join(done)}; in {dtype_name(dtype)}: {rest}")
+
+
+def cached_base(source, base: dict) -> Path:
+    """Where the cache has a base in 4 bits. base: as of weights_files.identity_of."""
+    facts = {k: v for k, v in base.items() if k != "path"}
+    key = json.dumps([FORMAT, facts, fingerprint(source.config)], sort_keys=True)
+    return Path(cache_folder(), f"nf4-{hashlib.sha256(key.encode()).hexdigest()[:24]}")
+
+
+def find_or_build(folder: Path, make: Callable, say: Callable) -> None:
+    """Let `make` write a base to a folder of the cache that lacks it, or holds another than it
+    wrote."""
+    for attempt in range(2):
+        if folder.is_dir():
+            try:
+                verified(str(folder))
+                return
+            except (OSError, ValueError) as e:
+                problem = e
+            if attempt:
+                raise UserError(f"{folder} is damaged ({problem}): delete it")
+            say(f"base: the cached {folder} is damaged ({problem}); rebuilding it")
+        build(str(folder.parent), str(folder), make)
+
+
+def quantise(source, seed: int, device: torch.device, folder: str) -> None:
+    """Write the linear layers of a model's blocks in 4 bits, a file for each block, of which one at
+    a time exists in memory."""
+    functional = library()
+    lm = skeleton(source.config, "sdpa", source.weights)
+    n = len(lm.model.layers)
+    for i in progress(range(n), "quantising blocks", unit="blocks"):
+        tensors, name = {}, f"model.layers.{i}"
+        block = materialise(lm, name, source.weights, seed, device)
+        for path, layer in block.named_modules(prefix=name):
+            if type(layer) is nn.Linear and can_store(*layer.weight.shape):
+                values = layer.weight.detach().contiguous()
+                numbers, state = functional.quantize_4bit(values, compress_statistics=True, **NF4)
+                parts = {"": numbers} | {f".{k}": t for k, t in state.as_dict(packed=True).items()}
+                tensors |= {f"{path}.weight{k}": t.cpu().contiguous() for k, t in parts.items()}
+        save_file(tensors, f"{folder}/block_{i:04}.safetensors")
+        block.to("meta")
+
+
+def open_cached(folder: Path) -> Weights:
+    """The weights that `quantise` wrote."""
+    files = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file)
+    return Weights(folder, files)
+
+
+def fault() -> str | None:
+    """What is wrong with this GPU's values."""
+    shape, kinds = (96, 192), {}
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for device in ("cpu", "cuda"):
+        numbers, state = library().quantize_4bit(weight.to(device), compress_statistics=True, **NF4)
+        bits = pack(numbers, state.absmax, shape)
+        scales = torch.cat([state.state2.absmax, state.offset.view(1)])
+        kinds[device] = values_of(bits, scales, shape[1], torch.float32).cpu()
+    error = ((kinds["cuda"] - kinds["cpu"]).norm() / kinds["cpu"].norm()).item()
+    return above("values differ from a CPU's", error, "fp32")
+
+
+if __name__ == "__main__":
+    sys.exit(fault())

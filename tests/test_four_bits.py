@@ -1,0 +1,224 @@
+"""A base in 4 bits under adapters: the trainer's numbers against PEFT over the same values in a
+plain loop, and files as transformers writes them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import test_lora as lora
+import test_parity as parity
+import torch
+from conftest import ROOT, assert_same_tensors, run, train_cases
+from test_parity import assert_equal, plain_loop, train
+from tiny_tokenizer import packs_of
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from llm_demo.core import four_bits
+from llm_demo.core.errors import UserError
+from llm_demo.export import export
+from llm_demo.job.four_bits import find_or_build
+from llm_demo.job.four_bits_files import need_library
+from llm_demo.job.weights_files import open_weights
+
+functional = four_bits.library()
+
+
+def nearest(weight):
+    """A weight after quantisation, by bitsandbytes alone."""
+    numbers, state = functional.quantize_4bit(
+        weight.contiguous(), blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    return functional.dequantize_4bit(numbers, state)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Models, copies of them with the values that 4 bits give, and what PEFT makes of these. Some
+    weights have two groups of scales, and rows that end in the middle of a word of 4 bytes."""
+    folder = tmp_path_factory.mktemp("four_bits")
+    models, tokenizer = parity.smaller_vocabulary(parity.MODELS, folder / "tokenizer")
+    parity.write_rows(folder / "data.jsonl")
+    packs, results = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN), {}
+    for name in ("tied", "llama"):
+        models[name].intermediate_size = 320
+        torch.manual_seed(2)  # with 0, AdamW divides gradients of 1e-8 by their noise
+        model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
+        for copy in (folder, folder / "values"):
+            model.save_pretrained(copy / name)
+            tokenizer.save_pretrained(copy / name)
+            for key, layer in model.named_modules():
+                if isinstance(layer, nn.Linear) and ".layers." in key:
+                    layer.weight.data = nearest(layer.weight.data)
+        found = plain_loop(lora.with_peft(folder / "values", name, None), packs)
+        found["grads"] = [{lora.ours(k): v for k, v in step.items()} for step in found["grads"]]
+        found["params"] = {lora.ours(k): v for k, v in found["params"].items()}
+        results[name] = found
+    return folder, results
+
+
+def flags(name):
+    return [*lora.flags(name), "--pack_sequences", "--base_bits", 4]
+
+
+CKPT = ["--use_activation_checkpointing"]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_equals_peft_over_the_same_values(processes, work):
+    folder, expected = work
+    cases = {
+        1: {"one-tied": (4, 2, CKPT), "one-llama": (8, 1, [])},
+        2: {
+            "two-tied": (2, 2, []), "reshard-tied": (2, 2, [*CKPT, "--reshard_after_forward"]),
+            "rows-llama": (4, 2, [*CKPT, "--sequence_parallel", 2, "--attn_impl", "bucketed"]),
+        },
+    }[processes]  # fmt: skip
+    argv = {}
+    for case, (micro, accum, more) in cases.items():
+        name = case.split("-")[1]
+        argv[case] = parity.argv(folder, name, micro, accum, *map(str, [*flags(name), *more]))
+    for case, (losses, ranks) in train(folder, "fsdp", processes, argv).items():
+        assert_equal(losses, ranks, expected[case.split("-")[1]])
+
+
+def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path):
+    """Its export names the bits, and what was trained is what merging adds to."""
+    folder = work[0]
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "tied", quantization_config=how, dtype=torch.float32
+    )
+    model.save_pretrained(tmp_path / "published")
+    AutoTokenizer.from_pretrained(folder / "tied").save_pretrained(tmp_path / "published")
+    base = open_weights(tmp_path / "published")
+    assert len(base.packed) == 4 * 7
+    same = ["--base_bits", 4, *CKPT]
+    runs = {
+        "whole": lora.run_flags(folder, "tied", tmp_path / "whole", *same),
+        "resumed": lora.run_flags(
+            folder, "tied", tmp_path / "resumed", *same,
+            "--resume", tmp_path / "whole/checkpoints/step_00000002",
+        ),
+        "theirs": [
+            *lora.run_flags(folder, "tied", tmp_path / "theirs", *same),
+            "--model_name_or_path", tmp_path / "published",
+        ],
+    }  # fmt: skip
+    train_cases(tmp_path, "fsdp", 2, runs)
+    last = {name: tmp_path / name / "checkpoints/step_00000004" for name in runs}
+    for name in ("resumed", "theirs"):
+        assert_same_tensors(last["whole"], last[name])
+    facts = json.loads((last["whole"] / "trainer.json").read_text())
+    assert facts["adapters"]["base"]["bits"] == 4
+    for name, same in (("whole", False), ("theirs", True)):
+        line = export(last[name], tmp_path / f"{name}-merged", "fp32", merge=True)
+        assert ("16-bit" in line) != same
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-merged")
+        loss, trained = lora.loss_of(merged, folder), lora.last_loss(tmp_path / name)
+        assert (loss == pytest.approx(trained, rel=1e-5)) == same
+        assert loss == pytest.approx(trained, rel=0.05)
+    export(last["whole"], tmp_path / "adapter")
+    assert "| base_bits | 4 |" in (tmp_path / "adapter/README.md").read_text()
+
+
+# ---------------------------------------------------------------- a layer
+
+
+def layer_of(N, K, dtype):
+    weight = torch.randn(N, K)
+    numbers, state = functional.quantize_4bit(weight, compress_statistics=True, **four_bits.NF4)
+    bits = four_bits.pack(numbers, state.absmax, (N, K))
+    scales = torch.cat([state.state2.absmax, state.offset.view(1)])
+    block = nn.ModuleDict({"up": nn.Linear(K, N, device="meta")})
+    lm = nn.ModuleDict({"layers": nn.ModuleList([block])})
+    model, names = nn.ModuleDict({"model": lm}), {"model.layers.0.up.weight"}
+    done = four_bits.use_four_bits(model, dtype, lambda name: (bits, scales), names)
+    assert done == (["up"], [])
+    layer = block["up"].to_empty(device="cpu")
+    layer.weight.data.copy_(layer.recipe.stored())
+    layer.bias.data = torch.randn(N).to(dtype)
+    return layer, functional.dequantize_4bit(numbers, state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_layer_keeps_no_values(dtype, compiled):
+    """Output and gradient are those of its values, which the backward computes again."""
+    layer, values = layer_of(96, 320, dtype)
+    assert layer.weight.nbytes == 96 * 168
+    x = torch.randn(2, 5, 320).to(dtype).requires_grad_()
+    kept = []
+
+    def keep(t):
+        kept.append(t.numel() * t.itemsize)
+        return t
+
+    function = torch.compile(layer) if compiled else layer
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        out = function(x)
+    assert max(kept) <= layer.weight.nbytes
+    found = torch.autograd.grad(out.float().square().sum(), x)[0]
+    expected = (x @ values.to(dtype).T + layer.bias).float().square().sum()
+    bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    expected = torch.autograd.grad(expected, x)[0]
+    assert (found - expected).norm() < bound * expected.norm()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_flags_that_contradict_it(work, tmp_path):
+    folder = work[0]
+    script = ROOT / "fsdp/train_fsdp.py"
+
+    def refused(*more):
+        argv = [*lora.run_flags(folder, "tied", tmp_path / "run"), "--base_bits", 4, *more]
+        done = run([sys.executable, script, *argv])
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        return done.stderr
+
+    assert "--base_bits needs --lora_rank" in refused("--lora_rank", 0)
+    assert "--base_bits 4 does not work with --fp8" in refused("--fp8")
+    assert "must be 4 or 16" in refused("--base_bits", 8)
+    experts = refused("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
+    assert "does not work with mixtures of experts" in experts
+
+
+def test_without_the_library(monkeypatch):
+    four_bits.library.cache_clear()
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match="pip install bitsandbytes"):
+        need_library()
+    monkeypatch.undo()
+    four_bits.library.cache_clear()
+    need_library()
+
+
+def test_no_kernel_is_downloaded():
+    """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
+    code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
+    code += "trap.get_kernel = lambda *a, **k: print('downloaded')\n"
+    code += "from llm_demo.core.four_bits import library; library()\n"
+    code += "assert sys.modules['kernels'] is trap"
+    done = run([sys.executable, "-c", code], fresh=True)
+    assert done.returncode == 0 and done.stdout == done.stderr == ""
+
+
+def test_a_damaged_base_in_the_cache_is_made_again(tmp_path):
+    folder, said = tmp_path / "nf4-x", []
+
+    def make(built):
+        Path(built, "a").write_text("right")
+
+    find_or_build(folder, make, said.append)
+    (folder / "a").write_text("wrong")
+    find_or_build(folder, make, said.append)
+    assert (folder / "a").read_text() == "right"
+    assert len(said) == 1 and "damaged (a: wrong checksum); rebuilding it" in said[0]
+    find_or_build(folder, None, said.append)
