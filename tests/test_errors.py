@@ -176,6 +176,10 @@ def folder(tmp_path_factory):
         "dora/adapter_config.json": change(ADAPTER, use_dora=True),
         "pickled/adapter_config.json": json.dumps(ADAPTER),
         "pickled/adapter_model.bin": "",
+        "deepspeed/latest": "global_step10",
+        "deepspeed/global_step10/mp_rank_00_model_states.pt": "",
+        "deepspeed/config.json": json.dumps(one_block),  # of transformers' Trainer
+        "layers/layer_00-model_states.pt": "",
     }
     for name, quantization in QUANTIZED.items():
         files[f"{name}/config.json"] = change(one_block, quantization_config=quantization)
@@ -272,6 +276,7 @@ OTHERS = "pp zero fsdp_pp"
 ALL = f"fsdp {OTHERS}"
 LONG = "n" * 300  # longer than a file name can be
 STEP = "checkpoints/step_00000001"
+DEEPSPEEDS = "deepspeed", "deepspeed/global_step10", "layers"  # of ZeRO, of a pipeline
 BAD = [
     # a model, files, folders
     (ALL, f"{MODEL} gpt2", "gpt2 is not one of qwen3"),
@@ -310,6 +315,8 @@ BAD = [
     ("fsdp", f"--output_dir {LONG}", "n: File name too long"),
     (ALL, f"--resume 'no run' {NO_DATA}", "no run: no such folder"),
     (ALL, f"--resume 'earlier run' {NO_DATA}", "earlier run: it has no intact checkpoint"),
+    *((kind, f"{flag} '{name}' {NO_DATA}", f"{name} is a checkpoint in DeepSpeed's own format")
+      for kind in ALL.split() for flag in (MODEL, "--resume") for name in DEEPSPEEDS),
     (ALL, f"--resume damaged/{STEP} {NO_DATA}", f"{STEP}: manifest.json does not list .metadata"),
     ("fsdp", f"--resume piped {NO_DATA}", "piped/config.json is not a regular file"),
     ("fsdp", f"--resume piped/{STEP} {NO_DATA}", "is not a regular file"),

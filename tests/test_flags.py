@@ -12,7 +12,8 @@ import sys
 import pytest
 from conftest import ROOT, no_ranks
 
-from llm_demo import evaluate, export
+from llm_demo import evaluate, export, report
+from llm_demo.check import __main__ as check
 from llm_demo.core import attention
 from llm_demo.core.errors import UserError
 from llm_demo.data import records
@@ -168,6 +169,9 @@ EARLY = [
     ("pp", "--micro_batch_size 0", "--micro_batch_size 0: must be at least 1"),
     ("pp", "--fsdp", "--fsdp: only for fsdp/"),
     ("zero", "--freeze_router", "--freeze_router: only for fsdp/ and fsdp_pp/"),
+    ("zero", "--output_dir gs://bucket/x", "--output_dir gs://bucket/x: gs:// is not supported: "
+     "name a path on this machine, such as a mounted folder; models and datasets on the hub are "
+     "named by id, as in you/name"),
     ("zero", "--schedule 1f1b", "--schedule: only for fsdp_pp/ and pp/"),
     ("fsdp", "--stages=2", "--stages=2: only for fsdp_pp/ and pp/"),
     ("zero", "--lerning_rate 1", "unknown argument --lerning_rate; did you mean --lr?"),
@@ -280,6 +284,28 @@ def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
     tools += [evaluate.make_parser().parse_args("--models m --data d --out ~/out".split())]
     assert [str(tool.out) for tool in tools] == ["/home/me/out"] * 2
     assert str(tools[0].source) == "/home/me/run"
+
+
+@pytest.mark.parametrize("address", ["gs://b/x", "s3://b/x", "hdfs://b/x", "file:///b/x"])
+def test_an_address_is_not_a_path(address, record_property):
+    """Else it names a folder "gs:", here."""
+    record_property("bad inputs", 1)
+    said = f"{address}: {address.split('/')[0]}// is not supported: name a path on this machine"
+    for kind in GROUPS:
+        for name in {f.name for f in fields(kind) if f.metadata["path"]}:
+            with pytest.raises(UserError, match=f"^--{name} {said}"):
+                parse(kind, f"--{name} {address}")
+    for command in (
+        lambda: parse("fsdp", f"--train_json a.jsonl,{address}"),
+        lambda: export.make_parser().parse_args(["run", address]),
+        lambda: export.make_parser().parse_args([address, "out"]),
+        lambda: evaluate.make_parser().parse_args(["--models=m", "--data=d", f"--out={address}"]),
+        lambda: report.main(["run", f"--out={address}"]),
+        lambda: report.main([address]),
+        lambda: check.make_parser().parse_args([f"--output_dir={address}"]),
+    ):
+        with pytest.raises(UserError, match=said):
+            command()
 
 
 def test_a_shortened_flag_is_unknown():

@@ -59,7 +59,7 @@ FOREIGN_FLAGS = {
     "--shm-size", "--ipc", "--env",  # docker's, SkyPilot's
     "--nodes", "--partition", "--time", "--signal", "--requeue", "--wait",  # Slurm's
     "--enable-mixed-moe-lora-format", "--host", "--port", "--served-model-name",  # vLLM's
-    "--no-deps", "--outfile", "--outtype",  # pip's, llama.cpp's
+    "--no-deps", "--outfile", "--outtype", "--num_gpus",  # pip's, llama.cpp's, DeepSpeed's
 }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_every_variable_named_is_read_somewhere():
         "llm_demo/fit.py",
     ]
     sources += ["llm_demo/data/packs.py", "llm_demo/job/device.py", "tests/conftest.py"]
-    sources += ["llm_demo/job/choices.py", "tests/test_real.py"]
+    sources += ["llm_demo/job/choices.py", "tests/test_real.py", "tests/test_amd.py"]
     sources = [*map(ROOT.joinpath, sources)]
     sources += (ROOT / "llm_demo/launch").glob("*.py")
     sources.append(ROOT / "cluster/skypilot.yaml")
@@ -175,6 +175,16 @@ def test_every_path_named_exists():
     assert len(paths) > 40
     known = FILES_OF_A_RUN | FILES_OF_A_CHECKPOINT | OTHER_FILES | A_USERS_OWN
     missing = {p for p in paths - known if not (ROOT / p).exists() and not p.endswith("flags.md")}
+    assert not missing
+
+
+def test_every_test_named_exists():
+    named = re.findall(r"`(tests/test_\w+\.py) -k (?:(\w+)|\"([\w ]+)\")", TEXT)
+    assert len(named) > 40
+    words = {
+        (file, word) for file, one, several in named for word in (one or several).split(" or ")
+    }
+    missing = {(f, w) for f, w in words if w.lower() not in (ROOT / f).read_text().lower()}
     assert not missing
 
 

@@ -16,7 +16,7 @@ from llm_demo.check import lines
 from llm_demo.check.lines import ERROR, OK, WARNING
 from llm_demo.check.processes import LIMIT, MODULE, P2P_OFF, Job, failure, finish, tool, try_groups
 from llm_demo.job.files import ROOT
-from llm_demo.job.parsing import PlainParser
+from llm_demo.job.parsing import PlainParser, local
 from llm_demo.job.process import command
 from llm_demo.job.text import words_of
 
@@ -114,7 +114,7 @@ def make_parser() -> PlainParser:
     parser = PlainParser(prog="python -m llm_demo.check", description=summary)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for a report")
     where = "where runs would be saved (default: runs/)"
-    parser.add_argument("--output_dir", default=str(ROOT / "runs"), help=where)
+    parser.add_argument("--output_dir", type=local, default=str(ROOT / "runs"), help=where)
     return parser
 
 

@@ -34,6 +34,7 @@ from llm_demo.job.dist import from_rank0, on_all_ranks
 from llm_demo.job.files import PART, digest, disk_full, sync_folder, write_json, write_text
 from llm_demo.job.folder import published
 from llm_demo.job.process import read_text
+from llm_demo.job.weights_files import refuse_deepspeed
 
 
 def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> int:
@@ -211,6 +212,7 @@ def find_checkpoint(
             return path
         say(f"resume: {path.name} skipped: {problem}")
     if not auto:
+        from_rank0(world, lambda: refuse_deepspeed(named))
         there = from_rank0(world, named.is_dir)
         raise UserError(f"{named}: {'it has no intact checkpoint' if there else 'no such folder'}")
     if paths:
@@ -345,8 +347,7 @@ def compare_shapes(
     path: Path, saved: dict[str, tuple], wanted: dict[str, tuple], where: str = "in this run"
 ) -> set[str]:
     """The names of what PowerSGD keeps that differ or are missing on either side. Raises UserError
-    if anything else does. saved: {name: shape} of a checkpoint; wanted: {name: shape} of what it is
-    for, and `where` they come from."""
+    if anything else does. saved: {name: shape} of a checkpoint; wanted: the same of `where`."""
     names = {n for n in {*wanted, *saved} if wanted.get(n) != saved.get(n)}
     for name in sorted(names):
         if not name.endswith(PSGD):

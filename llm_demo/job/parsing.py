@@ -79,6 +79,7 @@ def env_of(field: dataclasses.Field) -> str:
 def value_of(field: dataclasses.Field, text: str):
     """What `text` means as the value of a flag. Raises UserError if it is not allowed."""
     kind, rules, given = kind_of(field), field.metadata, f"--{field.name} {text[:80]}"
+    path = rules["path"]
     if kind is bool:
         if text.lower() not in TRUE + FALSE:
             raise UserError(f"{given}: must be true or false")
@@ -96,7 +97,7 @@ def value_of(field: dataclasses.Field, text: str):
         raise UserError(f"{given} has been removed: use {rules['gone'][value]}")
     if (allowed := choices_of(field)) and value not in allowed:
         raise UserError(f"{given}: choose from {', '.join(allowed)}")
-    return ",".join(map(os.path.expanduser, text.split(","))) if rules["path"] else value
+    return ",".join(local(part, f"--{field.name} ") for part in text.split(",")) if path else value
 
 
 def bound_broken(rules: typing.Mapping, value: int | float) -> str:
@@ -238,9 +239,20 @@ def size(text: str) -> str:
     return text
 
 
+def local(text: str, flag: str = "") -> str:
+    """A path, in which ~ is the home folder. Raises UserError for an address such as gs://x, which
+    would otherwise be a folder named "gs:". flag: what it is the value of, with a space."""
+    if scheme := re.match(r"\s*(\w[\w+.-]*:/)/", text):
+        raise UserError(
+            f"{flag}{text[:80]}: {scheme[1]}/ is not supported: name a path on this machine, such "
+            "as a mounted folder; models and datasets on the hub are named by id, as in you/name"
+        )
+    return os.path.expanduser(text)
+
+
 def path_of(text: str) -> Path:
-    """A path, in which ~ is the home folder."""
-    return Path(os.path.expanduser(text))
+    """A path, in which ~ is the home folder. Raises UserError for an address."""
+    return Path(local(text))
 
 
 def regex(text: str) -> str:

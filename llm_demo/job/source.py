@@ -22,7 +22,7 @@ from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
 from llm_demo.job.fp8_files import why_unread
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
-from llm_demo.job.weights_files import open_weights
+from llm_demo.job.weights_files import open_weights, refuse_deepspeed
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
 # embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
@@ -54,13 +54,13 @@ def find_model(name: str, config_in: str | None = None) -> Path:
             f"--merge, or train on from it: --model_name_or_path BASE --adapter {name}"
         )
     if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") != 1:
+        refuse_deepspeed(folder)
         raise UserError(f"no model at {name}: it is neither a folder with config.json nor a hub id")
     from huggingface_hub import snapshot_download, try_to_load_from_cache
 
     options = {"allow_patterns": FILES}
     if config_in:
-        only = ["config.json", "adapter_config.json"]
-        options = {"allow_patterns": only, "local_dir": config_in}
+        options = {"allow_patterns": ["config.json", "adapter_config.json"], "local_dir": config_in}
     try:
         if config_in and isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
             folder = Path(cached).parent

@@ -260,12 +260,24 @@ def open_weights(folder: Path) -> Weights | None:
     if single.is_file():
         with _open(single) as opened:
             return Weights(folder, dict.fromkeys(opened.keys(), single))
+    refuse_deepspeed(folder)
     if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
         raise UserError(
             f"{folder} holds {other[0].name}; weights must be model.safetensors (or shards with "
             "model.safetensors.index.json): save them again with save_pretrained"
         )
     return None
+
+
+def refuse_deepspeed(folder: Path) -> None:
+    """Raise UserError if a folder holds a checkpoint in the format of DeepSpeed's engines."""
+    files = ("*model_states.pt", "global_step*/*model_states.pt")
+    if any(any(folder.glob(pattern)) for pattern in files):
+        raise UserError(
+            f"{folder} is a checkpoint in DeepSpeed's own format, which is not read: convert it to "
+            "a Hugging Face folder (ZeRO's by DeepSpeed's zero_to_fp32.py --safe_serialization, "
+            "then add config.json and the tokenizer's files), and train from that"
+        )
 
 
 def loading(weights: Weights | None, shares: int):
