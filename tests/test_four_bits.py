@@ -21,7 +21,7 @@ from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
 from llm_demo.job.four_bits import find_or_build
 from llm_demo.job.four_bits_files import need_library
-from llm_demo.job.weights_files import open_weights
+from llm_demo.job.weights_files import open_weights, refuse_other_adapters
 
 functional = four_bits.library()
 
@@ -188,6 +188,17 @@ def test_flags_that_contradict_it(work, tmp_path):
     assert "must be 4 or 16" in refused("--base_bits", 8)
     experts = refused("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
     assert "does not work with mixtures of experts" in experts
+
+
+def test_it_is_part_of_what_was_trained():
+    facts = {bits: {"base": {"path": "a"} | bits_of(bits)} for bits in (4, 16)}
+    for before, now in ((4, 16), (16, 4)):
+        with pytest.raises(UserError, match=f"in {before} bits: add --base_bits {before}"):
+            refuse_other_adapters(Path("x"), facts[before], facts[now])
+
+
+def bits_of(bits):
+    return {"bits": 4} if bits == 4 else {}
 
 
 def test_without_the_library(monkeypatch):
