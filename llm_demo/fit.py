@@ -369,7 +369,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         on_hub = not Path(ask.model).expanduser().is_dir()
         path = find_model(ask.model, config_in=folder)
-        config, _ = open_model(path, ask.seq_len, with_weights=not on_hub)
+        config, weights = open_model(path, ask.seq_len, with_weights=not on_hub)
+    if weights and weights.packed and ask.base_bits != 4:
+        raise UserError(f"{ask.model} holds weights in 4 bits: add --lora_rank 16 --base_bits 4")
     if ask.base_bits == 4 and is_mixture(config):
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
     found = list(choices(config, ask))

@@ -3,14 +3,18 @@ plain loop, and files as transformers writes them."""
 
 import itertools
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import test_lora as lora
 import test_parity as parity
 import torch
-from conftest import ROOT, assert_same_tensors, run, train_cases
+from conftest import ROOT, assert_same_tensors, refused, run, train_cases
+from safetensors.torch import load_file, save_file
 from test_parity import assert_equal, plain_loop, train
 from tiny_tokenizer import packs_of
 from torch import nn
@@ -20,8 +24,9 @@ from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
-from llm_demo.job.four_bits import fault, find_or_build
+from llm_demo.job.four_bits import cached_base, fault, find_or_build
 from llm_demo.job.four_bits_files import need_library
+from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.weights_files import open_weights, refuse_other_adapters
 
 functional = four_bits.library()
@@ -125,6 +130,10 @@ def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path)
         loss, trained = lora.loss_of(merged, folder), lora.last_loss(tmp_path / name)
         assert (loss == pytest.approx(trained, rel=1e-5)) == same
         assert loss == pytest.approx(trained, rel=0.05)
+    config, _ = open_model(tmp_path / "published", 64)
+    theirs = load_model("x", tmp_path / "published", config, torch.float32)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(theirs.state_dict()[name], base.read(name))
     export(last["whole"], tmp_path / "adapter")
     assert "| base_bits | 4 |" in (tmp_path / "adapter/README.md").read_text()
 
@@ -193,23 +202,23 @@ def test_flags_that_contradict_it(work, tmp_path):
     folder = work[0]
     script = ROOT / "fsdp/train_fsdp.py"
 
-    def refused(*more):
+    def said(*more):
         argv = [*lora.run_flags(folder, "tied", tmp_path / "run"), "--base_bits", 4, *more]
         done = run([sys.executable, script, *argv])
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
         return done.stderr
 
-    assert "--base_bits needs --lora_rank" in refused("--lora_rank", 0)
-    assert "--base_bits 4 does not work with --fp8" in refused("--fp8")
-    assert "must be 4 or 16" in refused("--base_bits", 8)
-    experts = refused("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
+    assert "--base_bits needs --lora_rank" in said("--lora_rank", 0)
+    assert "--base_bits 4 does not work with --fp8" in said("--fp8")
+    assert "must be 4 or 16" in said("--base_bits", 8)
+    experts = said("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
     assert "does not work with mixtures of experts" in experts
 
 
 def test_it_is_part_of_what_was_trained():
     facts = {bits: {"base": {"path": "a"} | bits_of(bits)} for bits in (4, 16)}
-    for before, now in ((4, 16), (16, 4)):
-        with pytest.raises(UserError, match=f"in {before} bits: add --base_bits {before}"):
+    for before, now, what in ((4, 16, "add"), (16, 4, "drop")):
+        with pytest.raises(UserError, match=f"in {before} bits: {what} --base_bits 4"):
             refuse_other_adapters(Path("x"), facts[before], facts[now])
 
 
@@ -249,4 +258,84 @@ def test_a_damaged_base_in_the_cache_is_made_again(tmp_path):
     find_or_build(folder, make, said.append)
     assert (folder / "a").read_text() == "right"
     assert len(said) == 1 and "damaged (a: wrong checksum); rebuilding it" in said[0]
-    find_or_build(folder, None, said.append)
+    assert find_or_build(folder, None, said.append).keys() == {"a"}
+    (folder / "crc32.json").write_text("[]")
+    find_or_build(folder, make, said.append)
+    assert "crc32.json is not a list of checksums" in said[1]
+
+
+# ---------------------------------------------------------------- files from elsewhere
+
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
+
+
+@pytest.fixture(scope="module")
+def published(work, tmp_path_factory):
+    """{name: tensor} of a folder in 4 bits of one layer."""
+    weight = load_file(work[0] / "tied/model.safetensors")[NAME]
+    numbers, state = functional.quantize_4bit(weight, compress_statistics=True, **four_bits.NF4)
+    parts = {f"{NAME}.{k}": t.contiguous() for k, t in state.as_dict(packed=True).items()}
+    return {NAME: numbers} | parts, nearest(weight)
+
+
+def opened(tensors, tmp_path):
+    save_file(tensors, tmp_path / "model.safetensors")
+    return open_weights(tmp_path)
+
+
+def test_values_are_read_whole_and_in_part(published, tmp_path):
+    weights = opened(published[0], tmp_path)
+    assert weights.shapes == {NAME: tuple(published[1].shape)}
+    assert torch.equal(weights.read(NAME), published[1])
+    part = slice(3, 70), slice(1, 9)
+    assert torch.equal(weights.read(NAME, part), published[1][part])
+
+
+def as_bytes(facts):
+    return torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+
+
+def state(**changes):
+    facts = {"quant_type": "nf4", "blocksize": 64, "shape": [320, 64], "nested_blocksize": 256}
+    return {STATE: as_bytes(facts | {"nested_offset": 0.1} | changes)}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({f"{NAME}.absmax": None}, "absmax is missing"),
+        ({f"{NAME}.absmax": torch.zeros(320)}, "type F32, but .* has 320 of type U8"),
+        ({NAME: torch.zeros(10240, 1)}, "type F32, but .* has 10,240 of type U8"),
+        ({NAME: torch.zeros(100, 1, dtype=torch.uint8)}, r"shape \[100, 1\] and type U8, but"),
+        ({"other.weight": torch.zeros(3, dtype=torch.uint8)}, "other.weight is of type U8"),
+        ({f"{NAME}.nested_absmax": torch.tensor([1.0, torch.nan])}, "scales are not finite"),
+        ({f"{NAME}.quant_map": torch.zeros(16)}, "has other levels than bitsandbytes'"),
+        ({f"{NAME}.quant_map": torch.zeros(16).bfloat16()}, "type BF16, but"),
+        (state(nested_offset=float("nan")), "scales are not finite"),
+        (state(nested_offset=10**400), "can't be read: OverflowError"),
+        (state(shape=[320.0, 64.0, 1]), "can't be read: ValueError"),
+        (state(shape=[10**400, 64]), r"of shape \[10000.*: only nf4 by blocks of 64 and 256"),
+        (state(shape=[-320, -64]), "only nf4 by blocks"),
+        (state(quant_type="fp4"), r"\['fp4', 64, 256\], of shape .*: only nf4"),
+        (state(blocksize=128), "only nf4 by blocks"),
+        ({STATE: as_bytes([1])}, "can't be read: TypeError"),
+        ({STATE: torch.full((9,), 65, dtype=torch.uint8)}, "can't be read: JSONDecodeError"),
+    ],
+)
+def test_files_that_are_not_as_they_say(change, message, published, tmp_path):
+    tensors = {n: t for n, t in (published[0] | change).items() if t is not None}
+    with refused(message):
+        opened(tensors, tmp_path).read(NAME)
+
+
+def test_a_changed_file_is_another_base(work, tmp_path):
+    """Also where only some of its values are looked at to identify it."""
+    file = tmp_path / "model.safetensors"
+    shutil.copy(work[0] / "tied/model.safetensors", file)
+    source = SimpleNamespace(config=parity.MODELS["tied"], weights=open_weights(tmp_path))
+    before = cached_base(source, {"weights": "the same"})
+    assert before == cached_base(source, {"weights": "the same", "path": "elsewhere"})
+    os.utime(file, ns=(0, 0))
+    assert before != cached_base(source, {"weights": "the same"})

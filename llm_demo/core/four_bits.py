@@ -76,13 +76,14 @@ def values_of(
     to all scales. inputs: K. after: what must exist before: a compiler moves what needs no gradient
     into the forward, and keeps it."""
     functional, rows = library(), weight.view(torch.uint8)
+    of_numbers, of_scales = levels(weight.device)
     numbers, of_blocks = rows[:, : inputs // 2], rows[:, inputs // 2 :][:, : inputs // BLOCK]
-    of_scales = functional.QuantState(
-        scales[:-1], code=_levels_of_scales(weight.device), blocksize=GROUP, dtype=torch.float32
+    nested = functional.QuantState(
+        scales[:-1], code=of_scales, blocksize=GROUP, dtype=torch.float32
     )
     state = functional.QuantState(
-        of_blocks.flatten(), (len(rows), inputs), dtype=dtype, offset=scales[-1], state2=of_scales,
-        code=functional.get_4bit_type("nf4", weight.device), **NF4,
+        of_blocks.flatten(), (len(rows), inputs), dtype=dtype, offset=scales[-1], state2=nested,
+        code=of_numbers, **NF4,
     )  # fmt: skip
     return functional.dequantize_4bit(numbers.reshape(-1, 1), state)
 
@@ -93,8 +94,10 @@ def _(weight, scales, inputs, dtype, after=None):
 
 
 @functools.cache
-def _levels_of_scales(device: torch.device) -> torch.Tensor:
-    return library().create_dynamic_map().to(device)
+def levels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The levels of numbers [16] and of scales [256]: bitsandbytes would copy the first to the
+    device, and wait for it, each time."""
+    return library().get_4bit_type("nf4", device), library().create_dynamic_map().to(device)
 
 
 class _Frozen(torch.autograd.Function):

@@ -73,6 +73,8 @@ def verified(folder: str) -> dict[str, str]:
     OSError if one can't be read."""
     with open(f"{folder}/{SUMS}") as file:
         sums = json.load(file)
+    if not isinstance(sums, dict) or not all(isinstance(of, str) for of in sums.values()):
+        raise ValueError(f"{SUMS} is not a list of checksums")
     if bad := dict(sums.items() ^ _sums_of(folder).items()):
         raise ValueError(f"{', '.join(sorted(bad))}: wrong checksum")
     return sums

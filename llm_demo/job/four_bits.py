@@ -7,6 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -28,10 +29,10 @@ from llm_demo.job.cache import build, verified
 from llm_demo.job.choices import above, probe_once
 from llm_demo.job.costs import experts_of
 from llm_demo.job.device import dtype_name
-from llm_demo.job.dist import once_per_node
+from llm_demo.job.dist import once_per_node, same_on_all_nodes
 from llm_demo.job.files import cache_folder
 from llm_demo.job.four_bits_files import need_library
-from llm_demo.job.text import progress
+from llm_demo.job.text import progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
 
 MODULE = "llm_demo.job.four_bits"
@@ -67,7 +68,8 @@ def give_four_bits(lm: nn.Module, job) -> None:
     if not (weights and weights.packed):
         folder = cached_base(source, job.plan.compute.lora.base)
         make = functools.partial(quantise, source, args.seed, job.world.device)
-        once_per_node(job.world, functools.partial(find_or_build, folder, make, say))
+        sums = once_per_node(job.world, functools.partial(find_or_build, folder, make, say))
+        same_on_all_nodes(job.world, {"the base in 4 bits": sums})
         weights, where = open_cached(folder), folder
     done, left = use_four_bits(lm, dtype, weights.read_packed, weights.packed)
     if not done:
@@ -78,19 +80,21 @@ def give_four_bits(lm: nn.Module, job) -> None:
 
 def cached_base(source, base: dict) -> Path:
     """Where the cache has a base in 4 bits. base: as of weights_files.identity_of."""
+    files = sorted(set(source.weights.files.values())) if source.weights else []
+    stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]  # samples do not do
     facts = {k: v for k, v in base.items() if k != "path"}
-    key = json.dumps([FORMAT, facts, fingerprint(source.config)], sort_keys=True)
+    key = [FORMAT, version("bitsandbytes"), facts, stats, fingerprint(source.config)]
+    key = json.dumps(key, sort_keys=True)
     return Path(cache_folder(), f"nf4-{hashlib.sha256(key.encode()).hexdigest()[:24]}")
 
 
-def find_or_build(folder: Path, make: Callable, say: Callable) -> None:
-    """Let `make` write a base to a folder of the cache that lacks it, or holds another than it
-    wrote."""
+def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]:
+    """{file: its checksum} of a folder of the cache. Lets `make` write it if the cache lacks it, or
+    holds another than was written."""
     for attempt in range(2):
         if folder.is_dir():
             try:
-                verified(str(folder))
-                return
+                return verified(str(folder))
             except (OSError, ValueError) as e:
                 problem = e
             if attempt:
@@ -111,7 +115,11 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
         for path, layer in block.named_modules(prefix=name):
             if type(layer) is nn.Linear and can_store(*layer.weight.shape):
                 values = layer.weight.detach().contiguous()
-                numbers, state = functional.quantize_4bit(values, compress_statistics=True, **NF4)
+                how = {"compress_statistics": True, **NF4}
+                try:
+                    numbers, state = functional.quantize_4bit(values, **how)
+                except RuntimeError as e:  # of its own library, or out of memory
+                    raise UserError(f"bitsandbytes can't quantise {path}: {words_of(e)}") from e
                 parts = {"": numbers} | {f".{k}": t for k, t in state.as_dict(packed=True).items()}
                 tensors |= {f"{path}.weight{k}": t.cpu().contiguous() for k, t in parts.items()}
         save_file(tensors, f"{folder}/block_{i:04}.safetensors")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK, GROUP, can_store, library, pack, scales_of
+from llm_demo.core.four_bits import BLOCK, GROUP, can_store, levels, library, pack, scales_of
 
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
@@ -34,51 +34,62 @@ def parts_of(name: str) -> tuple[str, ...]:
     return *(name + part for part in PARTS), f"{name}{STATE}nf4"
 
 
-def four_bits_of(sizes: dict[str, tuple], read: Callable, folder) -> dict[str, Stored]:
-    """{weight: Stored} of files. sizes: {name: shape} of all tensors; read(name) -> one. Raises
-    UserError naming a tensor that is missing or has another size than implied."""
-    found = {}
+def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -> dict[str, Stored]:
+    """{weight: Stored} of files. sizes, kinds: {name: shape, type} of all tensors; read(name) ->
+    one. Raises UserError naming a tensor that is missing or is not as its weight implies."""
+    found, of = {}, ("U8", "U8", "F32", "F32", "F32")  # types of a weight and its parts
     for state in sorted(name for name in sizes if STATE in name):
-        name, _, kind = state.partition(STATE)
-        try:
-            facts = json.loads(bytes(read(state).tolist()))
-            shape, offset = tuple(facts["shape"]), float(facts["nested_offset"])
-            how = facts["quant_type"], facts["blocksize"], facts["nested_blocksize"]
-            N, K = shape
-            counts = N * K // 2, N * K // BLOCK, scales_of(*shape), 16, 256
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise UserError(f"{folder}: {state} is not readable ({e!r})") from None
-        if how != ("nf4", BLOCK, GROUP) or not can_store(*shape):
-            raise UserError(
-                f"{folder}: {name} of shape {list(shape)} is in {how[0]} by blocks of {how[1]} and "
-                f"{how[2]}; read is nf4 by blocks of {BLOCK} and {GROUP}, rows of whole blocks"
-            )
-        for part, count in zip(("", *PARTS), counts, strict=True):
+        name = state.partition(STATE)[0]
+        N, K, offset = _facts(state, read, folder)
+        counts = N * K // 2, N * K // BLOCK, scales_of(N, K), 16, 256
+        for part, count, kind in zip(("", *PARTS), counts, of, strict=True):
             if name + part not in sizes:
                 raise UserError(f"{folder}: {name} is in 4 bits, but {name}{part} is missing")
-            size = sizes[name + part]
-            if torch.Size(size).numel() != count:
+            size, is_kind = sizes[name + part], kinds[name + part]
+            if (torch.Size(size).numel(), is_kind) != (count, kind):
                 raise UserError(
-                    f"{folder}: {name}{part} has shape {list(size)}, but {name} of shape "
-                    f"{list(shape)} has {count:,} of them"
+                    f"{folder}: {name}{part} has shape {list(size)} and type {is_kind}, but {name} "
+                    f"of shape {[N, K]} has {count:,} of type {kind}"
                 )
-        for part, levels in zip(PARTS[2:], _levels(), strict=True):
-            if not torch.allclose(read(name + part), levels, atol=1e-6):
+        for part, wanted in zip(PARTS[2:], _levels(), strict=True):
+            if not torch.allclose(read(name + part).flatten(), wanted, atol=1e-6):
                 raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
-        found[name] = Stored(shape, offset)
+        found[name] = Stored((N, K), offset)
     return found
+
+
+def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
+    """(rows, columns, offset) that a weight's state says. Raises UserError."""
+    try:
+        facts = json.loads(bytes(read(state).tolist()))
+        N, K = map(int, facts["shape"])
+        how = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
+        offset = float(facts["nested_offset"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
+        raise UserError(f"{folder}: {state} can't be read: {repr(e)[:200]}") from None
+    sizes = 0 < N < 2**31 and 0 < K < 2**31 and can_store(N, K)
+    if not (sizes and state.endswith("nf4") and how == ["nf4", BLOCK, GROUP]):
+        raise UserError(
+            f"{folder}: {state.partition(STATE)[0]} is in {str(how)[:80]}, of shape "
+            f"{str(facts['shape'])[:80]}: only nf4 by blocks of {BLOCK} and {GROUP} is read, of "
+            "rows of whole blocks"
+        )
+    return N, K, offset
 
 
 def _levels() -> tuple[torch.Tensor, torch.Tensor]:
     """Of numbers and of scales."""
     need_library()
-    return library().get_4bit_type("nf4", "cpu"), library().create_dynamic_map()
+    return levels(torch.device("cpu"))
 
 
 def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the bytes of a weight, its scales) as of core.four_bits."""
+    """(the bytes of a weight, its scales) as of core.four_bits. Raises UserError for scales that
+    are not finite."""
     offset = torch.tensor([stored.offset])
-    scales = torch.cat([read(f"{name}.nested_absmax").flatten().float(), offset])
+    scales = torch.cat([read(f"{name}.nested_absmax").flatten(), offset])
+    if not scales.isfinite().all():
+        raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")
     return pack(read(name), read(f"{name}.absmax"), stored.shape), scales
 
 

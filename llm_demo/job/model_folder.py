@@ -264,11 +264,11 @@ def generation_config(folder: Path, tokenizer) -> tuple[GenerationConfig, list[s
 def load_model(name: str, folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
     """transformers' own model of a folder, on the CPU, in evaluation mode, which generates greedily
     and without penalties. name: what the user calls it; config: from load_config, which no longer
-    says that weights are in fp8, so these are read here. Raises UserError for what `refuse_adapter`
-    and transformers refuse."""
+    says that weights are in fp8 or 4 bits, so these are read here. Raises UserError for what
+    `refuse_adapter` and transformers refuse."""
     refuse_adapter(name, folder)
     weights, source, values = open_weights(folder), folder, None
-    if weights and weights.scales:
+    if weights and (weights.scales or weights.packed):
         names = weights.shapes.keys() - set(weights.ignored)
         # one by one; what chooses experts, a vector, stays in fp32
         values = {n: t.to(dtype) if (t := weights.read(n)).ndim > 1 else t for n in names}

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import values_of
-from llm_demo.job.four_bits_files import STATE, four_bits_of, packed, parts_of
+from llm_demo.job.four_bits_files import four_bits_of, packed, parts_of
 from llm_demo.job.fp8_files import KIND, dequantised, scales_of, touched
 from llm_demo.job.text import differences, watched, words_of
 
@@ -114,30 +114,29 @@ class Weights:
         self.ignored += [n for n in files if n.endswith(ROTARY)]
         self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
-        self.bytes_read, fp8, stored = 0, [], set()
+        self.bytes_read, kinds = 0, {}
         for file in sorted(set(files.values())):
             with _open(file) as opened:
                 self.ignored += sorted(set(opened.keys()) - named)
                 for name in (n for n, f in files.items() if f == file):
                     tensor = opened.get_slice(name)
                     self.stored[name] = tuple(tensor.get_shape())
-                    if (kind := tensor.get_dtype()) == KIND:
-                        fp8.append(name)
-                    elif kind == "U8" and any(STATE in n for n in files):
-                        stored.add(name)
-                    elif kind not in FLOATS:
-                        raise UserError(
-                            f"{file}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
-                            "give a copy of the model in bf16"
-                        )
+                    kinds[name] = tensor.get_dtype()
+        fp8 = [name for name, kind in kinds.items() if kind == KIND]
         self.scales = scales_of(fp8, self.stored, folder)
         for scales, _ in self.scales.values():
             del self.stored[scales]
-        self.packed = four_bits_of(self.stored, self._whole, folder) if stored else {}
+        self.packed = four_bits_of(self.stored, kinds, self._whole, folder)
         for name, weight in self.packed.items():
             for part in parts_of(name):
-                del self.stored[part]
-            self.stored[name] = weight.shape
+                del self.stored[part], kinds[part]
+            self.stored[name], kinds[name] = weight.shape, KIND
+        for name, kind in kinds.items():
+            if kind not in (*FLOATS, KIND):
+                raise UserError(
+                    f"{files[name]}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
+                    "give a copy of the model in bf16"
+                )
         self.shapes = in_memory(self.stored)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
@@ -335,7 +334,8 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
     bits = [of["base"].get("bits", 16) for of in (before, now)]
     if bits[0] != bits[1]:
         raise UserError(
-            f"{path} holds adapters over a base in {bits[0]} bits: add --base_bits {bits[0]}"
+            f"{path} holds adapters over a base in {bits[0]} bits: "
+            f"{'add' if bits[0] == 4 else 'drop'} --base_bits 4"
         )
     if not same_base(before["base"], now["base"]):
         changes = "; ".join(differences(before["base"], now["base"]))
