@@ -27,13 +27,13 @@ from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
 from llm_demo.job.costs import active_of, heads_of, latent, parameters_of
 from llm_demo.job.dist import from_rank0, once_per_node
+from llm_demo.job.families import position_limit
 from llm_demo.job.files import write_json
 from llm_demo.job.source import (
     COMPARE,
     find_model,
     load_config,
     load_tokenizer,
-    position_limit,
     refuse_adapter,
     same_ids,
 )
