@@ -41,6 +41,11 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
         )
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
+    if config.model_type == "granite":
+        scale_ends(model)
+    if hasattr(model.model.rotary_emb, "layer_types"):
+        for i, block in enumerate(model.model.layers):
+            block.kind = config.layer_types[i]
     model.float()
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
@@ -51,6 +56,14 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         weights.check(wanted, {"lm_head.weight"} if config.tie_word_embeddings else set())
     return model.train()
+
+
+def scale_ends(model: PreTrainedModel) -> None:
+    """Let Granite's modules do what it does outside of them: scale the embedding and the logits."""
+    first, last = model.model.embedding_multiplier, model.config.logits_scaling
+    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * first)
+    model.model.norm.register_forward_hook(lambda module, args, out: out / last)
+    model.model.embedding_multiplier = model.config.logits_scaling = 1.0
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
@@ -74,7 +87,8 @@ class Blocks(nn.Module):
         self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
-        """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin)."""
+        """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin),
+        or these by `kind` of block."""
         inputs = {
             "position_embeddings": position_embeddings,
             "position_ids": position_ids,
@@ -82,6 +96,8 @@ class Blocks(nn.Module):
             "use_cache": False,
         }
         for block in self.blocks:
+            if isinstance(position_embeddings, dict):
+                inputs["position_embeddings"] = position_embeddings[block.kind]
             if self.checkpointing and torch.is_grad_enabled():
                 options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
                 kept = self.kept

@@ -5,23 +5,28 @@ from collections.abc import Iterator
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from llm_demo.core.attention import LongRope, rope_type
+from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.job.costs import experts_of, mixed_blocks, shared_width
+from llm_demo.job.costs import PARTIAL, experts_of, mixed_blocks, shared_width
 from llm_demo.job.fp8_files import why_unread
 
-# Decoders made of embedding, blocks, norm and head, with nothing between them. Others scale the
-# embedding or cap the logits outside their modules (Gemma, Granite, Cohere): this code would
-# silently train them wrongly.
+# Decoders made of embedding, blocks, norm and head, with nothing between them but what scale_ends
+# in decoder.py does. Others cap the logits outside their modules (Gemma 2, Cohere): this code would
+# silently train them wrongly. docs/models.md says what is tested of each.
 EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral", *EXPERTS)
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2", "olmo3", "granite", "glm",
+            "glm4", "phi3", "gemma3_text", *EXPERTS)  # fmt: skip
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads")  # fmt: skip
 # where a family has them, and not all of their models
 FURTHER_SIZES = ("max_position_embeddings", "head_dim", "moe_intermediate_size", "kv_lora_rank",
                  "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier",
+               "attention_multiplier")  # fmt: skip
 LARGEST = 1 << 24  # of the sizes
 MOST_BLOCKS = 1 << 12
+# rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
+ANY_LENGTH = ("default", "linear", "llama3")
 
 
 def odd_sizes(config: dict) -> Iterator[str]:
@@ -44,8 +49,18 @@ def problems_of(config) -> Iterator[str]:
             yield f"{name} {value} is not a number from 0 to 1"
     if config.num_attention_heads % config.num_key_value_heads:
         yield "num_attention_heads must be a multiple of num_key_value_heads"
-    if str(config.hidden_act) not in ACT2FN:
-        yield f"hidden_act {config.hidden_act} is unknown"
+    act = getattr(config, "hidden_activation", None) or config.hidden_act  # Gemma, the others
+    if str(act) not in ACT2FN:
+        yield f"hidden_act {act} is unknown"
+    for name in MULTIPLIERS:
+        value = getattr(config, name, 1.0)
+        if config.model_type == "granite" and not 0 < value < LARGEST:
+            yield f"{name} {value} is not a positive number"
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            yield f"{name} is not supported"
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "use_bidirectional_attention is not supported: attention is causal"
     if problem := why_unread(getattr(config, "quantization_config", None)):
         yield problem
     if is_mixture(config):
@@ -96,8 +111,16 @@ def problems_of_rope(config) -> Iterator[str]:
     rope, known = getattr(config, "rope_parameters", None), ("default", *ROPE_INIT_FUNCTIONS)
     if not isinstance(rope, dict):
         yield f"rope_parameters {rope} is not an object"
-    if (kind := rope.get("rope_type", "default")) not in known:
+    if "full_attention" in rope:  # and other parameters in layers with sliding windows
+        known = ANY_LENGTH + ("yarn",)
+        if (local := rope["sliding_attention"]["rope_type"]) != "default":
+            yield f"the rotary type {local} of sliding_attention is not supported, only default"
+    if (kind := rope_type(config)) not in known:
         yield f"the rotary type {kind} is not one of {', '.join(known)}"
+    rope = rope_of(config)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if config.model_type in PARTIAL and not (isinstance(partial, int | float) and 0 < partial <= 1):
+        yield f"partial_rotary_factor {partial} is not a number above 0 up to 1"
     for name in ("factor", "original_max_position_embeddings"):
         value = rope.get(name)
         if value is not None and not (isinstance(value, int | float) and 1 <= value < LARGEST):
@@ -119,7 +142,7 @@ def position_limit(config) -> int | None:
     length it was trained on, times the factor, which model cards tell people to add
     (https://huggingface.co/Qwen/Qwen3-8B#processing-long-texts)."""
     limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope_of(config)
     if limit and rope_type(config) == "yarn" and rope.get("factor"):
         return max(limit, int(rope.get("original_max_position_embeddings", 0) * rope["factor"]))
     return limit
@@ -145,7 +168,8 @@ def without_window(config, longest: int) -> None:
             f"{longest}: sliding windows are not supported, so set --seq_len {window}"
         )
     config.sliding_window = None
-    if getattr(config, "layer_types", None) is not None:
+    rope = config.rope_parameters  # of each type of layer, if the types are to stay
+    if getattr(config, "layer_types", None) is not None and "full_attention" not in rope:
         config.layer_types = ["full_attention"] * config.num_hidden_layers
 
 

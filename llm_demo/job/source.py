@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from llm_demo.core.attention import rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.data.sources import LFS
-from llm_demo.job.families import FAMILIES, odd_sizes, position_limit, problems_of
+from llm_demo.job.families import ANY_LENGTH, FAMILIES, odd_sizes, position_limit, problems_of
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights, refuse_deepspeed
@@ -99,10 +99,6 @@ def refuse_pointers(folder: Path) -> None:
             )
 
 
-# rotary types that do not depend on max_position_embeddings: with random weights rows may be longer
-ANY_LENGTH = ("default", "linear", "llama3")
-
-
 def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
     this folder has none. Raises UserError if this project can't train it exactly."""
@@ -119,6 +115,8 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
         )
     if getattr(config, "attention_dropout", 0):
         config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
+    if getattr(config, "resid_pdrop", 0):
+        config.resid_pdrop = 0.0
     for problem in problems_of(config):
         raise UserError(f"{folder}/config.json: {problem}")
     vars(config).pop("quantization_config", None)
