@@ -45,15 +45,16 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
         "short_factor": [1.0 + i / 4 for i in range(6)], "partial_rotary_factor": 0.75,
         "long_factor": [2.0 + i for i in range(6)]}  # fmt: skip
+# without biases of keys that are not rotated: their gradients are zero but for rounding
 PHI = {name: value for name, value in SIZES.items() if name != "head_dim"}
 MODELS = {
-    "smollm3": SmolLM3Config(no_rope_layers=[1, 0, 1, 0], attention_bias=True, mlp_bias=True,
+    "smollm3": SmolLM3Config(no_rope_layers=[1, 0, 1, 0], mlp_bias=True,
                              **IDS, **SIZES),
     "olmo2": Olmo2Config(attention_bias=True, **IDS, **SIZES),
     "granite": GraniteConfig(embedding_multiplier=3.0, logits_scaling=1.7, residual_multiplier=0.6,
                              attention_multiplier=0.11, tie_word_embeddings=True, **IDS, **SIZES),
-    "glm": GlmConfig(attention_bias=True, **IDS, **SIZES),
-    "glm4": Glm4Config(**IDS, **SIZES),
+    "glm": GlmConfig(attention_bias=False, **IDS, **SIZES),
+    "glm4": Glm4Config(attention_bias=False, **IDS, **SIZES),
     "phi3": Phi3Config(resid_pdrop=0.3, **IDS, **PHI),
     "phi3_long": Phi3Config(rope_parameters=LONG, tie_word_embeddings=True,
                             original_max_position_embeddings=24, sliding_window=96, **IDS, **PHI),
@@ -86,12 +87,12 @@ def work(tmp_path_factory):
 
 
 def cases(folder, names, rows, flags=()):
-    """{name: flags}, half of them with recomputed blocks, with `rows` micro-batches of 1 or 2."""
+    """{name-out: flags}, half of them with recomputed blocks, with `rows` micro-batches of 1 or 2."""
     found = {}
     for i, name in enumerate(names):
         micro = 1 + i % 2
         more = ["--use_activation_checkpointing", ("true", "false")[i % 2], *flags]
-        found[name] = argv(folder, name, micro, rows // micro, *more)
+        found[f"{name}-out"] = argv(folder, name, micro, rows // micro, *more)
     return found
 
 
@@ -108,9 +109,9 @@ SCRIPTS = {
 def test_equals_plain_loop(script, n, work, tmp_path):
     folder, expected = work
     names, rows, flags = SCRIPTS[script, n]
-    found = train(folder, script, n, cases(folder, names, rows, flags))
+    found = train(tmp_path, script, n, cases(folder, names, rows, flags))
     for name, (losses, ranks) in found.items():
-        assert_equal(losses, ranks, expected[name])
+        assert_equal(losses, ranks, expected[name.removesuffix("-out")])
 
 
 @pytest.mark.parametrize("name", MODELS)
