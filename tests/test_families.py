@@ -9,6 +9,7 @@ from conftest import ZERO, slow
 from test_parity import (
     SEQ_LEN,
     SIZES,
+    TOLERANCE,
     argv,
     assert_equal,
     plain_loop,
@@ -63,6 +64,8 @@ MODELS = {
     "gemma3": Gemma3TextConfig(layer_types=LAYERS, sliding_window=96, query_pre_attn_scalar=40,
                                rope_parameters=ROPES, **IDS, **SIZES),
 }  # fmt: skip
+# of gradients after the first step, see test_parity.py
+LATER = {"olmo2": 2e-5}
 ALONE = ("glm", "phi3", "olmo3")  # trained by one process, the others by two
 
 
@@ -111,7 +114,8 @@ def test_equals_plain_loop(script, n, work, tmp_path):
     names, rows, flags = SCRIPTS[script, n]
     found = train(tmp_path, script, n, cases(folder, names, rows, flags))
     for name, (losses, ranks) in found.items():
-        assert_equal(losses, ranks, expected[name.removesuffix("-out")])
+        name = name.removesuffix("-out")
+        assert_equal(losses, ranks, expected[name], LATER.get(name, TOLERANCE))
 
 
 @pytest.mark.parametrize("name", MODELS)
