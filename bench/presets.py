@@ -150,6 +150,28 @@ def _one_card():
     ]
 
 
+def _four_bits():
+    """Adapters over a base in 4 bits, beside Unsloth and our own 16 bits; the longest row and 32B
+    in 22 GiB a card."""
+    bits = "--lora_rank 16 --base_bits 4"
+    small, short = f"{bits} --device_memory_gb 22", {"micro": 4, "ckpt": True}
+    one = {"model": LARGE, "gpus": 1, "steps": 12, "flags": bits}
+    largest = {"model": "models/qwen3-32b", "micro": 1, "ckpt": True, "steps": 6, "flags": small}
+    row = {**one, "micro": 1, "ckpt": True, "steps": 3}
+    return [
+        *({**one, **short, "engine": engine} for engine in ("fsdp", "unsloth")),
+        {**one, **short, "flags": "--lora_rank 16"},
+        {**one, "micro": 4},
+        *(
+            {**row, "seq_len": n << 10, "flags": f"{small} --activations_on_host"}
+            for n in (80, 130)
+        ),
+        {**largest, "gpus": 1},
+        {**largest, "gpus": 1, "engine": "unsloth"},
+        {**largest, "seq_len": 4096, "flags": f"{small} {RESHARD}"},
+    ]
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -287,6 +309,7 @@ PRESETS = {
     "cards": _cards(),
     "fit": _fit(),
     "one_card": _one_card(),
+    "four_bits": _four_bits(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},

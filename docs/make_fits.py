@@ -1,13 +1,16 @@
-"""Write the tables of what fits, in docs/fits.md, docs/long.md and the README:
+"""Write the tables of what fits, in docs/fits.md, docs/long.md, docs/adapters.md and the README:
 python docs/make_fits.py
 
 What fits is found by llm_demo/fit.py. Tokens per second come from the rows under bench/results.
 tests/test_fit.py fails when the tables are stale."""
 
 import bisect
+import functools
+import itertools
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,8 +45,12 @@ PRESETS = (
     "cards",
 )  # in bench/results/h200-x2, over NVLink
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
+FOUR_BITS = "adapters, 4 bits"
 RANK = 16  # rank of the adapters
-NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`"}
+NAMES = {DEVICE: DEVICE, HOST: "`--optimizer_on_host`", ADAPTERS: f"`--lora_rank {RANK}`",
+         FOUR_BITS: "the same, `--base_bits 4`"}  # fmt: skip
+POWERS, STEPS_OF_16K = [2**power for power in range(3, 11)], range(16, 513, 16)  # 1,024 tokens
+LEFT_OUT = ("grad_accum_steps", "lora_rank", "base_bits")  # flags that cells do not show
 HOST_GB = 128  # host memory for each card, in the table of the longest rows
 MARKED = re.compile(r"(<!-- fits -->\n).*?(<!-- end fits -->)", re.S)
 LONGEST = re.compile(r"(<!-- longest -->\n).*?(<!-- end longest -->)", re.S)
@@ -57,12 +64,14 @@ def cells() -> dict[tuple, fit.Choice | None]:
         for cards, kind in (*CARDS, *MORE):
             words = f"{folder(model)} --cards {cards} --card {kind} --tokens_a_step {TOKENS}"
             ask = fit.parse(words.split())
-            lora = fit.parse([*words.split(), "--lora_rank", str(RANK)])
+            lora = [*words.split(), "--lora_rank", str(RANK)]
+            four_bits = fit.parse([*lora, "--base_bits", "4"])
             every = list(fit.choices(config, ask))
             for way, several in (
                 (DEVICE, [c for c in every if c.way not in (fit.HOST, fit.GRID)]),
                 (HOST, [c for c in every if c.way == fit.HOST]),
-                (ADAPTERS, list(fit.choices(config, lora))),
+                (ADAPTERS, list(fit.choices(config, fit.parse(lora)))),
+                (FOUR_BITS, list(fit.choices(config, four_bits))),
             ):
                 choice, fits = fit.best(several, ask)
                 found[model, (cards, kind), way] = choice if fits else None
@@ -77,7 +86,7 @@ def cell(choice: fit.Choice | None) -> str:
     """The micro-batch size and flags of a choice, abbreviated."""
     if not choice:
         return "–"
-    flags = {k: v for k, v in choice.flags.items() if k not in ("grad_accum_steps", "lora_rank")}
+    flags = {k: v for k, v in choice.flags.items() if k not in LEFT_OUT}
     words = str(choice._replace(flags=flags)).removeprefix("micro ").removesuffix(", host")
     return f"pp {words.replace(', stages 2', '')}" if choice.way == fit.PIPE else words
 
@@ -95,6 +104,7 @@ def measured(model: str, way: str) -> str:
                 continue
             names = {"optimizer_on_host": HOST, "lora_rank": ADAPTERS}
             of_row = next((names[n] for n in names if result["config"].get(n)), DEVICE)
+            of_row = FOUR_BITS if result["config"].get("base_bits") == 4 else of_row
             if row["dtype"] == "bf16" and of_row == way and not row["env"]:
                 speed = round(result["summary"]["median_slots_per_s"])
                 flags = re.sub(r"--(optimizer_on_host|lora_rank \d+)", "", row["flags"]).strip()
@@ -113,7 +123,7 @@ def table(found: dict) -> str:
     )
     text += "|---" * (len(columns) + 3) + "|\n"
     for model in MODELS:
-        for way in (DEVICE, HOST, ADAPTERS):
+        for way in NAMES:
             row = [cell(found[model, cards, way]) for cards in columns]
             text += f"| {model} | {way} | {' | '.join(row)} | {measured(model, way)} |\n"
     return text
@@ -133,40 +143,59 @@ def short(found: dict) -> str:
     return text
 
 
-def longest(model: str, cards: tuple[int, str]) -> str:
-    """The longest row that fits (a power of two), and the settings."""
+def longest(model: str, asked: str, sizes: Sequence[int]) -> str:
+    """The longest row that fits, of `sizes` of 1,024 tokens, and the settings. asked: of fit."""
 
-    def fastest(power: int) -> tuple[fit.Choice, bool]:
-        words = f"{folder(model)} --cards {cards[0]} --card {cards[1]} --seq_len {2**power}"
-        words += f" --tokens_a_step {2**power} --host_memory {cards[0] * HOST_GB}"
+    @functools.cache
+    def fastest(size: int) -> tuple[fit.Choice, bool]:
+        words = f"{folder(model)} {asked} --seq_len {size << 10} --tokens_a_step {size << 10}"
         ask = fit.parse(words.split())
-        return fit.best(list(fit.choices(load_config(folder(model), 2**power), ask, False)), ask)
+        config = load_config(folder(model), size << 10)
+        return fit.best(list(fit.choices(config, ask, False)), ask)
 
-    powers = range(13, 21)
-    fitting = bisect.bisect_left(powers, True, key=lambda power: not fastest(power)[1])
+    fitting = bisect.bisect_left(sizes, True, key=lambda size: not fastest(size)[1])
     if not fitting:
         return "–"
-    flags = {**fastest(powers[fitting - 1])[0].flags}
-    del flags["micro_batch_size"], flags["grad_accum_steps"]
-    choice = fit.Choice("", flags, 0, 0, {}, 0)
-    return f"{2 ** (powers[fitting - 1] - 10)}k ({choice})"
+    flags = fastest(sizes[fitting - 1])[0].flags
+    flags = {k: v for k, v in flags.items() if k not in (*LEFT_OUT, "micro_batch_size")}
+    return f"{sizes[fitting - 1]}k ({fit.Choice('', flags, 0, 0, {}, 0)})"
 
 
 def long_rows() -> str:
     text = f"| model | {' | '.join(CARDS.values())} |\n" + "|---" * (len(CARDS) + 1) + "|\n"
     for model in ("0.6B", "4B", "8B", "14B"):
-        text += f"| {model} | {' | '.join(longest(model, cards) for cards in CARDS)} |\n"
+        row = [
+            longest(model, f"--cards {n} --card {kind} --host_memory {n * HOST_GB}", POWERS)
+            for n, kind in CARDS
+        ]
+        text += f"| {model} | {' | '.join(row)} |\n"
     return text
 
 
-def pages() -> dict[Path, str]:
-    """Page -> its text with up-to-date tables."""
-    found = cells()
-    made = (
-        (ROOT / "docs/fits.md", MARKED, table(found)),
-        (ROOT / "README.md", MARKED, short(found)),
-        (ROOT / "docs/long.md", LONGEST, long_rows()),
-    )
+def long_rows_of_adapters() -> str:
+    """On one card of some memory, in GiB."""
+    sizes = {"24 GB": 23.6, "48 GB": 47.4, "80 GB": 79.2}
+    text = f"| model | base | {' | '.join(sizes)} |\n" + "|---" * (len(sizes) + 2) + "|\n"
+    for model, bits in itertools.product(("8B", "14B"), (16, 4)):
+        how = f"--cards 1 --host_memory {HOST_GB} --lora_rank {RANK} --base_bits {bits} --memory"
+        row = [longest(model, f"{how} {gib}", STEPS_OF_16K) for gib in sizes.values()]
+        text += f"| {model} | {bits} bits | {' | '.join(row)} |\n"
+    return text
+
+
+def pages(of_long_rows: bool) -> dict[Path, str]:
+    """Page -> its text with up-to-date tables, of the longest rows or of the largest models."""
+    if of_long_rows:
+        made = (
+            (ROOT / "docs/long.md", LONGEST, long_rows()),
+            (ROOT / "docs/adapters.md", LONGEST, long_rows_of_adapters()),
+        )
+    else:
+        found = cells()
+        made = (
+            (ROOT / "docs/fits.md", MARKED, table(found)),
+            (ROOT / "README.md", MARKED, short(found)),
+        )
     plan_for("")  # this machine again
     return {
         page: marks.sub(lambda m, new=new: m[1] + new + m[2], page.read_text())
@@ -175,5 +204,5 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for page, text in pages().items():
+    for page, text in (pages(False) | pages(True)).items():
         page.write_text(text)

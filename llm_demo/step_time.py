@@ -59,6 +59,11 @@ def exposed(seconds: float, beside: float) -> float:
     return max(seconds / 3, seconds - beside)
 
 
+# seconds that an exchange of slices for whole rows costs besides its bytes, 8B on two H100: kernels
+# are short and the host can't run ahead
+EXCHANGE = 2e-4
+
+
 def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -> float:
     """Seconds of a step."""
     micro, accum = micro_batch(args, config, compute, flops), args.grad_accum_steps
@@ -72,7 +77,9 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
     waits += sum(mixed_blocks(config)) * 4 * config.hidden_size * ((args.expert_parallel or 1) - 1)
     around = 4 * n - 2 * sum(mixed_blocks(config))  # attention and dense MLPs, there and back
     waits += around * config.hidden_size * (args.tensor_parallel - 1)
-    waits *= 2 * tokens * (3 if args.use_activation_checkpointing else 2) / bandwidth
+    passes = 3 if args.use_activation_checkpointing else 2
+    waits *= 2 * tokens * passes / bandwidth
+    waits += around * EXCHANGE * passes * (args.tensor_parallel > 1)
 
     reshard, on_host = args.reshard_after_forward, args.optimizer_on_host
     each = on_host or reshard and accum > 1  # micro-batch, in bf16

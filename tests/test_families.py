@@ -90,7 +90,7 @@ def work(tmp_path_factory):
 
 
 def cases(folder, names, rows, flags=()):
-    """{name-out: flags}, half of them with recomputed blocks, with `rows` micro-batches of 1 or 2."""
+    """{name-out: flags} for `rows` rows a process, half of them with recomputed blocks."""
     found = {}
     for i, name in enumerate(names):
         micro = 1 + i % 2

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, args_with, run
+from conftest import ROOT, args_with, run, slow
 
 from llm_demo import estimate as memory
 from llm_demo import fit, step_time
@@ -420,8 +420,11 @@ def test_what_it_costs_to_spread_experts_is_near_what_was_measured(micro, accum,
 # ---------------------------------------------------------------- the tables
 
 
-def test_the_tables_are_up_to_date():
-    for page, text in runpy.run_path(str(ROOT / "docs/make_fits.py"))["pages"]().items():
+@pytest.mark.parametrize("of_long_rows", [False, slow(True)])
+def test_the_tables_are_up_to_date(of_long_rows):
+    for page, text in runpy.run_path(str(ROOT / "docs/make_fits.py"))["pages"](
+        of_long_rows
+    ).items():
         assert page.read_text() == text, "python docs/make_fits.py"
         assert "| 8B |" in text or page.name == "README.md"
         assert "| 8B | " in text and "rows over 2" in text or page.name != "long.md"

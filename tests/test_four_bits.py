@@ -1,6 +1,7 @@
 """A base in 4 bits under adapters: the trainer's numbers against PEFT over the same values in a
 plain loop, and files as transformers writes them."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -19,11 +20,12 @@ from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
-from llm_demo.job.four_bits import find_or_build
+from llm_demo.job.four_bits import fault, find_or_build
 from llm_demo.job.four_bits_files import need_library
-from llm_demo.job.weights_files import open_weights
+from llm_demo.job.weights_files import open_weights, refuse_other_adapters
 
 functional = four_bits.library()
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def nearest(weight):
@@ -170,6 +172,20 @@ def test_a_layer_keeps_no_values(dtype, compiled):
     assert (found - expected).norm() < bound * expected.norm()
 
 
+def test_a_device_is_compared_with_a_cpu(monkeypatch):
+    assert fault("cpu") is None
+    calls = itertools.count()
+    wrong = lambda *of: four_bits.pack(*of) ^ next(calls)  # noqa: E731  the second call's
+    monkeypatch.setattr("llm_demo.job.four_bits.pack", wrong)
+    assert fault("cpu").startswith("values in 4 bits differ from a CPU's by ")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_values_of_a_gpu():
+    assert fault() is None
+
+
 # ---------------------------------------------------------------- bad input
 
 
@@ -188,6 +204,17 @@ def test_flags_that_contradict_it(work, tmp_path):
     assert "must be 4 or 16" in refused("--base_bits", 8)
     experts = refused("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
     assert "does not work with mixtures of experts" in experts
+
+
+def test_it_is_part_of_what_was_trained():
+    facts = {bits: {"base": {"path": "a"} | bits_of(bits)} for bits in (4, 16)}
+    for before, now in ((4, 16), (16, 4)):
+        with pytest.raises(UserError, match=f"in {before} bits: add --base_bits {before}"):
+            refuse_other_adapters(Path("x"), facts[before], facts[now])
+
+
+def bits_of(bits):
+    return {"bits": 4} if bits == 4 else {}
 
 
 def test_without_the_library(monkeypatch):

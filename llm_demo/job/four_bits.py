@@ -127,17 +127,18 @@ def open_cached(folder: Path) -> Weights:
     return Weights(folder, files)
 
 
-def fault() -> str | None:
-    """What is wrong with this GPU's values."""
-    shape, kinds = (96, 192), {}
+def fault(device: str = "cuda") -> str | None:
+    """What is wrong with a device's values of a weight, and its numbers and scales."""
+    shape, found = (96, 320), []
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for device in ("cpu", "cuda"):
-        numbers, state = library().quantize_4bit(weight.to(device), compress_statistics=True, **NF4)
-        bits = pack(numbers, state.absmax, shape)
+    for place in ("cpu", device):
+        how = {"compress_statistics": True, **NF4}
+        numbers, state = library().quantize_4bit(weight.to(place), **how)
         scales = torch.cat([state.state2.absmax, state.offset.view(1)])
-        kinds[device] = values_of(bits, scales, shape[1], torch.float32).cpu()
-    error = ((kinds["cuda"] - kinds["cpu"]).norm() / kinds["cpu"].norm()).item()
-    return above("values differ from a CPU's", error, "fp32")
+        bits = pack(numbers, state.absmax, shape)
+        found.append(values_of(bits, scales, shape[1], torch.float32).cpu())
+    error = ((found[1] - found[0]).norm() / found[0].norm()).item()
+    return above("values in 4 bits differ from a CPU's", error, "fp16")
 
 
 if __name__ == "__main__":

@@ -332,6 +332,11 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
         )
     if not now:
         return
+    bits = [of["base"].get("bits", 16) for of in (before, now)]
+    if bits[0] != bits[1]:
+        raise UserError(
+            f"{path} holds adapters over a base in {bits[0]} bits: add --base_bits {bits[0]}"
+        )
     if not same_base(before["base"], now["base"]):
         changes = "; ".join(differences(before["base"], now["base"]))
         raise UserError(f"{path} holds adapters of another base: {changes}")
