@@ -41,8 +41,11 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
         )
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
-    if config.model_type == "granite":
-        scale_ends(model)
+    if config.model_type == "granite":  # scales outside of its modules, which alone are run here
+        first, last = model.model.embedding_multiplier, model.config.logits_scaling
+        model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * first)
+        model.model.norm.register_forward_hook(lambda module, args, out: out / last)
+        model.model.embedding_multiplier = model.config.logits_scaling = 1.0
     if hasattr(model.model.rotary_emb, "layer_types"):
         for i, block in enumerate(model.model.layers):
             block.kind = config.layer_types[i]
@@ -56,14 +59,6 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items()}
         weights.check(wanted, {"lm_head.weight"} if config.tie_word_embeddings else set())
     return model.train()
-
-
-def scale_ends(model: PreTrainedModel) -> None:
-    """Let Granite's modules do what it does outside of them: scale the embedding and the logits."""
-    first, last = model.model.embedding_multiplier, model.config.logits_scaling
-    model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * first)
-    model.model.norm.register_forward_hook(lambda module, args, out: out / last)
-    model.model.embedding_multiplier = model.config.logits_scaling = 1.0
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
@@ -87,8 +82,7 @@ class Blocks(nn.Module):
         self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
-        """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin),
-        or these by `kind` of block."""
+        """hidden [B, S, d] -> the same shape. position_embeddings: of rotary_tables."""
         inputs = {
             "position_embeddings": position_embeddings,
             "position_ids": position_ids,
