@@ -112,7 +112,9 @@ def precision(dtype: torch.dtype) -> MixedPrecisionPolicy:
     micro-batches in fp32."""
     if dtype == torch.float32:
         return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    # inputs are in `dtype`, or rotary tables of OLMo, in fp32 as in transformers
+    how = {"reduce_dtype": torch.float32, "cast_forward_inputs": False}
+    return MixedPrecisionPolicy(param_dtype=dtype, **how)
 
 
 class WithParts(nn.Module):

@@ -22,10 +22,11 @@ from llm_demo.export import ALONE, export, export_of
 from llm_demo.job.checkpoint_files import checked_facts, find_checkpoint
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
+from llm_demo.job.families import position_limit
 from llm_demo.job.folder import published
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, path_of, whole
-from llm_demo.job.source import find_model, load_tokenizer, position_limit
+from llm_demo.job.source import find_model, load_tokenizer
 from llm_demo.job.text import words_of
 
 

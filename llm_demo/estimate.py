@@ -25,7 +25,7 @@ from llm_demo.core.lora import apply_lora
 from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
 from llm_demo.job.choices import has_fused_kernels
-from llm_demo.job.costs import experts_of, head_size, heads_of, mixed_blocks
+from llm_demo.job.costs import experts_of, heads_of, mixed_blocks, rotary_width
 from llm_demo.job.device import free_host_memory, this_device
 from llm_demo.job.dist import once_per_node
 
@@ -322,7 +322,7 @@ def _count(block, config, dtype, moved: str) -> tuple[float, float]:
         block.mlp.gate.float()
     meta = functools.partial(torch.empty, 1, SOME, dtype=dtype, device="meta")
     hidden = meta(config.hidden_size, requires_grad=True)
-    table = meta(getattr(config, "qk_rope_head_dim", None) or head_size(config))
+    table = meta(rotary_width(config))
     kept = {}
 
     def keep(t):  # several tensors may be views of one storage

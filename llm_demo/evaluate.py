@@ -29,6 +29,7 @@ from llm_demo.data.sources import find_files
 from llm_demo.job.args import DataArgs
 from llm_demo.job.device import DTYPES, pick_dtype, this_device
 from llm_demo.job.dist import run
+from llm_demo.job.families import length_dependent_rope, position_limit
 from llm_demo.job.files import disk_full, write_json, write_text
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
 from llm_demo.job.model_folder import load_model, open_model
@@ -36,10 +37,8 @@ from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
 from llm_demo.job.source import (
     find_model,
     fix_date,
-    length_dependent_rope,
     load_config,
     load_tokenizer,
-    position_limit,
 )
 from llm_demo.job.text import counted, progress
 

@@ -40,11 +40,12 @@ from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
 from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, share_of_heads
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
+from llm_demo.job.families import is_mixture
 from llm_demo.job.files import ROOT
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.parsing import PlainParser, whole
 from llm_demo.job.process import command
-from llm_demo.job.source import find_model, is_mixture
+from llm_demo.job.source import find_model
 from llm_demo.job.text import counted
 from pp import estimate as pp_estimate
 from pp.cut import split

@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from llm_demo import export
 from llm_demo.core.errors import UserError
 from llm_demo.job import checkpoint_files
+from llm_demo.job.families import position_limit
 from llm_demo.job.model_folder import describe_model
-from llm_demo.job.source import load_config, position_limit
+from llm_demo.job.source import load_config
 
 pytestmark = pytest.mark.usefixtures("alone")
 FACTS = {"step": 7, "adam_steps": 7, "loss_scale": {"scale": 1.0, "good_steps": 7}, "tokens": 4096,

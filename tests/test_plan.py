@@ -13,9 +13,10 @@ from test_rows import load, write
 from transformers import MistralConfig, Qwen2Config
 
 from llm_demo.core.errors import UserError
+from llm_demo.job.families import window_of, without_window
 from llm_demo.job.folder import settings_of
 from llm_demo.job.plan import decide_seq_len
-from llm_demo.job.source import load_config, window_of, without_window
+from llm_demo.job.source import load_config
 
 # ------------------------------------------------------------------ the cache
 

@@ -291,8 +291,14 @@ def attend(impl: str, module, q, k, v, attention_mask, *, scaling, documents=Non
 # ---------------------------------------------------------------- rotary embeddings
 
 
+def rope_of(config) -> dict:
+    """The rotary parameters; of full attention, if layers with sliding windows have others."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return rope.get("full_attention", rope)
+
+
 def rope_type(config) -> str:
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    return rope_of(config).get("rope_type", "default")
 
 
 class LongRope(nn.Module):
@@ -325,8 +331,10 @@ class LongRope(nn.Module):
         return tuple((f(angles) * self.scaling).to(hidden.dtype) for f in (torch.cos, torch.sin))
 
 
-def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple:
-    """(cos, sin) for packed documents."""
+def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple | dict:
+    """(cos, sin) for packed documents, or {type of layer: these}."""
+    if kinds := getattr(rotary, "layer_types", None):
+        return {kind: rotary(hidden, position_ids, kind) for kind in kinds}
     if isinstance(rotary, LongRope):
         return rotary(hidden, position_ids, documents.cu_seqlens)
     return rotary(hidden, position_ids)

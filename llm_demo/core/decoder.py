@@ -41,6 +41,14 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
         )
     if rope_type(config) == "longrope":
         model.model.rotary_emb = LongRope(config)
+    if config.model_type == "granite":  # scales outside of its modules, which alone are run here
+        first, last = model.model.embedding_multiplier, model.config.logits_scaling
+        model.model.embed_tokens.register_forward_hook(lambda module, args, out: out * first)
+        model.model.norm.register_forward_hook(lambda module, args, out: out / last)
+        model.model.embedding_multiplier = model.config.logits_scaling = 1.0
+    if hasattr(model.model.rotary_emb, "layer_types"):
+        for i, block in enumerate(model.model.layers):
+            block.kind = config.layer_types[i]
     model.float()
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
@@ -74,7 +82,7 @@ class Blocks(nn.Module):
         self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
-        """hidden [B, S, d] -> the same shape. position_embeddings: rotary (cos, sin)."""
+        """hidden [B, S, d] -> the same shape. position_embeddings: of rotary_tables."""
         inputs = {
             "position_embeddings": position_embeddings,
             "position_ids": position_ids,
@@ -82,6 +90,8 @@ class Blocks(nn.Module):
             "use_cache": False,
         }
         for block in self.blocks:
+            if isinstance(position_embeddings, dict):
+                inputs["position_embeddings"] = position_embeddings[block.kind]
             if self.checkpointing and torch.is_grad_enabled():
                 options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
                 kept = self.kept

@@ -33,6 +33,8 @@ WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}  # latent attention: their outputs se
 
 def refuse_shares(config, n: int) -> None:
     """Raise UserError if a model can't be cut into n shares."""
+    if n > 1 and config.model_type.startswith("olmo"):
+        raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
     names = ["num_key_value_heads", "num_attention_heads"]
     names += ["intermediate_size"] * (not hasattr(config, "moe_intermediate_size"))  # else see _cut
     for name in names:

@@ -10,6 +10,7 @@ from llm_demo.core.errors import UserError
 
 MASTER_BYTES = 4  # of a parameter's fp32 master
 MOMENT_BYTES = {"fp32": 8, "bf16": 4}  # of both of AdamW's moments of it, by --optim_state
+PARTIAL = ("glm", "glm4", "phi3")  # families that may rotate a part of each head
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 
 
@@ -127,6 +128,16 @@ def _ends(config) -> int:
 
 def head_size(config) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rotary_width(config) -> int:
+    """The part of a head's width that is rotated."""
+    if latent(config):
+        return config.qk_rope_head_dim
+    partial = 1.0
+    if config.model_type in PARTIAL:
+        partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+    return int(head_size(config) * partial)
 
 
 def latent(config) -> bool:

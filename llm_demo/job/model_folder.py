@@ -25,15 +25,15 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.data.labels import stop_tokens
 from llm_demo.job.args import Args
-from llm_demo.job.costs import active_of, heads_of, latent, parameters_of
+from llm_demo.job.costs import active_of, parameters_of, rotary_width
 from llm_demo.job.dist import from_rank0, once_per_node
+from llm_demo.job.families import position_limit
 from llm_demo.job.files import write_json
 from llm_demo.job.source import (
     COMPARE,
     find_model,
     load_config,
     load_tokenizer,
-    position_limit,
     refuse_adapter,
     same_ids,
 )
@@ -106,11 +106,9 @@ def open_model(
     try:
         lm = on_meta(config)
         rotary = LongRope if rope_type(config) == "longrope" else type(lm.model.rotary_emb)
-        rotary, width = rotary(config), heads_of(config).width
-        if latent(config):
-            width = config.qk_rope_head_dim
-        scaling = getattr(rotary, "scaling", getattr(rotary, "attention_scaling", 1.0))
-        positive = [*rotary.buffers(), torch.full((width // 2,), scaling)]
+        rotary, width = rotary(config), rotary_width(config)
+        scalings = [value for key, value in vars(rotary).items() if key.endswith("scaling")]
+        positive = [*rotary.buffers(), *(torch.full((width // 2,), s) for s in scalings)]
     except Exception as e:  # of transformers' modules
         raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if weights:
@@ -210,6 +208,8 @@ def describe_for_version_4(folder: Path) -> None:
     if "num_local_experts" in config:
         config["num_experts"] = config["num_local_experts"]
     rope = config["rope_parameters"]
+    if local := rope.get("sliding_attention"):
+        config["rope_local_base_freq"], rope = local["rope_theta"], rope["full_attention"]
     kind, config["rope_theta"] = rope["rope_type"], rope["rope_theta"]
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config["rope_scaling"] = None if kind == "default" else scaling | {"type": kind}

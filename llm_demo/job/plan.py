@@ -39,13 +39,14 @@ from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
 from llm_demo.job.costs import flops_of_slot
 from llm_demo.job.device import dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
+from llm_demo.job.families import position_limit, window_of, without_window
 from llm_demo.job.folder import settings_of
 from llm_demo.job.four_bits import decide_four_bits
 from llm_demo.job.fp8 import decide_fp8
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import Source, find_source
 from llm_demo.job.process import regular
-from llm_demo.job.source import fix_date, position_limit, window_of, without_window
+from llm_demo.job.source import fix_date
 from llm_demo.job.text import counted
 from llm_demo.job.weights_files import fingerprint, refuse_other_adapters
 

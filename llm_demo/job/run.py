@@ -24,6 +24,7 @@ from llm_demo.export import export, export_of
 from llm_demo.job.args import Args, DataArgs
 from llm_demo.job.costs import experts_of, parameters_of, state_bytes
 from llm_demo.job.dist import from_rank0
+from llm_demo.job.families import is_mixture
 from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
 from llm_demo.job.log import Log
@@ -31,7 +32,6 @@ from llm_demo.job.model_folder import describe_model
 from llm_demo.job.plan import Plan, make_plan
 from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
-from llm_demo.job.source import is_mixture
 from llm_demo.job.text import counted, module, resume, shown
 
 # Entries of a configuration that neither change what a model with given weights computes, nor

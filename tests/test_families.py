@@ -1,0 +1,163 @@
+"""Families like Llama, each against a plain loop with Hugging Face's own model, as test_parity.py.
+docs/models.md lists them."""
+
+import copy
+
+import pytest
+import torch
+from conftest import ZERO, slow
+from test_parity import (
+    SEQ_LEN,
+    SIZES,
+    TOLERANCE,
+    argv,
+    assert_equal,
+    plain_loop,
+    smaller_vocabulary,
+    train,
+    write_rows,
+)
+from tiny_tokenizer import packs_of
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
+    GraniteConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    SmolLM3Config,
+)
+
+from llm_demo.core.errors import UserError
+from llm_demo.core.tensor import refuse_shares
+from llm_demo.job.costs import parameters_of
+from llm_demo.job.families import problems_of, window_of, without_window
+from llm_demo.job.model_folder import open_model
+
+IDS = dict(pad_token_id=None, bos_token_id=None, eos_token_id=None)
+YARN = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 8.0,
+        "original_max_position_embeddings": 32}  # fmt: skip
+ROPES = {"full_attention": YARN,
+         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}  # fmt: skip
+LAYERS = ["sliding_attention", "full_attention"] * 2
+# documents on both sides of the limit have different frequencies
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+        "short_factor": [1.0 + i / 4 for i in range(6)], "partial_rotary_factor": 0.75,
+        "long_factor": [2.0 + i for i in range(6)]}  # fmt: skip
+# without biases of keys that are not rotated: their gradients are zero but for rounding
+PHI = {name: value for name, value in SIZES.items() if name != "head_dim"}
+MODELS = {
+    "smollm3": SmolLM3Config(no_rope_layers=[1, 0, 1, 0], mlp_bias=True,
+                             **IDS, **SIZES),
+    "olmo2": Olmo2Config(attention_bias=True, **IDS, **SIZES),
+    "granite": GraniteConfig(embedding_multiplier=3.0, logits_scaling=1.7, residual_multiplier=0.6,
+                             attention_multiplier=0.11, tie_word_embeddings=True, **IDS, **SIZES),
+    "glm": GlmConfig(attention_bias=False, **IDS, **SIZES),
+    "glm4": Glm4Config(attention_bias=False, **IDS, **SIZES),
+    "phi3": Phi3Config(resid_pdrop=0.3, **IDS, **PHI),
+    "phi3_long": Phi3Config(rope_parameters=LONG, tie_word_embeddings=True,
+                            original_max_position_embeddings=24, sliding_window=96, **IDS, **PHI),
+    "olmo3": Olmo3Config(layer_types=LAYERS, sliding_window=96, rope_parameters=ROPES, **IDS,
+                         **SIZES),
+    "gemma3": Gemma3TextConfig(layer_types=LAYERS, sliding_window=96, query_pre_attn_scalar=40,
+                               rope_parameters=ROPES, **IDS, **SIZES),
+}  # fmt: skip
+# of gradients after the first step, see test_parity.py
+LATER = {"olmo2": 2e-5}
+ALONE = ("glm", "phi3", "olmo3")  # trained by one process, the others by two
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Models with weights, ragged data, and the plain loop's results for each."""
+    folder = tmp_path_factory.mktemp("families")
+    models, tokenizer = smaller_vocabulary(MODELS, folder / "tokenizer")
+    write_rows(folder / "data.jsonl")
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
+    results = {}
+    for name, config in models.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for _, values in model.named_parameters():
+            if values.ndim < 2:  # biases, else zeros, and norms, else ones
+                values.data += torch.randn_like(values) * 0.1
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        results[name] = plain_loop(model, packs)
+    return folder, results
+
+
+def cases(folder, names, rows, flags=()):
+    """{name-out: flags} for `rows` rows a process, half of them with recomputed blocks."""
+    found = {}
+    for i, name in enumerate(names):
+        micro = 1 + i % 2
+        more = ["--use_activation_checkpointing", ("true", "false")[i % 2], *flags]
+        found[f"{name}-out"] = argv(folder, name, micro, rows // micro, *more)
+    return found
+
+
+SCRIPTS = {
+    ("fsdp", 1): (ALONE, 8, []),
+    ("fsdp", 2): ([name for name in MODELS if name not in ALONE], 4, ["--reshard_after_forward"]),
+    ("pp", 2): (MODELS, 8, []),
+    ("fsdp_pp", 2): (MODELS, 8, ["--blocks_per_unit", "1"]),
+    ("zero", 2): (MODELS, 4, ZERO["zero3"]),
+}
+
+
+@pytest.mark.parametrize("script, n", [key if key[0] == "fsdp" else slow(*key) for key in SCRIPTS])
+def test_equals_plain_loop(script, n, work, tmp_path):
+    folder, expected = work
+    names, rows, flags = SCRIPTS[script, n]
+    found = train(tmp_path, script, n, cases(folder, names, rows, flags))
+    for name, (losses, ranks) in found.items():
+        name = name.removesuffix("-out")
+        assert_equal(losses, ranks, expected[name], LATER.get(name, TOLERANCE))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_and_files(name, work):
+    """The number of matrix parameters, and what transformers 4 reads in place of the rest."""
+    folder = work[0] / name
+    config, _ = open_model(folder, SEQ_LEN)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert parameters_of(config) == matrices
+
+
+def test_a_window_goes_and_rotary_bases_stay():
+    for name in ("olmo3", "gemma3"):
+        config = copy.deepcopy(MODELS[name])
+        with pytest.raises(UserError, match="--seq_len 96"):
+            without_window(config, 97)
+        without_window(config, 96)
+        assert window_of(config) is None and config.layer_types == LAYERS
+
+
+WRONG = [
+    ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+    ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+    ("gemma3", {"use_bidirectional_attention": True}, "attention is causal"),
+    ("granite", {"logits_scaling": 0.0}, "logits_scaling 0.0 is not a positive number"),
+    ("glm4", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0}},
+     "partial_rotary_factor 0 is not"),
+    ("olmo3", {"rope_parameters": ROPES | {"sliding_attention": YARN}}, "yarn of sliding_att"),
+    ("olmo3", {"rope_parameters": ROPES | {"full_attention": LONG}}, "longrope is not one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, changes, message", WRONG)
+def test_what_is_refused(name, changes, message):
+    config = copy.deepcopy(MODELS[name])
+    vars(config).update(changes)
+    assert message in next(problems_of(config))
+
+
+@pytest.mark.parametrize("name", ["olmo2", "olmo3"])
+def test_norms_over_all_heads_are_not_cut(name):
+    with pytest.raises(UserError, match="norms over all heads"):
+        refuse_shares(MODELS[name], 2)
+    refuse_shares(MODELS[name], 1)
