@@ -11,8 +11,8 @@ from llm_demo.job.costs import PARTIAL, experts_of, mixed_blocks, shared_width
 from llm_demo.job.fp8_files import why_unread
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them but what `skeleton`
-# of decoder.py does for Granite. Others cap the logits outside their modules (Gemma 2, Cohere): this code would
-# silently train them wrongly. docs/models.md says what is tested of each.
+# of decoder.py does for Granite. Others cap the logits outside their modules (Gemma 2, Cohere):
+# this code would silently train them wrongly. docs/models.md says what is tested of each.
 EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2", "olmo3", "granite", "glm",
             "glm4", "phi3", "gemma3_text", *EXPERTS)  # fmt: skip
