@@ -101,7 +101,10 @@ def repo(tmp_path):
     files = ["launch_common.sh", "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp/launch_script.py"]
     files += ["fsdp/flags.py", "pp/flags.py"]
     ours = ["__init__", "core/__init__", "core/errors", "core/mesh", "job/__init__", "job/text"]
-    ours += [f"job/{name}" for name in ("args", "device", "files", "parsing", "process")]
+    ours += [
+        f"job/{name}"
+        for name in ("adapter_folder", "args", "device", "files", "parsing", "process")
+    ]
     ours += [f"launch/{name}" for name in ("__init__", "__main__", "nodes", "ranks", "settings")]
     for name in [*files, *(f"llm_demo/{name}.py" for name in ours)]:
         shutil.copy(ROOT / name, repo / name)

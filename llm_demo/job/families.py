@@ -113,7 +113,7 @@ def problems_of_rope(config) -> Iterator[str]:
         yield f"rope_parameters {rope} is not an object"
     if "full_attention" in rope:  # and other parameters in layers with sliding windows
         known = ANY_LENGTH + ("yarn",)
-        if (local := rope["sliding_attention"]["rope_type"]) != "default":
+        if (local := rope.get("sliding_attention", {}).get("rope_type")) != "default":
             yield f"the rotary type {local} of sliding_attention is not supported, only default"
     if (kind := rope_type(config)) not in known:
         yield f"the rotary type {kind} is not one of {', '.join(known)}"
