@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import args_with, assert_same_tensors, logged, refused, smaller_tokenizer, train_cases
+from conftest import (
+    args_with,
+    assert_same_tensors,
+    logged,
+    refused,
+    slow,
+    smaller_tokenizer,
+    train_cases,
+)
 from test_attention import A100, CPU, H100, MI300
 from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config
@@ -212,7 +220,7 @@ def test_a_compiled_block_keeps_no_weight_in_fp8(recipe):
     assert sizes[0] <= sizes[1] * 1.02
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["rowwise_gw", slow("rowwise"), slow("blockwise")])
 def test_recomputed_blocks_keep_nothing_in_between(recipe, monkeypatch):
     found = []
     for each in (recipe, None):
@@ -286,6 +294,7 @@ def wide(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_whole_runs(wide, tmp_path):
     """Recomputed blocks and a resumed run are the same to the bit, other ways to spread the work
     nearly so, as a rounding may go the other way; and the held-out loss is near that in fp32."""

@@ -506,7 +506,7 @@ def test_a_signal_to_the_launcher_leaves_no_process(repo, name):
         assert line, process.stderr.read()
         pids += [int(line)] if line.strip().isdecimal() else []
     process.send_signal(signal.Signals[name])
-    _, stderr = process.communicate(timeout=10)
+    _, stderr = process.communicate(timeout=60)
     assert not any(psutil.pid_exists(pid) for pid in pids)
     assert process.returncode == 128 + signal.Signals[name]
     assert stderr.splitlines()[-1] == f"error: stopped by {name}"

@@ -92,7 +92,7 @@ def work(tmp_path_factory):
     return folder, results
 
 
-@pytest.mark.parametrize("processes, quick", [(2, True), (4, True), slow(4, False)])
+@pytest.mark.parametrize("processes, quick", [(2, True), slow(4, True), slow(4, False)])
 def test_equals_plain_loop(processes, quick, work):
     folder, expected = work
     cases = {}
