@@ -172,6 +172,32 @@ def _four_bits():
     ]
 
 
+def _fp8():
+    """Products in fp8 beside our bf16, and beside torchtitan's bf16 and its fp8 by torchao."""
+    whole = {**_8B_RESHARDED, "gpus": 2, "steps": 12}
+    again = {**whole, "micro": 8, "ckpt": True}
+    adapters = {"micro": 4, "model": LARGE, "gpus": 1, "steps": 12}
+    small = {"micro": 8, "model": "models/qwen3-1.7b", "gpus": 1, "steps": 16}
+    return [
+        *({**whole, "flags": f"{RESHARD}{fp8}"} for fp8 in ("", " --fp8", " --fp8 rowwise")),
+        *({**whole, "engine": "torchtitan", "flags": fp8} for fp8 in ("", "--fp8 rowwise")),
+        *({**again, "flags": f"{RESHARD}{fp8}"} for fp8 in ("", " --fp8")),
+        *({**adapters, "flags": f"--lora_rank 16{fp8}"} for fp8 in ("", " --fp8")),
+        *({**small, "flags": fp8} for fp8 in ("", "--fp8")),
+    ]
+
+
+def _tensor():
+    """Weights' matrices spread over two GPUs, and moments in bf16, beside FSDP2 with as many
+    tokens a step: 8,192, then 512."""
+    whole, short = {**_8B_RESHARDED, "gpus": 2, "steps": 12}, {"seq_len": 256, "steps": 24}
+    spread = {**whole, "micro": 8, "flags": f"{RESHARD} --tensor_parallel 2"}
+    return [
+        whole, spread, {**whole, "flags": f"{RESHARD} --optim_state bf16"},
+        {**whole, **short, "micro": 1}, {**spread, **short, "micro": 2},
+    ]  # fmt: skip
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -310,6 +336,8 @@ PRESETS = {
     "fit": _fit(),
     "one_card": _one_card(),
     "four_bits": _four_bits(),
+    "fp8": _fp8(),
+    "tensor": _tensor(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},

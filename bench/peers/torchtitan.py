@@ -81,6 +81,10 @@ def command_of(row: dict) -> list[str]:
         options["parallelism.expert_parallel_degree"] = found[1]
     if ranks_of_row(row) > 1:
         options["parallelism.context_parallel_degree"] = ranks_of_row(row)
+    if found := re.search(r"--fp8 (\w+)", row["flags"]):  # by torchao
+        options["model.converters"] = "quantize.linear.float8"
+        options["quantize.linear.float8.recipe_name"] = found[1]
+        options["quantize.linear.float8.filter_fqns"] = "output"  # the head stays as in ours
     command += ["--compile.enable", "--metrics.disable_color_printing"]
     command += ["--debug.moe_force_load_balance"] * (BALANCED in row["flags"])
     return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
