@@ -18,7 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp.activations_on_host import STAY
 from llm_demo.core.attention import BUCKET, one_width
-from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.decoder import PIECE, Blocks, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.core.lora import apply_lora
@@ -188,8 +188,11 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     grouped = heads.keys + heads.queries * (heads.keys < heads.queries)
     kernel = (heads.queries + grouped) * (heads.width + heads.values) * size
     kernel += heads.queries * heads.width * 4
-    dense = max(network, kernel * (not keys) - 3 * network)
     again = _saved_by_blocks(args, config, compute, train)
+    tokens, less = tokens_here(args, train), 0
+    if compute.lora and tokens > 2 * PIECE:
+        less = 3 * network * (1 - PIECE / tokens)
+    dense = max(network - less / 3, kernel * (not keys) - (3 * network - less)) - less
     return [
         saved + always + (of_experts or dense)
         for saved, of_experts in zip(again, experts, strict=True)

@@ -276,26 +276,41 @@ def test_dropout_is_of_the_adapters_inputs_in_training():
     assert not torch.allclose(found, whole, atol=0.1)
 
 
+class Network(nn.Module):
+    """A block that is a feed-forward network and nothing else."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.mlp = layer
+
+    def forward(self, hidden, **unused):
+        return self.mlp(hidden)
+
+
+def gradient_of(layer, recomputed: bool, hidden) -> torch.Tensor:
+    torch.manual_seed(4)
+    Blocks([Network(layer)], recomputed)(hidden, None, None, None).square().sum().backward()
+    return layer.lora_A.weight.grad
+
+
 def test_a_recomputed_block_drops_the_same_inputs():
+    hidden = torch.randn(1, 50, 8)
+    found = [gradient_of(adapted_layer(), recomputed, hidden) for recomputed in (False, True)]
+    assert torch.equal(*found)
+
+
+def test_long_rows_go_through_a_network_in_pieces(monkeypatch):
+    """Over a frozen base; in the backward too. What the parts of a piece add up to is the same."""
+    hidden, rows = torch.randn(2, 50, 8), []
+    monkeypatch.setattr("llm_demo.core.decoder.PIECE", 30)
     found = []
     for recomputed in (False, True):
-        adapted = adapted_layer()
-
-        class Block(nn.Module):
-            mlp = None
-
-            def __init__(self, inner):
-                super().__init__()
-                self.inner = inner
-
-            def forward(self, hidden, **unused):
-                return self.inner(hidden)
-
-        unit = Blocks([Block(adapted)], recomputed)
-        torch.manual_seed(4)
-        unit(torch.randn(1, 50, 8), None, None, None).square().sum().backward()
-        found.append(adapted.lora_A.weight.grad)
-    assert torch.equal(*found)
+        layer = adapted_layer()
+        layer.dropout = 0
+        layer.lora_B.register_forward_hook(lambda module, args, out: rows.append(len(args[0])))
+        found.append(gradient_of(layer, recomputed, hidden))
+    assert torch.allclose(*found, rtol=1e-5)
+    assert rows[0] == 2 and max(rows[1:]) == 30  # whole rows; then at most a piece at a time
 
 
 def test_peft_loads_the_export_with_the_trainers_loss(run_folder, work):

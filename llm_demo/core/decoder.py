@@ -62,6 +62,7 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
+PIECE = 1 << 14  # tokens of a feed-forward network at a time, in long rows over a frozen base
 
 
 class Blocks(nn.Module):
@@ -80,6 +81,9 @@ class Blocks(nn.Module):
         # unless it is told which operators' results to keep
         ours = "recipe", "cut"
         self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
+        for block in blocks if checkpointing else ():
+            if goes_in_pieces(block.mlp):
+                block.mlp.forward = partial(self._in_pieces, block.mlp.forward)
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: of rotary_tables."""
@@ -92,18 +96,38 @@ class Blocks(nn.Module):
         for block in self.blocks:
             if isinstance(position_embeddings, dict):
                 inputs["position_embeddings"] = position_embeddings[block.kind]
-            if self.checkpointing and torch.is_grad_enabled():
-                options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
-                kept = self.kept
-                told = self.told and torch.compiler.is_compiling()
-                if told or hasattr(block.mlp, "experts"):
-                    kept = [*kept, CHOICE]  # the same experts again, even if two are equal
-                if kept:
-                    options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
-                hidden = checkpoint(block, hidden, **options, **inputs)
-            else:
-                hidden = block(hidden, **inputs)
+            hidden = self._run(block, hidden, **inputs)
         return hidden
+
+    def _run(self, part: Callable, hidden: torch.Tensor, **inputs) -> torch.Tensor:
+        """Run a block, or the network of one, whose activations are recomputed if they are to."""
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return part(hidden, **inputs)
+        options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
+        kept = self.kept
+        if hasattr(getattr(part, "mlp", None), "experts") or (
+            self.told and torch.compiler.is_compiling()
+        ):
+            kept = [*kept, CHOICE]  # the same experts again, even if two are equal
+        if kept:
+            options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+        return checkpoint(part, hidden, **options, **inputs)
+
+    def _in_pieces(self, network: Callable, hidden: torch.Tensor) -> torch.Tensor:
+        """A feed-forward network, PIECE tokens at a time if they are many: only one piece's
+        activations exist, in the backward too."""
+        pieces = hidden.flatten(0, 1).split(PIECE)
+        if len(pieces) < 3:
+            return network(hidden)
+        return torch.cat([self._run(network, piece) for piece in pieces]).view_as(hidden)
+
+
+def goes_in_pieces(network: nn.Module) -> bool:
+    """Whether long rows go through a block's network in pieces. Without a frozen base they do not:
+    states and gradients take most of the memory there, and a weight's gradient would be summed over
+    pieces."""
+    frozen = any(not p.requires_grad for p in network.parameters())
+    return frozen and not hasattr(network, "experts")
 
 
 def make_units(
