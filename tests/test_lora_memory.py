@@ -11,7 +11,9 @@ from test_lora import lora_of
 
 from fsdp import estimate
 from llm_demo import estimate as memory
-from llm_demo.core.lora import Lora
+from llm_demo.core.attention import make_documents
+from llm_demo.core.decoder import Blocks, allocate, skeleton
+from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.core.loss import SLIM
 from llm_demo.estimate import loss_bytes
 from llm_demo.job.choices import Compute
@@ -64,6 +66,24 @@ def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps(block, ta
     compute = Compute(torch.bfloat16, "sdpa", compile=True, lora=lora)
     found = memory.saved_bytes(args, config, compute, SimpleNamespace(single=True))
     assert found[block] == pytest.approx(real, rel=0.05)
+
+
+def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
+    """Compiling takes minutes on a GPU if each block is compiled anew."""
+    monkeypatch.setattr("llm_demo.core.decoder.PIECE", 16)
+    lm, (B, S, d) = skeleton(config := mixed(mlp_only_layers=[0, 1, 2]), "sdpa"), (1, 64, 256)
+    apply_lora(lm, lora_of(config), torch.float32)
+    allocate(lm, torch.device("cpu"))
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    hidden, positions = torch.randn(B, S, d, requires_grad=True), torch.arange(S)[None]
+    documents = make_documents(torch.tensor([0, S]), (B, S), "sdpa", torch.device("cpu"))
+    rotary = lm.model.rotary_emb(hidden, positions)
+    for block in lm.model.layers:
+        unit = torch.compile(Blocks([block], True).forward, backend="eager", dynamic=False)
+        hidden = unit(hidden, rotary, positions, documents)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
 @pytest.mark.slow

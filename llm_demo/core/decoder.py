@@ -3,6 +3,7 @@ more than it keeps."""
 
 import contextlib
 import copy
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -81,9 +82,11 @@ class Blocks(nn.Module):
         # unless it is told which operators' results to keep
         ours = "recipe", "cut"
         self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
-        for block in blocks if checkpointing else ():
-            if goes_in_pieces(block.mlp):
-                block.mlp.forward = partial(self._in_pieces, block.mlp.forward)
+        for network in [block.mlp for block in blocks] if checkpointing else ():
+            frozen = any(not p.requires_grad for p in network.parameters())
+            if frozen and not hasattr(network, "experts"):
+                network.__class__ = _in_pieces(type(network))
+                network.again = self.told, self.dropout
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: of rotary_tables."""
@@ -96,38 +99,42 @@ class Blocks(nn.Module):
         for block in self.blocks:
             if isinstance(position_embeddings, dict):
                 inputs["position_embeddings"] = position_embeddings[block.kind]
-            hidden = self._run(block, hidden, **inputs)
+            if self.checkpointing and torch.is_grad_enabled():
+                # the same experts again, even if two are equal
+                kept = [*self.kept, *[CHOICE] * hasattr(block.mlp, "experts")]
+                hidden = recomputed(block, hidden, self.told, self.dropout, kept, **inputs)
+            else:
+                hidden = block(hidden, **inputs)
         return hidden
 
-    def _run(self, part: Callable, hidden: torch.Tensor, **inputs) -> torch.Tensor:
-        """Run a block, or the network of one, whose activations are recomputed if they are to."""
-        if not (self.checkpointing and torch.is_grad_enabled()):
-            return part(hidden, **inputs)
-        options = {"use_reentrant": False, "preserve_rng_state": self.dropout}
-        kept = self.kept
-        if hasattr(getattr(part, "mlp", None), "experts") or (
-            self.told and torch.compiler.is_compiling()
-        ):
-            kept = [*kept, CHOICE]  # the same experts again, even if two are equal
-        if kept:
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
-        return checkpoint(part, hidden, **options, **inputs)
 
-    def _in_pieces(self, network: Callable, hidden: torch.Tensor) -> torch.Tensor:
-        """A feed-forward network, PIECE tokens at a time if they are many: only one piece's
-        activations exist, in the backward too."""
-        pieces = hidden.flatten(0, 1).split(PIECE)
-        if len(pieces) < 3:
-            return network(hidden)
-        return torch.cat([self._run(network, piece) for piece in pieces]).view_as(hidden)
+def recomputed(part: Callable, hidden, told: bool, dropout: bool, kept=(), **inputs):
+    """Run a part whose activations are recomputed in the backward. told, dropout, kept: see
+    Blocks."""
+    if told and torch.compiler.is_compiling():
+        kept = [*kept, CHOICE]
+    options = {"use_reentrant": False, "preserve_rng_state": dropout}
+    if kept:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
+    return checkpoint(part, hidden, **options, **inputs)
 
 
-def goes_in_pieces(network: nn.Module) -> bool:
-    """Whether long rows go through a block's network in pieces. Without a frozen base they do not:
-    states and gradients take most of the memory there, and a weight's gradient would be summed over
-    pieces."""
-    frozen = any(not p.requires_grad for p in network.parameters())
-    return frozen and not hasattr(network, "experts")
+@functools.cache
+def _in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
+    """A kind of feed-forward network that takes PIECE tokens at a time if they are many, so that
+    only one piece's activations exist, in the backward too. A class, because blocks of one class
+    share compiled code."""
+
+    class Pieces(kind):
+        def forward(self, hidden):
+            pieces, run = hidden.flatten(0, 1).split(PIECE), super().forward
+            if len(pieces) < 3:
+                return run(hidden)
+            how = self.again if torch.is_grad_enabled() else None
+            done = [recomputed(run, piece, *how) if how else run(piece) for piece in pieces]
+            return torch.cat(done).view_as(hidden)
+
+    return Pieces
 
 
 def make_units(
