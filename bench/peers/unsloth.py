@@ -43,7 +43,7 @@ def load(row: dict, config, device: torch.device):
         rank = int(flag(row, "lora_rank", 0))
         model, words = FastLanguageModel.from_pretrained(
             folder, max_seq_length=row["seq_len"], dtype=torch.bfloat16,
-            load_in_4bit=flag(row, "base_bits", 16) == "4", full_finetuning=not rank,
+            load_in_4bit=flag(row, "base_bits", 16) == 4, full_finetuning=not rank,
             use_gradient_checkpointing=checkpointing(row),
         )  # fmt: skip
     if rank:
