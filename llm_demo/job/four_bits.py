@@ -17,13 +17,7 @@ from torch import nn
 
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import (
-    NF4,
-    can_store,
-    library,
-    pack,
-    values_of,
-)
+from llm_demo.core.four_bits import BLOCK, NF4, library, pack, values_of
 from llm_demo.core.lora import use_four_bits
 from llm_demo.job.cache import build, verified
 from llm_demo.job.choices import above, probe_once
@@ -113,7 +107,7 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
         tensors, name = {}, f"model.layers.{i}"
         block = materialise(lm, name, source.weights, seed, device)
         for path, layer in block.named_modules(prefix=name):
-            if type(layer) is nn.Linear and can_store(*layer.weight.shape):
+            if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
                 values = layer.weight.detach().contiguous()
                 how = {"compress_statistics": True, **NF4}
                 try:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK, GROUP, can_store, levels, library, pack, scales_of
+from llm_demo.core.four_bits import BLOCK, GROUP, levels, library, pack, scales_of
 
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
@@ -67,7 +67,7 @@ def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
         offset = float(facts["nested_offset"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
         raise UserError(f"{folder}: {state} can't be read: {repr(e)[:200]}") from None
-    sizes = 0 < N < 2**31 and 0 < K < 2**31 and can_store(N, K)
+    sizes = 0 < N < 2**31 and 0 < K < 2**31 and K % BLOCK == 0
     if not (sizes and state.endswith("nf4") and how == ["nf4", BLOCK, GROUP]):
         raise UserError(
             f"{folder}: {state.partition(STATE)[0]} is in {str(how)[:80]}, of shape "
