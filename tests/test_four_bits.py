@@ -237,6 +237,22 @@ def test_without_the_library(monkeypatch):
     need_library()
 
 
+def test_one_process_without_the_library(work, tmp_path):
+    """Such as one on another node: it ends the others too, by one line."""
+    code = "import importlib.metadata as m, os, runpy, sys\n"
+    code += "if os.environ['RANK'] == '1':\n"
+    code += "    sys.modules['bitsandbytes'], real = None, m.distribution\n"
+    code += "    m.distribution = lambda name: real(name.replace('bitsandbytes', 'absent'))\n"
+    code += f"runpy.run_path({str(ROOT / 'fsdp/train_fsdp.py')!r}, run_name='__main__')"
+    (tmp_path / "worker.py").write_text(code)
+    argv = [*lora.run_flags(work[0], "tied", tmp_path / "run"), "--base_bits", 4]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    said = run([sys.executable, *launch, tmp_path / "worker.py", *argv]).stderr
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "need bitsandbytes, which is not installed" in errors[0], said
+    assert "four_bits.py" not in said  # in a traceback
+
+
 def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"

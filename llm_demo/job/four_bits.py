@@ -23,7 +23,7 @@ from llm_demo.job.cache import build, verified
 from llm_demo.job.choices import above, probe_once
 from llm_demo.job.costs import experts_of
 from llm_demo.job.device import dtype_name
-from llm_demo.job.dist import once_per_node, same_on_all_nodes
+from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.files import cache_folder
 from llm_demo.job.four_bits_files import need_library
 from llm_demo.job.text import progress, words_of
@@ -33,9 +33,9 @@ MODULE = "llm_demo.job.four_bits"
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
 
-def decide_four_bits(args, source, ask: Callable, device, probe: Callable | None = None) -> None:
-    """Raise UserError where --base_bits 4 can't work, and for files in 4 bits without it. source: a
-    Source; ask: as of choices.decide_compute. probe() -> error or None runs on a GPU."""
+def decide_four_bits(args, source, world) -> None:
+    """Raise UserError on every rank if --base_bits 4 can't work on one of them, and for files in 4
+    bits without it. source: a Source."""
     if args.base_bits != 4:
         if source.weights and source.weights.packed:
             raise UserError(
@@ -47,9 +47,10 @@ def decide_four_bits(args, source, ask: Callable, device, probe: Callable | None
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
     if args.fp8 != "none":
         raise UserError("--base_bits 4 does not work with --fp8: drop one of them")
-    ask(need_library)
-    if device.type == "cuda" and (problem := ask(probe or functools.partial(probe_once, MODULE))):
-        raise UserError(f"--base_bits 4 does not work here: {problem}")
+    once_per_node(world, need_library)
+    if world.device.type == "cuda":
+        if problem := from_rank0(world, functools.partial(probe_once, MODULE)):
+            raise UserError(f"--base_bits 4 does not work here: {problem}")
 
 
 def give_four_bits(lm: nn.Module, job) -> None:

@@ -10,6 +10,7 @@
 of X.weight [N, K], see core/four_bits.py."""
 
 import json
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -99,5 +100,6 @@ def need_library() -> None:
         library()
     except ImportError:
         raise UserError(
-            "weights in 4 bits need bitsandbytes, which is not installed: pip install bitsandbytes"
+            "weights in 4 bits need bitsandbytes, which is not installed on "
+            f"{platform.node()}: pip install bitsandbytes"
         ) from None
