@@ -24,8 +24,9 @@ NOT_TOGETHER = (  # two flags and, if known, why
     ("lora_rank", "router_aux_loss", "routers are frozen too"),
     ("lora_rank", "router_bias_update", "routers are frozen too"),
     ("base_bits", "tensor_parallel", ""),
+    ("base_bits", "fp8", ""),
 )
-OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1", "base_bits": 16}  # and what is false
+OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1", "base_bits": 16, "fp8": "none"}  # or false
 
 
 @dataclasses.dataclass

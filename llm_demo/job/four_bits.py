@@ -45,8 +45,6 @@ def decide_four_bits(args, source, world) -> None:
         return
     if experts_of(source.config):
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
-    if args.fp8 != "none":
-        raise UserError("--base_bits 4 does not work with --fp8: drop one of them")
     once_per_node(world, need_library)
     if world.device.type == "cuda":
         if problem := from_rank0(world, functools.partial(probe_once, MODULE)):
