@@ -58,7 +58,9 @@ class FsdpArgs:
         at_least=1,
         saves_memory="2, for long rows on several processes",
     )
-    lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
+    lora_rank: int | None = flag(
+        None, "Rank of adapters (LoRA) over a frozen model. Default: --adapter's, or 0: none."
+    )
     adapter: str | None = flag(
         None, "Folder of a PEFT adapter to train on, with its rank, alpha and targets.", path=True
     )
