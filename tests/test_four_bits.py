@@ -24,6 +24,7 @@ from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
+from llm_demo.job.cache import verified
 from llm_demo.job.four_bits import cached_base, fault, find_or_build
 from llm_demo.job.four_bits_files import need_library
 from llm_demo.job.model_folder import load_model, open_model
@@ -278,6 +279,32 @@ def test_a_damaged_base_in_the_cache_is_made_again(tmp_path):
     (folder / "crc32.json").write_text("[]")
     find_or_build(folder, make, said.append)
     assert "crc32.json is not a list of checksums" in said[1]
+
+
+def test_two_nodes_make_a_damaged_base_again(tmp_path, monkeypatch):
+    """In a cache that they share: what the faster one reads stays whole."""
+    folder, made = tmp_path / "nf4-x", []
+    folder.mkdir()
+    (folder / "old").write_text("wrong")
+
+    def make(built):
+        made.append(built)
+        if len(made) == 1:
+            find_or_build(folder, make, str)  # the faster one's
+            for name in ("rename", "replace", "remove"):
+                monkeypatch.setattr(os, name, then_read(getattr(os, name)))
+        for name in "ab":
+            Path(built, name).write_text(f"right {name}")
+
+    def then_read(change):
+        def changed(*paths):
+            change(*paths)
+            assert verified(str(folder)).keys() == {"a", "b"}
+
+        return changed
+
+    assert find_or_build(folder, make, str).keys() == {"a", "b"}
+    assert len(made) == 2
 
 
 # ---------------------------------------------------------------- files from elsewhere

@@ -84,16 +84,16 @@ def cached_base(source, base: dict) -> Path:
 def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]:
     """{file: its checksum} of a folder of the cache. Lets `make` write it if the cache lacks it, or
     holds another than was written."""
-    for attempt in range(2):
-        if folder.is_dir():
-            try:
-                return verified(str(folder))
-            except (OSError, ValueError) as e:
-                problem = e
-            if attempt:
-                raise UserError(f"{folder} is damaged ({problem}): delete it")
-            say(f"base: the cached {folder} is damaged ({problem}); rebuilding it")
-        build(str(folder.parent), str(folder), make)
+    if folder.is_dir():
+        try:
+            return verified(str(folder))
+        except (OSError, ValueError) as e:
+            say(f"base: the cached {folder} is damaged ({e}); rebuilding it")
+    build(str(folder.parent), str(folder), make)
+    try:
+        return verified(str(folder))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{folder} is damaged ({e}): delete it") from e
 
 
 def quantise(source, seed: int, device: torch.device, folder: str) -> None:
