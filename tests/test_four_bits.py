@@ -52,7 +52,7 @@ def work(tmp_path_factory):
     packs, results = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN), {}
     for name in ("tied", "llama"):
         models[name].intermediate_size = 320
-        torch.manual_seed(2)  # with 0, AdamW divides gradients of 1e-8 by their noise
+        torch.manual_seed(2)
         model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
         for copy in (folder, folder / "values"):
             model.save_pretrained(copy / name)
@@ -71,6 +71,8 @@ def flags(name):
     return [*lora.flags(name), "--pack_sequences", "--base_bits", 4]
 
 
+# after the first step: AdamW divides gradients of 1e-8 by their noise, which depends on the CPU
+NOISE = 4e-5
 CKPT = ["--use_activation_checkpointing"]
 
 
@@ -89,7 +91,7 @@ def test_equals_peft_over_the_same_values(processes, work):
         name = case.split("-")[1]
         argv[case] = parity.argv(folder, name, micro, accum, *map(str, [*flags(name), *more]))
     for case, (losses, ranks) in train(folder, "fsdp", processes, argv).items():
-        assert_equal(losses, ranks, expected[case.split("-")[1]])
+        assert_equal(losses, ranks, expected[case.split("-")[1]], later=NOISE)
 
 
 def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path):
