@@ -3,8 +3,6 @@
 `python -m llm_demo.job.four_bits` compares a GPU's values with the CPU's."""
 
 import functools
-import hashlib
-import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -24,7 +22,7 @@ from llm_demo.job.choices import above, probe_once
 from llm_demo.job.costs import experts_of
 from llm_demo.job.device import dtype_name
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
-from llm_demo.job.files import cache_folder
+from llm_demo.job.files import cache_folder, hash_of
 from llm_demo.job.four_bits_files import need_library
 from llm_demo.job.text import progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
@@ -77,8 +75,7 @@ def cached_base(source, base: dict) -> Path:
     stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]  # samples do not do
     facts = {k: v for k, v in base.items() if k != "path"}
     key = [FORMAT, version("bitsandbytes"), facts, stats, fingerprint(source.config)]
-    key = json.dumps(key, sort_keys=True)
-    return Path(cache_folder(), f"nf4-{hashlib.sha256(key.encode()).hexdigest()[:24]}")
+    return Path(cache_folder(), f"nf4-{hash_of(key)[:24]}")
 
 
 def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]:
