@@ -52,7 +52,8 @@ def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -
                     f"{folder}: {name}{part} has shape {list(size)} and type {is_kind}, but {name} "
                     f"of shape {[N, K]} has {count:,} of type {kind}"
                 )
-        for part, wanted in zip(PARTS[2:], _levels(), strict=True):
+        need_library()
+        for part, wanted in zip(PARTS[2:], levels(torch.device("cpu")), strict=True):
             if not torch.allclose(read(name + part).flatten(), wanted, atol=1e-6):
                 raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
         found[name] = Stored((N, K), offset)
@@ -76,12 +77,6 @@ def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
             "rows of whole blocks"
         )
     return N, K, offset
-
-
-def _levels() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of numbers and of scales."""
-    need_library()
-    return levels(torch.device("cpu"))
 
 
 def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
