@@ -28,6 +28,7 @@ from llm_demo.job.text import progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
 
 MODULE = "llm_demo.job.four_bits"
+DOUBLE = {"compress_statistics": True, **NF4}  # scales in a byte each
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
 
@@ -105,9 +106,8 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
         for path, layer in block.named_modules(prefix=name):
             if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
                 values = layer.weight.detach().contiguous()
-                how = {"compress_statistics": True, **NF4}
                 try:
-                    numbers, state = functional.quantize_4bit(values, **how)
+                    numbers, state = functional.quantize_4bit(values, **DOUBLE)
                 except RuntimeError as e:  # of its own library, or out of memory
                     raise UserError(f"bitsandbytes can't quantise {path}: {words_of(e)}") from e
                 parts = {"": numbers} | {f".{k}": t for k, t in state.as_dict(packed=True).items()}
@@ -130,8 +130,7 @@ def fault(device: str = "cuda") -> str | None:
     shape, found = (96, 320), []
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for place in ("cpu", device):
-        how = {"compress_statistics": True, **NF4}
-        numbers, state = library().quantize_4bit(weight.to(place), **how)
+        numbers, state = library().quantize_4bit(weight.to(place), **DOUBLE)
         scales = torch.cat([state.state2.absmax, state.offset.view(1)])
         bits = pack(numbers, state.absmax, shape)
         found.append(values_of(bits, scales, shape[1], torch.float32).cpu())
