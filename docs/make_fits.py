@@ -36,14 +36,7 @@ MORE = {  # further columns in docs
     (2, "mi300x"): "2 x MI300X, 192 GB",
 }
 TOKENS = 65_536
-PRESETS = (
-    "teff",
-    "speed",
-    "memory",
-    "zero",
-    "lora",
-    "cards",
-)  # in bench/results/h200-x2, over NVLink
+PRESETS = "teff speed memory zero lora cards".split()  # in bench/results/h200-x2, over NVLink
 DEVICE, HOST, ADAPTERS = "on the device", "host optimizer", "adapters"
 FOUR_BITS = "adapters, 4 bits"
 RANK = 16  # rank of the adapters
@@ -118,10 +111,8 @@ def measured(model: str, way: str) -> str:
 
 def table(found: dict) -> str:
     columns = CARDS | MORE
-    text = (
-        f"| model | setting | {' | '.join(columns.values())} | measured on 2 x H200, tokens/s |\n"
-    )
-    text += "|---" * (len(columns) + 3) + "|\n"
+    text = f"| model | setting | {' | '.join(columns.values())} | measured on 2 x H200, tokens/s "
+    text += "|\n" + "|---" * (len(columns) + 3) + "|\n"
     for model in MODELS:
         for way in NAMES:
             row = [cell(found[model, cards, way]) for cards in columns]
@@ -136,9 +127,7 @@ def short(found: dict) -> str:
         row = []
         for cards in CARDS:
             fitting = [model for model in MODELS if found[model, cards, way]]
-            row.append(
-                f"{fitting[-1]} ({cell(found[fitting[-1], cards, way])})" if fitting else "–"
-            )
+            row += [f"{m} ({cell(found[m, cards, way])})" for m in fitting[-1:]] or ["–"]
         text += f"| {name} | {' | '.join(row)} |\n"
     return text
 

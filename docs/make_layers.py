@@ -71,12 +71,8 @@ def modules() -> str:
         folder = ROOT / (room if room in SCRIPTS else f"llm_demo/{room}")
         files = {file.stem: file for file in sorted(folder.glob("*.py"))}
         about = ast.get_docstring(ast.parse(files.pop("__init__").read_text()))
-        rows += [
-            "",
-            f"**{folder.relative_to(ROOT)}/**: {about or 'Commands for people.'}",
-            "",
-            "```",
-        ]
+        about = about or "Commands for people."
+        rows += ["", f"**{folder.relative_to(ROOT)}/**: {about}", "", "```"]
         for name in dict.fromkeys([*(CORE if room == "core" else ()), *files]):
             about = ast.get_docstring(ast.parse(files[name].read_text())) or ""
             sentence = " ".join(about.split("\n\n")[0].split()).split(". ")[0].rstrip(".")

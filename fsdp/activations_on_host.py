@@ -64,7 +64,8 @@ class ActivationsOnHost:
             return packed
         for i in (packed, packed - 1):
             if i >= 0 and i not in self.kept:
-                self._fetch(i)
+                t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                self.kept[i] = t, self._copy(t, self.buffers[i]), True
         t, copied, fetched = self.kept[packed]
         if fetched:
             self._wait(copied)
@@ -75,10 +76,6 @@ class ActivationsOnHost:
         """Let go of the inputs of all later units."""
         for i in [i for i in self.kept if i > after]:
             self._wait(self.kept.pop(i)[1])
-
-    def _fetch(self, i: int) -> None:
-        t = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        self.kept[i] = t, self._copy(t, self.buffers[i]), True
 
     def _copy(self, to: torch.Tensor, source: torch.Tensor):
         """Copy after what has been computed by now, beside what follows. Returns the copy's end."""

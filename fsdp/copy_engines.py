@@ -121,11 +121,6 @@ class _Segment:
         self.lent_to, self.parts = lambda: None, {}
         by_address[self.memory.data_ptr()] = self
 
-    def lend(self, n: int, dtype: torch.dtype) -> torch.Tensor:
-        tensor = self.of(self.handle.rank, n, dtype)
-        self.lent_to = weakref.ref(tensor.untyped_storage())  # freed with its last view
-        return tensor
-
     def of(self, rank: int, n: int, dtype: torch.dtype) -> torch.Tensor:
         return self.handle.get_remote_tensor(rank, (n,), dtype)
 
@@ -161,7 +156,9 @@ def shared_empty(
     free = (s for s in made if s.lent_to() is None and s.memory.numel() >= n_bytes)
     if (segment := next(free, None)) is None:
         made.append(segment := _Segment(n_bytes, device, group))
-    return segment.lend(n, dtype)
+    tensor = segment.of(segment.handle.rank, n, dtype)
+    segment.lent_to = weakref.ref(tensor.untyped_storage())  # freed with its last view
+    return tensor
 
 
 class Mailbox:

@@ -35,7 +35,8 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     values = 0
     if args.base_bits == 4:  # stored in 33 / 64 bytes; one matrix at a time has its values
-        blocks, values = [b * 33 / 64 / size for b in blocks], largest_matrix(config) * size
+        widest = max(config.intermediate_size, heads_of(config).queries * heads_of(config).width)
+        blocks, values = [b * 33 / 64 / size for b in blocks], config.hidden_size * widest * size
         total = ends + sum(blocks)
     unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
     whole, shard = ends + sum(blocks), total / ranks  # whole: when everything is gathered
@@ -80,12 +81,6 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     times = [(early, sums, LOSS), (late, grads, NONE), (late, of_blocks, BLOCK)]
     sent = exchanged_bytes(config, compute, tokens, spread)
     return [Held(optimizer, times, [tokens] * n, True, sent, host, copies)] * ranks
-
-
-def largest_matrix(config) -> int:
-    """Numbers of the largest matrix of a dense block."""
-    heads = heads_of(config)
-    return config.hidden_size * max(config.intermediate_size, heads.queries * heads.width)
 
 
 def offloaded(args, config, compute, shard: float, tokens: int) -> float:

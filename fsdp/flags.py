@@ -7,9 +7,7 @@ from llm_demo.job.adapter_folder import adopt
 from llm_demo.job.args import ExpertArgs, SpreadArgs
 from llm_demo.job.parsing import flag
 
-LORA = {  # the defaults
-    "lora_targets": "all-linear", "lora_alpha": 32.0, "lora_dropout": 0.0, "base_bits": 16,
-}  # fmt: skip
+NEED_LORA = ("lora_targets", "lora_alpha", "lora_dropout", "base_bits")
 OVER_RANKS = ("replicas", "expert_parallel", "sequence_parallel", "tensor_parallel")
 NEED_FSDP = ("reshard_after_forward", *OVER_RANKS)
 NOT_TOGETHER = (  # two flags and, if known, why
@@ -24,8 +22,9 @@ NOT_TOGETHER = (  # two flags and, if known, why
     ("lora_rank", "router_aux_loss", "routers are frozen too"),
     ("lora_rank", "router_bias_update", "routers are frozen too"),
     ("base_bits", "tensor_parallel", ""),
+    ("base_bits", "fp8", ""),
 )
-OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1", "base_bits": 16}  # and what is false
+OFF = dict.fromkeys(OVER_RANKS, 1) | {"replicas": "1", "base_bits": 16, "fp8": "none"}  # or false
 
 
 @dataclasses.dataclass
@@ -59,7 +58,9 @@ class FsdpArgs:
         at_least=1,
         saves_memory="2, for long rows on several processes",
     )
-    lora_rank: int = flag(0, "Rank of adapters (LoRA) over a frozen model. 0: none.")
+    lora_rank: int | None = flag(
+        None, "Rank of adapters (LoRA) over a frozen model. Default: --adapter's, or 0: none."
+    )
     adapter: str | None = flag(
         None, "Folder of a PEFT adapter to train on, with its rank, alpha and targets.", path=True
     )
@@ -73,9 +74,7 @@ class FsdpArgs:
     )
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     base_bits: int = flag(
-        16,
-        "Bits of weights under adapters. 4: NF4, of linear layers.",
-        form=("4|16", "4 or 16"),
+        16, "Bits of weights under adapters. 4: NF4, of linear layers.", form=("4|16", "4 or 16")
     )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."
@@ -87,6 +86,14 @@ class FsdpArgs:
         "Default: for large blocks over NVLink.",
     )
 
+    def __post_init__(self):
+        if self.adapter:
+            adopt(self)
+        if self.lora_rank and self.lora_targets is None:
+            self.lora_targets = "all-linear"
+        if self.lora_rank and self.lora_alpha is None:
+            self.lora_alpha = 32.0
+
     def check_processes(self, processes: int) -> None:
         if self.fsdp is False and processes > 1:
             raise UserError(f"--no_fsdp needs one process, not {processes}: set NPROC_PER_NODE=1")
@@ -97,8 +104,6 @@ class FsdpArgs:
 
     @staticmethod
     def check(args) -> None:
-        if args.adapter:
-            adopt(args)
         if args.copy_engines and (args.fsdp is False or args.dtype == "fp32"):
             raise UserError("--copy_engines requires FSDP with --dtype bf16 or fp16")
         on = {name for name, value in vars(args).items() if value and value != OFF.get(name)}
@@ -120,11 +125,9 @@ class FsdpArgs:
             raise UserError("--activations_on_host needs --use_activation_checkpointing")
         if args.activations_on_host and args.blocks_per_unit > 1:
             raise UserError("--activations_on_host works on single blocks: drop --blocks_per_unit")
-        for name, default in LORA.items():
+        for name in NEED_LORA:
             if not args.lora_rank and getattr(args, name) != getattr(FsdpArgs, name):
                 raise UserError(f"--{name} needs --lora_rank, or --adapter")
-            if args.lora_rank and getattr(args, name) is None:
-                setattr(args, name, default)
         if args.psgd_rank and args.dtype == "fp16":
             raise UserError(
                 "--psgd_rank does not work in fp16: its errors would depend on the loss scale"

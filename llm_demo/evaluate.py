@@ -34,12 +34,7 @@ from llm_demo.job.files import disk_full, write_json, write_text
 from llm_demo.job.folder import refuse_inside_checkpoints, refuse_unwritable
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.parsing import PlainParser, choices, path_of, regex, whole
-from llm_demo.job.source import (
-    find_model,
-    fix_date,
-    load_config,
-    load_tokenizer,
-)
+from llm_demo.job.source import find_model, fix_date, load_config, load_tokenizer
 from llm_demo.job.text import counted, progress
 
 TOKENS = 1 << 16  # of a batch, including padding

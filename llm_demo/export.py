@@ -118,12 +118,7 @@ def main() -> None:
 
 
 def export(
-    checkpoint: Path,
-    out: Path,
-    dtype: str = "bf16",
-    max_shard_size="5GB",
-    merge: bool = False,
-    base: str | None = None,
+    checkpoint: Path, out: Path, dtype="bf16", max_shard_size="5GB", merge=False, base=None
 ) -> str:
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
     only when complete. A run of adapters is written without the base's weights and configurations,
@@ -269,15 +264,9 @@ def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights 
 
 
 def write_weights(
-    checkpoint: Path,
-    folder: Path,
-    wanted: dict,
-    dtype,
-    max_shard_size,
-    buffers=frozenset(),
-    read: Callable | None = None,
-    way: str | None = None,
-) -> int:
+    checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size, buffers=frozenset(),
+    read: Callable | None = None, way: str | None = None,
+) -> int:  # fmt: skip
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model; fused experts are written as a tensor for each matrix of each.
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the

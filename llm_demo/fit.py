@@ -19,7 +19,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -127,9 +127,14 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
         savings.insert(1, {"activation_memory_budget": 0.6})
     on_host = [{**ckpt, "activations_on_host": True}] * (ask.seq_len >= LONG)
     either = (False, True)
+    over_rows = spreads(ask, share_of_heads, heads_of(config)) if ask.seq_len >= LONG else [1]
+    small = ask.tokens_a_step <= FEW * ask.cards
+    over_matrices = spreads(ask, refuse_shares, config) if small else [1]
+    experts = experts_of(config) or 1
+    over_experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
     for saved, reshard, host, rows, experts, shares in itertools.product(
         savings + on_host, either[: ask.cards], either[: 2 - bool(lora)],
-        spreads(config, ask), expert_spreads(config, ask), tensor_spreads(config, ask),
+        over_rows, over_experts, over_matrices,
     ):  # fmt: skip
         if rows > 1 < shares or ask.base_bits == 4 and shares > 1:
             continue
@@ -152,28 +157,12 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
         yield from each if stages * 2 <= config.num_hidden_layers else ()
 
 
-def spreads(config, ask) -> list[int]:
-    """Over how many cards a row may be spread."""
+def spreads(ask, refuse: Callable, what) -> list[int]:
+    """Over how many cards rows may be cut. refuse(what, n) raises UserError if n can't share it."""
     possible = []
-    for n in range(1, ask.cards + 1) if ask.seq_len >= LONG else [1]:
+    for n in range(1, ask.cards + 1):
         with contextlib.suppress(UserError):
-            share_of_heads(heads_of(config), n)
-            possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
-    return possible
-
-
-def expert_spreads(config, ask) -> list[int]:
-    """Over how many cards each block's experts may be spread."""
-    experts = experts_of(config) or 1
-    return [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
-
-
-def tensor_spreads(config, ask) -> list[int]:
-    """Over how many cards each matrix may be spread."""
-    possible = []
-    for n in range(1, ask.cards + 1) if ask.tokens_a_step <= FEW * ask.cards else [1]:
-        with contextlib.suppress(UserError):
-            refuse_shares(config, n)
+            refuse(what, n)
             possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
     return possible
 

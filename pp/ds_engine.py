@@ -115,11 +115,6 @@ def tied_copies_differ(engine) -> bool:
     return bool(differ.item())
 
 
-def forget_timers(engine) -> None:
-    """Reset the batch timer, which gains two events per step and is cleared only by printing."""
-    engine.timers("train_batch").reset()
-
-
 # ---------------------------------------------------------------- the decoder as DeepSpeed's layers
 
 

@@ -129,7 +129,12 @@ def load_state(engine, load, facts: dict) -> None:
             if not key:
                 with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
                     param.copy_(whole)
-    set_scale(engine, facts["loss_scale"])
+    if scaler := _scaler(engine):
+        scale = facts["loss_scale"]
+        scaler.cur_scale = scale["scale"]
+        # counts from the last overflow: place it just before the first step
+        scaler.cur_iter, scaler.last_overflow_iter = int(scale["good_steps"]), -1
+        scaler.cur_hysteresis = scale.get("hysteresis", scaler.cur_hysteresis)
 
 
 def facts_of(engine) -> dict:
@@ -141,15 +146,6 @@ def facts_of(engine) -> dict:
         good = (good - 1) % scaler.scale_window + 1 if good else 0
         scale = {"scale": scaler.cur_scale, "good_steps": good, "hysteresis": scaler.cur_hysteresis}
     return {"adam_steps": adam_steps(engine.optimizer.optimizer), "loss_scale": scale}
-
-
-def set_scale(engine, facts: dict) -> None:
-    """Set the loss scale to that of `facts_of`."""
-    if scaler := _scaler(engine):
-        scaler.cur_scale = facts["scale"]
-        # counts from the last overflow: place it just before the first step
-        scaler.cur_iter, scaler.last_overflow_iter = int(facts["good_steps"]), -1
-        scaler.cur_hysteresis = facts.get("hysteresis", scaler.cur_hysteresis)
 
 
 def _scaler(engine):

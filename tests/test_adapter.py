@@ -226,6 +226,6 @@ def test_flags_are_set_to_what_the_adapter_says(work):
     args = parse_args("", *GROUPS, argv=["--adapter", folder])
     assert (args.lora_rank, args.lora_targets) == (RANK, "down_proj,q_proj")
     assert args.lora_alpha == pytest.approx(5 * RANK**0.5)
-    for flag, value in (("lora_rank", "8"), ("lora_alpha", "32"), ("lora_alpha", "5")):
-        with refused(f"--{flag} {value} contradicts --adapter"):
-            parse_args("", *GROUPS, argv=["--adapter", folder, f"--{flag}", value])
+    for given in ("lora_rank 0", "lora_rank 8", "lora_alpha 32", "lora_alpha 5"):
+        with refused(f"--{given} contradicts --adapter"):
+            parse_args("", *GROUPS, argv=["--adapter", folder, *f"--{given}".split()])

@@ -7,19 +7,8 @@ import sys
 
 import pytest
 import test_lora as lora
-import torch
 from conftest import ROOT, ZERO, run, slow, train_cases
-from test_parity import (
-    SEQ_LEN,
-    SIZES,
-    argv,
-    assert_equal,
-    plain_loop,
-    smaller_vocabulary,
-    train,
-    write_rows,
-)
-from tiny_tokenizer import packs_of
+from test_parity import SEQ_LEN, SIZES, argv, assert_equal, train, write_models
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -72,22 +61,8 @@ ALONE = ("glm", "phi3", "olmo3")  # trained by one process, the others by two
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """Models with weights, ragged data, and the plain loop's results for each."""
     folder = tmp_path_factory.mktemp("families")
-    models, tokenizer = smaller_vocabulary(MODELS, folder / "tokenizer")
-    write_rows(folder / "data.jsonl")
-    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
-    results = {}
-    for name, config in models.items():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for _, values in model.named_parameters():
-            if values.ndim < 2:  # biases, else zeros, and norms, else ones
-                values.data += torch.randn_like(values) * 0.1
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-        results[name] = plain_loop(model, packs)
-    return folder, results
+    return folder, write_models(folder, MODELS, ("bias", "norm.weight"))
 
 
 def cases(folder, names, rows, flags=()):

@@ -195,10 +195,10 @@ def test_long_rows():
         assert choice.flags["sequence_parallel"] == 2 and more <= choice.flags.keys()
         assert (choice.host > 70) == bool(more)
     assert not any("sequence_parallel" in c.flags for c in search(ask(65_536, "--seq_len 4096")))
-    heads = SimpleNamespace(cards=8, seq_len=8192)
-    assert fit.spreads(load_config(ROOT / LARGE, 8192), heads) == [1, 2, 4, 8]  # 32 and 8 heads
-    heads.cards = 3
-    assert fit.spreads(load_config(ROOT / LARGE, 8192), heads) == [1]
+    heads = fit.heads_of(load_config(ROOT / LARGE, 8192))  # 32 and 8
+    for cards, shares in ((8, [1, 2, 4, 8]), (3, [1])):
+        cards = SimpleNamespace(cards=cards, seq_len=8192)
+        assert fit.spreads(cards, fit.share_of_heads, heads) == shares
 
 
 def test_experts_are_spread_where_that_is_fastest_of_what_fits():

@@ -24,6 +24,7 @@ from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
+from llm_demo.job.cache import verified
 from llm_demo.job.four_bits import cached_base, fault, find_or_build
 from llm_demo.job.four_bits_files import need_library
 from llm_demo.job.model_folder import load_model, open_model
@@ -51,7 +52,7 @@ def work(tmp_path_factory):
     packs, results = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=parity.SEQ_LEN), {}
     for name in ("tied", "llama"):
         models[name].intermediate_size = 320
-        torch.manual_seed(2)  # with 0, AdamW divides gradients of 1e-8 by their noise
+        torch.manual_seed(2)
         model = AutoModelForCausalLM.from_config(models[name], dtype=torch.float32)
         for copy in (folder, folder / "values"):
             model.save_pretrained(copy / name)
@@ -70,6 +71,8 @@ def flags(name):
     return [*lora.flags(name), "--pack_sequences", "--base_bits", 4]
 
 
+# after the first step: AdamW divides gradients of 1e-8 by their noise, which depends on the CPU
+NOISE = 4e-5
 CKPT = ["--use_activation_checkpointing"]
 
 
@@ -88,7 +91,7 @@ def test_equals_peft_over_the_same_values(processes, work):
         name = case.split("-")[1]
         argv[case] = parity.argv(folder, name, micro, accum, *map(str, [*flags(name), *more]))
     for case, (losses, ranks) in train(folder, "fsdp", processes, argv).items():
-        assert_equal(losses, ranks, expected[case.split("-")[1]])
+        assert_equal(losses, ranks, expected[case.split("-")[1]], later=NOISE)
 
 
 def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path):
@@ -209,7 +212,7 @@ def test_flags_that_contradict_it(work, tmp_path):
         return done.stderr
 
     assert "--base_bits needs --lora_rank" in said("--lora_rank", 0)
-    assert "--base_bits 4 does not work with --fp8" in said("--fp8")
+    assert "--base_bits does not work with --fp8" in said("--fp8")
     assert "must be 4 or 16" in said("--base_bits", 8)
     experts = said("--model_name_or_path", ROOT / "models/qwen3-moe-tiny")
     assert "does not work with mixtures of experts" in experts
@@ -237,6 +240,22 @@ def test_without_the_library(monkeypatch):
     need_library()
 
 
+def test_one_process_without_the_library(work, tmp_path):
+    """Such as one on another node: it ends the others too, by one line."""
+    code = "import importlib.metadata as m, os, runpy, sys\n"
+    code += "if os.environ['RANK'] == '1':\n"
+    code += "    sys.modules['bitsandbytes'], real = None, m.distribution\n"
+    code += "    m.distribution = lambda name: real(name.replace('bitsandbytes', 'absent'))\n"
+    code += f"runpy.run_path({str(ROOT / 'fsdp/train_fsdp.py')!r}, run_name='__main__')"
+    (tmp_path / "worker.py").write_text(code)
+    argv = [*lora.run_flags(work[0], "tied", tmp_path / "run"), "--base_bits", 4]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    said = run([sys.executable, *launch, tmp_path / "worker.py", *argv]).stderr
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "need bitsandbytes, which is not installed" in errors[0], said
+    assert "four_bits.py" not in said  # in a traceback
+
+
 def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
@@ -262,6 +281,32 @@ def test_a_damaged_base_in_the_cache_is_made_again(tmp_path):
     (folder / "crc32.json").write_text("[]")
     find_or_build(folder, make, said.append)
     assert "crc32.json is not a list of checksums" in said[1]
+
+
+def test_two_nodes_make_a_damaged_base_again(tmp_path, monkeypatch):
+    """In a cache that they share: what the faster one reads stays whole."""
+    folder, made = tmp_path / "nf4-x", []
+    folder.mkdir()
+    (folder / "old").write_text("wrong")
+
+    def make(built):
+        made.append(built)
+        if len(made) == 1:
+            find_or_build(folder, make, str)  # the faster one's
+            for name in ("rename", "replace", "remove"):
+                monkeypatch.setattr(os, name, then_read(getattr(os, name)))
+        for name in "ab":
+            Path(built, name).write_text(f"right {name}")
+
+    def then_read(change):
+        def changed(*paths):
+            change(*paths)
+            assert verified(str(folder)).keys() == {"a", "b"}
+
+        return changed
+
+    assert find_or_build(folder, make, str).keys() == {"a", "b"}
+    assert len(made) == 2
 
 
 # ---------------------------------------------------------------- files from elsewhere

@@ -58,22 +58,27 @@ def write_rows(file):
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """Models with weights, ragged data, and the plain loop's results for each model."""
     folder = tmp_path_factory.mktemp("parity")
-    models, tokenizer = smaller_vocabulary(MODELS, folder / "tokenizer")
+    return folder, write_models(folder, MODELS, ("bias",))
+
+
+def write_models(folder, models, changed):
+    """Write models with weights, and ragged data: {name: the plain loop's results}. changed: ends
+    of the names of what would else be zeros, or ones."""
+    models, tokenizer = smaller_vocabulary(models, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
     packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
     results = {}
     for name, config in models.items():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         for parameter, values in model.named_parameters():
-            if parameter.endswith("bias"):  # else zeros
-                torch.nn.init.normal_(values, std=config.initializer_range)
+            if parameter.endswith(changed):
+                values.data += torch.randn_like(values) * config.initializer_range
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         results[name] = plain_loop(model.to(DEVICE), packs)
-    return folder, results
+    return results
 
 
 def plain_loop(model, packs, steps=STEPS, moments=torch.float32):

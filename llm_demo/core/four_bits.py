@@ -41,11 +41,6 @@ def library():
     return bitsandbytes.functional
 
 
-def can_store(outputs: int, inputs: int) -> bool:
-    """Whether rows consist of whole blocks."""
-    return inputs % BLOCK == 0
-
-
 def row_bytes(inputs: int) -> int:
     """Bytes of a row of the parameter, a multiple of 4."""
     return -(-(inputs // 2 + inputs // BLOCK) // 4) * 4

@@ -125,9 +125,9 @@ class Stats:
             yield f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})"
 
 
-def _by_key(rows: dict[str, int], most: int = 12) -> str:
+def _by_key(rows: dict[str, int]) -> str:
     texts = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
-    return ", ".join(texts[:most]) + f" and {len(texts) - most:,} more" * (len(texts) > most)
+    return ", ".join(texts[:12]) + f" and {len(texts) - 12:,} more" * (len(texts) > 12)
 
 
 def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:

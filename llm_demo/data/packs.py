@@ -32,13 +32,7 @@ FLAGS = (
 )  # fmt: skip
 
 
-def load_packs(
-    train_json: str,
-    tokenizer,
-    flags,
-    limit: int = LONGEST_DEFAULT,
-    log=print,
-) -> Packs:
+def load_packs(train_json: str, tokenizer, flags, limit: int = LONGEST_DEFAULT, log=print) -> Packs:
     """Packs of all files that find_files finds. Their documents are built once and then read from
     the cache, after verifying its checksums; packing them into rows takes a moment.
 

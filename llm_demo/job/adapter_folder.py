@@ -141,7 +141,7 @@ def adopt(args) -> None:
     adapter = open_adapter(args.adapter)
     for name, value in (("lora_rank", adapter.rank), ("lora_alpha", adapter.alpha)):
         given = getattr(args, name)
-        if given and not math.isclose(given, value, rel_tol=1e-5):
+        if given is not None and not math.isclose(given, value, rel_tol=1e-5):
             raise UserError(
                 f"--{name} {given:g} contradicts --adapter {args.adapter}, where it is {value:g}: "
                 "drop the flag"

@@ -23,8 +23,9 @@ DAY = 24 * 3600
 
 def build(root: str, folder: str, write: Callable[[str], None]) -> None:
     """Let `write` fill a temporary folder and rename it to `folder`, so that nothing half-written
-    is visible. An existing folder is damaged; it is moved away first, and processes that have
-    mapped its files keep them. Raises UserError if the cache can't be written."""
+    is visible. An existing folder is damaged: its files are replaced one by one, since another node
+    may have done so just before, and is reading them. Processes that have mapped the old ones keep
+    them. Raises UserError if the cache can't be written."""
     damaged = os.path.isdir(folder)
     try:
         os.makedirs(root, exist_ok=True)
@@ -43,9 +44,13 @@ def build(root: str, folder: str, write: Callable[[str], None]) -> None:
             sums = _sums_of(built)
             with open(f"{built}/{SUMS}", "w") as file:
                 json.dump(sums, file)
-            if damaged and os.path.isdir(folder):
-                os.rename(folder, os.path.join(temporary, "damaged"))
-            os.replace(built, folder)
+            if not (damaged and os.path.isdir(folder)):
+                return os.replace(built, folder)
+            for name in os.listdir(folder):
+                if name not in os.listdir(built):
+                    os.remove(f"{folder}/{name}")
+            for name in (*sums, SUMS):
+                os.replace(f"{built}/{name}", f"{folder}/{name}")
     except OSError as error:
         if not os.path.isdir(folder):  # else another process built the same content first
             reason = disk_full(error, root) or error.strerror or error

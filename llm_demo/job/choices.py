@@ -5,10 +5,8 @@ call. So each is tried in a process of its own, by `python -m llm_demo.job.choic
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -35,7 +33,7 @@ from llm_demo.job.device import (
     planned,
     this_device,
 )
-from llm_demo.job.files import cache_folder
+from llm_demo.job.files import cache_folder, hash_of
 from llm_demo.job.process import PARENT
 
 BOUNDS = {"fp32": 1e-3, "bf16": 4e-2, "fp16": 1e-2}  # of errors relative to plain fp32
@@ -62,8 +60,8 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
         return None
     device = this_device()
     chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
-    key = json.dumps([module, args, device.name, device.arch, torch.__version__, versions, chosen])
-    file = Path(cache_folder()) / "worked" / hashlib.sha256(key.encode()).hexdigest()[:24]
+    key = [module, args, device.name, device.arch, torch.__version__, versions, chosen]
+    file = Path(cache_folder()) / "worked" / hash_of(key)[:24]
     if file.exists():
         return None
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
@@ -149,9 +147,7 @@ def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
     return probe_once(MODULE, *given, versions=versions)
 
 
-def compare_with_math(
-    impl: str, dtype: torch.dtype, heads, device: str, fused: bool = False
-) -> float:
+def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str, fused=False) -> float:
     """Largest error of output and gradients against fp32 math, relative to the largest value.
 
     fused: without SDPA's math kernel, which it takes silently if it refuses the fused ones. Raises

@@ -240,22 +240,16 @@ def peak_tflops(device: Device, dtype: torch.dtype) -> float | None:
     return next((peaks[column] for key, peaks in PEAK_TFLOPS.items() if key in label), None)
 
 
-def amd_gpus(root: Path = Path("/")) -> dict[int, dict[str, int]]:
-    """What the kernel says of each AMD GPU of this node, hidden ones included, by its number there.
-    root: where /sys is."""
-    gpus = {}
+def _amd_links(root: Path) -> dict[tuple[str, str], str]:
+    """As `link_table`, from what the kernel says of AMD's GPUs."""
+    gpus, pairs = {}, {}
     for file in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"):
         with contextlib.suppress(OSError, ValueError):  # unreadable if a container lacks this GPU
-            pairs = map(str.split, file.read_text().splitlines())
-            facts = {key: int(value) for key, value in pairs}
+            lines = file.read_text().splitlines()
+            facts = {key: int(value) for key, value in map(str.split, lines)}
             if facts.get("gfx_target_version"):  # 0 for a CPU
                 gpus[int(file.parent.name)] = facts
-    return dict(sorted(gpus.items()))
-
-
-def _amd_links(root: Path) -> dict[tuple[str, str], str]:
-    gpus, pairs = amd_gpus(root), {}
-    for a, b in itertools.permutations(gpus, 2):
+    for a, b in itertools.permutations(sorted(gpus), 2):
         files = (root / f"sys/class/kfd/kfd/topology/nodes/{a}/io_links").glob("*/properties")
         wanted = {"type 11", f"node_to {b}"}  # between GPUs, the kernel lists XGMI links only
         direct = any(wanted <= set(file.read_text().splitlines()) for file in files)

@@ -74,6 +74,11 @@ def digest(file: Path) -> str:
     return hashed.hexdigest()
 
 
+def hash_of(facts) -> str:
+    """The SHA-256 of facts as JSON, as hex digits."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+
+
 def write_json(file: Path, value, **options) -> None:
     """Replace a JSON file atomically. options: those of json.dumps."""
     write_text(file, json.dumps(value, **{"indent": 1, **options}) + "\n")

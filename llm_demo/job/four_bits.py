@@ -3,8 +3,6 @@
 `python -m llm_demo.job.four_bits` compares a GPU's values with the CPU's."""
 
 import functools
-import hashlib
-import json
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -17,31 +15,26 @@ from torch import nn
 
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import (
-    NF4,
-    can_store,
-    library,
-    pack,
-    values_of,
-)
+from llm_demo.core.four_bits import BLOCK, NF4, library, pack, values_of
 from llm_demo.core.lora import use_four_bits
 from llm_demo.job.cache import build, verified
 from llm_demo.job.choices import above, probe_once
 from llm_demo.job.costs import experts_of
 from llm_demo.job.device import dtype_name
-from llm_demo.job.dist import once_per_node, same_on_all_nodes
-from llm_demo.job.files import cache_folder
+from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
+from llm_demo.job.files import cache_folder, hash_of
 from llm_demo.job.four_bits_files import need_library
 from llm_demo.job.text import progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
 
 MODULE = "llm_demo.job.four_bits"
+DOUBLE = {"compress_statistics": True, **NF4}  # scales in a byte each
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
 
-def decide_four_bits(args, source, ask: Callable, device, probe: Callable | None = None) -> None:
-    """Raise UserError where --base_bits 4 can't work, and for files in 4 bits without it. source: a
-    Source; ask: as of choices.decide_compute. probe() -> error or None runs on a GPU."""
+def decide_four_bits(args, source, world) -> None:
+    """Raise UserError on every rank if --base_bits 4 can't work on one of them, and for files in 4
+    bits without it. source: a Source."""
     if args.base_bits != 4:
         if source.weights and source.weights.packed:
             raise UserError(
@@ -51,11 +44,10 @@ def decide_four_bits(args, source, ask: Callable, device, probe: Callable | None
         return
     if experts_of(source.config):
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
-    if args.fp8 != "none":
-        raise UserError("--base_bits 4 does not work with --fp8: drop one of them")
-    ask(need_library)
-    if device.type == "cuda" and (problem := ask(probe or functools.partial(probe_once, MODULE))):
-        raise UserError(f"--base_bits 4 does not work here: {problem}")
+    once_per_node(world, need_library)
+    if world.device.type == "cuda":
+        if problem := from_rank0(world, functools.partial(probe_once, MODULE)):
+            raise UserError(f"--base_bits 4 does not work here: {problem}")
 
 
 def give_four_bits(lm: nn.Module, job) -> None:
@@ -84,23 +76,22 @@ def cached_base(source, base: dict) -> Path:
     stats = [(f.name, (s := f.stat()).st_size, s.st_mtime_ns) for f in files]  # samples do not do
     facts = {k: v for k, v in base.items() if k != "path"}
     key = [FORMAT, version("bitsandbytes"), facts, stats, fingerprint(source.config)]
-    key = json.dumps(key, sort_keys=True)
-    return Path(cache_folder(), f"nf4-{hashlib.sha256(key.encode()).hexdigest()[:24]}")
+    return Path(cache_folder(), f"nf4-{hash_of(key)[:24]}")
 
 
 def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]:
     """{file: its checksum} of a folder of the cache. Lets `make` write it if the cache lacks it, or
     holds another than was written."""
-    for attempt in range(2):
-        if folder.is_dir():
-            try:
-                return verified(str(folder))
-            except (OSError, ValueError) as e:
-                problem = e
-            if attempt:
-                raise UserError(f"{folder} is damaged ({problem}): delete it")
-            say(f"base: the cached {folder} is damaged ({problem}); rebuilding it")
-        build(str(folder.parent), str(folder), make)
+    if folder.is_dir():
+        try:
+            return verified(str(folder))
+        except (OSError, ValueError) as e:
+            say(f"base: the cached {folder} is damaged ({e}); rebuilding it")
+    build(str(folder.parent), str(folder), make)
+    try:
+        return verified(str(folder))
+    except (OSError, ValueError) as e:
+        raise UserError(f"{folder} is damaged ({e}): delete it") from e
 
 
 def quantise(source, seed: int, device: torch.device, folder: str) -> None:
@@ -113,11 +104,10 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
         tensors, name = {}, f"model.layers.{i}"
         block = materialise(lm, name, source.weights, seed, device)
         for path, layer in block.named_modules(prefix=name):
-            if type(layer) is nn.Linear and can_store(*layer.weight.shape):
+            if type(layer) is nn.Linear and layer.in_features % BLOCK == 0:
                 values = layer.weight.detach().contiguous()
-                how = {"compress_statistics": True, **NF4}
                 try:
-                    numbers, state = functional.quantize_4bit(values, **how)
+                    numbers, state = functional.quantize_4bit(values, **DOUBLE)
                 except RuntimeError as e:  # of its own library, or out of memory
                     raise UserError(f"bitsandbytes can't quantise {path}: {words_of(e)}") from e
                 parts = {"": numbers} | {f".{k}": t for k, t in state.as_dict(packed=True).items()}
@@ -140,8 +130,7 @@ def fault(device: str = "cuda") -> str | None:
     shape, found = (96, 320), []
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     for place in ("cpu", device):
-        how = {"compress_statistics": True, **NF4}
-        numbers, state = library().quantize_4bit(weight.to(place), **how)
+        numbers, state = library().quantize_4bit(weight.to(place), **DOUBLE)
         scales = torch.cat([state.state2.absmax, state.offset.view(1)])
         bits = pack(numbers, state.absmax, shape)
         found.append(values_of(bits, scales, shape[1], torch.float32).cpu())

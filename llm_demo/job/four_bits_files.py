@@ -10,13 +10,14 @@
 of X.weight [N, K], see core/four_bits.py."""
 
 import json
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK, GROUP, can_store, levels, library, pack, scales_of
+from llm_demo.core.four_bits import BLOCK, GROUP, levels, library, pack, scales_of
 
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
@@ -51,7 +52,8 @@ def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -
                     f"{folder}: {name}{part} has shape {list(size)} and type {is_kind}, but {name} "
                     f"of shape {[N, K]} has {count:,} of type {kind}"
                 )
-        for part, wanted in zip(PARTS[2:], _levels(), strict=True):
+        need_library()
+        for part, wanted in zip(PARTS[2:], levels(torch.device("cpu")), strict=True):
             if not torch.allclose(read(name + part).flatten(), wanted, atol=1e-6):
                 raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
         found[name] = Stored((N, K), offset)
@@ -67,7 +69,7 @@ def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
         offset = float(facts["nested_offset"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
         raise UserError(f"{folder}: {state} can't be read: {repr(e)[:200]}") from None
-    sizes = 0 < N < 2**31 and 0 < K < 2**31 and can_store(N, K)
+    sizes = 0 < N < 2**31 and 0 < K < 2**31 and K % BLOCK == 0
     if not (sizes and state.endswith("nf4") and how == ["nf4", BLOCK, GROUP]):
         raise UserError(
             f"{folder}: {state.partition(STATE)[0]} is in {str(how)[:80]}, of shape "
@@ -75,12 +77,6 @@ def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
             "rows of whole blocks"
         )
     return N, K, offset
-
-
-def _levels() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of numbers and of scales."""
-    need_library()
-    return levels(torch.device("cpu"))
 
 
 def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,5 +95,6 @@ def need_library() -> None:
         library()
     except ImportError:
         raise UserError(
-            "weights in 4 bits need bitsandbytes, which is not installed: pip install bitsandbytes"
+            "weights in 4 bits need bitsandbytes, which is not installed on "
+            f"{platform.node()}: pip install bitsandbytes"
         ) from None

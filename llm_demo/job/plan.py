@@ -114,7 +114,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     set_date(source.tokenizer, earlier, world, log)
     refuse(source.config)
     heads_of_rank(args, source.config)  # refuses what does not divide them
-    decide_four_bits(args, source, functools.partial(from_rank0, world), device)
+    decide_four_bits(args, source, world)
     lora = tell(decide_lora(args, world, source, dtype_name(dtype)))
     if checkpoint:
         from_rank0(world, lambda: refuse_other_model(checkpoint, source.config, lora))

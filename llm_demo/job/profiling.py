@@ -224,14 +224,10 @@ def combine(ranks: list[dict]) -> dict:
     return {"ranks": ranks}
 
 
-def page(title: str, figures: dict, top: int = 25) -> str:
+def page(title: str, figures: dict) -> str:
     """A text page that shows where the time of a step goes."""
-    lines = [
-        title,
-        "",
-        "rank      total        compute    exposed comm            idle  of it for host |"
-        " comm busy  waiting (ms)",
-    ]
+    head = "rank      total        compute    exposed comm            idle  of it for host |"
+    lines = [title, "", f"{head} comm busy  waiting (ms)"]
     for r, rank in enumerate(figures["ranks"]):
         total = rank["total"]
         cells = " ".join(
@@ -248,7 +244,7 @@ def page(title: str, figures: dict, top: int = 25) -> str:
     lines += ["", "(GB/s: bytes over the operations' time, waiting for the peer included)", ""]
     kernels = figures["ranks"][0]["kernels"]
     lines.append(f"rank 0's largest of {len(kernels)} kernels: ms and calls a step")
-    for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:top]:
+    for name, (ms, n) in sorted(kernels.items(), key=lambda x: -x[1][0])[:25]:
         lines.append(f"  {ms:8.3f} {n:7.1f}  {name[:110]}")
     return "\n".join(lines) + "\n"
 

@@ -67,8 +67,8 @@ def progress(
 
 
 @contextlib.contextmanager
-def watched(what: str, total: float | None, measure: Callable[[], float], unit: str = "B"):
-    """Show the progress of a block that cannot report it: a thread calls `measure()`, the amount
+def watched(what: str, total: float | None, measure: Callable[[], float]):
+    """Show the progress of a block that cannot report it: a thread calls `measure()`, the bytes
     done, twice a second. A block that ends without an error counts as complete."""
     over = threading.Event()
 
@@ -76,7 +76,7 @@ def watched(what: str, total: float | None, measure: Callable[[], float], unit: 
         while not over.wait(0.5):
             bar.update(max(0, measure() - bar.n))
 
-    with progress(what=what, total=total, unit=unit) as bar:
+    with progress(what=what, total=total, unit="B") as bar:
         thread = threading.Thread(target=watch, daemon=True)
         if not bar.disable:
             thread.start()

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import values_of
+from llm_demo.job.files import hash_of
 from llm_demo.job.four_bits_files import four_bits_of, packed, parts_of
 from llm_demo.job.fp8_files import KIND, dequantised, scales_of, touched
 from llm_demo.job.text import differences, watched, words_of
@@ -179,7 +180,7 @@ class Weights:
                     sample = b"".join(values[at : at + SAMPLE].tobytes() for at in begins)
                     digest = hashlib.sha256(sample).hexdigest()
                     samples[name] = about.get_dtype(), about.get_shape(), digest
-        return hashlib.sha256(json.dumps(samples, sort_keys=True).encode()).hexdigest()[:16]
+        return hash_of(samples)[:16]
 
     def read(self, name: str, part: tuple[slice, ...] = (slice(None),)) -> torch.Tensor:
         """A parameter, or the part that these slices of its dimensions select, in the file's dtype,
@@ -289,8 +290,7 @@ def loading(weights: Weights | None, shares: int):
 
 def fingerprint(config) -> str:
     """A digest of the model's configuration, wherever it was read from."""
-    values = {k: v for k, v in config.to_dict().items() if k != "_name_or_path"}
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:12]
+    return hash_of({k: v for k, v in config.to_dict().items() if k != "_name_or_path"})[:12]
 
 
 def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, device: str) -> dict:
@@ -310,10 +310,7 @@ def same_base(a: dict, b: dict) -> bool:
 
 def base_digest(base: dict) -> str:
     """A digest of an identity, wherever its weights lie and in however many bits they were used."""
-    facts = {k: v for k, v in base.items() if k != "bits"}
-    return hashlib.sha256(json.dumps(facts | {"path": ""}, sort_keys=True).encode()).hexdigest()[
-        :16
-    ]
+    return hash_of({k: v for k, v in base.items() if k != "bits"} | {"path": ""})[:16]
 
 
 def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
