@@ -22,6 +22,7 @@ from llm_demo.core.decoder import (
     skeleton,
     spread_rows,
 )
+from llm_demo.core.delta import kept_in_fp32
 from llm_demo.core.experts import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
@@ -79,7 +80,7 @@ def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdam
         if has_masters:
             accumulates = args.grad_accum_steps > 1
             optimized = Masters(
-                model, list(model.units), compute.dtype, accumulates, compiled, model.in_fp32()
+                model, list(model.units), compute.dtype, accumulates, compiled, kept_in_fp32(model)
             )
         else:
             optimized = host or Shards(model)
@@ -91,7 +92,8 @@ def adapted(job) -> tuple[PreTrainedModel, int, int]:
     """(the decoder on the meta device with its adapters if any, its parameters without them, those
     that are trained)."""
     plan, compute = job.plan, job.plan.compute
-    lm = skeleton(plan.source.config, compute.attn_impl, plan.source.weights, compute.product)
+    how = compute.attn_impl, plan.source.weights, compute.product, compute.rule
+    lm = skeleton(plan.source.config, *how)
     n_params = n_trained = param_count(lm)
     give_fp8(lm, compute, job.args.tensor_parallel, job.log.say)
     give_four_bits(lm, job)
@@ -134,7 +136,7 @@ def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
     if args.freeze_router:
         model.routers.requires_grad_(False)
     if on_host:
-        for p in set(lm.parameters()) - model.in_fp32():
+        for p in set(lm.parameters()) - kept_in_fp32(model):
             p.data = p.data.to(compute.dtype)
     return model
 

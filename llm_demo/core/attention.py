@@ -162,18 +162,26 @@ def _sdpa(q, k, v, documents: Documents, scaling: float):
 
 
 def _bucketed(q, k, v, documents: Documents, scaling: float):
-    buckets = documents.buckets
+    def causal(*rows):
+        return _causal(*(x.transpose(1, 2) for x in rows), scaling)
+
+    return by_bucket(causal, [x.transpose(1, 2) for x in (q, k, v)], documents.buckets)
+
+
+def by_bucket(function, tensors, buckets: Buckets | None) -> torch.Tensor:
+    """function(*tensors), tensors and result [B, S, ...] with two dimensions more, of each bucket
+    in place of whole rows."""
     if buckets is None:
-        return _causal(q, k, v, scaling)
-    B, _, S, _ = q.shape
-    q, k, v = (_Rearrange.apply(x.transpose(1, 2).flatten(0, 1), buckets, True) for x in (q, k, v))
+        return function(*tensors)
+    B, S = tensors[0].shape[:2]
+    tensors = [_Rearrange.apply(x.flatten(0, 1), buckets, True) for x in tensors]
     out, at = [], 0
     for docs, padded in buckets.shapes:
         end = at + docs * padded
-        bucket = (x[at:end].unflatten(0, (docs, padded)).transpose(1, 2) for x in (q, k, v))
-        out.append(_causal(*bucket, scaling).flatten(0, 1))
+        out.append(function(*(x[at:end].unflatten(0, (docs, padded)) for x in tensors)))
         at = end
-    return _Rearrange.apply(torch.cat(out), buckets, False).unflatten(0, (B, S))
+    out = torch.cat([x.flatten(0, 1) for x in out])
+    return _Rearrange.apply(out, buckets, False).unflatten(0, (B, S))
 
 
 def _bucketed_math(q, k, v, documents, scaling):

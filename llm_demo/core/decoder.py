@@ -19,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from llm_demo.core import attention
 from llm_demo.core.attention import LongRope, rope_type, rotary_tables
+from llm_demo.core.delta import Decays, delta_layers, use_rule
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.four_bits import FourBits
@@ -27,13 +28,15 @@ from llm_demo.core.mesh import exchange_rows, known
 from llm_demo.core.rows import Part
 
 
-def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> PreTrainedModel:
+def skeleton(
+    config, attn_impl: str, weights=None, product: str = "looped", rule: str = "chunked"
+) -> PreTrainedModel:
     """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
     `materialise` gives parts of it their weights.
 
     weights: their source, with `check` and `read` as weights_files.Weights. Raises UserError naming
     a tensor that is missing there, has another shape, or is not in the model. product: of experts,
-    see experts.PRODUCTS."""
+    see experts.PRODUCTS. rule: of linear attention, see delta.RULES."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         # a copy, in which the model notes its kernels
         model = AutoModelForCausalLM.from_config(
@@ -49,6 +52,7 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
     if hasattr(model.model.rotary_emb, "layer_types"):
         for i, block in enumerate(model.model.layers):
             block.kind = config.layer_types[i]
+    use_rule(model, rule)
     model.float()
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
@@ -167,20 +171,17 @@ class DecoderLoss(nn.Module):
         self.tail = Tail(lm.model.norm, lm.lm_head, compiled, **how) if last else None
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
-        with_experts = blocks_with_experts(self)
+        with_experts, with_rule = blocks_with_experts(self), delta_layers(self)
         self.routers = Routers(with_experts) if with_experts else None
-
-    def in_fp32(self) -> set[nn.Parameter]:
-        """The parameters that stay in fp32 in every compute dtype."""
-        return set(self.routers.parameters()) if self.routers else set()
+        self.decays = Decays(with_rule) if with_rule else None
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the
         result of loss.score; without targets, the most likely next tokens. inputs: token ids, int64
         [B, S] as position_ids. A piece takes and returns hidden states [B, S, d] instead where it
         lacks the embedding or the loss."""
-        if self.routers:
-            self.routers()
+        for of_many in filter(None, (self.routers, self.decays)):
+            of_many()
         hidden = self.embed_tokens(inputs) if self.embed_tokens else inputs
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for i, unit in enumerate(self.units):

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm_demo.core.experts import blocks_with_experts, fused
+from llm_demo.core.delta import kept_in_fp32
+from llm_demo.core.experts import fused
 from llm_demo.core.four_bits import FourBits, row_bytes
 from llm_demo.core.fp8 import RecipeLinear, linear
 
@@ -87,7 +88,7 @@ def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of a model's parameters that can have adapters: the linear layers of its
     blocks. In a mixture of experts: those of attention, and the experts. There PEFT takes gate_proj
     and the like for the experts, and can't adapt a dense block or a shared expert beside them."""
-    found = {n: s for n, s in shapes.items() if ".layers." in n and len(s) > 1}
+    found = {n: s for n, s in shapes.items() if ".layers." in n and (len(s) == 2 or fused(n))}
     if any(map(fused, shapes)):
         found = {n: s for n, s in found.items() if ".self_attn." in n or fused(n)}
     return found
@@ -124,12 +125,12 @@ def use_four_bits(
 
 
 def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze a decoder on the meta device, in `dtype` but for fp32 routers, and give its matrices
+    """Freeze a decoder on the meta device, in `dtype` but for fp32 parts, and give its matrices
     adapters, in fp32."""
-    routers = {p for block in blocks_with_experts(lm) for p in block.mlp.gate.parameters()}
+    kept = kept_in_fp32(lm)
     for p in lm.parameters():
         p.requires_grad_(False)
-        p.data = p.data if p in routers else p.data.to(dtype)
+        p.data = p.data if p in kept else p.data.to(dtype)
     for name in matrices_of({name: p.shape for name, p in lm.named_parameters()}):
         if target_of(name) not in lora.targets:
             continue
