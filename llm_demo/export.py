@@ -20,7 +20,7 @@ from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.job.adapter_folder import BASE
-from llm_demo.job.adapters import factor_names, factors_of, merge_into
+from llm_demo.job.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -43,9 +43,7 @@ from llm_demo.job.weights_files import (
     base_digest,
     identity_of,
     in_files,
-    in_peft,
     open_weights,
-    peft_targets,
     same_base,
 )
 
