@@ -178,13 +178,14 @@ def refuse_used(out: Path) -> None:
 
 def model_of(folder: Path) -> tuple:
     """(a run's saved configuration, {name: shape} of its model's weights, a tied one once, and
-    those of them that are buffers). Raises UserError for any problem with it."""
+    those of them that stay in fp32). Raises UserError for any problem with it."""
     try:
         config = read_config(folder)
         model = on_meta(config)
         buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
         weights = dict(model.named_parameters()) | buffers
-        return config, {name: tuple(t.shape) for name, t in weights.items()}, set(buffers)
+        in_fp32 = {*buffers, *(n for n in weights if n.endswith((".A_log", ".dt_bias")))}
+        return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
     except Exception as e:  # the file may come from elsewhere
         raise UserError(f"{folder}/config.json: {words_of(e)}") from e
 
