@@ -17,7 +17,7 @@ from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
 from llm_demo.job.activations import count_blocks
 from llm_demo.job.choices import has_fused_kernels
-from llm_demo.job.costs import experts_of, heads_of, mixed_blocks
+from llm_demo.job.costs import experts_of, heads_of, kinds_of, mixed_blocks
 from llm_demo.job.device import free_host_memory, this_device
 from llm_demo.job.dist import once_per_node
 
@@ -234,8 +234,9 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     if compute.attn_impl.startswith("bucketed") and not train.single:
         moved = "buckets"
     counted = count_blocks(config, compute, moved)
+    kernels = [kernel * (not linear) for _, linear in kinds_of(config)]
     if not compute.compile:
-        return [saved + kernel for saved, _ in counted]
+        return [saved + more for (saved, _), more in zip(counted, kernels, strict=True)]
     # Routers' inputs, if they are trained, and probabilities in fp32; a token's choices in three
     # orders, and their weights.
     router = 4 * config.hidden_size * (not compute.lora) + 4 * experts_of(config)
@@ -243,7 +244,7 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     share = compute.dtype.itemsize / 4  # of fp32's
     return [
         args.activation_memory_budget * (products * share + router + kernel)
-        for (_, products), router in zip(counted, routers, strict=True)
+        for (_, products), router, kernel in zip(counted, routers, kernels, strict=True)
     ]
 
 

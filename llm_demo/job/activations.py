@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,12 +12,24 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llm_demo.core.attention import one_width
 from llm_demo.core.decoder import Blocks, skeleton
+from llm_demo.core.delta import RULES
 from llm_demo.core.experts import Routers, blocks_with_experts, sorted_experts
 from llm_demo.core.lora import apply_lora
-from llm_demo.job.costs import mixed_blocks, rotary_width
+from llm_demo.job.costs import kinds_of, rotary_width
 
 _counts = {}  # {what bytes per token depend on: (the configuration, what `count_blocks` returns)}
 _noted = {}  # storages that products, attention and sums read or write in a forward, by id
+
+
+class Counted(NamedTuple):
+    """What stands for Documents."""
+
+    moved: str
+    rule: str  # of linear attention
+    wide: int  # the size of fp32, in numbers of the dtype that is computed in
+    cu_seqlens: torch.Tensor = torch.empty(2, dtype=torch.int32, device="meta")
+
+
 SOME = 2**24  # tokens of a forward, so many that what has the size of weights is little beside them
 
 
@@ -28,22 +41,23 @@ def count_blocks(config, compute, moved: str) -> list[tuple[float, float]]:
     The compiler keeps what products, attention and sums read or write, as far as the backward needs
     it, and computes the rest again."""
     dtype, lora = torch.float32 if compute.compile else compute.dtype, compute.lora
-    key = id(config), dtype, moved, lora and (lora.rank, tuple(lora.targets))
+    documents = Counted(moved, compute.rule, 4 // compute.dtype.itemsize)
+    key = id(config), dtype, *documents[:3], lora and (lora.rank, tuple(lora.targets))
     if key not in _counts:
-        kinds, few = mixed_blocks(config), copy.copy(config)
+        kinds, few = kinds_of(config), copy.copy(config)
         few.num_hidden_layers = 1 + max(map(kinds.index, kinds))  # the first of each kind
-        lm = skeleton(few, "counted", product="counted")
+        lm = skeleton(few, "counted", product="counted", rule="counted")
         if lora:
             apply_lora(lm, lora, dtype)
         if with_experts := blocks_with_experts(lm.model):
             Routers(with_experts)
         blocks = {kind: lm.model.layers[kinds.index(kind)] for kind in kinds}
-        of = {kind: _count(block, config, dtype, moved) for kind, block in blocks.items()}
+        of = {kind: _count(block, config, dtype, documents) for kind, block in blocks.items()}
         _counts[key] = config, [of[kind] for kind in kinds]
     return _counts[key][1]
 
 
-def _count(block, config, dtype, moved: str) -> tuple[float, float]:
+def _count(block, config, dtype, documents: Counted) -> tuple[float, float]:
     """Bytes per token that autograd and the compiler keep of a block."""
     block.to("meta", dtype)
     if hasattr(block.mlp, "gate"):
@@ -63,7 +77,7 @@ def _count(block, config, dtype, moved: str) -> tuple[float, float]:
     _noted.clear()
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
     with register_module_forward_hook(note_module), hooks:
-        out = Blocks([block], False)(hidden, (table, table), None, moved)
+        out = Blocks([block], False)(hidden, (table, table), None, documents)
     del out
     for p in block.parameters():
         kept.pop(p.untyped_storage()._cdata, None)
@@ -94,14 +108,14 @@ def _attend(q, k, v, by_token: bool):
     return _Kernel.apply(out, q, k, v, out)
 
 
-def _count_attention(module, q, k, v, *args, documents: str, **kwargs):
-    """documents: as `moved` of count_blocks."""
-    if documents == "varlen":
+def _count_attention(module, q, k, v, *args, documents: Counted, **kwargs):
+    moved = documents.moved
+    if moved == "varlen":
         kernel = one_width(lambda q, k, v, documents, scaling: _attend(q, k, v, True))
         return kernel(q, k, v, None, None), None
-    if documents == "buckets":
+    if moved == "buckets":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    return _attend(q, k, v, documents == "buckets"), None
+    return _attend(q, k, v, moved == "buckets"), None
 
 
 def _count_product(rows, weight, ends):
@@ -111,5 +125,21 @@ def _count_product(rows, weight, ends):
     return _Kernel.apply(out, rows, weight)
 
 
+def _count_rule(q, k, v, g, beta, documents: Counted):
+    """What a rule keeps of each head of values, in chunks of 64 tokens, besides its inputs."""
+    heads, width, values = v.shape[2], q.shape[-1], v.shape[-1]
+    extra = {
+        "fla": 64,  # products of keys in a chunk
+        "fla_kda": 2 * 64 + documents.wide * width,  # with a decay of each channel
+        # by counting its operations: all in fp32, with the states between chunks
+        "chunked": documents.wide * (10 * width + 6 * values + 5 * 64 + width * values // 32),
+    }[documents.rule]
+    kept = [x.contiguous() for x in (q, k, v)]
+    kept.append(q.new_empty(*q.shape[:2], heads * extra))
+    _note(*kept)
+    return _Kernel.apply(torch.empty_like(kept[2]), *kept, g, beta)
+
+
+RULES["counted"] = _count_rule
 AttentionInterface.register("packed_counted", _count_attention)
 ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_experts, _count_product))
