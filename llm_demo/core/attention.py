@@ -69,8 +69,10 @@ def make_documents(
     B, S = shape
     buckets = mask = boundaries = None
     max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
+    if impl == "varlen_cudnn" or not cu_seqlens.is_cuda:
+        boundaries = OnHost(cu_seqlens.cpu())
     if impl == "varlen_cudnn":
-        boundaries, max_len = OnHost(cu_seqlens.cpu()), S
+        max_len = S
     if impl.startswith("bucketed"):
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):

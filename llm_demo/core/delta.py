@@ -3,16 +3,13 @@
 A layer of this kind has no scores: a state of each head passes over a document's tokens, after a
 causal convolution of a few of them. Both start from nothing in each document.
 
-    chunked  transformers' PyTorch version on attention's buckets, each document a row: slow on GPUs
-    fla      flash-linear-attention's kernel, with the documents' boundaries
-    fla_kda  its kernel for a decay of each channel, given one decay for all: some slower, for GPUs
-             where the backward of the first is wrong
+Here the rule is transformers' PyTorch version on attention's buckets, each document a row: exact,
+and slow on GPUs.
 
 Source: "Gated Delta Networks" (Yang et al. 2024)."""
 
 import inspect
 import types
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -92,24 +89,5 @@ def chunked(q, k, v, g, beta, documents: Documents) -> torch.Tensor:
     return by_bucket(of_rows, (q, k, v, g[..., None], beta[..., None]), documents.buckets)
 
 
-@torch.compiler.disable  # as the kernels themselves: the compiler can't see into them
-def _by_kernel(kda: bool, q, k, v, g, beta, documents: Documents) -> torch.Tensor:
-    """As `chunked`."""
-    if kda:
-        from fla.ops.kda import chunk_kda as kernel
-
-        g = g[..., None].expand(*g.shape, q.shape[-1])
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
-    flat = (x.flatten(0, 1)[None] for x in (q, k, v, g, beta))
-    how = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": documents.cu_seqlens}
-    if documents.boundaries and "cu_seqlens_cpu" in inspect.signature(kernel).parameters:
-        how["cu_seqlens_cpu"] = documents.boundaries.tensor  # else it waits for the device
-    return kernel(*flat, **how)[0].view(*q.shape[:2], *v.shape[2:])
-
-
-RULES = {
-    "chunked": chunked,
-    "fla": partial(_by_kernel, False),
-    "fla_kda": partial(_by_kernel, True),
-}
+# name -> a function like `chunked`; llm_demo/job/delta.py adds kernels of flash-linear-attention
+RULES = {"chunked": chunked}

@@ -129,11 +129,9 @@ def _count_rule(q, k, v, g, beta, documents: Counted):
     """What a rule keeps of each head of values, in chunks of 64 tokens, besides its inputs."""
     heads, width, values = v.shape[2], q.shape[-1], v.shape[-1]
     extra = {
-        "fla": 64,  # products of keys in a chunk
-        "fla_kda": 2 * 64 + documents.wide * width,  # with a decay of each channel
         # by counting its operations: all in fp32, with the states between chunks
         "chunked": documents.wide * (10 * width + 6 * values + 5 * 64 + width * values // 32),
-    }[documents.rule]
+    }.get(documents.rule, 0)  # a kernel's backward computes the forward again
     kept = [x.contiguous() for x in (q, k, v)]
     kept.append(q.new_empty(*q.shape[:2], heads * extra))
     _note(*kept)
