@@ -53,8 +53,9 @@ def _by_kernel(
     kda: bool, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor,
     boundaries: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """q and k [1, T, H, D], v [1, T, HV, E], g and beta [1, T, HV] -> as v. An operator, since the compiler can't see into these kernels. It keeps its inputs alone,
-    and its backward computes the forward again."""
+    """q and k [1, T, H, D], v [1, T, HV, E], g and beta [1, T, HV] -> as v. An operator, since the
+    compiler can't see into these kernels. It keeps its inputs alone, and its backward computes the
+    forward again."""
     g = g[..., None].expand(*g.shape, q.shape[-1]) if kda else g
     return _kernel(kda, q, k, v, g, beta, cu_seqlens, boundaries)
 
