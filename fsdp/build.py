@@ -26,7 +26,7 @@ from llm_demo.core.delta import kept_in_fp32
 from llm_demo.core.experts import keep_part
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import World, make_part_mesh, make_row_group
+from llm_demo.core.mesh import World, make_part_mesh
 from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
@@ -112,12 +112,12 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
         keep_part(lm, make_part_mesh(world, layout.expert_parallel))
     if layout.part.of == 1:
         return None
+    parts = make_part_mesh(world, layout.part.of)
+    row_group = parts.get_group(0)
     if layout.tensor_parallel > 1:
-        shares = make_part_mesh(world, layout.tensor_parallel)
-        keep_share(lm, shares)
-        return shares.get_group(0)
-    row_group = make_row_group(world, layout.part.of)
-    spread_rows(lm, row_group)
+        keep_share(lm, parts)
+    else:
+        spread_rows(lm, row_group)
     return row_group
 
 
