@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from llm_demo.core.mesh import World
 
@@ -206,8 +207,8 @@ class CommTimer:
         """Wrap torch.distributed's functions."""
         for name in COLLECTIVES:
             if hasattr(dist, name):
-                parameters = tuple(inspect.signature(getattr(dist, name)).parameters)
-                self._patch(dist, name, functools.partial(self._timed_call, name, parameters))
+                signature = inspect.signature(getattr(dist, name))
+                self._patch(dist, name, functools.partial(self._timed_call, name, signature))
         self._patch(dist, "batch_isend_irecv", self._timed_batch)
         if self.cuda:
             self.compute = torch.cuda.current_stream().cuda_stream
@@ -244,25 +245,18 @@ class CommTimer:
 
         setattr(where, name, patched)
 
-    def _timed_call(self, name, parameters, call, args, kwargs):
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    def _timed_call(self, name, signature, call, args, kwargs):
+        given = signature.bind(*args, **kwargs).arguments
         if given.get("async_op"):
             return call(*args, **kwargs)
-        return self._timed(name, call, args, kwargs, given.get("group"))
+        ends = {"send": (self.rank, given.get("dst")), "recv": (given.get("src"), self.rank)}
+        return self._timed(name, call, args, kwargs, given.get("group"), ends.get(name))
 
-    def _timed(self, name, call, args, kwargs, group=None):
-        tensors = []
-        for value in (*args, *kwargs.values()):
-            tensors += value if isinstance(value, (list, tuple)) else [value]
-        tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
-        other_device = any(t.device.type != self.device.type for t in tensors)
-        if self.muted or other_device:
+    def _timed(self, name, call, args, kwargs, group=None, ends=None):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if self.muted or any(t.device.type != self.device.type for t in tensors):
             return call(*args, **kwargs)
-        if name in ("send", "recv"):
-            peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
-            ends = (self.rank, peer) if name == "send" else (peer, self.rank)
-        else:
-            ends = (name,)
+        ends = ends or (name,)
         ends += (group.group_name if group is not None else "",)  # each has an order of its own
         begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
         result = call(*args, **kwargs)
