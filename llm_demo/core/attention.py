@@ -200,36 +200,35 @@ def _math(q, k, v, documents, scaling):
     return out.transpose(1, 2)
 
 
-def one_width(backend):
-    """For kernels that need queries, keys and values of one width: added zeros change no score, and
-    of the output they are cut."""
+def of_stream(backend):
+    """For kernels that take all tokens in a row, q [B*S, H, D], and need queries, keys and values
+    of one width: added zeros change no score, and of the output they are cut."""
 
     @functools.wraps(backend)
     def padded(q, k, v, documents, scaling):
-        lacking = q.shape[-1] - v.shape[-1]
-        if lacking > 0:
-            return backend(q, k, F.pad(v, (0, lacking)), documents, scaling)[..., :-lacking]
-        if lacking < 0:
-            q, k = (F.pad(x, (0, -lacking)) for x in (q, k))
-        return backend(q, k, v, documents, scaling)
+        (B, _, S, D), E = q.shape, v.shape[-1]
+        if D != E:
+            q, k, v = (F.pad(x, (0, max(D, E) - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = backend(q, k, v, documents, scaling).unflatten(0, (B, S))
+        return out[..., :E] if E < D else out
 
     return padded
 
 
-@one_width
+@of_stream
 def _varlen(q, k, v, documents, scaling):
     call, groups, scales = _torch_varlen()
-    B, H, S, D = q.shape
+    _, H, D = q.shape
     if not groups and H != k.shape[1]:
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     if not scales and scaling != D**-0.5:
         q = q * (scaling * D**0.5)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu, n = documents.cu_seqlens, documents.max_len
     extra = {"scale": scaling} if scales else {}
     if groups == "flag":
         extra["enable_gqa"] = H != k.shape[1]
-    return call(q, k, v, cu, cu, n, n, **extra).unflatten(0, (B, S))
+    return call(q, k, v, cu, cu, n, n, **extra)
 
 
 @functools.cache
@@ -245,24 +244,18 @@ def _torch_varlen():
     return functools.partial(varlen_attn, **causal), groups, "scale" in has
 
 
-@one_width
+@of_stream
 def _varlen_cudnn(q, k, v, documents, scaling):
-    B, _, S, _ = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     how = documents.cu_seqlens, documents.boundaries.tensor, documents.long, scaling
-    out, _ = attend_documents(q, k, v, *how)
-    return out.unflatten(0, (B, S))
+    return attend_documents(q, k, v, *how)[0]
 
 
-@one_width
+@of_stream
 def _flash_attn(q, k, v, documents, scaling):
     from flash_attn import flash_attn_varlen_func
 
-    B, _, S, _ = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu, n = documents.cu_seqlens, documents.max_len
-    out = flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
-    return out.unflatten(0, (B, S))
+    return flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
 
 
 BACKENDS = {

@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llm_demo.core.attention import one_width
+from llm_demo.core.attention import of_stream
 from llm_demo.core.decoder import Blocks, skeleton
 from llm_demo.core.delta import RULES
 from llm_demo.core.experts import Routers, blocks_with_experts, sorted_experts
@@ -108,10 +108,14 @@ def _attend(q, k, v, by_token: bool):
     return _Kernel.apply(out, q, k, v, out)
 
 
+def _attend_tokens(*qkv):
+    return _attend(*(x.transpose(0, 1)[None] for x in qkv), True)[0]
+
+
 def _count_attention(module, q, k, v, *args, documents: Counted, **kwargs):
     moved = documents.moved
     if moved == "varlen":
-        kernel = one_width(lambda q, k, v, documents, scaling: _attend(q, k, v, True))
+        kernel = of_stream(lambda q, k, v, *_: _attend_tokens(q, k, v))
         return kernel(q, k, v, None, None), None
     if moved == "buckets":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
