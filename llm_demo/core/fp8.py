@@ -202,6 +202,11 @@ def fp8_blocks(
         from llm_demo.core.fp8_kernels import blocks
 
         return blocks(x.contiguous(), square)
+    return _fp8_blocks(x, square)
+
+
+@fp8_blocks.register_fake
+def _fp8_blocks(x, square, after=None):
     both = []
     for t in (x, x.T):
         tiles = t.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
@@ -210,19 +215,6 @@ def fp8_blocks(
         scales = scales.squeeze(3).flatten(0, 1)
         both.append(scales if square else scales.T.contiguous().T)
     return tuple(both)
-
-
-@fp8_blocks.register_fake
-def _(x, square, after=None):
-    R, C = x.shape
-    f32 = {"dtype": torch.float32}
-    if square:
-        scales = [x.new_empty(a // BLOCK, b // BLOCK, **f32) for a, b in ((R, C), (C, R))]
-    else:
-        scales = [x.new_empty(b // BLOCK, a, **f32).T for a, b in ((R, C), (C, R))]
-    return (
-        x.new_empty(R, C, dtype=E4M3), scales[0], x.new_empty(C, R, dtype=E4M3), scales[1],
-    )  # fmt: skip
 
 
 class _Blockwise(torch.autograd.Function):
