@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.long_documents import LONG, attend_documents
-from llm_demo.core.rows import WHOLE, document_lengths, document_of, to_device
+from llm_demo.core.rows import WHOLE, document_of, to_device
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
@@ -327,7 +327,9 @@ class LongRope(nn.Module):
         """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1], of whole
         rows."""
         B, S = position_ids.shape
-        lengths = self.part.of_rows(document_lengths(cu_seqlens, (B, S * self.part.of)))
+        slots = torch.arange(B * S * self.part.of, device=cu_seqlens.device)
+        lengths = cu_seqlens.diff()[document_of(slots, cu_seqlens)]  # of each token's document
+        lengths = self.part.of_rows(lengths.view(B, -1))
         is_long = (lengths > self.short_up_to)[..., None]
         angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
         angles = torch.cat((angles, angles), dim=-1)

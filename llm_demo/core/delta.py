@@ -20,13 +20,9 @@ from llm_demo.core.experts import blocks_with_experts
 from llm_demo.core.rows import position_ids
 
 
-class Decays(nn.Module):
+class Decays(nn.ModuleList):
     """The layers of a decoder with a delta rule, which also stay where they are: a unit of what
     their decay depends on, whose weights are fp32 in every compute dtype. It is used as Routers."""
-
-    def __init__(self, layers: list[nn.Module]):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
 
     def forward(self) -> None:
         pass
