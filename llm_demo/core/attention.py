@@ -32,7 +32,7 @@ BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an 
 class Buckets(NamedTuple):
     shapes: list[tuple[int, int]]  # (documents, padded length) of each bucket
     gather: torch.Tensor  # int64 [slots]: index of each slot's token in the B*S stream
-    padding: torch.Tensor  # bool [slots, 1, 1]: slots without a token
+    padding: torch.Tensor  # bool [slots]: slots without a token
     scatter: torch.Tensor  # int64 [B*S]: the bucket slot of each token of the stream
 
 
@@ -67,12 +67,9 @@ def make_documents(
     synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or LONG
     by default."""
     B, S = shape
-    buckets = mask = boundaries = None
-    max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
-    if impl == "varlen_cudnn" or not cu_seqlens.is_cuda:
-        boundaries = OnHost(cu_seqlens.cpu())
-    if impl == "varlen_cudnn":
-        max_len = S
+    buckets, mask, cudnn, on_host = None, None, impl == "varlen_cudnn", not cu_seqlens.is_cuda
+    boundaries = OnHost(cu_seqlens.cpu()) if cudnn or on_host else None
+    max_len = _bound(int(cu_seqlens.diff().max()), S) if on_host and not cudnn else S
     if impl.startswith("bucketed"):
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
@@ -112,7 +109,7 @@ def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
     gather, padding = torch.cat(gather), torch.cat(padding)
     scatter = torch.empty(start, dtype=torch.int64)
     scatter[gather[~padding]] = (~padding).nonzero().squeeze(1)
-    return Buckets(shapes, *to_device(device, gather, padding[:, None, None], scatter))
+    return Buckets(shapes, *to_device(device, gather, padding, scatter))
 
 
 class _Rearrange(torch.autograd.Function):
@@ -134,9 +131,10 @@ class _Rearrange(torch.autograd.Function):
             return x.index_select(0, buckets.scatter)
         # Padding must be zeros, not another document's tokens: 0 * NaN is NaN even when masked.
         rows = x.index_select(0, buckets.gather)
+        padding = buckets.padding.view(-1, *[1] * (x.ndim - 1))
         if torch.compiler.is_compiling():  # in place, PyTorch 2.11's compiler drops the gradient
-            return rows.masked_fill(buckets.padding, 0)
-        return rows.masked_fill_(buckets.padding, 0)
+            return rows.masked_fill(padding, 0)
+        return rows.masked_fill_(padding, 0)
 
 
 FASTEST_FIRST = [
@@ -171,8 +169,7 @@ def _bucketed(q, k, v, documents: Documents, scaling: float):
 
 
 def by_bucket(function, tensors, buckets: Buckets | None) -> torch.Tensor:
-    """function(*tensors), tensors and result [B, S, ...] with two dimensions more, of each bucket
-    in place of whole rows."""
+    """function(*tensors), tensors and result [B, S, ...], of each bucket in place of whole rows."""
     if buckets is None:
         return function(*tensors)
     B, S = tensors[0].shape[:2]

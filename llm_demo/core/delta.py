@@ -10,6 +10,7 @@ Source: "Gated Delta Networks" (Yang et al. 2024)."""
 
 import inspect
 import types
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -77,12 +78,8 @@ def chunked(q, k, v, g, beta, documents: Documents) -> torch.Tensor:
     # here, so that other models need not import it; the function within transformers' choice
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-    rule = inspect.unwrap(torch_chunk_gated_delta_rule)
-
-    def of_rows(q, k, v, g, beta):
-        return rule(q, k, v, g[..., 0], beta[..., 0], use_qk_l2norm_in_kernel=True)[0]
-
-    return by_bucket(of_rows, (q, k, v, g[..., None], beta[..., None]), documents.buckets)
+    rule = partial(inspect.unwrap(torch_chunk_gated_delta_rule), use_qk_l2norm_in_kernel=True)
+    return by_bucket(lambda *rows: rule(*rows)[0], (q, k, v, g, beta), documents.buckets)
 
 
 # name -> a function like `chunked`; llm_demo/job/delta.py adds kernels of flash-linear-attention

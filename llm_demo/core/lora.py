@@ -135,12 +135,10 @@ def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
         for path, owner in lm.named_modules():
             if hasattr(owner, "start"):
                 trained = [n for n, p in owner.named_parameters(recurse=False) if p.requires_grad]
-                owner.start = functools.partial(_read_start, lora.read, path, trained)
-
-
-def _read_start(read: Callable, path: str, names: list[str], seed: str) -> dict[str, torch.Tensor]:
-    """In place of `start`: values of the adapters that are trained on."""
-    return {name: read(f"{path}.{name}") for name in names}
+                # the values of the adapters that are trained on
+                owner.start = lambda _, at=path, names=trained: {
+                    name: lora.read(f"{at}.{name}") for name in names
+                }
 
 
 def adapt_experts(experts: nn.Module, kind: str, lora: Lora) -> None:

@@ -26,6 +26,7 @@ import math
 import resource
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -130,8 +131,8 @@ class StepTimer:
 
 
 def _to_cpu(value):
-    value = value.detach() if hasattr(value, "detach") else value
-    return value.to("cpu", non_blocking=True) if hasattr(value, "to") else value
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.detach().to("cpu", non_blocking=True) if is_tensor else value
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float, int]:
@@ -275,7 +276,13 @@ class CommTimer:
             return call(*args, **kwargs)
         begun, start = time.perf_counter(), self.event()
         works = call(*args, **kwargs)
-        return [_Waited(works, lambda: self._note(("batch", ""), start, begun))]
+
+        def wait():  # of the works as one
+            for work in works:
+                work.wait()
+            self._note(("batch", ""), start, begun)
+
+        return [types.SimpleNamespace(wait=wait)]
 
     def _timed_wait(self, call, args, kwargs):
         stream = args[0]
@@ -327,15 +334,3 @@ class CommTimer:
         self.spare += [event for pair in waits for event in pair]
         doubt = math.fsum(op[-1] for op in ops)
         return busy, exposed, doubt, {key: span for key, _, span in timed}
-
-
-class _Waited:
-    """A batch's works as one; wait() marks the end of the operation."""
-
-    def __init__(self, works, done):
-        self.works, self.done = works, done
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        self.done()
