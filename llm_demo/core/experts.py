@@ -174,7 +174,10 @@ def sorted_experts(product, self, hidden, index, weights):
     ordered, order = index.flatten().sort(stable=True)
     places = torch.arange(len(order), device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, places)  # each index once
-    ends = _ends(ordered, n)
+    # int32 [n], of each expert's rows
+    ends = torch.searchsorted(
+        ordered, torch.arange(n, device=order.device), right=True, out_int32=True
+    )
     here = None
     if n < self.num_experts:  # the others' rows come last, and are cut off
         here, rows = inverse < ends[-1], ends[-1].clamp(min=1).item()
@@ -199,12 +202,6 @@ def _multiply(product, self, kind, x, ends):
     if product is grouped_product and (more := -a.shape[1] % 8):  # whose rows are of 16 bytes
         a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
     return y + product(product(x, a.mT, ends) * self.lora_scale, b.mT, ends)
-
-
-def _ends(ordered: torch.Tensor, n: int) -> torch.Tensor:
-    """The end of each expert's rows, int32 [n]. ordered: experts in ascending order."""
-    experts = torch.arange(n, device=ordered.device)
-    return torch.searchsorted(ordered, experts, right=True, out_int32=True)
 
 
 class _Rearrange(torch.autograd.Function):
