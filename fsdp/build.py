@@ -22,8 +22,7 @@ from llm_demo.core.decoder import (
     skeleton,
     spread_rows,
 )
-from llm_demo.core.delta import kept_in_fp32
-from llm_demo.core.experts import keep_part
+from llm_demo.core.experts import keep_part, kept_in_fp32
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import World, make_part_mesh

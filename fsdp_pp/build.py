@@ -8,8 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
-from llm_demo.core.delta import kept_in_fp32
-from llm_demo.core.experts import blocks_with_experts, keep_part
+from llm_demo.core.experts import blocks_with_experts, keep_part, kept_in_fp32
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT
 from llm_demo.core.tensor import keep_share

@@ -53,6 +53,21 @@ class Documents(NamedTuple):
     boundaries: OnHost | None = None  # cu_seqlens on the CPU
     long: int = LONG  # tokens of a document that is computed alone
 
+    def by_bucket(self, function, *tensors: torch.Tensor) -> torch.Tensor:
+        """function(*tensors), which and whose result are [B, S, ...], of each bucket in place of
+        whole rows."""
+        if self.buckets is None:
+            return function(*tensors)
+        B, S = tensors[0].shape[:2]
+        tensors = [_Rearrange.apply(x.flatten(0, 1), self.buckets, True) for x in tensors]
+        out, at = [], 0
+        for docs, padded in self.buckets.shapes:
+            end = at + docs * padded
+            out.append(function(*(x[at:end].unflatten(0, (docs, padded)) for x in tensors)))
+            at = end
+        out = torch.cat([x.flatten(0, 1) for x in out])
+        return _Rearrange.apply(out, self.buckets, False).unflatten(0, (B, S))
+
 
 def make_documents(
     cu_seqlens: torch.Tensor,
@@ -165,22 +180,7 @@ def _bucketed(q, k, v, documents: Documents, scaling: float):
     def causal(*rows):
         return _causal(*(x.transpose(1, 2) for x in rows), scaling)
 
-    return by_bucket(causal, [x.transpose(1, 2) for x in (q, k, v)], documents.buckets)
-
-
-def by_bucket(function, tensors, buckets: Buckets | None) -> torch.Tensor:
-    """function(*tensors), tensors and result [B, S, ...], of each bucket in place of whole rows."""
-    if buckets is None:
-        return function(*tensors)
-    B, S = tensors[0].shape[:2]
-    tensors = [_Rearrange.apply(x.flatten(0, 1), buckets, True) for x in tensors]
-    out, at = [], 0
-    for docs, padded in buckets.shapes:
-        end = at + docs * padded
-        out.append(function(*(x[at:end].unflatten(0, (docs, padded)) for x in tensors)))
-        at = end
-    out = torch.cat([x.flatten(0, 1) for x in out])
-    return _Rearrange.apply(out, buckets, False).unflatten(0, (B, S))
+    return documents.by_bucket(causal, *(x.transpose(1, 2) for x in (q, k, v)))
 
 
 def _bucketed_math(q, k, v, documents, scaling):

@@ -16,8 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm_demo.core.attention import Documents, by_bucket
-from llm_demo.core.experts import blocks_with_experts
 from llm_demo.core.rows import position_ids
 
 
@@ -32,12 +30,6 @@ class Decays(nn.ModuleList):
 def delta_layers(model: nn.Module) -> list[nn.Module]:
     """The layers with a delta rule among a model's modules, in their order."""
     return [m for m in model.modules() if hasattr(m, "A_log")]
-
-
-def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that stay in fp32 in every compute dtype: of routers and decays."""
-    kept = {p for layer in delta_layers(model) for p in (layer.A_log, layer.dt_bias)}
-    return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
 
 
 def use_rule(model: nn.Module, name: str) -> None:
@@ -72,14 +64,14 @@ def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> 
     return F.silu(out).to(x.dtype)
 
 
-def chunked(q, k, v, g, beta, documents: Documents) -> torch.Tensor:
+def chunked(q, k, v, g, beta, documents) -> torch.Tensor:
     """The rule itself: q and k [B, S, H, D], v [B, S, HV, E], g, the logarithm of the decay, and
     beta [B, S, HV] -> [B, S, HV, E]. Padding of a bucket comes last and is zeros."""
     # here, so that other models need not import it; the function within transformers' choice
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     rule = partial(inspect.unwrap(torch_chunk_gated_delta_rule), use_qk_l2norm_in_kernel=True)
-    return by_bucket(lambda *rows: rule(*rows)[0], (q, k, v, g, beta), documents.buckets)
+    return documents.by_bucket(lambda *rows: rule(*rows)[0], q, k, v, g, beta)
 
 
 # name -> a function like `chunked`; llm_demo/job/delta.py adds kernels of flash-linear-attention

@@ -122,6 +122,13 @@ def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(getattr(m, "mlp", None), "experts")]
 
 
+def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that stay in fp32 in every compute dtype: of routers, and of decays (see
+    delta.py)."""
+    kept = {p for n, p in model.named_parameters() if n.endswith((".A_log", ".dt_bias"))}
+    return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
+
+
 def _choose(router, hidden):
     """Qwen3-MoE's router, without the change in place that recomputed blocks can't repeat."""
     logits = F.linear(hidden, router.weight)
