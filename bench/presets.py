@@ -198,6 +198,16 @@ def _tensor():
     ]  # fmt: skip
 
 
+def _qwen35():
+    """Shapes like Qwen3.5's on one card, beside TRL with the same kernel; then packed rows."""
+    small = {"model": "models/qwen3.5-0.8b-like", "seq_len": 4096, "gpus": 1, "steps": 12}
+    large = {**small, "model": "models/qwen3.5-4b-like", "ckpt": True}
+    both = [{**small, "micro": 4}, {**small, "micro": 4, "ckpt": True}, {**large, "micro": 1},
+            {**large, "micro": 4, "flags": "--lora_rank 16"}]  # fmt: skip
+    rows = [{**row, "engine": engine} for row in both for engine in ("fsdp", "trl")]
+    return [*rows, {**small, "micro": 4, "data": "packed"}]
+
+
 def _on(gpus):
     """What more than two GPUs have to show: scaling, every way to spread a run over two kinds of
     link at 65k and 131k tokens a step, experts, long rows."""
@@ -338,6 +348,7 @@ PRESETS = {
     "four_bits": _four_bits(),
     "fp8": _fp8(),
     "tensor": _tensor(),
+    "qwen35": _qwen35(),
     # rows spread over two GPUs, beside torchtitan's context parallelism; then as long as they fit
     "long": [
         {**_LONG, "engine": "fsdp", "steps": 8},

@@ -12,6 +12,7 @@ from fsdp.activations_on_host import keep_on_host
 from fsdp.flags import sums_each
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.host_adamw import HostAdamW, UnitSum, host_need, plain_units, prepare_host, sharded_units
+from fsdp.pieces import use_pieces
 from fsdp.sharding import Layout, Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import (
     Blocks,
@@ -22,10 +23,10 @@ from llm_demo.core.decoder import (
     skeleton,
     spread_rows,
 )
-from llm_demo.core.experts import keep_part
+from llm_demo.core.experts import keep_part, kept_in_fp32
 from llm_demo.core.lora import apply_lora
 from llm_demo.core.masters import Masters
-from llm_demo.core.mesh import World, make_part_mesh, make_row_group
+from llm_demo.core.mesh import World, make_part_mesh
 from llm_demo.core.tensor import keep_share
 from llm_demo.job.choices import compiles_adamw, fused_kernels
 from llm_demo.job.costs import param_count, unit_sizes
@@ -79,7 +80,7 @@ def build(job, layout: Layout) -> tuple[DecoderLoss, Shards | Masters | HostAdam
         if has_masters:
             accumulates = args.grad_accum_steps > 1
             optimized = Masters(
-                model, list(model.units), compute.dtype, accumulates, compiled, model.in_fp32()
+                model, list(model.units), compute.dtype, accumulates, compiled, kept_in_fp32(model)
             )
         else:
             optimized = host or Shards(model)
@@ -91,7 +92,8 @@ def adapted(job) -> tuple[PreTrainedModel, int, int]:
     """(the decoder on the meta device with its adapters if any, its parameters without them, those
     that are trained)."""
     plan, compute = job.plan, job.plan.compute
-    lm = skeleton(plan.source.config, compute.attn_impl, plan.source.weights, compute.product)
+    how = compute.attn_impl, plan.source.weights, compute.product, compute.rule
+    lm = skeleton(plan.source.config, *how)
     n_params = n_trained = param_count(lm)
     give_fp8(lm, compute, job.args.tensor_parallel, job.log.say)
     give_four_bits(lm, job)
@@ -110,12 +112,12 @@ def spread_blocks(lm: PreTrainedModel, world: World, layout: Layout) -> ProcessG
         keep_part(lm, make_part_mesh(world, layout.expert_parallel))
     if layout.part.of == 1:
         return None
+    parts = make_part_mesh(world, layout.part.of)
+    row_group = parts.get_group(0)
     if layout.tensor_parallel > 1:
-        shares = make_part_mesh(world, layout.tensor_parallel)
-        keep_share(lm, shares)
-        return shares.get_group(0)
-    row_group = make_row_group(world, layout.part.of)
-    spread_rows(lm, row_group)
+        keep_share(lm, parts)
+    else:
+        spread_rows(lm, row_group)
     return row_group
 
 
@@ -130,11 +132,13 @@ def wrap(lm: PreTrainedModel, job) -> DecoderLoss:
         keeping=compute.attention_kept,
         kept=fused_kernels(compute.attn_impl) if compute.attention_kept else [],
     )
+    for unit in blocks:
+        use_pieces(unit)
     model = DecoderLoss(lm, blocks, compute.compile, slim=on_host)
     if args.freeze_router:
         model.routers.requires_grad_(False)
     if on_host:
-        for p in set(lm.parameters()) - model.in_fp32():
+        for p in set(lm.parameters()) - kept_in_fp32(model):
             p.data = p.data.to(compute.dtype)
     return model
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from llm_demo.core.decoder import DecoderLoss
 from llm_demo.core.errors import UserError
+from llm_demo.core.experts import kept_in_fp32
 from llm_demo.core.mesh import REPLICA, SHARD, World, local_part, make_mesh, on_device
 from llm_demo.core.optim import MOMENTS
 from llm_demo.core.rows import Part
@@ -131,13 +132,13 @@ class WithParts(nn.Module):
 
 
 def shard_units(model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool) -> None:
-    """Shard each unit of blocks with FSDP2 over a mesh, and before them the routers, if there are
-    any: fp32 in every dtype, gathered together, before the first block. Parts of matrices, see
+    """Shard each unit of blocks with FSDP2 over a mesh, and before them routers and decays, if
+    there are any: fp32 in every dtype, gathered before the first block. Parts of matrices, see
     mesh.keep_parts, are sharded over the ranks with the same. mp_policy: of `precision`."""
-    routers = set()
-    if model.routers:
-        fully_shard(model.routers, mesh=mesh, reshard_after_forward=False)
-        routers = set(model.routers.parameters())
+    for of_many in filter(None, (model.routers, model.decays)):
+        others = set(of_many.parameters()) - kept_in_fp32(model)
+        fully_shard(of_many, mesh=mesh, reshard_after_forward=False, ignored_params=others)
+    kept = kept_in_fp32(model)
     how = {"mp_policy": mp_policy, "reshard_after_forward": reshard}
     for i, unit in enumerate(model.units):
         of_grid = {}
@@ -145,7 +146,7 @@ def shard_units(model: DecoderLoss, mesh: DeviceMesh, mp_policy, reshard: bool) 
             if hasattr(module, "cut"):
                 of_grid.setdefault(module.grid, []).append(module)
         cut = {grid: {getattr(m, key) for m in of_grid[grid] for key in m.cut} for grid in of_grid}
-        fully_shard(unit, mesh=mesh, ignored_params=routers.union(*cut.values()), **how)
+        fully_shard(unit, mesh=mesh, ignored_params=kept.union(*cut.values()), **how)
         for grid, modules in of_grid.items():
             shards = grid[SHARD]
             model.units[i] = WithParts(model.units[i], modules, shards.get_group())
@@ -213,9 +214,9 @@ def set_sync(model: FSDPModule, reshard_after_forward: bool, last: bool, every: 
     # and gathers the head again during the embedding's backward
     model.set_is_last_backward(last or every)
     model.set_reshard_after_backward(last or reshard_after_forward)
-    if routers := getattr(model, "routers", None):
+    for of_many in filter(None, (getattr(model, name, None) for name in ("routers", "decays"))):
         # a pipeline's next backward needs them: without outputs, nothing gathers them again
-        routers.set_reshard_after_backward(last, recurse=False)
+        of_many.set_reshard_after_backward(last, recurse=False)
 
 
 def shards_of(t: torch.Tensor) -> int:

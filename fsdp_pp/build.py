@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp.fsdp2 import reduce_traffic
 from fsdp.sharding import Shards, precision, shard_units, sum_not_average
 from llm_demo.core.decoder import DecoderLoss, allocate, fill, make_units, skeleton
-from llm_demo.core.experts import blocks_with_experts, keep_part
+from llm_demo.core.experts import blocks_with_experts, keep_part, kept_in_fp32
 from llm_demo.core.masters import Masters
 from llm_demo.core.mesh import SHARD, SPLIT
 from llm_demo.core.tensor import keep_share
@@ -30,7 +30,7 @@ def build(job, layout, counts: list[int]) -> tuple:
     sharded = layout.n_shards > 1
     flat = low and not sharded
 
-    lm = skeleton(config, compute.attn_impl, weights, compute.product)
+    lm = skeleton(config, compute.attn_impl, weights, compute.product, compute.rule)
     n_params = param_count(lm)
     give_fp8(lm, compute, args.tensor_parallel, log.say)
     if layout.experts:
@@ -56,7 +56,7 @@ def build(job, layout, counts: list[int]) -> tuple:
         if flat:
             units = [unit for piece in pieces.values() for unit in piece.units]
             units += [piece.tail for piece in pieces.values() if piece.tail]
-            in_fp32 = set().union(*(piece.in_fp32() for piece in pieces.values()))
+            in_fp32 = kept_in_fp32(pieces)
             optimized = Masters(pieces, units, compute.dtype, accumulates, compiled, in_fp32)
         else:
             optimized = Shards(pieces)

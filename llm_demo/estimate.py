@@ -3,29 +3,22 @@
 Each engine's estimate.py says what its ranks hold (`Held`). `peak` turns that into GB, `report`
 into the table of --estimate; llm_demo/fit.py and defaults that depend on memory ask `peak` too."""
 
-import copy
-import functools
 import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
-from transformers import AttentionInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fsdp.activations_on_host import STAY
-from llm_demo.core.attention import BUCKET, one_width
-from llm_demo.core.decoder import PIECE, Blocks, skeleton
+from fsdp.pieces import PIECE
+from llm_demo.core.attention import BUCKET
 from llm_demo.core.errors import UserError
-from llm_demo.core.experts import Routers, blocks_with_experts, sorted_experts
-from llm_demo.core.lora import apply_lora
 from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
+from llm_demo.job.activations import count_blocks
 from llm_demo.job.choices import has_fused_kernels
-from llm_demo.job.costs import experts_of, heads_of, mixed_blocks, rotary_width
+from llm_demo.job.costs import experts_of, heads_of, kinds_of, mixed_blocks
 from llm_demo.job.device import free_host_memory, this_device
 from llm_demo.job.dist import once_per_node
 
@@ -238,15 +231,16 @@ def loss_bytes(args, config, compute, train) -> float:
     return logits + max(copied, weight * size + min(HEAD_SLICE, weight) * 4)
 
 
-# ---------------------------------------------------------------- counted without allocating
-
-
 def _saved_by_blocks(args, config, compute, train) -> list[float]:
     """Bytes per token that each block keeps without checkpointing."""
     kernel = _saved_by_kernel(config, compute, train) + _exchanged(args, config, compute)[0]
-    counted = _count_blocks(config, compute, train)
+    moved = "varlen" if _pads(compute) else "sdpa"
+    if compute.attn_impl.startswith("bucketed") and not train.single:
+        moved = "buckets"
+    counted = count_blocks(config, compute, moved)
+    kernels = [kernel * (not linear) for _, linear in kinds_of(config)]
     if not compute.compile:
-        return [saved + kernel for saved, _ in counted]
+        return [saved + more for (saved, _), more in zip(counted, kernels, strict=True)]
     # Routers' inputs, if they are trained, and probabilities in fp32; a token's choices in three
     # orders, and their weights.
     router = 4 * config.hidden_size * (not compute.lora) + 4 * experts_of(config)
@@ -254,7 +248,7 @@ def _saved_by_blocks(args, config, compute, train) -> list[float]:
     share = compute.dtype.itemsize / 4  # of fp32's
     return [
         args.activation_memory_budget * (products * share + router + kernel)
-        for (_, products), router in zip(counted, routers, strict=True)
+        for (_, products), router, kernel in zip(counted, routers, kernels, strict=True)
     ]
 
 
@@ -286,108 +280,6 @@ def _saved_by_kernel(config, compute, train) -> float:
         # q, k and v are kept only in buckets, the output in buckets and in token order
         return heads * values * compute.dtype.itemsize
     return 0
-
-
-_counts = {}  # {what bytes per token depend on: (the configuration, what `_count_blocks` returns)}
-_noted = {}  # storages that products, attention and sums read or write in a forward, by id
-SOME = 2**24  # tokens of a forward, so many that what has the size of weights is little beside them
-
-
-def _count_blocks(config, compute, train) -> list[tuple[float, float]]:
-    """For each block (bytes per token that autograd keeps, those of them that the compiler keeps,
-    in fp32), without what attention's kernel keeps besides, counted on the meta device.
-
-    The compiler keeps what products, attention and sums read or write, as far as the backward needs
-    it, and computes the rest again."""
-    moved = "varlen" if _pads(compute) else "sdpa"
-    if compute.attn_impl.startswith("bucketed") and not train.single:
-        moved = "buckets"
-    dtype, lora = torch.float32 if compute.compile else compute.dtype, compute.lora
-    key = id(config), dtype, moved, lora and (lora.rank, tuple(lora.targets))
-    if key not in _counts:
-        kinds, few = mixed_blocks(config), copy.copy(config)
-        few.num_hidden_layers = 1 + max(map(kinds.index, kinds))  # the first of each kind
-        lm = skeleton(few, "counted", product="counted")
-        if lora:
-            apply_lora(lm, lora, dtype)
-        if with_experts := blocks_with_experts(lm.model):
-            Routers(with_experts)
-        blocks = {kind: lm.model.layers[kinds.index(kind)] for kind in kinds}
-        of = {kind: _count(block, config, dtype, moved) for kind, block in blocks.items()}
-        _counts[key] = config, [of[kind] for kind in kinds]
-    return _counts[key][1]
-
-
-def _count(block, config, dtype, moved: str) -> tuple[float, float]:
-    """Bytes per token that autograd and the compiler keep of a block."""
-    block.to("meta", dtype)
-    if hasattr(block.mlp, "gate"):
-        block.mlp.gate.float()
-    meta = functools.partial(torch.empty, 1, SOME, dtype=dtype, device="meta")
-    hidden = meta(config.hidden_size, requires_grad=True)
-    table = meta(rotary_width(config))
-    kept = {}
-
-    def keep(t):  # several tensors may be views of one storage
-        kept[t.untyped_storage()._cdata] = t.untyped_storage()
-        return t
-
-    def note_module(module, inputs, out):  # residual sums are inputs of norms
-        _note(*inputs[:1], *[out] * isinstance(module, nn.Linear))
-
-    _noted.clear()
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-    with register_module_forward_hook(note_module), hooks:
-        out = Blocks([block], False)(hidden, (table, table), None, moved)
-    del out
-    for p in block.parameters():
-        kept.pop(p.untyped_storage()._cdata, None)
-    noted = (storage.nbytes() for key, storage in kept.items() if key in _noted)
-    return sum(storage.nbytes() for storage in kept.values()) / SOME, sum(noted) / SOME
-
-
-def _note(*tensors: torch.Tensor) -> None:
-    _noted.update((t.untyped_storage()._cdata, t.untyped_storage()) for t in tensors)
-
-
-class _Kernel(torch.autograd.Function):
-    """Returns `out`, saves what a kernel saves, and computes nothing."""
-
-    @staticmethod
-    def forward(ctx, out, *saved):
-        ctx.save_for_backward(*saved)
-        return out.view_as(out)
-
-
-def _attend(q, k, v, by_token: bool):
-    B, H, S, E = *q.shape[:3], v.shape[-1]
-    if by_token or q.transpose(1, 2).is_contiguous():
-        out = q.new_empty(B, S, H, E)
-    else:  # in the order of q
-        out = q.new_empty(B, H, S, E).transpose(1, 2)
-    _note(q, k, v, out)
-    return _Kernel.apply(out, q, k, v, out)
-
-
-def _count_attention(module, q, k, v, *args, documents: str, **kwargs):
-    """documents: sdpa, buckets or varlen, as which tokens are moved and values widened."""
-    if documents == "varlen":
-        kernel = one_width(lambda q, k, v, documents, scaling: _attend(q, k, v, True))
-        return kernel(q, k, v, None, None), None
-    if documents == "buckets":
-        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
-    return _attend(q, k, v, documents == "buckets"), None
-
-
-def _count_product(rows, weight, ends):
-    """Of experts. Compiled, a frozen one does not keep its input."""
-    out = rows.new_empty(len(rows), weight.shape[-1])
-    _note(out, *[rows] * weight.requires_grad)
-    return _Kernel.apply(out, rows, weight)
-
-
-AttentionInterface.register("packed_counted", _count_attention)
-ALL_EXPERTS_FUNCTIONS.register("sorted_counted", functools.partial(sorted_experts, _count_product))
 
 
 def largest_unit(sizes: list[int], blocks: list[int]) -> int:

@@ -20,7 +20,7 @@ from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.mesh import World
 from llm_demo.job.adapter_folder import BASE
-from llm_demo.job.adapters import factor_names, factors_of, merge_into
+from llm_demo.job.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
 from llm_demo.job.checkpoint_files import (
     checked_facts,
     compare_shapes,
@@ -43,9 +43,7 @@ from llm_demo.job.weights_files import (
     base_digest,
     identity_of,
     in_files,
-    in_peft,
     open_weights,
-    peft_targets,
     same_base,
 )
 
@@ -175,13 +173,14 @@ def refuse_used(out: Path) -> None:
 
 def model_of(folder: Path) -> tuple:
     """(a run's saved configuration, {name: shape} of its model's weights, a tied one once, and
-    those of them that are buffers). Raises UserError for any problem with it."""
+    those of them that stay in fp32). Raises UserError for any problem with it."""
     try:
         config = read_config(folder)
         model = on_meta(config)
         buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
         weights = dict(model.named_parameters()) | buffers
-        return config, {name: tuple(t.shape) for name, t in weights.items()}, set(buffers)
+        in_fp32 = {*buffers, *(n for n in weights if n.endswith((".A_log", ".dt_bias")))}
+        return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
     except Exception as e:  # the file may come from elsewhere
         raise UserError(f"{folder}/config.json: {words_of(e)}") from e
 

@@ -81,7 +81,7 @@ class Pipeline:
 
         # each stage makes only its own layers
         ds_patches.join_group(world.device)
-        lm = skeleton(config, compute.attn_impl, weights)
+        lm = skeleton(config, compute.attn_impl, weights, rule=compute.rule)
         n_params = param_count(lm)
         rotary = lm.model.rotary_emb
         self.inputs = [

@@ -166,7 +166,10 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-moe-tiny", *PUBLISHED])
+LIKE = ("qwen3.5-0.8b-like", "qwen3.5-4b-like")  # sizes from memory of published ones
+
+
+@pytest.mark.parametrize("name", ["qwen3-tiny", "qwen3-moe-tiny", *LIKE, *PUBLISHED])
 def test_model_sizes(name):
     text = (ROOT / "models" / "README.md").read_text("utf-8")
     stated = int(re.search(rf"`{re.escape(name)}/` \| ([\d,]+)", text)[1].replace(",", ""))
@@ -178,7 +181,7 @@ def test_model_sizes(name):
     assert count == stated == PUBLISHED.get(name, count)
     untied = ("qwen3-8b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b")
     assert config.tie_word_embeddings is (name not in untied)
-    assert config.rope_parameters["rope_theta"] == 1e6
+    assert config.rope_parameters["rope_theta"] == (1e7 if name in LIKE else 1e6)
     if "a token uses" in text.split(f"`{name}/`")[1].split("\n")[0]:
         used = active_of(config) + sum(p.numel() for p in model.parameters() if p.ndim < 2)
         assert f"a token uses {config.num_experts_per_tok}: {used:,} parameters" in text

@@ -18,6 +18,7 @@ from tiny_tokenizer import packs_of
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fsdp.pieces import use_pieces
 from llm_demo.core.decoder import Blocks
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED
@@ -289,7 +290,8 @@ class Network(nn.Module):
 
 def gradient_of(layer, recomputed: bool, hidden) -> torch.Tensor:
     torch.manual_seed(4)
-    Blocks([Network(layer)], recomputed)(hidden, None, None, None).square().sum().backward()
+    use_pieces(unit := Blocks([Network(layer)], recomputed))
+    unit(hidden, None, None, None).square().sum().backward()
     return layer.lora_A.weight.grad
 
 
@@ -302,7 +304,7 @@ def test_a_recomputed_block_drops_the_same_inputs():
 def test_long_rows_go_through_a_network_in_pieces(monkeypatch):
     """Over a frozen base; in the backward too. What the parts of a piece add up to is the same."""
     hidden, rows = torch.randn(2, 50, 8), []
-    monkeypatch.setattr("llm_demo.core.decoder.PIECE", 30)
+    monkeypatch.setattr("fsdp.pieces.PIECE", 30)
     found = []
     for recomputed in (False, True):
         layer = adapted_layer()

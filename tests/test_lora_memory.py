@@ -10,6 +10,7 @@ from test_estimate import KINDS, mixed, really_kept
 from test_lora import lora_of
 
 from fsdp import estimate
+from fsdp.pieces import use_pieces
 from llm_demo import estimate as memory
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import Blocks, allocate, skeleton
@@ -70,7 +71,7 @@ def test_compiled_blocks_with_adapters_keep_what_the_partitioner_keeps(block, ta
 
 def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
     """Compiling takes minutes on a GPU if each block is compiled anew."""
-    monkeypatch.setattr("llm_demo.core.decoder.PIECE", 16)
+    monkeypatch.setattr("fsdp.pieces.PIECE", 16)
     lm, (B, S, d) = skeleton(config := mixed(mlp_only_layers=[0, 1, 2]), "sdpa"), (1, 64, 256)
     apply_lora(lm, lora_of(config), torch.float32)
     allocate(lm, torch.device("cpu"))
@@ -81,8 +82,9 @@ def test_blocks_share_compiled_code_also_if_long_rows_go_in_pieces(monkeypatch):
     documents = make_documents(torch.tensor([0, S]), (B, S), "sdpa", torch.device("cpu"))
     rotary = lm.model.rotary_emb(hidden, positions)
     for block in lm.model.layers:
-        unit = torch.compile(Blocks([block], True).forward, backend="eager", dynamic=False)
-        hidden = unit(hidden, rotary, positions, documents)
+        use_pieces(unit := Blocks([block], True))
+        call = torch.compile(unit.forward, backend="eager", dynamic=False)
+        hidden = call(hidden, rotary, positions, documents)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 

@@ -201,7 +201,7 @@ def test_heads_of_a_rank():
 def test_attention_is_chosen_for_the_heads_of_a_rank(ranks, expected, monkeypatch):
     asked = []
 
-    def choose(impl, device, dtype, heads, single, longest):
+    def choose(impl, device, dtype, heads, *more):
         asked.append(heads[:2])
         return "math", []
 

@@ -66,7 +66,7 @@ class Zero:
 
         # stage 3 shards each block as soon as it has weights
         ds_patches.join_group(world.device)
-        lm = skeleton(config, compute.attn_impl, weights)
+        lm = skeleton(config, compute.attn_impl, weights, rule=compute.rule)
         n_params = param_count(lm)
         sizes = unit_sizes(config, config.num_hidden_layers, args.blocks_per_unit)
         budget = args.activation_memory_budget if compute.compile else None

@@ -3,6 +3,7 @@ kernels if they are installed, with PEFT's LoRA if the row has --lora_rank, else
 and with FSDP2 on several GPUs. Run as python -m bench.peers.trl, the row in the environment."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -12,6 +13,9 @@ import time
 
 import torch
 
+from llm_demo.job.choices import probe_once
+from llm_demo.job.costs import is_hybrid
+from llm_demo.job.delta import MODULE, heads_of_rule, versions
 from llm_demo.job.folder import WARMUP, environment
 from llm_demo.job.records import SETTLED
 
@@ -92,6 +96,30 @@ def tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
 
 
+def give_rule(config, dtype: str) -> None:
+    """Let transformers' linear attention use the kernel that our scripts would: its own choice of
+    fla's kernels has no right backward on some cards."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
+
+    rules = ("fla", "fla_kda") if importlib.util.find_spec("fla") else ()
+    given = (dtype, *heads_of_rule(config))
+    works = (r for r in rules if probe_once(MODULE, r, *given, versions=versions()) is None)
+    rule = next(works, None)
+    if rule == "fla_kda":
+        from fla.ops.kda import chunk_kda
+
+        def by_kda(query, key, value, g, beta, **kwargs):
+            g = g[..., None].expand(*g.shape, key.shape[-1])
+            how = {"use_qk_l2norm_in_kernel": kwargs["use_qk_l2norm_in_kernel"]}
+            return chunk_kda(query, key, value, g, beta, **how)[0], None
+
+        module.torch_chunk_gated_delta_rule = by_kda
+    elif rule is None:
+        plain = inspect.unwrap(module.torch_chunk_gated_delta_rule)
+        module.torch_chunk_gated_delta_rule = plain
+    print(f"linear attention: {rule or 'in PyTorch'}", flush=True)
+
+
 def load(row: dict, config, device: torch.device):
     """(model, tokenizer, PEFT's configuration or None)."""
     from peft import LoraConfig
@@ -128,6 +156,8 @@ def main(load=load, packages: tuple = ("trl", "peft"), **settings_of_peer) -> No
     config = AutoConfig.from_pretrained(row["model"])
     config.use_cache = False
     torch.manual_seed(0)
+    if is_hybrid(config):
+        give_rule(config, row["dtype"])
     model, words, adapters = load(row, config, device)
     n = row["micro"] * row["ga"] * size * row["steps"]
     rows = torch.randint(3, config.vocab_size, (n, row["seq_len"])).tolist()

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from llm_demo.core.errors import UserError
 from llm_demo.core.long_documents import LONG, attend_documents
-from llm_demo.core.rows import WHOLE, document_lengths, document_of, to_device
+from llm_demo.core.rows import WHOLE, document_of, to_device
 
 BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an H200
 
@@ -32,7 +32,7 @@ BUCKET = 64  # documents are padded to a multiple of this; 128 was slower on an 
 class Buckets(NamedTuple):
     shapes: list[tuple[int, int]]  # (documents, padded length) of each bucket
     gather: torch.Tensor  # int64 [slots]: index of each slot's token in the B*S stream
-    padding: torch.Tensor  # bool [slots, 1, 1]: slots without a token
+    padding: torch.Tensor  # bool [slots]: slots without a token
     scatter: torch.Tensor  # int64 [B*S]: the bucket slot of each token of the stream
 
 
@@ -53,6 +53,21 @@ class Documents(NamedTuple):
     boundaries: OnHost | None = None  # cu_seqlens on the CPU
     long: int = LONG  # tokens of a document that is computed alone
 
+    def by_bucket(self, function, *tensors: torch.Tensor) -> torch.Tensor:
+        """function(*tensors), which and whose result are [B, S, ...], of each bucket in place of
+        whole rows."""
+        if self.buckets is None:
+            return function(*tensors)
+        B, S = tensors[0].shape[:2]
+        tensors = [_Rearrange.apply(x.flatten(0, 1), self.buckets, True) for x in tensors]
+        out, at = [], 0
+        for docs, padded in self.buckets.shapes:
+            end = at + docs * padded
+            out.append(function(*(x[at:end].unflatten(0, (docs, padded)) for x in tensors)))
+            at = end
+        out = torch.cat([x.flatten(0, 1) for x in out])
+        return _Rearrange.apply(out, self.buckets, False).unflatten(0, (B, S))
+
 
 def make_documents(
     cu_seqlens: torch.Tensor,
@@ -67,10 +82,9 @@ def make_documents(
     synchronisation; pass the CPU's copy if there is one. long: as in attend_documents, or LONG
     by default."""
     B, S = shape
-    buckets = mask = boundaries = None
-    max_len = S if cu_seqlens.is_cuda else _bound(int(cu_seqlens.diff().max()), S)
-    if impl == "varlen_cudnn":
-        boundaries, max_len = OnHost(cu_seqlens.cpu()), S
+    buckets, mask, cudnn, on_host = None, None, impl == "varlen_cudnn", not cu_seqlens.is_cuda
+    boundaries = OnHost(cu_seqlens.cpu()) if cudnn or on_host else None
+    max_len = _bound(int(cu_seqlens.diff().max()), S) if on_host and not cudnn else S
     if impl.startswith("bucketed"):
         lengths = [n for n in cu_seqlens.diff().tolist() if n]
         if any(n != S for n in lengths):
@@ -110,7 +124,7 @@ def _make_buckets(lengths: list[int], seq_len: int, device) -> Buckets:
     gather, padding = torch.cat(gather), torch.cat(padding)
     scatter = torch.empty(start, dtype=torch.int64)
     scatter[gather[~padding]] = (~padding).nonzero().squeeze(1)
-    return Buckets(shapes, *to_device(device, gather, padding[:, None, None], scatter))
+    return Buckets(shapes, *to_device(device, gather, padding, scatter))
 
 
 class _Rearrange(torch.autograd.Function):
@@ -132,9 +146,10 @@ class _Rearrange(torch.autograd.Function):
             return x.index_select(0, buckets.scatter)
         # Padding must be zeros, not another document's tokens: 0 * NaN is NaN even when masked.
         rows = x.index_select(0, buckets.gather)
+        padding = buckets.padding.view(-1, *[1] * (x.ndim - 1))
         if torch.compiler.is_compiling():  # in place, PyTorch 2.11's compiler drops the gradient
-            return rows.masked_fill(buckets.padding, 0)
-        return rows.masked_fill_(buckets.padding, 0)
+            return rows.masked_fill(padding, 0)
+        return rows.masked_fill_(padding, 0)
 
 
 FASTEST_FIRST = [
@@ -162,18 +177,10 @@ def _sdpa(q, k, v, documents: Documents, scaling: float):
 
 
 def _bucketed(q, k, v, documents: Documents, scaling: float):
-    buckets = documents.buckets
-    if buckets is None:
-        return _causal(q, k, v, scaling)
-    B, _, S, _ = q.shape
-    q, k, v = (_Rearrange.apply(x.transpose(1, 2).flatten(0, 1), buckets, True) for x in (q, k, v))
-    out, at = [], 0
-    for docs, padded in buckets.shapes:
-        end = at + docs * padded
-        bucket = (x[at:end].unflatten(0, (docs, padded)).transpose(1, 2) for x in (q, k, v))
-        out.append(_causal(*bucket, scaling).flatten(0, 1))
-        at = end
-    return _Rearrange.apply(torch.cat(out), buckets, False).unflatten(0, (B, S))
+    def causal(*rows):
+        return _causal(*(x.transpose(1, 2) for x in rows), scaling)
+
+    return documents.by_bucket(causal, *(x.transpose(1, 2) for x in (q, k, v)))
 
 
 def _bucketed_math(q, k, v, documents, scaling):
@@ -190,36 +197,35 @@ def _math(q, k, v, documents, scaling):
     return out.transpose(1, 2)
 
 
-def one_width(backend):
-    """For kernels that need queries, keys and values of one width: added zeros change no score, and
-    of the output they are cut."""
+def of_stream(backend):
+    """For kernels that take all tokens in a row, q [B*S, H, D], and need queries, keys and values
+    of one width: added zeros change no score, and of the output they are cut."""
 
     @functools.wraps(backend)
     def padded(q, k, v, documents, scaling):
-        lacking = q.shape[-1] - v.shape[-1]
-        if lacking > 0:
-            return backend(q, k, F.pad(v, (0, lacking)), documents, scaling)[..., :-lacking]
-        if lacking < 0:
-            q, k = (F.pad(x, (0, -lacking)) for x in (q, k))
-        return backend(q, k, v, documents, scaling)
+        (B, _, S, D), E = q.shape, v.shape[-1]
+        if D != E:
+            q, k, v = (F.pad(x, (0, max(D, E) - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = backend(q, k, v, documents, scaling).unflatten(0, (B, S))
+        return out[..., :E] if E < D else out
 
     return padded
 
 
-@one_width
+@of_stream
 def _varlen(q, k, v, documents, scaling):
     call, groups, scales = _torch_varlen()
-    B, H, S, D = q.shape
+    _, H, D = q.shape
     if not groups and H != k.shape[1]:
         k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
     if not scales and scaling != D**-0.5:
         q = q * (scaling * D**0.5)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu, n = documents.cu_seqlens, documents.max_len
     extra = {"scale": scaling} if scales else {}
     if groups == "flag":
         extra["enable_gqa"] = H != k.shape[1]
-    return call(q, k, v, cu, cu, n, n, **extra).unflatten(0, (B, S))
+    return call(q, k, v, cu, cu, n, n, **extra)
 
 
 @functools.cache
@@ -235,24 +241,18 @@ def _torch_varlen():
     return functools.partial(varlen_attn, **causal), groups, "scale" in has
 
 
-@one_width
+@of_stream
 def _varlen_cudnn(q, k, v, documents, scaling):
-    B, _, S, _ = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     how = documents.cu_seqlens, documents.boundaries.tensor, documents.long, scaling
-    out, _ = attend_documents(q, k, v, *how)
-    return out.unflatten(0, (B, S))
+    return attend_documents(q, k, v, *how)[0]
 
 
-@one_width
+@of_stream
 def _flash_attn(q, k, v, documents, scaling):
     from flash_attn import flash_attn_varlen_func
 
-    B, _, S, _ = q.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
     cu, n = documents.cu_seqlens, documents.max_len
-    out = flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
-    return out.unflatten(0, (B, S))
+    return flash_attn_varlen_func(q, k, v, cu, cu, n, n, softmax_scale=scaling, causal=True)
 
 
 BACKENDS = {
@@ -324,7 +324,9 @@ class LongRope(nn.Module):
         """(cos, sin) in hidden's dtype, each [B, S, head_dim]. cu_seqlens: int32 [D+1], of whole
         rows."""
         B, S = position_ids.shape
-        lengths = self.part.of_rows(document_lengths(cu_seqlens, (B, S * self.part.of)))
+        slots = torch.arange(B * S * self.part.of, device=cu_seqlens.device)
+        lengths = cu_seqlens.diff()[document_of(slots, cu_seqlens)]  # of each token's document
+        lengths = self.part.of_rows(lengths.view(B, -1))
         is_long = (lengths > self.short_up_to)[..., None]
         angles = position_ids[..., None].float() * torch.where(is_long, self.long, self.short)
         angles = torch.cat((angles, angles), dim=-1)

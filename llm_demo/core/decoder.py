@@ -3,7 +3,6 @@ more than it keeps."""
 
 import contextlib
 import copy
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from transformers.initialization import no_init_weights
 
 from llm_demo.core import attention
 from llm_demo.core.attention import LongRope, rope_type, rotary_tables
+from llm_demo.core.delta import Decays, delta_layers, use_rule
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers, blocks_with_experts
 from llm_demo.core.four_bits import FourBits
@@ -28,13 +28,15 @@ from llm_demo.core.mesh import exchange_rows, known
 from llm_demo.core.rows import Part
 
 
-def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> PreTrainedModel:
+def skeleton(
+    config, attn_impl: str, weights=None, product: str = "looped", rule: str = "chunked"
+) -> PreTrainedModel:
     """The decoder with fp32 parameters on the meta device and real buffers (rotary frequencies).
     `materialise` gives parts of it their weights.
 
     weights: their source, with `check` and `read` as weights_files.Weights. Raises UserError naming
     a tensor that is missing there, has another shape, or is not in the model. product: of experts,
-    see experts.PRODUCTS."""
+    see experts.PRODUCTS. rule: of linear attention, see delta.RULES."""
     with init_empty_weights(include_buffers=False), no_init_weights():
         # a copy, in which the model notes its kernels
         model = AutoModelForCausalLM.from_config(
@@ -50,6 +52,7 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
     if hasattr(model.model.rotary_emb, "layer_types"):
         for i, block in enumerate(model.model.layers):
             block.kind = config.layer_types[i]
+    use_rule(model, rule)
     model.float()
     model.config._experts_implementation = f"sorted_{product}"
     if model.lm_head.bias is not None:
@@ -63,7 +66,6 @@ def skeleton(config, attn_impl: str, weights=None, product: str = "looped") -> P
 
 
 CHOICE = torch.ops.aten.topk.default  # of a token's experts
-PIECE = 1 << 14  # tokens of a feed-forward network at a time, in long rows over a frozen base
 
 
 class Blocks(nn.Module):
@@ -82,11 +84,6 @@ class Blocks(nn.Module):
         # unless it is told which operators' results to keep
         ours = "recipe", "cut"
         self.told = any(getattr(m, name, None) for m in self.modules() for name in ours)
-        for network in [block.mlp for block in blocks] if checkpointing else ():
-            frozen = any(not p.requires_grad for p in network.parameters())
-            if frozen and not hasattr(network, "experts"):
-                network.__class__ = _in_pieces(type(network))
-                network.again = self.told, self.dropout
 
     def forward(self, hidden, position_embeddings, position_ids, documents):
         """hidden [B, S, d] -> the same shape. position_embeddings: of rotary_tables."""
@@ -109,32 +106,13 @@ class Blocks(nn.Module):
 
 
 def recomputed(part: Callable, hidden, told: bool, dropout: bool, kept=(), **inputs):
-    """Run a part whose activations are recomputed in the backward. told, dropout, kept: see
-    Blocks."""
+    """Run a part whose activations the backward recomputes. told, dropout, kept: as of Blocks."""
     if told and torch.compiler.is_compiling():
         kept = [*kept, CHOICE]
     options = {"use_reentrant": False, "preserve_rng_state": dropout}
     if kept:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, kept)
     return checkpoint(part, hidden, **options, **inputs)
-
-
-@functools.cache
-def _in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
-    """A kind of feed-forward network that takes PIECE tokens at a time if they are many, so that
-    only one piece's activations exist, in the backward too. A class, because blocks of one class
-    share compiled code."""
-
-    class Pieces(kind):
-        def forward(self, hidden):
-            pieces, run = hidden.flatten(0, 1).split(PIECE), super().forward
-            if len(pieces) < 3:
-                return run(hidden)
-            how = self.again if torch.is_grad_enabled() else None
-            done = [recomputed(run, piece, *how) if how else run(piece) for piece in pieces]
-            return torch.cat(done).view_as(hidden)
-
-    return Pieces
 
 
 def make_units(
@@ -198,20 +176,17 @@ class DecoderLoss(nn.Module):
         self.tail = Tail(lm.model.norm, lm.lm_head, compiled, **how) if last else None
         self.rotary = lm.model.rotary_emb
         self.on_host = None  # or where inputs of units are kept, see activations_on_host.py
-        with_experts = blocks_with_experts(self)
+        with_experts, with_rule = blocks_with_experts(self), delta_layers(self)
         self.routers = Routers(with_experts) if with_experts else None
-
-    def in_fp32(self) -> set[nn.Parameter]:
-        """The parameters that stay in fp32 in every compute dtype."""
-        return set(self.routers.parameters()) if self.routers else set()
+        self.decays = Decays(with_rule) if with_rule else None
 
     def forward(self, inputs, position_ids, documents, index, targets=None, answers=None):
         """The loss sum over flat positions `index` with `targets` [n]; with `answers` [n], the
         result of loss.score; without targets, the most likely next tokens. inputs: token ids, int64
         [B, S] as position_ids. A piece takes and returns hidden states [B, S, d] instead where it
         lacks the embedding or the loss."""
-        if self.routers:
-            self.routers()
+        for of_many in filter(None, (self.routers, self.decays)):
+            of_many()
         hidden = self.embed_tokens(inputs) if self.embed_tokens else inputs
         rotary = rotary_tables(self.rotary, hidden, position_ids, documents)
         for i, unit in enumerate(self.units):

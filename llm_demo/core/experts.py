@@ -122,6 +122,13 @@ def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if hasattr(getattr(m, "mlp", None), "experts")]
 
 
+def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
+    """The parameters that stay in fp32 in every compute dtype: of routers, and of decays (see
+    delta.py)."""
+    kept = {p for n, p in model.named_parameters() if n.endswith((".A_log", ".dt_bias"))}
+    return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
+
+
 def _choose(router, hidden):
     """Qwen3-MoE's router, without the change in place that recomputed blocks can't repeat."""
     logits = F.linear(hidden, router.weight)
@@ -174,7 +181,10 @@ def sorted_experts(product, self, hidden, index, weights):
     ordered, order = index.flatten().sort(stable=True)
     places = torch.arange(len(order), device=order.device)
     inverse = torch.empty_like(order).scatter_(0, order, places)  # each index once
-    ends = _ends(ordered, n)
+    # int32 [n], of each expert's rows
+    ends = torch.searchsorted(
+        ordered, torch.arange(n, device=order.device), right=True, out_int32=True
+    )
     here = None
     if n < self.num_experts:  # the others' rows come last, and are cut off
         here, rows = inverse < ends[-1], ends[-1].clamp(min=1).item()
@@ -199,12 +209,6 @@ def _multiply(product, self, kind, x, ends):
     if product is grouped_product and (more := -a.shape[1] % 8):  # whose rows are of 16 bytes
         a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
     return y + product(product(x, a.mT, ends) * self.lora_scale, b.mT, ends)
-
-
-def _ends(ordered: torch.Tensor, n: int) -> torch.Tensor:
-    """The end of each expert's rows, int32 [n]. ordered: experts in ascending order."""
-    experts = torch.arange(n, device=ordered.device)
-    return torch.searchsorted(ordered, experts, right=True, out_int32=True)
 
 
 class _Rearrange(torch.autograd.Function):

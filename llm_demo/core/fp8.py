@@ -13,6 +13,8 @@ rounding to fp8 is inexact. A recipe says which numbers share a scale:
 No scale depends on two tokens, except where a sum over tokens follows (the gradient of the weight):
 so documents in a row do not change one another's results. On a CPU the same is emulated."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,26 +38,31 @@ def qualifies(outputs: int, inputs: int, multiple: int) -> bool:
 
 def use_fp8(lm: nn.Module, recipe: str, shares: int = 1) -> tuple[list[str], list[str]]:
     """Give the blocks of a decoder on the meta device layers with products in fp8: the linear ones
-    that qualify, except routers. shares: --tensor_parallel, which cuts them later.
-
-    Returns the names within a block of those that have them, and of the other linear layers."""
+    that qualify, except routers. shares: --tensor_parallel, which cuts them later. Returns what
+    give_recipes does."""
     multiple = shares * (BLOCK if recipe == "blockwise" else 16)
+    return give_recipes(lm, lambda _, layer: qualifies(*layer.weight.shape, multiple) and recipe)
+
+
+def give_recipes(lm: nn.Module, recipe_of: Callable) -> tuple[list[str], list[str]]:
+    """Give linear layers of a decoder's blocks the recipe that recipe_of(name, layer) returns, if
+    any. Returns the names within a block of those that have one, and of the other linear layers."""
     done, left = set(), set()
-    for name, layer in [*lm.model.layers.named_modules()]:
-        if type(layer) is not nn.Linear:
+    for name, layer in [*lm.named_modules()]:
+        if ".layers." not in name or type(layer) is not nn.Linear:
             continue
         parent, _, kind = name.rpartition(".")
-        chosen = qualifies(*layer.weight.shape, multiple)
-        (done if chosen else left).add(kind)
-        if chosen:
-            setattr(lm.model.layers.get_submodule(parent), kind, RecipeLinear(layer, recipe))
+        recipe = recipe_of(name, layer)
+        (done if recipe else left).add(kind)
+        if recipe:
+            setattr(lm.get_submodule(parent), kind, RecipeLinear(layer, recipe))
     return sorted(done), sorted(left - done)
 
 
 class RecipeLinear(nn.Linear):
     """A linear layer with another's weight and bias, and products by a recipe of `linear`."""
 
-    def __init__(self, layer: nn.Linear, recipe: str | nn.Module):
+    def __init__(self, layer: nn.Linear, recipe: str | nn.Module | None):
         has_bias = layer.bias is not None
         super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
         self.weight, self.bias, self.recipe = layer.weight, layer.bias, recipe
@@ -195,6 +202,11 @@ def fp8_blocks(
         from llm_demo.core.fp8_kernels import blocks
 
         return blocks(x.contiguous(), square)
+    return _fp8_blocks(x, square)
+
+
+@fp8_blocks.register_fake
+def _fp8_blocks(x, square, after=None):
     both = []
     for t in (x, x.T):
         tiles = t.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
@@ -203,19 +215,6 @@ def fp8_blocks(
         scales = scales.squeeze(3).flatten(0, 1)
         both.append(scales if square else scales.T.contiguous().T)
     return tuple(both)
-
-
-@fp8_blocks.register_fake
-def _(x, square, after=None):
-    R, C = x.shape
-    f32 = {"dtype": torch.float32}
-    if square:
-        scales = [x.new_empty(a // BLOCK, b // BLOCK, **f32) for a, b in ((R, C), (C, R))]
-    else:
-        scales = [x.new_empty(b // BLOCK, a, **f32).T for a, b in ((R, C), (C, R))]
-    return (
-        x.new_empty(R, C, dtype=E4M3), scales[0], x.new_empty(C, R, dtype=E4M3), scales[1],
-    )  # fmt: skip
 
 
 class _Blockwise(torch.autograd.Function):

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from llm_demo.core.experts import blocks_with_experts, fused
+from llm_demo.core.experts import fused, kept_in_fp32
 from llm_demo.core.four_bits import FourBits, row_bytes
-from llm_demo.core.fp8 import RecipeLinear, linear
+from llm_demo.core.fp8 import RecipeLinear, give_recipes
 
 
 class Lora(NamedTuple):
@@ -64,20 +64,17 @@ class Factor(nn.Linear):
         return {"weight": values.bfloat16().float()}
 
 
-class LoraLinear(nn.Linear):
+class LoraLinear(RecipeLinear):
     """A linear layer x W^T with its adapter: + alpha / rank x A^T B^T."""
 
     def __init__(self, base: nn.Linear, lora: Lora):
-        has_bias = base.bias is not None
-        super().__init__(base.in_features, base.out_features, has_bias, device="meta")
-        self.weight, self.bias = base.weight, base.bias
-        self.recipe = getattr(base, "recipe", None)  # of its product, see fp8.py
+        super().__init__(base, getattr(base, "recipe", None))
         self.scale, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.lora_A = Factor(base.in_features, lora.rank, zero=False)
         self.lora_B = Factor(lora.rank, base.out_features, zero=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = linear(x, self.weight, self.bias, self.recipe)
+        out = super().forward(x)
         if self.dropout and torch.is_grad_enabled():  # not in an evaluation
             x = F.dropout(x, self.dropout)
         return out + self.lora_B(self.lora_A(x) * self.scale)
@@ -87,7 +84,7 @@ def matrices_of(shapes: dict[str, tuple]) -> dict[str, tuple]:
     """{name: shape} of a model's parameters that can have adapters: the linear layers of its
     blocks. In a mixture of experts: those of attention, and the experts. There PEFT takes gate_proj
     and the like for the experts, and can't adapt a dense block or a shared expert beside them."""
-    found = {n: s for n, s in shapes.items() if ".layers." in n and len(s) > 1}
+    found = {n: s for n, s in shapes.items() if ".layers." in n and (len(s) == 2 or fused(n))}
     if any(map(fused, shapes)):
         found = {n: s for n, s in found.items() if ".self_attn." in n or fused(n)}
     return found
@@ -102,34 +99,28 @@ def use_four_bits(
     lm: nn.Module, dtype: torch.dtype, read: Callable, names: Container[str]
 ) -> tuple[list[str], list[str]]:
     """Give the blocks of a decoder on the meta device, to be computed in `dtype`, the linear layers
-    whose weights have these names in 4 bits. read: of a name, as of FourBits.
+    whose weights have these names in 4 bits. read: of a name, as of FourBits. Returns what
+    give_recipes does."""
 
-    Returns the names within a block of those that have them, and of the other linear layers."""
-    done, left = set(), set()
-    for name, layer in [*lm.named_modules()]:
-        if ".layers." not in name or type(layer) is not nn.Linear:
-            continue
-        parent, _, kind = name.rpartition(".")
-        chosen = f"{name}.weight" in names
-        (done if chosen else left).add(kind)
-        if not chosen:
-            continue
+    def recipe_of(name, layer):
+        if f"{name}.weight" not in names:
+            return None
         shape = tuple(layer.weight.shape)
         width = row_bytes(shape[1]) // dtype.itemsize
         packed = torch.empty(shape[0], width, dtype=dtype, device="meta")
         layer.weight = nn.Parameter(packed, requires_grad=False)
-        how = FourBits(shape, dtype, functools.partial(read, f"{name}.weight"))
-        setattr(lm.get_submodule(parent), kind, RecipeLinear(layer, how))
-    return sorted(done), sorted(left - done)
+        return FourBits(shape, dtype, functools.partial(read, f"{name}.weight"))
+
+    return give_recipes(lm, recipe_of)
 
 
 def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
-    """Freeze a decoder on the meta device, in `dtype` but for fp32 routers, and give its matrices
+    """Freeze a decoder on the meta device, in `dtype` but for fp32 parts, and give its matrices
     adapters, in fp32."""
-    routers = {p for block in blocks_with_experts(lm) for p in block.mlp.gate.parameters()}
+    kept = kept_in_fp32(lm)
     for p in lm.parameters():
         p.requires_grad_(False)
-        p.data = p.data if p in routers else p.data.to(dtype)
+        p.data = p.data if p in kept else p.data.to(dtype)
     for name in matrices_of({name: p.shape for name, p in lm.named_parameters()}):
         if target_of(name) not in lora.targets:
             continue
@@ -143,12 +134,10 @@ def apply_lora(lm: nn.Module, lora: Lora, dtype: torch.dtype) -> None:
         for path, owner in lm.named_modules():
             if hasattr(owner, "start"):
                 trained = [n for n, p in owner.named_parameters(recurse=False) if p.requires_grad]
-                owner.start = functools.partial(_read_start, lora.read, path, trained)
-
-
-def _read_start(read: Callable, path: str, names: list[str], seed: str) -> dict[str, torch.Tensor]:
-    """In place of `start`: values of the adapters that are trained on."""
-    return {name: read(f"{path}.{name}") for name in names}
+                # the values of the adapters that are trained on
+                owner.start = lambda _, at=path, names=trained: {
+                    name: lora.read(f"{at}.{name}") for name in names
+                }
 
 
 def adapt_experts(experts: nn.Module, kind: str, lora: Lora) -> None:

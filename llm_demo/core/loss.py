@@ -65,13 +65,14 @@ def score(
     of ranks with slices of the same rows, numbered together; each counts its share of the wrong
     answers, so that the sum over ranks is their number."""
     rows = hidden.flatten(0, 1).index_select(0, index)
-    score_of_chunk = _compiled(_fused_score_of_chunk) if compiled else _score_of_chunk
+    score_of_chunk = _compiled(_score_of_chunk) if compiled else _score_of_chunk
     loss = torch.zeros((), device=rows.device)
     ranks = group.size() if group else 1
     # per answer: at most one per row, and on every rank of a group as many
     n = hidden[..., 0].numel() * ranks if group else len(rows)
     wrong = torch.zeros(n, device=rows.device)
-    for chunk in _chunks(len(rows)):
+    # not compiled, logits exist twice
+    for chunk in _chunks(len(rows), CHUNK_ROWS if compiled else CHUNK_ROWS // 2):
         loss_sum, misses = score_of_chunk(rows[chunk], weight, targets[chunk])
         loss += loss_sum
         wrong.index_add_(0, answers[chunk], misses)
@@ -121,9 +122,8 @@ def _score_of_chunk(h, weight, targets):
     logits = h @ weight.T
     misses = (logits.argmax(-1) != targets).float()
     logits = logits.float()
-    logits -= logits.amax(-1, keepdim=True)
-    hit = logits.gather(1, targets[:, None])
-    return (logits.exp_().sum(-1, keepdim=True).log() - hit).sum(), misses
+    loss = (logits.logsumexp(-1, keepdim=True) - logits.gather(1, targets[:, None])).sum()
+    return loss, misses
 
 
 def _scaled(out, grad, factor):
@@ -131,18 +131,8 @@ def _scaled(out, grad, factor):
     torch.mul(grad, factor, out=out)
 
 
-# The last two in a form that torch.compile fuses; it needs no work in place.
-
-
-def _fused_score_of_chunk(h, weight, targets):
-    logits = h @ weight.T
-    misses = (logits.argmax(-1) != targets).float()
-    logits = logits.float()
-    loss = (logits.logsumexp(-1, keepdim=True) - logits.gather(1, targets[:, None])).sum()
-    return loss, misses
-
-
 def _fused_scaled(out, grad, factor):
+    """The same in a form that torch.compile fuses; it needs no work in place."""
     out.copy_(grad * factor)
 
 

@@ -27,10 +27,8 @@ class World:
 
 
 # dimensions of a mesh: stages of a pipeline, ranks with the same parameters, ranks with different
-# parts of the experts or of each matrix, ranks with shards of one copy, and those with other rows
-# or other slices of the same
+# parts of the experts, of each matrix or of rows, and ranks with shards of one copy
 STAGE, REPLICA, SPLIT, SHARD = "stage", "replica", "split", "shard"
-ROWS, SLICE = "rows", "slice"
 
 
 def make_mesh(world: World, **sizes: int) -> DeviceMesh:
@@ -62,13 +60,6 @@ def keep_parts(module: nn.Module, grid: DeviceMesh, dims: dict[str, int]) -> Non
             part = p.chunk(n, dim)[at].clone()
             setattr(module, name, nn.Parameter(part, requires_grad=p.requires_grad))
             module.cut[name] = dim
-
-
-def make_row_group(world: World, n: int) -> ProcessGroup:
-    """The group of the n consecutive ranks that hold slices of the same rows as this one."""
-    ranks = torch.arange(world.size).view(-1, n)
-    mesh = DeviceMesh(world.device.type, ranks, mesh_dim_names=(ROWS, SLICE))
-    return mesh.get_group(SLICE)
 
 
 @functools.cache

@@ -231,13 +231,9 @@ def lr_at(step: int, lr: float, warmup: int, total: int, lr_scheduler: str) -> f
     to a tenth of it in the last step. Depends only on the step and the settings, so there is no
     state to save. lr_scheduler: as the flag."""
     done = (step - warmup + 1) / max(1, total - warmup)
-    if lr_scheduler == "constant":
-        left = 1
-    elif lr_scheduler == "cosine":
-        left = (1 + math.cos(math.pi * done)) / 2
-    elif lr_scheduler == "linear":
-        left = 1 - done
-    else:
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    left = {"constant": 1, "cosine": cosine, "linear": 1 - done}.get(lr_scheduler)
+    if left is None:
         raise ValueError(f"unknown lr_scheduler: {lr_scheduler}")
     if step < warmup:
         return lr * (step + 1) / warmup

@@ -294,12 +294,6 @@ def position_ids(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tens
     return (slots - cu_seqlens[document_of(slots, cu_seqlens)]).view(shape)
 
 
-def document_lengths(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The length of each token's document: [B, S] from boundaries [D+1]."""
-    slots = torch.arange(shape[0] * shape[1], device=cu_seqlens.device)
-    return cu_seqlens.diff()[document_of(slots, cu_seqlens)].view(shape)
-
-
 def document_of(slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     """The number of each flat slot's document."""
     return torch.searchsorted(cu_seqlens, slots.to(cu_seqlens.dtype), right=True) - 1

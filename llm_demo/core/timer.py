@@ -26,12 +26,14 @@ import math
 import resource
 import sys
 import time
+import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from llm_demo.core.mesh import World
 
@@ -129,8 +131,8 @@ class StepTimer:
 
 
 def _to_cpu(value):
-    value = value.detach() if hasattr(value, "detach") else value
-    return value.to("cpu", non_blocking=True) if hasattr(value, "to") else value
+    is_tensor = isinstance(value, torch.Tensor)
+    return value.detach().to("cpu", non_blocking=True) if is_tensor else value
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float, int]:
@@ -206,8 +208,8 @@ class CommTimer:
         """Wrap torch.distributed's functions."""
         for name in COLLECTIVES:
             if hasattr(dist, name):
-                parameters = tuple(inspect.signature(getattr(dist, name)).parameters)
-                self._patch(dist, name, functools.partial(self._timed_call, name, parameters))
+                signature = inspect.signature(getattr(dist, name))
+                self._patch(dist, name, functools.partial(self._timed_call, name, signature))
         self._patch(dist, "batch_isend_irecv", self._timed_batch)
         if self.cuda:
             self.compute = torch.cuda.current_stream().cuda_stream
@@ -244,25 +246,18 @@ class CommTimer:
 
         setattr(where, name, patched)
 
-    def _timed_call(self, name, parameters, call, args, kwargs):
-        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
+    def _timed_call(self, name, signature, call, args, kwargs):
+        given = signature.bind(*args, **kwargs).arguments
         if given.get("async_op"):
             return call(*args, **kwargs)
-        return self._timed(name, call, args, kwargs, given.get("group"))
+        ends = {"send": (self.rank, given.get("dst")), "recv": (given.get("src"), self.rank)}
+        return self._timed(name, call, args, kwargs, given.get("group"), ends.get(name))
 
-    def _timed(self, name, call, args, kwargs, group=None):
-        tensors = []
-        for value in (*args, *kwargs.values()):
-            tensors += value if isinstance(value, (list, tuple)) else [value]
-        tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
-        other_device = any(t.device.type != self.device.type for t in tensors)
-        if self.muted or other_device:
+    def _timed(self, name, call, args, kwargs, group=None, ends=None):
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if self.muted or any(t.device.type != self.device.type for t in tensors):
             return call(*args, **kwargs)
-        if name in ("send", "recv"):
-            peer = kwargs.get("dst", kwargs.get("src", args[1] if len(args) > 1 else None))
-            ends = (self.rank, peer) if name == "send" else (peer, self.rank)
-        else:
-            ends = (name,)
+        ends = ends or (name,)
         ends += (group.group_name if group is not None else "",)  # each has an order of its own
         begun, start, called = time.perf_counter(), self.event(), time.perf_counter()
         result = call(*args, **kwargs)
@@ -281,7 +276,13 @@ class CommTimer:
             return call(*args, **kwargs)
         begun, start = time.perf_counter(), self.event()
         works = call(*args, **kwargs)
-        return [_Waited(works, lambda: self._note(("batch", ""), start, begun))]
+
+        def wait():  # of the works as one
+            for work in works:
+                work.wait()
+            self._note(("batch", ""), start, begun)
+
+        return [types.SimpleNamespace(wait=wait)]
 
     def _timed_wait(self, call, args, kwargs):
         stream = args[0]
@@ -333,15 +334,3 @@ class CommTimer:
         self.spare += [event for pair in waits for event in pair]
         doubt = math.fsum(op[-1] for op in ops)
         return busy, exposed, doubt, {key: span for key, _, span in timed}
-
-
-class _Waited:
-    """A batch's works as one; wait() marks the end of the operation."""
-
-    def __init__(self, works, done):
-        self.works, self.done = works, done
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        self.done()

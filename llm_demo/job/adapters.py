@@ -16,7 +16,7 @@ from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.device import drawn_on
 from llm_demo.job.dist import from_rank0, same_on_all_nodes
 from llm_demo.job.text import short
-from llm_demo.job.weights_files import Weights, base_digest, from_peft, identity_of, in_peft
+from llm_demo.job.weights_files import Weights, base_digest, identity_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 
@@ -191,3 +191,42 @@ def merge_into(
     if a is not None:
         add = weight.baddbmm_ if weight.ndim == 3 else weight.addmm_
         add(b, a, alpha=lora["alpha"] / lora["rank"])
+
+
+def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
+    of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
+    matrix: PEFT wraps the module of the experts once for each, and down_proj's wrap is outside."""
+    renamed = {}
+    for name, t in factors.items():
+        matrix, _, kind = name.rpartition("_lora_")
+        if not fused(matrix):
+            renamed[f"base_model.model.{name}"] = t
+            continue
+        experts, _, target = matrix.rpartition(".")
+        if target == "gate_up_proj" and f"{experts}.down_proj_lora_A" in factors:
+            experts += ".base_layer"
+        t = t if kind == "A" else t.permute(1, 2, 0)
+        two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
+        renamed[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
+    return renamed
+
+
+def from_peft(values: torch.Tensor, shape: tuple) -> torch.Tensor:
+    """A factor of this shape, from what `in_peft` makes of it."""
+    if len(shape) < 3 or values.shape[1] == shape[2]:  # or A
+        return values.view(shape)
+    experts, outputs, rank = shape
+    return values.view(outputs, rank, experts).permute(2, 0, 1)
+
+
+def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
+    """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
+    experts = [n.rpartition("_lora_")[0] for n in factors]
+    experts = [n.rpartition(".")[2] for n in experts if fused(n)]
+    layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
+    parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
+    return {
+        "target_modules": list(dict.fromkeys(layers)),
+        "target_parameters": parameters or None,
+    }

@@ -48,6 +48,7 @@ class Compute(NamedTuple):
     lora: tuple | None = None  # a core.lora.Lora: adapters, the model itself is frozen
     attention_kept: int = 0  # the last blocks whose attention is not recomputed
     fp8: str = ""  # a recipe of core.fp8
+    rule: str = "chunked"  # of linear attention, see core/delta.py
 
 
 def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
@@ -113,20 +114,21 @@ def has_fused_kernels(device: Device) -> bool:
 
 
 def choose_attention(
-    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None, longest=0
-) -> tuple[str, list]:
+    asked: str, device: Device, dtype: torch.dtype, heads, single=False, probe=None, longest=0,
+    among: tuple = IMPLS,
+) -> tuple[str, list]:  # fmt: skip
     """(backend, reasons): the fastest backend that runs here, and a line for each rejected one.
 
     heads: as costs.Heads. single: as in why_not. probe(impl, dtype, heads) -> error or None is
-    called for each candidate on a GPU. longest: tokens of the longest document. Raises UserError if
-    a requested backend can't run."""
+    called for each candidate on a GPU. longest: tokens of the longest document. among: what auto
+    chooses from. Raises UserError if a requested backend can't run."""
     if asked != "auto" and asked not in IMPLS:
         raise UserError(f"--attn_impl {asked}: choose from auto, {', '.join(IMPLS)}")
     probe = probe or probe_backend
     reasons = []
-    impls = IMPLS if asked == "auto" else (asked,)
+    impls = among if asked == "auto" else (asked,)
     if asked == "auto" and not (longest >= LONG and is_sm(device, 90)):
-        impls = [impl for impl in IMPLS if impl != "varlen_cudnn"]  # no gain, or not measured
+        impls = [impl for impl in among if impl != "varlen_cudnn"]  # no gain, or not measured
     for impl in impls:
         problem = why_not(impl, device, dtype, single)
         if (impl, asked) == ("sdpa", "auto") and not has_fused_kernels(device):
@@ -356,14 +358,15 @@ def heads_of_rank(args: Args, config) -> Heads:
 
 
 def decide_compute(
-    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, packs: list
-) -> tuple[Compute, list[str]]:
+    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, packs: list,
+    among: tuple = IMPLS,
+) -> tuple[Compute, list[str]]:  # fmt: skip
     """(kernels of attention and experts, and whether to compile; lines). ask(choose): what choose()
-    returns on rank 0. packs: as rows.Packs, of all data."""
+    returns on rank 0. packs: as rows.Packs, of all data. among: as of choose_attention."""
     single, heads = all(p.single for p in packs), heads_of_rank(args, config)
     longest = max((p.longest for p in packs), default=0)
     attn_impl, rejected = ask(
-        lambda: choose_attention(args.attn_impl, device, dtype, heads, single, longest=longest)
+        lambda: choose_attention(args.attn_impl, device, dtype, heads, single, None, longest, among)
     )
     lines = [f"attention: not {reason}" for reason in rejected]
     lines.append(f"attention: {attn_impl}" + " (as requested)" * (args.attn_impl != "auto"))

@@ -10,7 +10,7 @@ from llm_demo.core.errors import UserError
 
 MASTER_BYTES = 4  # of a parameter's fp32 master
 MOMENT_BYTES = {"fp32": 8, "bf16": 4}  # of both of AdamW's moments of it, by --optim_state
-PARTIAL = ("glm", "glm4", "phi3")  # families that may rotate a part of each head
+PARTIAL = ("glm", "glm4", "phi3", "qwen3_5_text")  # families that may rotate a part of each head
 OVERHEAD = 200  # tokens that take as long as adding a micro-batch's gradients to their sums
 
 
@@ -37,14 +37,19 @@ def block_costs(config, seq_len: int) -> list[Cost]:
     """The cost of each decoder block.
 
     FLOPs: 6 per active weight of a matrix product, plus 6·heads·(widths of query and value)·S for
-    attention, counted in full rather than its causal half, as in the PaLM paper's appendix B."""
+    attention, counted in full rather than its causal half, as in the PaLM paper's appendix B. A
+    delta rule's state of each head is a matrix: a token's key reads and changes it, its query reads
+    it."""
     d, (heads, _, qk, v) = config.hidden_size, heads_of(config)
-    attention, mixed = _attention_weights(config), mixed_blocks(config)
     latents = 0  # widths of those that serve all heads
     if latent(config):
         latents = config.kv_lora_rank + config.qk_rope_head_dim + (config.q_lora_rank or 0)
-    costs = {}  # with experts or not -> cost
-    for with_experts in {*mixed}:  # reading a configuration is slow
+    costs, kinds = {}, kinds_of(config)
+    for kind in {*kinds}:  # reading a configuration is slow
+        with_experts, linear = kind
+        attention, mixing = _attention_weights(config), 6 * heads * (qk + v) * seq_len
+        if linear:
+            attention, mixing = _linear_weights(config)
         if with_experts:
             expert, n = 3 * d * config.moe_intermediate_size, experts_of(config)
             always = attention + d * n + 3 * d * shared_width(config)
@@ -55,9 +60,8 @@ def block_costs(config, seq_len: int) -> list[Cost]:
             always = active = attention + 3 * d * config.intermediate_size
             routed = 0
         cut = attention - d * latents + (0 if with_experts else 3 * d * config.intermediate_size)
-        flops = 6 * active + 6 * heads * (qk + v) * seq_len
-        costs[with_experts] = Cost(always + routed, active, flops, routed, cut)
-    return [costs[with_experts] for with_experts in mixed]
+        costs[kind] = Cost(always + routed, active, 6 * active + mixing, routed, cut)
+    return [costs[kind] for kind in kinds]
 
 
 def experts_of(config) -> int:
@@ -84,10 +88,33 @@ def mixed_blocks(config) -> list[bool]:
     return [block not in dense and (block + 1) % every == 0 for block in range(n)]
 
 
+def kinds_of(config) -> list[tuple[bool, bool]]:
+    """For each block, whether it has routed experts, and a delta rule in place of attention."""
+    mixed = mixed_blocks(config)
+    layers = getattr(config, "layer_types", None) or [""] * len(mixed)
+    return [(m, kind == "linear_attention") for m, kind in zip(mixed, layers, strict=False)]
+
+
+def is_hybrid(config) -> bool:
+    """Whether some of the model's blocks have a delta rule in place of attention."""
+    return config.model_type == "qwen3_5_text"
+
+
+def _linear_weights(config) -> tuple[int, int]:
+    """(matrix parameters of a layer with a delta rule, FLOPs of the rule per token)."""
+    d, heads = config.hidden_size, config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = heads * config.linear_value_head_dim
+    weights = (2 * keys + values) * (d + config.linear_conv_kernel_dim)
+    weights += d * 2 * (values + heads)  # gate and output, decay and beta
+    return weights, 18 * config.linear_key_head_dim * values
+
+
 def _attention_weights(config) -> int:
     d, (heads, keys, qk, v) = config.hidden_size, heads_of(config)
     if not latent(config):
-        return d * (qk + v) * (heads + keys)
+        gate = d * heads * v * is_hybrid(config)
+        return d * (qk + v) * (heads + keys) + gate
     rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
     query = d * heads * qk
     if config.q_lora_rank is not None:

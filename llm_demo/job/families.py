@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
-from llm_demo.job.costs import PARTIAL, experts_of, mixed_blocks, shared_width
+from llm_demo.job.costs import PARTIAL, experts_of, is_hybrid, mixed_blocks, shared_width
 from llm_demo.job.fp8_files import why_unread
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them but what `skeleton`
@@ -15,12 +15,15 @@ from llm_demo.job.fp8_files import why_unread
 # this code would silently train them wrongly. docs/models.md says what is tested of each.
 EXPERTS = ("qwen2_moe", "qwen3_moe", "deepseek_v3")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2", "olmo3", "granite", "glm",
-            "glm4", "phi3", "gemma3_text", *EXPERTS)  # fmt: skip
+            "glm4", "phi3", "gemma3_text", "qwen3_5_text", *EXPERTS)  # fmt: skip
+TEXT_OF = {"qwen3_5": "qwen3_5_text"}  # models with images -> their part that is trained
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
          "num_attention_heads", "num_key_value_heads")  # fmt: skip
 # where a family has them, and not all of their models
 FURTHER_SIZES = ("max_position_embeddings", "head_dim", "moe_intermediate_size", "kv_lora_rank",
-                 "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # fmt: skip
+                 "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+                 "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+                 "linear_value_head_dim", "linear_conv_kernel_dim")  # fmt: skip
 MULTIPLIERS = ("embedding_multiplier", "logits_scaling", "residual_multiplier",
                "attention_multiplier")  # fmt: skip
 LARGEST = 1 << 24  # of the sizes
@@ -61,6 +64,16 @@ def problems_of(config) -> Iterator[str]:
             yield f"{name} is not supported"
     if getattr(config, "use_bidirectional_attention", False):
         yield "use_bidirectional_attention is not supported: attention is causal"
+    if is_hybrid(config):
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        if values % keys:
+            yield f"linear_num_value_heads {values} is not a multiple of {keys} key heads"
+        if act != "silu" or not getattr(config, "attn_output_gate", True):
+            yield f"hidden_act {act} or attn_output_gate is not supported, only silu with a gate"
+        if unknown := {*config.layer_types} - {"linear_attention", "full_attention"}:
+            yield f"layer_types: {unknown.pop()} is not supported"
+        if len(config.layer_types) != config.num_hidden_layers:
+            yield f"layer_types has {len(config.layer_types)} of {config.num_hidden_layers} blocks"
     if problem := why_unread(getattr(config, "quantization_config", None)):
         yield problem
     if is_mixture(config):

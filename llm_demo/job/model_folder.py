@@ -70,8 +70,8 @@ def find_source(args: Args, world: World, seq_len: int, say: Callable) -> Source
     if weights and (unused := [n + "*" * n.endswith(".") for n in weights.ignored]):
         more = f" and {len(unused) - 3:,} more" * (len(unused) > 3)
         say(
-            f"weights: not used: {', '.join(unused[:3])}{more} (layers of multi-token prediction, "
-            "rotary frequencies, what the index does not name)"
+            f"weights: not used: {', '.join(unused[:3])}{more} (a vision tower, layers of "
+            "multi-token prediction, rotary frequencies, what the index does not name)"
         )
     if seq_len > (limit := position_limit(config) or seq_len):
         config.max_position_embeddings = seq_len
@@ -141,13 +141,15 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
             shutil.copyfile(model / name, folder / name)
     if config:
         described = json.loads((folder / "config.json").read_text())
+        if config.model_type != described["model_type"]:  # a part of it is trained
+            described = config.to_dict()
         positions = "max_position_embeddings"
         longest = max(described.get(positions, 0), getattr(config, positions, 0))
         changed = described | ({positions: longest} if longest else {})
         changed.pop("quantization_config", None)  # of the files, not of what is trained
         if described.get("tie_word_embeddings"):
             changed["tie_word_embeddings"] = config.tie_word_embeddings
-        if changed != described:
+        if changed != json.loads((folder / "config.json").read_text()):
             write_json(folder / "config.json", changed, indent=2)
     if template := getattr(tokenizer, "undated_template", None):
         tokenizer = copy.copy(tokenizer)

@@ -37,6 +37,7 @@ from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
 from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
 from llm_demo.job.costs import flops_of_slot
+from llm_demo.job.delta import decide_rule
 from llm_demo.job.device import dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.families import position_limit, window_of, without_window
@@ -127,7 +128,8 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     data = check_data(args, world, train, heldout, source.config)
     sample_tokens = tell(decide_answers(args.sample_tokens, source.config, data))
     ask = functools.partial(from_rank0, world)
-    compute = tell(decide_compute(args, ask, device, dtype, source.config, data.packs()))
+    rule, among = tell(decide_rule(args, ask, device, dtype, source.config))
+    compute = tell(decide_compute(args, ask, device, dtype, source.config, data.packs(), among))
     rows_of = tell(decide_order(args, horizon, train))
     example = describe_example(train, source.tokenizer, int(rows_of(0)[0]))
     say(f"example, learnt tokens in ⟦⟧:\n{example}")
@@ -145,7 +147,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
         "shuffle": args.shuffle, "length_warmup": args.length_warmup,
     }  # fmt: skip
     fp8 = tell(decide_fp8(args, ask, device, compute, train.seq_len))
-    compute = compute._replace(lora=lora, fp8=fp8)
+    compute = compute._replace(lora=lora, fp8=fp8, rule=rule)
     return Plan(source, data, compute, horizon, rows_of, identity, sample_tokens)
 
 

@@ -15,7 +15,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from llm_demo.core.attention import rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.data.sources import LFS
-from llm_demo.job.families import ANY_LENGTH, FAMILIES, odd_sizes, position_limit, problems_of
+from llm_demo.job.families import (
+    ANY_LENGTH,
+    FAMILIES,
+    TEXT_OF,
+    odd_sizes,
+    position_limit,
+    problems_of,
+)
 from llm_demo.job.process import regular
 from llm_demo.job.text import words_of
 from llm_demo.job.weights_files import open_weights, refuse_deepspeed
@@ -99,14 +106,26 @@ def refuse_pointers(folder: Path) -> None:
             )
 
 
+def text_of(config):
+    """The configuration of what is trained of a model: all of it, or what reads text."""
+    if config.model_type not in TEXT_OF:
+        return config
+    text = config.text_config
+    for name in ("tie_word_embeddings", "quantization_config"):
+        if value := getattr(config, name, None):
+            setattr(text, name, value)
+    return text
+
+
 def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
     this folder has none. Raises UserError if this project can't train it exactly."""
     try:
         raw, blocks = (folder / "config.json").read_text(encoding="utf-8"), "num_hidden_layers"
-        for problem in odd_sizes({blocks: json.loads(raw).get(blocks)}):
+        raw = json.loads(raw)
+        for problem in odd_sizes({blocks: (raw.get("text_config") or raw).get(blocks)}):
             raise ValueError(problem)  # transformers makes a list of them
-        config = read_config(folder)
+        config = text_of(read_config(folder))
     except Exception as e:  # several libraries check it, each with exceptions of its own
         raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if config.model_type not in FAMILIES:

@@ -29,6 +29,8 @@ from llm_demo.job.text import differences, watched, words_of
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
 EXTRA = "eh_proj.weight"  # only layers of multi-token prediction have it
 ROTARY = "rotary_emb.inv_freq"  # config.json implies these
+TEXT = "model.language_model."  # in a model with images: of what reads text
+OTHERS = ("model.visual.", "mtp.")  # of its other parts (Qwen3.5)
 FLOATS = ("F64", "F32", "F16", "BF16")
 COMPARED = 1 << 24  # elements of two tensors that are compared at once
 EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -98,6 +100,11 @@ def _open(file: Path):
         raise UserError(f"{file} is damaged or incomplete: {words_of(e)}") from e
 
 
+def text_name(name: str) -> str:
+    """What a tensor of a model with images is called in a model of its text alone."""
+    return "model." + name.removeprefix(TEXT) if name.startswith(TEXT) else name
+
+
 class Weights:
     """A folder's safetensors: names and shapes of the model's parameters, and any of them or part
     of one on demand. Fused experts are read from a tensor for each, or fused. Values in fp8 are
@@ -108,19 +115,21 @@ class Weights:
 
     def __init__(self, folder: Path, files: dict[str, Path]):
         # what training doesn't use: layers that predict further tokens (DeepSeek), the rotary
-        # frequencies of old files, what the index does not name
+        # frequencies of old files, what the index does not name, a vision tower
         self.ignored = [n.removesuffix(EXTRA) for n in files if n.endswith(f".{EXTRA}")]
+        self.ignored += [part for part in OTHERS if any(n.startswith(part) for n in files)]
         named = files.keys()
         files = {n: f for n, f in files.items() if not n.startswith(tuple(self.ignored))}
         self.ignored += [n for n in files if n.endswith(ROTARY)]
         self.folder, self.files, self.stored = folder, files, {}
         self.bytes = sum(file.stat().st_size for file in set(files.values()))
-        self.bytes_read, kinds = 0, {}
+        self.bytes_read, self.names, kinds = 0, {}, {}  # names: in the files
         for file in sorted(set(files.values())):
             with _open(file) as opened:
-                self.ignored += sorted(set(opened.keys()) - named)
+                self.names |= {text_name(name): name for name in opened.keys()}  # noqa: SIM118
+                self.ignored += sorted({*map(text_name, opened.keys())} - named)
                 for name in (n for n, f in files.items() if f == file):
-                    tensor = opened.get_slice(name)
+                    tensor = opened.get_slice(self.names.get(name, name))
                     self.stored[name] = tuple(tensor.get_shape())
                     kinds[name] = tensor.get_dtype()
         fp8 = [name for name, kind in kinds.items() if kind == KIND]
@@ -174,8 +183,10 @@ class Weights:
         for file in set(self.files.values()):
             with _open(file) as opened:
                 for name in (n for n, f in self.files.items() if f == file):
-                    about = opened.get_slice(name)
-                    values = opened.get_tensor(name).flatten().view(torch.uint8).numpy()  # mapped
+                    about = opened.get_slice(self.names[name])
+                    values = (
+                        opened.get_tensor(self.names[name]).flatten().view(torch.uint8).numpy()
+                    )  # mapped
                     begins = 0, len(values) // 2, max(0, len(values) - SAMPLE)
                     sample = b"".join(values[at : at + SAMPLE].tobytes() for at in begins)
                     digest = hashlib.sha256(sample).hexdigest()
@@ -200,20 +211,20 @@ class Weights:
     def _whole(self, name: str) -> torch.Tensor:
         """A tensor of the files as it is."""
         with _open(self.files[name]) as opened:
-            values = opened.get_tensor(name)
+            values = opened.get_tensor(self.names[name])
         self.bytes_read += values.nbytes
         return values
 
     def _part(self, opened, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """As `read`, of a tensor of an open file."""
-        values = opened.get_slice(name)[part]
+        values = opened.get_slice(self.names[name])[part]
         self.bytes_read += values.nbytes
         if name not in self.scales:
             return values
         (scales, way), shape = self.scales[name], self.stored[name]
         here = self.files[scales] == self.files[name]
         with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
-            scales = other.get_slice(scales)[touched(way, part, shape)]
+            scales = other.get_slice(self.names[scales])[touched(way, part, shape)]
         self.bytes_read += scales.nbytes
         return dequantised(values, scales, way, part, shape)
 
@@ -248,7 +259,7 @@ def open_weights(folder: Path) -> Weights | None:
             places = json.loads(index.read_text())["weight_map"]
             if away := [f for f in places.values() if f[:1] == "/" or ".." in Path(f).parts]:
                 raise UserError(f"{index} names {away[0]}, which is not in its folder")
-            files = {n: folder / f for n, f in places.items()}
+            files = {text_name(n): folder / f for n, f in places.items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
             raise UserError(f"{index} is not a safetensors index: {words_of(e)}") from e
         for file in dict.fromkeys(files.values()):
@@ -259,7 +270,7 @@ def open_weights(folder: Path) -> Weights | None:
         return Weights(folder, files)
     if single.is_file():
         with _open(single) as opened:
-            return Weights(folder, dict.fromkeys(opened.keys(), single))
+            return Weights(folder, dict.fromkeys(map(text_name, opened.keys()), single))
     refuse_deepspeed(folder)
     if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
         raise UserError(
@@ -355,42 +366,3 @@ def not_started(before, now: dict) -> str:
         case {"values": _}:
             return f"{text}, where they started"
     return f"{text}: they started without --adapter"
-
-
-def in_peft(factors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Factors as PEFT's files have them. All experts of a block share one A and one B there: rows
-    of A are by expert, then rank; columns of B by rank, then expert. Their keys do not name the
-    matrix: PEFT wraps the module of the experts once for each, and down_proj's wrap is outside."""
-    renamed = {}
-    for name, t in factors.items():
-        matrix, _, kind = name.rpartition("_lora_")
-        if not fused(matrix):
-            renamed[f"base_model.model.{name}"] = t
-            continue
-        experts, _, target = matrix.rpartition(".")
-        if target == "gate_up_proj" and f"{experts}.down_proj_lora_A" in factors:
-            experts += ".base_layer"
-        t = t if kind == "A" else t.permute(1, 2, 0)
-        two_sides = t.flatten(0, 1) if kind == "A" else t.flatten(1)
-        renamed[f"base_model.model.{experts}.lora_{kind}.weight"] = two_sides.contiguous()
-    return renamed
-
-
-def from_peft(values: torch.Tensor, shape: tuple) -> torch.Tensor:
-    """A factor of this shape, from what `in_peft` makes of it."""
-    if len(shape) < 3 or values.shape[1] == shape[2]:  # or A
-        return values.view(shape)
-    experts, outputs, rank = shape
-    return values.view(outputs, rank, experts).permute(2, 0, 1)
-
-
-def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
-    """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
-    experts = [n.rpartition("_lora_")[0] for n in factors]
-    experts = [n.rpartition(".")[2] for n in experts if fused(n)]
-    layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
-    parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
-    return {
-        "target_modules": list(dict.fromkeys(layers)),
-        "target_parameters": parameters or None,
-    }

@@ -1,0 +1,42 @@
+"""Feed-forward networks that take long rows in pieces.
+
+Recomputed, a network's activations are the largest of a block's: nine times its hidden states in
+Qwen3-8B. In pieces, those of one piece exist at a time, in the forward and in the backward. Only
+over a frozen base: elsewhere states and gradients take most of the memory, and a weight's gradient
+would be summed over pieces."""
+
+import functools
+
+import torch
+from torch import nn
+
+from llm_demo.core.decoder import Blocks, recomputed
+
+PIECE = 1 << 14  # tokens
+
+
+def use_pieces(unit: Blocks) -> None:
+    """Let the frozen networks of a unit's blocks take PIECE tokens at a time if a micro-batch has
+    more than twice as many, and if blocks are recomputed."""
+    for network in [block.mlp for block in unit.blocks] if unit.checkpointing else ():
+        frozen = any(not p.requires_grad for p in network.parameters())
+        if frozen and not hasattr(network, "experts"):
+            network.__class__ = in_pieces(type(network))
+            network.again = unit.told, unit.dropout
+
+
+@functools.cache
+def in_pieces(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class of networks of this kind that go in pieces: blocks of one class share compiled
+    code."""
+
+    class Pieces(kind):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            pieces, run = hidden.flatten(0, 1).split(PIECE), super().forward
+            if len(pieces) < 3:
+                return run(hidden)
+            how = self.again if torch.is_grad_enabled() else None
+            done = [recomputed(run, piece, *how) if how else run(piece) for piece in pieces]
+            return torch.cat(done).view_as(hidden)
+
+    return Pieces

@@ -1,0 +1,78 @@
+"""Gated delta rule of packed documents, in Hugging Face's modules (Qwen3.5's linear attention).
+
+A layer of this kind has no scores: a state of each head passes over a document's tokens, after a
+causal convolution of a few of them. Both start from nothing in each document.
+
+Here the rule is transformers' PyTorch version on attention's buckets, each document a row: exact,
+and slow on GPUs.
+
+Source: "Gated Delta Networks" (Yang et al. 2024)."""
+
+import inspect
+import types
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from llm_demo.core.rows import position_ids
+
+
+class Decays(nn.ModuleList):
+    """The layers of a decoder with a delta rule, which also stay where they are: a unit of what
+    their decay depends on, whose weights are fp32 in every compute dtype. It is used as Routers."""
+
+    def forward(self) -> None:
+        pass
+
+
+def delta_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers with a delta rule among a model's modules, in their order."""
+    return [m for m in model.modules() if hasattr(m, "A_log")]
+
+
+def use_rule(model: nn.Module, name: str) -> None:
+    """Let a model's layers with a delta rule take packed documents. name: a key of RULES."""
+    for layer in delta_layers(model):
+        layer.rule = RULES[name]
+        layer.forward = types.MethodType(_forward, layer)
+
+
+def _forward(layer, hidden_states, documents, **kwargs):
+    """In place of the layer's own forward: hidden_states [B, S, d] -> the same shape."""
+    positions = position_ids(documents.cu_seqlens, tuple(hidden_states.shape[:2]))
+    mixed = convolve(layer.in_proj_qkv(hidden_states), layer.conv1d.weight.squeeze(1), positions)
+    q, k, v = mixed.split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))
+    v, z = (x.unflatten(-1, (-1, layer.head_v_dim)) for x in (v, layer.in_proj_z(hidden_states)))
+    beta = layer.in_proj_b(hidden_states).sigmoid()
+    steps = F.softplus(layer.in_proj_a(hidden_states).float() + layer.dt_bias)
+    out = layer.rule(q, k, v, -layer.A_log.float().exp() * steps, beta, documents)
+    out = layer.norm(out.flatten(0, 2), z.flatten(0, 2))
+    return layer.out_proj(out.view(*hidden_states.shape[:2], -1))
+
+
+def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """silu of a causal convolution of each channel within each document. x [B, S, C], weight
+    [C, taps], the last of which is a token's own, positions [B, S] -> [B, S, C]."""
+    own, *earlier = weight.float().flip(1).T
+    out = x * own
+    for back, tap in enumerate(earlier, 1):
+        before = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
+        out = out + before.masked_fill(positions[..., None] < back, 0) * tap
+    return F.silu(out).to(x.dtype)
+
+
+def chunked(q, k, v, g, beta, documents) -> torch.Tensor:
+    """The rule itself: q and k [B, S, H, D], v [B, S, HV, E], g, the logarithm of the decay, and
+    beta [B, S, HV] -> [B, S, HV, E]. Padding of a bucket comes last and is zeros."""
+    # here, so that other models need not import it; the function within transformers' choice
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+    rule = partial(inspect.unwrap(torch_chunk_gated_delta_rule), use_qk_l2norm_in_kernel=True)
+    return documents.by_bucket(lambda *rows: rule(*rows)[0], q, k, v, g, beta)
+
+
+# name -> a function like `chunked`; llm_demo/job/delta.py adds kernels of flash-linear-attention
+RULES = {"chunked": chunked}

@@ -1,0 +1,182 @@
+"""Qwen3.5: a gated delta rule in three of four blocks, against a plain loop with Hugging Face's own
+model, one document at a time, as test_parity.py."""
+
+import copy
+import json
+import sys
+
+import pytest
+import test_lora as lora
+import torch
+from conftest import ROOT, ZERO, run, slow
+from safetensors.torch import load_file, save_file
+from test_evaluate import evaluated
+from test_families import IDS, cases
+from test_parity import (
+    SEQ_LEN,
+    SIZES,
+    assert_equal,
+    plain_loop,
+    smaller_vocabulary,
+    train,
+    write_rows,
+)
+from tiny_tokenizer import packs_of
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
+
+from llm_demo.core.attention import make_documents
+from llm_demo.core.delta import use_rule
+from llm_demo.job.costs import parameters_of
+from llm_demo.job.delta import rule_fault
+from llm_demo.job.model_folder import open_model
+
+# The norm of a layer's output makes it as long for a query nearly at right angles to its key: with
+# the usual epsilon, rounding in one step is a thousand times as large in the next.
+RULE = dict(rms_norm_eps=1e-2, linear_num_key_heads=2, linear_num_value_heads=4,
+            linear_key_head_dim=8, linear_value_head_dim=16)  # fmt: skip
+MODELS = {
+    "untied": Qwen3_5TextConfig(tie_word_embeddings=False, **RULE, **IDS, **SIZES),
+    "tied": Qwen3_5TextConfig(tie_word_embeddings=True, **RULE, **IDS, **SIZES),
+}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """Models with weights, ragged data, and the plain loop's results for each."""
+    folder = tmp_path_factory.mktemp("qwen35")
+    models, tokenizer = smaller_vocabulary(MODELS, folder / "tokenizer")
+    write_rows(folder / "data.jsonl")
+    packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
+    results = {}
+    for name, config in models.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        for parameter, values in model.named_parameters():
+            if parameter.endswith("conv1d.weight"):
+                values.data *= 10  # else keys are as short as the epsilon of their norm
+            if values.ndim < 2:
+                values.data += torch.randn_like(values) * 0.1
+            if parameter.endswith("A_log"):
+                values.data -= 3  # memories as long as trained ones
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+        results[name] = plain_loop(model, packs)
+    return folder, results
+
+
+SCRIPTS = {
+    ("fsdp", 1): (["tied"], 8, []),
+    ("fsdp", 2): (MODELS, 4, ["--reshard_after_forward"]),
+    ("fsdp", 4): (MODELS, 2, []),
+    ("pp", 2): (MODELS, 8, []),
+    ("fsdp_pp", 2): (MODELS, 8, []),
+    ("fsdp_pp", 4): (MODELS, 4, ["--reshard_after_forward"]),
+    ("zero", 2): (MODELS, 4, ZERO["zero3"]),
+}
+QUICK = [("fsdp", 2), ("pp", 2)]
+
+
+@pytest.mark.parametrize("script, n", [key if key in QUICK else slow(*key) for key in SCRIPTS])
+def test_equals_plain_loop(script, n, work, tmp_path):
+    folder, expected = work
+    names, rows, flags = SCRIPTS[script, n]
+    found = train(tmp_path, script, n, cases(folder, names, rows, flags))
+    for name, (losses, ranks) in found.items():
+        assert_equal(losses, ranks, expected[name.removesuffix("-out")])
+
+
+# ---------------------------------------------------------------- documents
+
+
+def rule_inputs(values):
+    """Random hidden states of three documents in two rows, and where these begin."""
+    torch.manual_seed(0)
+    cu = torch.tensor([0, 50, 51, 96, 192], dtype=torch.int32)
+    return torch.randn(2, 96, values), cu
+
+
+@pytest.mark.parametrize("impl", ["bucketed", "sdpa"])
+def test_a_document_does_not_reach_another(impl, work):
+    """Output and gradient of others are the same bits; convolution and state begin anew."""
+    lm = AutoModelForCausalLM.from_pretrained(work[0] / "untied")
+    use_rule(lm, "chunked")
+    layer = lm.model.layers[0].linear_attn
+    x, cu = rule_inputs(64)
+    first = slice(0, 50) if impl == "bucketed" else slice(0, 96)
+    cu = cu if impl == "bucketed" else torch.tensor([0, 96, 192], dtype=torch.int32)
+    documents, found = make_documents(cu, (2, 96), impl, torch.device("cpu")), []
+    for scale in (1.0, 3.0):
+        hidden = x.clone()
+        hidden[0, first] *= scale
+        out = layer(hidden.requires_grad_(), documents=documents)
+        up = torch.ones_like(out)
+        up[0, first] *= scale
+        (grad,) = torch.autograd.grad(out, hidden, up)
+        found.append([t.flatten(0, 1) for t in (out, grad)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a[first.stop :], b[first.stop :])
+        assert not torch.equal(a[first], b[first])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("heads", [(16, 16, 128, 128), (16, 32, 128, 128)])
+def test_a_kernel_of_fla_is_right_here(dtype, heads):
+    """At least one of both, as a run would choose it: near PyTorch's, and documents apart."""
+    pytest.importorskip("fla")
+    faults = [rule_fault(rule, dtype, *map(str, heads)) for rule in ("fla", "fla_kda")]
+    assert None in faults, faults
+
+
+# ---------------------------------------------------------------- folders
+
+
+@pytest.fixture(scope="module")
+def published(work, tmp_path_factory):
+    """A folder as Qwen3.5's: with a vision tower and a layer that predicts a second token."""
+    folder = tmp_path_factory.mktemp("published") / "qwen35"
+    text = copy.deepcopy(AutoConfig.from_pretrained(work[0] / "tied")).to_dict()
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=64)
+    torch.manual_seed(1)
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    Qwen3_5ForConditionalGeneration(config).save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert "model.language_model.norm.weight" in tensors
+    tensors["mtp.fc.weight"] = torch.zeros(3)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    AutoTokenizer.from_pretrained(work[0] / "tied").save_pretrained(folder)
+    return folder
+
+
+def test_the_text_of_a_published_folder_is_trained(published, work, tmp_path):
+    """Its loss is that of the whole model, its export a model of text; evaluate reads both."""
+    flags = ["--model_name_or_path", published, *lora.run_flags(work[0], "", tmp_path / "run")[2:]]
+    flags = [str(f) for f in flags] + ["--lora_rank", "0", "--export", "fp32"]
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags, "--no_fsdp"])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "not used: model.visual.*, mtp.* (a vision tower" in done.stdout
+    losses = json.loads((tmp_path / "run/summary.json").read_text())["eval_loss"]
+    whole = Qwen3_5ForConditionalGeneration.from_pretrained(published)
+    assert lora.loss_of(whole, work[0]) == pytest.approx(losses["0"], rel=2e-5)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
+    assert model.config.model_type == "qwen3_5_text"
+    assert lora.loss_of(model, work[0]) == pytest.approx(losses["4"], rel=2e-5)
+    flags = ["--models", published, "--data", work[0] / "data.jsonl", "--seq_len", SEQ_LEN]
+    flags += ["--max_new_tokens", 4, "--batch_size", 3]
+    (file,) = evaluated(published, flags)["files"]
+    assert file["loss"] == pytest.approx(losses["0"], rel=2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters(name, work):
+    folder = work[0] / name
+    config, _ = open_model(folder, SEQ_LEN)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert parameters_of(config) == sum(p.numel() for p in model.parameters() if p.ndim > 1)
