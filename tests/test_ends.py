@@ -157,13 +157,14 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("kind", ["fsdp", slow("pp"), slow("zero"), slow("fsdp_pp")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_stop_ends_an_evaluation_and_loses_nothing(kind, tmp_path):
     """Stopped in the evaluation after step 2, and again in the last one, after step 4."""
     script, rows = tmp_path / "slowly.py", (ROOT / "data/sft_en.jsonl").read_text().splitlines()
     script.write_text(SLOWLY)
     (tmp_path / "train.jsonl").write_text("\n".join(rows[:40]))
-    (tmp_path / "held.jsonl").write_text("\n".join(rows[40:140]))
+    (tmp_path / "held.jsonl").write_text("\n".join(rows[40:70]))
     flags = "--seq_len 64 --micro_batch_size 1 --grad_accum_steps 2 --max_steps 4 --log_every 1 "
     flags += "--eval_every 2 --keep_last 1 --keep_best --warmup_steps 0 --sample_tokens 0 "
     flags += f"--resume auto --train_json {tmp_path}/train.jsonl --eval_json {tmp_path}/held.jsonl"

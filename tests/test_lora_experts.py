@@ -91,13 +91,13 @@ WITH_EXPERTS = {  # (processes, model, targets, micro, accumulation, further fla
 }
 
 
-@pytest.mark.parametrize("processes", (1, 2, slow(4)))
-def test_on_experts_equals_peft(processes, mixtures):
+@pytest.mark.parametrize("processes, quick", [(1, True), (2, True), slow(2, False), slow(4, False)])
+def test_on_experts_equals_peft(processes, quick, mixtures):
     """Also beside frozen experts, and on one of their two matrices."""
     folder, expected = mixtures
     cases = {}
     for case, (n, name, targets, micro, accum, more) in WITH_EXPERTS.items():
-        if n == processes:
+        if n == processes and quick == (n == 1 or case in ("two_spread", "two_rows")):
             also = ["--lora_rank", str(RANK), "--lora_alpha", str(ALPHA), *more]
             also += ["--lora_targets", targets]
             cases[case] = parity.argv(folder, name, micro, accum, *also)
