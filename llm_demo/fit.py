@@ -38,7 +38,7 @@ from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
-from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, share_of_heads
+from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, is_hybrid, share_of_heads
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.families import is_mixture
 from llm_demo.job.files import ROOT
@@ -53,7 +53,7 @@ from pp.flags import PipeArgs
 
 LARGEST = 64  # micro-batch size
 ADAPTERS = 16  # rank of those offered if nothing else fits
-COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
+COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
 FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
 FLAGS = {FSDP: (FsdpArgs, SpreadArgs), PP: (PipeArgs,), FSDP_PP: (FsdpPipeArgs, SpreadArgs)}
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID = WAYS = (
@@ -155,7 +155,8 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
 def spreads(config, ask) -> list[int]:
     """Over how many cards a row may be spread."""
     possible = []
-    for n in range(1, ask.cards + 1) if ask.seq_len >= LONG else [1]:
+    long = ask.seq_len >= LONG and not is_hybrid(config)
+    for n in range(1, ask.cards + 1) if long else [1]:
         with contextlib.suppress(UserError):
             share_of_heads(heads_of(config), n)
             possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
@@ -171,7 +172,8 @@ def expert_spreads(config, ask) -> list[int]:
 def tensor_spreads(config, ask) -> list[int]:
     """Over how many cards each matrix may be spread."""
     possible = []
-    for n in range(1, ask.cards + 1) if ask.tokens_a_step <= FEW * ask.cards else [1]:
+    few = ask.tokens_a_step <= FEW * ask.cards and not is_hybrid(config)
+    for n in range(1, ask.cards + 1) if few else [1]:
         with contextlib.suppress(UserError):
             refuse_shares(config, n)
             possible += [n] * (ask.cards % n == ask.seq_len % n == 0)
@@ -356,7 +358,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         dtype, _ = pick_dtype("auto", card)
         attention = "varlen" if has_fused_kernels(card) else "bucketed"
         ask.name, ask.memory = card.name, ask.memory or card.memory_gb
-        ask.compute = Compute(dtype, attention, choose_compile(None, card, attention)[0])
+        compiled, _ = choose_compile(None, card, attention)
+        ask.compute = Compute(dtype, attention, compiled, rule="fla")
     elif not ask.memory:
         parser.error("set --card, or --memory")
     ask.usable = ask.memory * USABLE

@@ -309,10 +309,9 @@ def test_images_are_one_line(published, work, tmp_path):
     row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     flags = ["--model_name_or_path", published, "--train_json", tmp_path / "x.jsonl", "--dry_run"]
-    done = run(
-        [sys.executable, ROOT / "fsdp/train_fsdp.py", *flags, "--output_dir", tmp_path / "r"]
-    )
-    assert done.returncode == 1 and "only text can be learnt" in done.stderr.splitlines()[-1]
+    flags += ["--output_dir", tmp_path / "run"]
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
+    assert done.returncode == 2 and "only text is supported" in done.stderr.splitlines()[-1]
 
 
 def test_experts_are_another_family(tmp_path):
