@@ -25,6 +25,7 @@ from fsdp import copy_engines
 from fsdp.host_adamw import UnitSum
 from fsdp.sharding import SumBesideActivations, WithParts, params_of, shard_sizes, shards_of
 from llm_demo.core.decoder import Blocks
+from llm_demo.core.delta import Decays
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, all_gather
 from llm_demo.core.optim import add, compile_once, sum_into
@@ -61,7 +62,7 @@ def reduce_traffic(
     pool = None if reshards else ONE_POOL
     sums = {unit.module: unit for unit in units}
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    modules = [m for m in modules if not isinstance(m, Routers)]  # which stay in fp32
+    modules = [m for m in modules if not isinstance(m, Routers | Decays)]  # in fp32
     # Not embedding and head: shared memory stays allocated, too much for two transfers a step
     by_engines = {m for m in modules if engines and isinstance(m, Blocks)}
     # Scratch holds one transfer at a time, which FSDP2 ensures under a single root only; blocks'

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp.activations_on_host import claim_host, pin_all
 from fsdp.sharding import adam_views, params_of, shard_sizes
 from llm_demo.core.decoder import DecoderLoss
+from llm_demo.core.delta import Decays
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import Routers
 from llm_demo.core.mesh import World, local_part
@@ -118,7 +119,7 @@ def _add_when_formed(unit: UnitSum) -> None:
 def sharded_units(model: FSDPModule, compiles: bool) -> list[UnitSum]:
     """The units of an FSDP2 model, in the order of the forward. FSDP2 hands each its gradients."""
     units = []
-    for module in sorted(model.modules(), key=lambda m: not isinstance(m, Routers)):
+    for module in sorted(model.modules(), key=lambda m: not isinstance(m, Routers | Decays)):
         if not isinstance(module, FSDPModule):
             continue
         params = params_of(module)

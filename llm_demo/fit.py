@@ -38,7 +38,7 @@ from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
-from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, share_of_heads
+from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, is_hybrid, share_of_heads
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.families import is_mixture
 from llm_demo.job.files import ROOT
@@ -53,7 +53,7 @@ from pp.flags import PipeArgs
 
 LARGEST = 64  # micro-batch size
 ADAPTERS = 16  # rank of those offered if nothing else fits
-COMPUTE = Compute(torch.bfloat16, "varlen", compile=True)
+COMPUTE = Compute(torch.bfloat16, "varlen", compile=True, rule="fla")
 FSDP, PP, FSDP_PP = "fsdp/launch_fsdp.sh", "pp/launch_pp.sh", "fsdp_pp/launch_fsdp_pp.sh"
 FLAGS = {FSDP: (FsdpArgs, SpreadArgs), PP: (PipeArgs,), FSDP_PP: (FsdpPipeArgs, SpreadArgs)}
 DEVICE, CKPT, HOST, SPREAD, EXPERTS, SHARES, PIPE, GRID = WAYS = (
@@ -127,8 +127,10 @@ def settings(config, ask, pipeline: bool) -> Iterator[tuple[str, dict]]:
         savings.insert(1, {"activation_memory_budget": 0.6})
     on_host = [{**ckpt, "activations_on_host": True}] * (ask.seq_len >= LONG)
     either = (False, True)
-    over_rows = spreads(ask, share_of_heads, heads_of(config)) if ask.seq_len >= LONG else [1]
-    small = ask.tokens_a_step <= FEW * ask.cards
+    long, small = ask.seq_len >= LONG, ask.tokens_a_step <= FEW * ask.cards
+    if is_hybrid(config):  # which take whole rows and matrices
+        long = small = False
+    over_rows = spreads(ask, share_of_heads, heads_of(config)) if long else [1]
     over_matrices = spreads(ask, refuse_shares, config) if small else [1]
     experts = experts_of(config) or 1
     over_experts = [n for n in range(1, ask.cards + 1) if ask.cards % n == experts % n == 0]
@@ -345,7 +347,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         dtype, _ = pick_dtype("auto", card)
         attention = "varlen" if has_fused_kernels(card) else "bucketed"
         ask.name, ask.memory = card.name, ask.memory or card.memory_gb
-        ask.compute = Compute(dtype, attention, choose_compile(None, card, attention)[0])
+        compiled, _ = choose_compile(None, card, attention)
+        ask.compute = Compute(dtype, attention, compiled, rule="fla")
     elif not ask.memory:
         parser.error("set --card, or --memory")
     ask.usable = ask.memory * USABLE

@@ -91,7 +91,11 @@ class Pipeline:
         make = functools.partial(
             materialise, lm, weights=weights, seed=args.seed, device=world.device
         )
-        sizes = [unit_sizes(config, count, args.blocks_per_unit) for count in counts]
+        firsts = itertools.accumulate(counts, initial=0)
+        sizes = [
+            unit_sizes(config, count, args.blocks_per_unit, first)
+            for count, first in zip(counts, firsts, strict=False)
+        ]
         checkpointing = args.use_activation_checkpointing
         specs, bounds = ds_engine.layer_specs(
             lm.config, make, sizes, self.inputs, checkpointing, budget

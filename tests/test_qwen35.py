@@ -8,13 +8,15 @@ import sys
 import pytest
 import test_lora as lora
 import torch
-from conftest import ROOT, ZERO, run, slow
+from conftest import ROOT, ZERO, args_with, logged, run, slow, train_cases
 from safetensors.torch import load_file, save_file
+from test_attention import CPU, H100
 from test_evaluate import evaluated
 from test_families import IDS, cases
 from test_parity import (
     SEQ_LEN,
     SIZES,
+    argv,
     assert_equal,
     plain_loop,
     smaller_vocabulary,
@@ -32,10 +34,17 @@ from transformers import (
 )
 
 from llm_demo.core.attention import make_documents
+from llm_demo.core.decoder import skeleton
 from llm_demo.core.delta import use_rule
+from llm_demo.core.errors import UserError
+from llm_demo.core.lora import Lora, apply_lora
+from llm_demo.export import export
+from llm_demo.job.adapters import matrices_in
 from llm_demo.job.costs import parameters_of
-from llm_demo.job.delta import rule_fault
+from llm_demo.job.delta import decide_rule, rule_fault
+from llm_demo.job.families import problems_of
 from llm_demo.job.model_folder import open_model
+from llm_demo.job.source import load_config
 
 # The norm of a layer's output makes it as long for a query nearly at right angles to its key: with
 # the usual epsilon, rounding in one step is a thousand times as large in the next.
@@ -180,3 +189,132 @@ def test_parameters(name, work):
     config, _ = open_model(folder, SEQ_LEN)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert parameters_of(config) == sum(p.numel() for p in model.parameters() if p.ndim > 1)
+
+
+# ---------------------------------------------------------------- runs
+
+
+def test_16_bits_with_decays_in_fp32(work, tmp_path):
+    """Sharded, on the device and on the host, and over a frozen base, losses are near fp32's."""
+    folder, expected = work
+    how = ["--dtype", "bf16", "--max_steps", 2]
+    runs = {
+        "device": [*how, "--use_activation_checkpointing"],
+        "host": [*how, "--optimizer_on_host"],
+        "lora": [*how, "--lora_rank", "4", "--lr", "1e-3"],
+    }
+    same = argv(folder, "tied", 2, 2)
+    train_cases(tmp_path, "fsdp", 2, {name: [*same, *more] for name, more in runs.items()})
+    for name in runs:
+        losses = [record["train/loss"] for record in logged(tmp_path / name)]
+        assert losses[0] == pytest.approx(expected["tied"]["loss"][0], rel=5e-3), name
+
+
+def test_what_stays_in_fp32_and_has_no_adapter(work):
+    lm = skeleton(AutoConfig.from_pretrained(work[0] / "tied"), "bucketed")
+    lora = Lora(2, 4.0, 0.0, ("q_proj", "in_proj_qkv", "conv1d"), 0, {})
+    apply_lora(lm, lora, torch.bfloat16)
+    layer = lm.model.layers[0].linear_attn
+    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
+    assert layer.conv1d.weight.dtype == layer.in_proj_qkv.weight.dtype == torch.bfloat16
+    assert hasattr(layer.in_proj_qkv, "lora_A") and not hasattr(layer.conv1d, "lora_A")
+    assert not any(".conv1d." in name for name in matrices_in(lm.config))
+
+
+@pytest.mark.slow
+def test_exports_have_the_trainers_loss(work, tmp_path):
+    """Of adapters too, merged; in bf16 the decays' parameters stay as they are."""
+    folder, runs = work[0], {}
+    for name in MODELS:
+        same = lora.run_flags(folder, name, tmp_path)[:-2]
+        runs[f"{name}-whole"] = [*same, "--lora_rank", 0, "--lr", 1e-3]
+        runs[f"{name}-lora"] = same
+    train_cases(tmp_path, "fsdp", 1, runs)
+    for run_name in runs:
+        at, out = tmp_path / run_name / "checkpoints/step_00000004", tmp_path / f"{run_name}-hf"
+        export(at, out, "fp32", merge=run_name.endswith("lora"))
+        losses = json.loads((tmp_path / run_name / "summary.json").read_text())["eval_loss"]
+        assert losses["4"] < losses["0"] - 0.05
+        loss = lora.loss_of(AutoModelForCausalLM.from_pretrained(out), folder)
+        assert loss == pytest.approx(losses["4"], rel=2e-5), run_name
+    export(at, tmp_path / "bf16", "bf16", merge=True)
+    kinds = {n: t.dtype for n, t in load_file(tmp_path / "bf16/model.safetensors").items()}
+    assert kinds["model.layers.0.linear_attn.A_log"] == torch.float32
+    assert kinds["model.layers.0.linear_attn.conv1d.weight"] == torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_another_script(work, tmp_path):
+    folder, expected = work
+    flags = [f for f in argv(folder, "untied", 2, 2) if f != "--no_save"]
+    at = flags.index("--max_steps")
+    first = [*flags, "--save_every", "2", "--keep_last", "0"]
+    train_cases(tmp_path, "fsdp", 2, {"first": first})
+    resume = ["--resume", tmp_path / "first/checkpoints/step_00000002"]
+    for kind, more in (("pp", ["--grad_accum_steps", "4"]), ("zero", ZERO["zero2"])):
+        train_cases(tmp_path, kind, 2, {kind: [*flags, *more, *resume]})
+        losses = [record["train/loss"] for record in logged(tmp_path / kind)]
+        assert losses == pytest.approx(expected["untied"]["loss"][2:], rel=1e-5)
+    assert flags[at + 1] == "5"
+
+
+# ---------------------------------------------------------------- what is refused
+
+WRONG = [
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types: sliding_attention is not supported"),
+    ({"layer_types": ["linear_attention"] * 3}, "layer_types has 3 of 4 blocks"),
+    ({"linear_num_value_heads": 3}, "3 is not a multiple of 2 key heads"),
+    ({"linear_key_head_dim": 0}, "linear_key_head_dim 0 is not a positive number"),
+    ({"hidden_act": "gelu"}, "hidden_act gelu"),
+    ({"attn_output_gate": False}, "attn_output_gate is not supported"),
+]
+
+
+@pytest.mark.parametrize("changes, message", WRONG)
+def test_configurations_that_are_refused(changes, message):
+    config = copy.deepcopy(MODELS["tied"])
+    vars(config).update(changes)
+    assert message in next(problems_of(config))
+
+
+@pytest.mark.parametrize("flag, value", [("sequence_parallel", 2), ("tensor_parallel", 2),
+                                         ("psgd_rank", 4), ("attn_impl", "varlen")])  # fmt: skip
+def test_flags_that_are_refused(flag, value):
+    args = args_with(**{flag: value})
+    how = (lambda choose: choose()), CPU, torch.float32, MODELS["tied"]
+    with pytest.raises(UserError, match=f"--{flag}"):
+        decide_rule(args, *how)
+
+
+def test_a_kernel_is_chosen_by_what_a_probe_finds(monkeypatch):
+    """In this order, and PyTorch's version if neither works or fla is not installed."""
+    faults = {"fla": "wrong", "fla_kda": None}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: faults)
+
+    def decide():
+        how = (lambda choose: choose()), H100, torch.bfloat16, MODELS["tied"]
+        probe = lambda module, rule, *given, **more: faults[rule]  # noqa: E731
+        (rule, among), lines = decide_rule(args_with(), *how, probe)
+        return rule, "varlen" in among, lines[-1]
+
+    assert decide() == ("fla_kda", True, "linear attention: fla_kda")
+    faults["fla_kda"] = "a document changes what another gives"
+    assert decide()[:2] == ("chunked", False)
+    faults.clear()
+    assert "slow on a GPU; pip install fla-core" in decide()[2]
+
+
+def test_images_are_one_line(published, work, tmp_path):
+    part = {"type": "image", "image": "x.png"}
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "a"}]}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row))
+    flags = ["--model_name_or_path", published, "--train_json", tmp_path / "x.jsonl", "--dry_run"]
+    flags += ["--output_dir", tmp_path / "run"]
+    done = run([sys.executable, ROOT / "fsdp/train_fsdp.py", *flags])
+    assert done.returncode == 2 and "only text is supported" in done.stderr.splitlines()[-1]
+
+
+def test_experts_are_another_family(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5_moe"}))
+    with pytest.raises(UserError, match="model_type qwen3_5_moe is not one of"):
+        load_config(tmp_path, 64)

@@ -1,5 +1,6 @@
-"""Chooses how the gated delta rule of linear attention is computed, see core/delta.py: by a kernel
-of flash-linear-attention (fla), which needs Triton, or in PyTorch.
+"""Chooses how the gated delta rule of linear attention is computed, see core/delta.py.
+
+In PyTorch, or by a kernel of flash-linear-attention (fla), which needs Triton:
 
     fla      its kernel of this rule
     fla_kda  its kernel for a decay of each channel, given one decay for all: for GPUs where the

@@ -218,7 +218,7 @@ def environment(world) -> dict:
 
     versions = {"python": platform.python_version()}
     core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy")
-    for package in (*core, "flash_attn"):
+    for package in (*core, "flash_attn", "fla-core"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
