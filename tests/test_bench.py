@@ -21,8 +21,9 @@ from conftest import ROOT, python, run
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from bench import checkpoints, plots, store, table
+from bench import checkpoints, held_out, plots, store, table
 from bench import run as bench
+from bench.held_out import WAYS as HELD_OUT
 from bench.peers import torchtitan, trl
 from fsdp.flags import FsdpArgs
 from fsdp_pp.flags import FsdpPipeArgs
@@ -152,6 +153,22 @@ def test_ctrl_c_ends_the_row_and_its_processes(tmp_path):
         time.sleep(0.5)
     assert not running()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", HELD_OUT)
+def test_losses_of_the_same_steps(what, tmp_path, monkeypatch):
+    """Every way starts alike but for the approximation, and each has its own losses."""
+    rows = (ROOT / "data/sft_en.jsonl").read_text().splitlines(keepends=True)[:40]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    words = ["held_out", what, str(ROOT / "models/qwen3-tiny"), str(tmp_path / "rows.jsonl")]
+    monkeypatch.setattr(sys, "argv", [*words, "--held_out", "8", "--steps", "2", "--every", "1"])
+    assert held_out.main() == 0
+    losses = [result["losses"] for result in store.read(f"held_out/{what}")]
+    assert len(losses) == len(HELD_OUT[what]) and all(len(each) == 3 for each in losses)
+    ends = [each["2"] for each in losses]
+    assert len({*ends}) == len(ends) and max(ends) - min(ends) < 0.5
 
 
 def test_grids_and_names():
