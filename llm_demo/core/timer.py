@@ -33,7 +33,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 from llm_demo.core.mesh import World
 
@@ -131,8 +130,8 @@ class StepTimer:
 
 
 def _to_cpu(value):
-    is_tensor = isinstance(value, torch.Tensor)
-    return value.detach().to("cpu", non_blocking=True) if is_tensor else value
+    value = value.detach() if hasattr(value, "detach") else value
+    return value.to("cpu", non_blocking=True) if hasattr(value, "to") else value
 
 
 def memory_peaks(device: torch.device) -> tuple[float, float, int]:
@@ -208,8 +207,8 @@ class CommTimer:
         """Wrap torch.distributed's functions."""
         for name in COLLECTIVES:
             if hasattr(dist, name):
-                signature = inspect.signature(getattr(dist, name))
-                self._patch(dist, name, functools.partial(self._timed_call, name, signature))
+                parameters = tuple(inspect.signature(getattr(dist, name)).parameters)
+                self._patch(dist, name, functools.partial(self._timed_call, name, parameters))
         self._patch(dist, "batch_isend_irecv", self._timed_batch)
         if self.cuda:
             self.compute = torch.cuda.current_stream().cuda_stream
@@ -246,15 +245,16 @@ class CommTimer:
 
         setattr(where, name, patched)
 
-    def _timed_call(self, name, signature, call, args, kwargs):
-        given = signature.bind(*args, **kwargs).arguments
+    def _timed_call(self, name, parameters, call, args, kwargs):
+        given = {**dict(zip(parameters, args, strict=False)), **kwargs}
         if given.get("async_op"):
             return call(*args, **kwargs)
         ends = {"send": (self.rank, given.get("dst")), "recv": (given.get("src"), self.rank)}
         return self._timed(name, call, args, kwargs, given.get("group"), ends.get(name))
 
     def _timed(self, name, call, args, kwargs, group=None, ends=None):
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        lists = (v if isinstance(v, (list, tuple)) else [v] for v in (*args, *kwargs.values()))
+        tensors = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
         if self.muted or any(t.device.type != self.device.type for t in tensors):
             return call(*args, **kwargs)
         ends = ends or (name,)
