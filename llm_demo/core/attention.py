@@ -204,8 +204,8 @@ def of_stream(backend):
     @functools.wraps(backend)
     def padded(q, k, v, documents, scaling):
         (B, _, S, D), E = q.shape, v.shape[-1]
-        if D != E:
-            q, k, v = (F.pad(x, (0, max(D, E) - x.shape[-1])) for x in (q, k, v))
+        lacks = {D: max(0, E - D), E: max(0, D - E)}  # padding by 0 would copy
+        q, k, v = (F.pad(x, (0, n)) if (n := lacks[x.shape[-1]]) else x for x in (q, k, v))
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         out = backend(q, k, v, documents, scaling).unflatten(0, (B, S))
         return out[..., :E] if E < D else out
