@@ -30,6 +30,7 @@ from llm_demo.job.checkpoint_files import (
 )
 from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
+from llm_demo.job.families import TEXT_OF
 from llm_demo.job.folder import refuse_inside_checkpoints
 from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, on_meta
@@ -116,8 +117,9 @@ def main() -> None:
 
 
 def export(
-    checkpoint: Path, out: Path, dtype="bf16", max_shard_size="5GB", merge=False, base=None
-) -> str:
+    checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size: str = "5GB",
+    merge: bool = False, base: str | None = None,
+) -> str:  # fmt: skip
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
     only when complete. A run of adapters is written without the base's weights and configurations,
     or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
@@ -154,6 +156,11 @@ def export(
                 notes.append(IN_4_BITS)
         else:
             n_bytes = write_adapter(checkpoint, part, held, rest, lora)
+            if config.model_type in TEXT_OF.values():
+                notes.append(
+                    "load the base with AutoModelForCausalLM: on a class with images these "
+                    "adapters have no effect; for servers --merge them"
+                )
         (part / "README.md").write_text(card(checkpoint, out.name, None if whole else lora))
     kind = "weights" if whole else "adapters"
     line = f"exported {checkpoint} to {out}: {n_bytes / 1e6:,.0f} MB of {kind} in {dtype}"

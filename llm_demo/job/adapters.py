@@ -16,7 +16,7 @@ from llm_demo.job.costs import experts_of, parameters_of
 from llm_demo.job.device import drawn_on
 from llm_demo.job.dist import from_rank0, same_on_all_nodes
 from llm_demo.job.text import short
-from llm_demo.job.weights_files import Weights, base_digest, identity_of
+from llm_demo.job.weights_files import TEXT, Weights, base_digest, identity_of
 
 ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 
@@ -59,22 +59,24 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
     """`start` and `read` of a Lora with the values of a folder. targets: as --lora_targets. Raises
     UserError if the factors there are not those of this model's blocks."""
     shapes, file = matrices_in(config), adapter.file
+    # PEFT may have had the whole model, of which this is the text part
+    stored = {name.replace(TEXT, "model.", 1): name for name in adapter.tensors}
     names = dict.fromkeys(map(target_of, shapes))
     here = [name for name in names if name in adapter.targets]
     wanted = factors_of({"rank": adapter.rank, "targets": here}, shapes)
     held = in_peft({name: torch.empty(shape, device="meta") for name, shape in wanted.items()})
-    for name in adapter.tensors:
+    for name in stored:
         if name not in held:
             raise UserError(
                 f"{file}: {name} is not a factor of a layer that can have adapters in this model"
             )
     weights = Weights(adapter.folder, dict.fromkeys(adapter.tensors, file))
     for name, t in held.items():
-        if name not in adapter.tensors:
+        if name not in stored:
             raise UserError(
                 f"{file}: {name} is missing: each block must have adapters on the same layers"
             )
-        if (shape := weights.stored[name]) != t.shape:
+        if (shape := weights.stored[stored[name]]) != t.shape:
             raise UserError(
                 f"{file}: {name} has shape {list(shape)}, but rank {adapter.rank} and this model "
                 f"imply {list(t.shape)}"
@@ -90,7 +92,7 @@ def start_of(adapter: Adapter, targets: str, config) -> dict:
             f"--lora_targets {targets[:80]} contradicts --adapter {adapter.folder}, which has "
             f"{','.join(here)}: drop the flag"
         )
-    of_file = dict(zip(wanted, held, strict=True))
+    of_file = dict(zip(wanted, (stored[name] for name in held), strict=True))
 
     def read(name: str) -> torch.Tensor:
         values = weights.read(of_file[name]).float()
