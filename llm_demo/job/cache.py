@@ -48,7 +48,8 @@ def build(root: str, folder: str, write: Callable[[str], None]) -> None:
                 return os.replace(built, folder)
             for name in os.listdir(folder):
                 if name not in os.listdir(built):
-                    os.remove(f"{folder}/{name}")
+                    with contextlib.suppress(FileNotFoundError):  # another node removed it
+                        os.remove(f"{folder}/{name}")
             for name in (*sums, SUMS):
                 os.replace(f"{built}/{name}", f"{folder}/{name}")
     except OSError as error:
