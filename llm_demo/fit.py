@@ -252,7 +252,7 @@ def report(found: list[Choice], ask) -> str:
         line(first, ask),
         "Add --train_json, and --tokenizer_name_or_path if the model's folder has no tokenizer.",
         f"tokens per step: {rows} x {ask.seq_len:,} = {first.tokens:,}",
-        f"card: {ask.name}: {dtype}, {ask.compute.attn_impl} attention, {compiled}",
+        f"card: {ask.name}: {dtype}, {ask.compute.attn_impl} attention, {compiled}{ask.assumed}",
         f"estimated time of a step: {first.seconds:.2g} s, at {ask.tflops:.0f} TFLOP/s a card and "
         f"{ask.bandwidth:g} GB/s between cards",
         f"memory: {first.memory:.1f} of {ask.memory:g} GiB a card: {parts}",
@@ -341,7 +341,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     plan_for(ask.card)
     if ask.base_bits == 4 and not ask.lora_rank:
         parser.error("--base_bits 4 needs --lora_rank")
-    ask.name, ask.compute = "any, as fast as an H200", COMPUTE
+    ask.name, ask.compute, ask.assumed = "any, as fast as an H200", COMPUTE, ""
     if ask.card:
         card = this_device()
         dtype, _ = pick_dtype("auto", card)
@@ -367,6 +367,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{ask.model} holds weights in 4 bits: add --lora_rank 16 --base_bits 4")
     if ask.base_bits == 4 and is_mixture(config):
         raise UserError("--base_bits 4 does not work with mixtures of experts: drop it")
+    ask.assumed = ", with the kernels of fla-core" * is_hybrid(config)
     found = list(choices(config, ask))
     if not best(found, ask)[1]:
         print(f"error: {nothing(found, config, ask)}", file=sys.stderr)
