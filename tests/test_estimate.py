@@ -59,7 +59,7 @@ def held_by(row, config_of_run):
     )  # fmt: skip
     job = args, config, compute, train
     if row["engine"] == "fsdp":
-        ranks = args.data_parallel * args.sequence_parallel
+        ranks = args.data_parallel * args.sequence_parallel * args.tensor_parallel
         replicas = ranks if getattr(args, "replicas", 1) == "all" else 1
         kept = config_of_run.get("attention_kept", 0)
         if row["seq_len"] > 65_536 and "attention_kept" not in config_of_run:  # it was chosen

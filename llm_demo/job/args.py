@@ -391,5 +391,6 @@ def less_memory(args) -> str:
         ways.append(("base_bits", "4, unless the model has experts"))
     if not args.lora_rank and args.optim_state == "fp32" and accepted(args, "optim_state", "bf16"):
         ways.append(("optim_state", "bf16, which is approximate"))
-    lines = [f"--{name} (now {shown(getattr(args, name))}): {advice}" for name, advice in ways]
+    ways = [(name, getattr(args, name), advice) for name, advice in ways]
+    lines = [f"--{n} (now {0 if v is None else shown(v)}): {advice}" for n, v, advice in ways]
     return "; ".join(f"{i}. {line}" for i, line in enumerate(lines, 1))

@@ -110,17 +110,23 @@ RULES.update(KERNELS)
 # ---------------------------------------------------------------- the choice
 
 
+def refuse_flags(args: Args, config) -> None:
+    """Raise UserError for flags that don't work with a delta rule."""
+    for flag, none in (("sequence_parallel", 1), ("tensor_parallel", 1), ("psgd_rank", 0)):
+        if is_hybrid(config) and getattr(args, flag, none) != none:
+            raise UserError(
+                f"--{flag} does not work with the linear attention of {config.model_type}"
+            )
+
+
 def decide_rule(
     args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, probe=probe_once
 ) -> tuple[tuple[str, tuple], list[str]]:
     """((a key of RULES, the backends of attention that go with it), lines). ask: as of
-    decide_compute. Raises UserError for flags that don't work with a delta rule."""
+    decide_compute. Raises UserError for backends of attention that don't work with it."""
     if not is_hybrid(config):
         return ("chunked", IMPLS), []
     name, lines, why = config.model_type, [], "on a CPU"
-    for flag, none in (("sequence_parallel", 1), ("tensor_parallel", 1), ("psgd_rank", 0)):
-        if getattr(args, flag, none) != none:
-            raise UserError(f"--{flag} does not work with the linear attention of {name}")
     if device.type == "cuda":
         why = "slow on a GPU; pip install fla-core for its kernels"
         given = (dtype_name(dtype), *heads_of_rule(config))

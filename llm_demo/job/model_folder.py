@@ -164,8 +164,9 @@ def describe(model: Path, out: Path, tokenizer, config=None, dtype=torch.bfloat1
     notes = []
     if config:
         config.dtype = dtype
-        if getattr(config, "num_mtp_layers", 0):  # neither trained nor written
-            config.num_mtp_layers = 0
+        for name in ("num_mtp_layers", "mtp_num_hidden_layers"):  # neither trained nor written
+            if getattr(config, name, 0):
+                setattr(config, name, 0)
         if not config.architectures:  # servers such as vLLM need it
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__]
         config.save_pretrained(out)
