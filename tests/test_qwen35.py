@@ -180,7 +180,8 @@ def test_parameters(name, work):
 
 
 def test_16_bits_with_decays_in_fp32(work, tmp_path):
-    """Sharded, on the device and on the host, and over a frozen base, losses are near fp32's."""
+    """Sharded, on the device and on the host, and over a frozen base, forwards see decays' weights
+    in fp32; losses are near fp32's."""
     folder, expected = work
     how = ["--dtype", "bf16", "--max_steps", 2]
     runs = {
@@ -189,10 +190,11 @@ def test_16_bits_with_decays_in_fp32(work, tmp_path):
         "lora": [*how, "--lora_rank", "4", "--lr", "1e-3"],
     }
     same = argv(folder, "tied", 2, 2)
-    train_cases(tmp_path, "fsdp", 2, {name: [*same, *more] for name, more in runs.items()})
-    for name in runs:
-        losses = [record["train/loss"] for record in logged(tmp_path / name)]
-        assert losses[0] == pytest.approx(expected["tied"]["loss"][0], rel=5e-3), name
+    runs = {name: [*same, *more] for name, more in runs.items()}
+    for name, (losses, ranks) in train(tmp_path, "fsdp", 2, runs).items():
+        assert [rank["decays"] for rank in ranks] == [{torch.float32}] * 2, name
+        trained = 1 if name == "lora" else 2  # adapters take steps of their own
+        assert losses[:trained] == pytest.approx(expected["tied"]["loss"][:trained], rel=5e-3), name
 
 
 def test_what_stays_in_fp32_and_has_no_adapter(work):
