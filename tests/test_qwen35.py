@@ -4,6 +4,7 @@ model, one document at a time, as test_parity.py."""
 import copy
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import test_lora as lora
@@ -14,6 +15,7 @@ from test_attention import CPU, H100
 from test_evaluate import evaluated
 from test_families import IDS, cases
 from test_parity import SEQ_LEN, SIZES, argv, assert_equal, train, write_models
+from torch.library import opcheck
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -25,13 +27,14 @@ from transformers import (
 
 from llm_demo.core.attention import make_documents
 from llm_demo.core.decoder import skeleton
-from llm_demo.core.delta import use_rule
+from llm_demo.core.delta import RULES, use_rule
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.export import export
+from llm_demo.job import delta
 from llm_demo.job.adapters import matrices_in
 from llm_demo.job.costs import parameters_of
-from llm_demo.job.delta import decide_rule, rule_fault
+from llm_demo.job.delta import KERNELS, decide_rule, rule_fault
 from llm_demo.job.families import problems_of
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.source import load_config
@@ -127,6 +130,38 @@ def test_a_kernel_of_fla_is_right_here(dtype, heads):
     if dtype == "fp32" and None not in faults:
         pytest.skip(str(faults))
     assert None in faults, faults
+
+
+class StandIn(torch.autograd.Function):
+    """For a kernel of fla. In a thread: only this class has gradients within an operator."""
+
+    @staticmethod
+    def forward(ctx, kda, q, k, v, g, beta, cu, boundaries):
+        def compute(q, k, v, g, beta):
+            documents = make_documents(cu, tuple(q.shape[:2]), "bucketed", q.device)
+            return RULES["chunked"](q, k, v, g.mean(-1) if kda else g, beta, documents)
+
+        assert g.ndim == 3 + kda and (boundaries is None or boundaries.equal(cu))
+        ctx.leaves = [x.detach().requires_grad_() for x in (q, k, v, g, beta)]
+        ctx.out = ThreadPoolExecutor(1).submit(compute, *ctx.leaves).result()
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, up):
+        grads = ThreadPoolExecutor(1).submit(torch.autograd.grad, ctx.out, ctx.leaves, up)
+        return None, *grads.result(), None, None
+
+
+@pytest.mark.parametrize("rule", KERNELS)
+def test_the_operator_around_a_kernel(rule, monkeypatch):
+    """Results and gradients are PyTorch's, documents apart, and the compiler sees the same."""
+    monkeypatch.setattr(delta, "_kernel", StandIn.apply)
+    assert rule_fault(rule, "fp32", "2", "4", "8", "16", device="cpu") is None
+    cu = torch.tensor([0, 5, 12, 12], dtype=torch.int32)
+    tensors = [torch.rand(1, 12, *s) for s in ((2, 8), (2, 8), (4, 16), (4,), (4,))]
+    for boundaries in (None, cu):
+        inputs = [t.clone().requires_grad_() for t in tensors]
+        opcheck(delta._by_kernel, (rule == "fla_kda", *inputs, cu, boundaries))
 
 
 # ---------------------------------------------------------------- folders
