@@ -65,22 +65,21 @@ def change(name, values):
         values -= 3  # memories as long as trained ones
 
 
-SCRIPTS = {
-    ("fsdp", 1): (["tied"], 8, []),
-    ("fsdp", 2): (MODELS, 4, ["--reshard_after_forward"]),
-    ("fsdp", 4): (MODELS, 2, []),
-    ("pp", 2): (MODELS, 8, []),
-    ("fsdp_pp", 2): (MODELS, 8, []),
-    ("fsdp_pp", 4): (MODELS, 4, ["--reshard_after_forward"]),
-    ("zero", 2): (MODELS, 4, ZERO["zero3"]),
-}
-QUICK = [("fsdp", 2), ("pp", 2)]
+SCRIPTS = [
+    slow("fsdp", 1, ["tied"], 8, []),
+    ("fsdp", 2, MODELS, 4, ["--reshard_after_forward"]),
+    slow("fsdp", 4, MODELS, 2, []),
+    slow("fsdp", 4, MODELS, 2, ["--replicas", "2", "--blocks_per_unit", "3"]),
+    ("pp", 2, MODELS, 8, []),
+    slow("fsdp_pp", 2, MODELS, 8, []),
+    slow("fsdp_pp", 4, MODELS, 4, ["--reshard_after_forward"]),
+    slow("zero", 2, MODELS, 4, ZERO["zero3"]),
+]
 
 
-@pytest.mark.parametrize("script, n", [key if key in QUICK else slow(*key) for key in SCRIPTS])
-def test_equals_plain_loop(script, n, work, tmp_path):
+@pytest.mark.parametrize("script, n, names, rows, flags", SCRIPTS)
+def test_equals_plain_loop(script, n, names, rows, flags, work, tmp_path):
     folder, expected = work
-    names, rows, flags = SCRIPTS[script, n]
     found = train(tmp_path, script, n, cases(folder, names, rows, flags))
     for name, (losses, ranks) in found.items():
         assert_equal(losses, ranks, expected[name.removesuffix("-out")])
