@@ -1,6 +1,7 @@
 """Runs main() of a training script for each case of a JSON file, in processes started by torchrun.
 Wraps the script's `step` to record what the log lacks: every gradient, as AdamW receives it before
-clipping, and every parameter at the end; nothing of a "quiet" case."""
+clipping, every parameter at the end, and the dtypes in which forwards see what decays depend on;
+nothing of a "quiet" case."""
 
 import functools
 import gc
@@ -12,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from llm_demo.core import optim
+from llm_demo.core.delta import delta_layers
 from llm_demo.core.mesh import SPLIT
 from llm_demo.job.dist import start
 
 KIND, CASES = sys.argv[1:]
-record = {"steps": [], "after_step": [], "case": {}}
+record = {"steps": [], "after_step": [], "decays": set(), "case": {}}
 
 
 def poison(grads):
@@ -112,6 +114,12 @@ def watch_fsdp(script):
         tensors = {n: t for n, t in state().items() if not n.endswith(ends)}
         return whole(tensors, group_of(tensors))
 
+    def see_decays(unit, inputs):
+        for layer in delta_layers(unit):
+            record["decays"] |= {layer.A_log.dtype, layer.dt_bias.dtype}
+
+    for unit in script.model.units if KIND == "fsdp" else ():  # their hooks are not compiled
+        unit.register_forward_pre_hook(see_decays)
     optimizer.register_step_pre_hook(keep_grads)
     optim.global_norm, script.step = global_norm, watched
     return params
@@ -198,7 +206,7 @@ def train(job, engine, run):
 
     engine.step = watched
     run(job, engine)
-    kept = {key: record[key] for key in ("steps", "after_step")}
+    kept = {key: record[key] for key in ("steps", "after_step", "decays")}
     torch.save({**kept, "params": params()}, f"{case['out']}.{world.rank}.pt")
 
 
@@ -232,7 +240,7 @@ world = start()
 script.start = lambda: world  # one process group for all cases
 global_norm, linear = optim.global_norm, torch.nn.functional.linear
 for case in json.load(open(CASES)):
-    record.update(steps=[], after_step=[], case=case)
+    record.update(steps=[], after_step=[], decays=set(), case=case)
     optim.global_norm = global_norm
     torch.nn.functional.linear = linear  # ZeRO-3 replaces it
     if KIND == "fsdp":  # "as_it_is": FSDP2's own steps, in cases before any without

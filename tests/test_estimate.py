@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, ZERO, args_with, run
 from test_attention import MI100, MI210, MI300, latent
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3_5TextConfig, Qwen3MoeConfig
 
 from bench.presets import name_of
 from bench.run import PEERS
@@ -477,6 +477,25 @@ def test_blocks_that_differ_keep_what_real_ones_keep(kind, impl, dtype, block, m
     found = memory.saved_bytes(args_with(), config, compute, train)
     assert len(found) == config.num_hidden_layers
     assert found[block] == pytest.approx(real, rel=0.02)
+
+
+# an eighth of Qwen3.5 4B's sizes, a quarter of 0.8B's: hidden, of the MLP, heads of keys and values
+LINEAR = [(320, 1152, 2, 4), (256, 896, 4, 4)]
+
+
+@pytest.mark.parametrize("impl, documents_of", [("sdpa", 128), ("bucketed", 64)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_linear_attention_takes_no_more_than_is_expected(dtype, impl, documents_of):
+    """Of the rule in PyTorch. What is expected is at most 1.3 times as much."""
+    for hidden, wide, keys, values in LINEAR:
+        config = Qwen3_5TextConfig(
+            vocab_size=512, hidden_size=hidden, intermediate_size=wide, num_hidden_layers=4,
+            linear_num_key_heads=keys, linear_num_value_heads=values,
+        )  # fmt: skip
+        real = really_kept(config, impl, dtype, 0, documents_of)
+        compute = Compute(dtype, impl, compile=False)
+        train = SimpleNamespace(seq_len=128, single=documents_of == 128)
+        assert real <= memory.saved_bytes(args_with(), config, compute, train)[0] <= 1.3 * real
 
 
 @pytest.mark.parametrize(

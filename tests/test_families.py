@@ -4,11 +4,12 @@ docs/models.md lists them."""
 import copy
 import json
 import sys
+from functools import partial
 
 import pytest
 import test_lora as lora
 from conftest import ROOT, ZERO, run, slow, train_cases
-from test_parity import SEQ_LEN, SIZES, argv, assert_equal, train, write_models
+from test_parity import SEQ_LEN, SIZES, argv, assert_equal, shake, train, write_models
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -62,7 +63,7 @@ ALONE = ("glm", "phi3", "olmo3")  # trained by one process, the others by two
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("families")
-    return folder, write_models(folder, MODELS, ("bias", "norm.weight"))
+    return folder, write_models(folder, MODELS, partial(shake, ends=("bias", "norm.weight")))
 
 
 def cases(folder, names, rows, flags=()):

@@ -59,12 +59,18 @@ def write_rows(file):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     folder = tmp_path_factory.mktemp("parity")
-    return folder, write_models(folder, MODELS, ("bias",))
+    return folder, write_models(folder, MODELS, shake)
 
 
-def write_models(folder, models, changed):
-    """Write models with weights, and ragged data: {name: the plain loop's results}. changed: ends
-    of the names of what would else be zeros, or ones."""
+def shake(name, values, ends=("bias",)):
+    """Change a parameter with one of these ends of names, which would else be zeros, or ones."""
+    if name.endswith(ends):
+        values += torch.randn_like(values) * SIZES["initializer_range"]
+
+
+def write_models(folder, models, change):
+    """Write models with weights, and ragged data: {name: the plain loop's results}. change: a
+    function of each parameter's name and values, which changes these in place."""
     models, tokenizer = smaller_vocabulary(models, folder / "tokenizer")
     write_rows(folder / "data.jsonl")
     packs = packs_of(str(folder / "data.jsonl"), tokenizer, seq_len=SEQ_LEN)
@@ -72,9 +78,9 @@ def write_models(folder, models, changed):
     for name, config in models.items():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        for parameter, values in model.named_parameters():
-            if parameter.endswith(changed):
-                values.data += torch.randn_like(values) * config.initializer_range
+        with torch.no_grad():
+            for parameter, values in model.named_parameters():
+                change(parameter, values)
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
         results[name] = plain_loop(model.to(DEVICE), packs)
