@@ -10,6 +10,7 @@ import pytest
 import test_lora as lora
 import torch
 from conftest import ROOT, ZERO, args_with, logged, run, slow, train_cases
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_attention import CPU, H100
 from test_evaluate import evaluated
@@ -32,9 +33,10 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.lora import Lora, apply_lora
 from llm_demo.export import export
 from llm_demo.job import delta
-from llm_demo.job.adapters import matrices_in
+from llm_demo.job.adapter_folder import open_adapter
+from llm_demo.job.adapters import matrices_in, start_of
 from llm_demo.job.costs import parameters_of
-from llm_demo.job.delta import KERNELS, decide_rule, rule_fault
+from llm_demo.job.delta import KERNELS, decide_rule, refuse_flags, rule_fault
 from llm_demo.job.families import problems_of
 from llm_demo.job.model_folder import open_model
 from llm_demo.job.source import load_config
@@ -202,6 +204,20 @@ def test_the_text_of_a_published_folder_is_trained(published, work, tmp_path):
     assert file["loss"] == pytest.approx(losses["0"], rel=2e-5)
 
 
+def test_adapters_that_peft_saved_over_the_whole_model_are_read(published, tmp_path):
+    """PEFT finds "language_model." in their names; ours are those of the text alone."""
+    model = Qwen3_5ForConditionalGeneration.from_pretrained(published)
+    targets = ["q_proj", "out_proj"]  # which the vision tower has not
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=targets))
+    adapted.save_pretrained(tmp_path)
+    start = start_of(open_adapter(tmp_path), ",".join(targets), model.config.text_config)
+    values = {n: p for n, p in adapted.named_parameters() if ".lora_A." in n}
+    assert any(".linear_attn." in n for n in values)
+    for name, p in values.items():
+        name = name.replace("base_model.model.model.language_model.", "model.")
+        assert torch.equal(start["read"](name.replace(".default.", ".")), p)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters(name, work):
     folder = work[0] / name
@@ -302,6 +318,7 @@ def test_flags_that_are_refused(flag, value):
     args = args_with(**{flag: value})
     how = (lambda choose: choose()), CPU, torch.float32, MODELS["tied"]
     with pytest.raises(UserError, match=f"--{flag}"):
+        refuse_flags(args, MODELS["tied"])
         decide_rule(args, *how)
 
 
