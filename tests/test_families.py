@@ -95,15 +95,22 @@ def test_equals_plain_loop(script, n, work, tmp_path):
         assert_equal(losses, ranks, expected[name])
 
 
+def whole_and_adapters(folder, names, out):
+    """Train each model as a whole and by adapters, in out/NAME-whole and out/NAME-lora."""
+    runs = {}
+    for name in names:
+        same = lora.run_flags(folder, name, out)[:-2]
+        runs[f"{name}-whole"] = [*same, "--lora_rank", 0, "--lr", 1e-3]
+        runs[f"{name}-lora"] = same
+    train_cases(out, "fsdp", 1, runs)
+    return [*runs]
+
+
 @pytest.mark.slow
 def test_exports_have_the_trainers_loss(work, tmp_path):
     """Of adapters too, merged; and an estimate is printed."""
-    folder, runs = work[0], {}
-    for name in MODELS:
-        same = lora.run_flags(folder, name, tmp_path)[:-2]
-        runs[f"{name}-whole"] = [*same, "--lora_rank", 0, "--lr", 1e-3]
-        runs[f"{name}-lora"] = same
-    train_cases(tmp_path, "fsdp", 1, runs)
+    folder = work[0]
+    whole_and_adapters(folder, MODELS, tmp_path)
     for name in MODELS:
         for kind in ("whole", "lora"):
             run_folder, out = tmp_path / f"{name}-{kind}", tmp_path / f"{name}-{kind}-hf"

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_attention import CPU, H100
 from test_evaluate import evaluated
-from test_families import IDS, cases
+from test_families import IDS, cases, whole_and_adapters
 from test_parity import SEQ_LEN, SIZES, argv, assert_equal, train, write_models
 from torch.library import opcheck
 from transformers import (
@@ -261,13 +261,8 @@ def test_what_stays_in_fp32_and_has_no_adapter(work):
 @pytest.mark.slow
 def test_exports_have_the_trainers_loss(work, tmp_path):
     """Of adapters too, merged; in bf16 the decays' parameters stay as they are."""
-    folder, runs = work[0], {}
-    for name in MODELS:
-        same = lora.run_flags(folder, name, tmp_path)[:-2]
-        runs[f"{name}-whole"] = [*same, "--lora_rank", 0, "--lr", 1e-3]
-        runs[f"{name}-lora"] = same
-    train_cases(tmp_path, "fsdp", 1, runs)
-    for run_name in runs:
+    folder = work[0]
+    for run_name in whole_and_adapters(folder, MODELS, tmp_path):
         at, out = tmp_path / run_name / "checkpoints/step_00000004", tmp_path / f"{run_name}-hf"
         export(at, out, "fp32", merge=run_name.endswith("lora"))
         losses = json.loads((tmp_path / run_name / "summary.json").read_text())["eval_loss"]

@@ -123,9 +123,8 @@ def blocks_with_experts(model: nn.Module) -> list[nn.Module]:
 
 
 def kept_in_fp32(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that stay in fp32 in every compute dtype: of routers, and of decays (see
-    delta.py)."""
-    kept = {p for n, p in model.named_parameters() if n.endswith((".A_log", ".dt_bias"))}
+    """The parameters of routers and decays, which stay in fp32 in every compute dtype."""
+    kept = {p for n, p in model.named_parameters() if n.endswith(DECAYS)}
     return kept.union(*(block.mlp.gate.parameters() for block in blocks_with_experts(model)))
 
 
@@ -283,6 +282,7 @@ for _name, _product in PRODUCTS.items():
 
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+DECAYS = (".A_log", ".dt_bias")  # ends of names of parameters, see delta.py
 
 
 def fused(name: str) -> bool:
