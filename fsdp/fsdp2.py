@@ -39,11 +39,20 @@ ONE_POOL = "gathers and exchanges"  # of memory for copy engines
 
 
 def reduce_traffic(
-    model: FSDPModule, world: World, group: dist.ProcessGroup, dtype: torch.dtype, *,
-    accumulates: bool, compiles: bool, engines: bool = False, reshards: bool = True,
-    timed: Callable | None = None, units: list[UnitSum] = (), replicas: int = 1,
+    model: FSDPModule,
+    world: World,
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    *,
+    accumulates: bool,
+    compiles: bool,
+    engines: bool = False,
+    reshards: bool = True,
+    timed: Callable | None = None,
+    units: list[UnitSum] = (),
+    replicas: int = 1,
     say: Callable = print,
-) -> None:  # fmt: skip
+) -> None:
     """Modify every unit of a sharded model before its first step; say what this PyTorch does not
     support.
 

@@ -170,7 +170,13 @@ class HostAdamW(torch.optim.AdamW):
     grad_scale and found_inf are as in PyTorch's fused AdamW, 0-dim tensors on the device.
     moments: their dtype, see optim.check_moments."""
 
-    def __init__(self, units: list[UnitSum], lr: float, weight_decay: float, moments=torch.float32):
+    def __init__(
+        self,
+        units: list[UnitSum],
+        lr: float,
+        weight_decay: float,
+        moments: torch.dtype = torch.float32,
+    ):
         check_moments(moments)
         self.units, self.masters, both = units, {}, {}
         # by unit: master, exp_avg and exp_avg_sq, each laid out as the sum of gradients

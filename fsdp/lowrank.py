@@ -56,9 +56,14 @@ class LowRank:
         dtype: of the gradients."""
 
     def __init__(
-        self, params: list[nn.Parameter], rank: int, start: int, grid: DeviceMesh, done: int,
+        self,
+        params: list[nn.Parameter],
+        rank: int,
+        start: int,
+        grid: DeviceMesh,
+        done: int,
         dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
+    ):
         self.params, self.start, self.grid, self.steps = params, start, grid, done
         self.group = grid[REPLICA].get_group()
         shapes, self.whole = defaultdict(list), []

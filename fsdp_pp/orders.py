@@ -136,9 +136,13 @@ def in_flight(work: list[tuple]) -> dict[int, int]:
 
 
 def run_stage(
-    work: Iterable[tuple], last: int, links, hidden: tuple[tuple, torch.dtype], forward: Callable,
+    work: Iterable[tuple],
+    last: int,
+    links,
+    hidden: tuple[tuple, torch.dtype],
+    forward: Callable,
     backward: Callable | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Do this stage's work of a step with ordinary backwards, so that FSDP2's hooks, activation
     checkpointing and compiled blocks work as they do without a pipeline.
 

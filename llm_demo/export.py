@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
+from llm_demo.core.experts import DECAYS
 from llm_demo.core.mesh import World
 from llm_demo.job.adapter_folder import BASE
 from llm_demo.job.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
@@ -117,9 +118,13 @@ def main() -> None:
 
 
 def export(
-    checkpoint: Path, out: Path, dtype: str = "bf16", max_shard_size: str = "5GB",
-    merge: bool = False, base: str | None = None,
-) -> str:  # fmt: skip
+    checkpoint: Path,
+    out: Path,
+    dtype: str = "bf16",
+    max_shard_size: str = "5GB",
+    merge: bool = False,
+    base: str | None = None,
+) -> str:
     """Write weights, config, generation config, tokenizer and model card to `out`, which appears
     only when complete. A run of adapters is written without the base's weights and configurations,
     or with `merge` as the merged model. base: where that base is now. Returns a line for the log.
@@ -186,7 +191,7 @@ def model_of(folder: Path) -> tuple:
         model = on_meta(config)
         buffers = {name: t for name, t in model.named_buffers() if name in model.state_dict()}
         weights = dict(model.named_parameters()) | buffers
-        in_fp32 = {*buffers, *(n for n in weights if n.endswith((".A_log", ".dt_bias")))}
+        in_fp32 = {*buffers, *(n for n in weights if n.endswith(DECAYS))}
         return config, {name: tuple(t.shape) for name, t in weights.items()}, in_fp32
     except Exception as e:  # the file may come from elsewhere
         raise UserError(f"{folder}/config.json: {words_of(e)}") from e
@@ -270,9 +275,15 @@ def merged(checkpoint: Path, config, wanted: dict, lora: dict, weights: Weights 
 
 
 def write_weights(
-    checkpoint: Path, folder: Path, wanted: dict, dtype, max_shard_size, buffers=frozenset(),
-    read: Callable | None = None, way: str | None = None,
-) -> int:  # fmt: skip
+    checkpoint: Path,
+    folder: Path,
+    wanted: dict,
+    dtype,
+    max_shard_size,
+    buffers=frozenset(),
+    read: Callable | None = None,
+    way: str | None = None,
+) -> int:
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model; fused experts are written as a tensor for each matrix of each.
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the

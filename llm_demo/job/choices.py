@@ -149,7 +149,9 @@ def probe_backend(impl: str, dtype: torch.dtype, heads) -> str | None:
     return probe_once(MODULE, *given, versions=versions)
 
 
-def compare_with_math(impl: str, dtype: torch.dtype, heads, device: str, fused=False) -> float:
+def compare_with_math(
+    impl: str, dtype: torch.dtype, heads, device: str, fused: bool = False
+) -> float:
     """Largest error of output and gradients against fp32 math, relative to the largest value.
 
     fused: without SDPA's math kernel, which it takes silently if it refuses the fused ones. Raises
