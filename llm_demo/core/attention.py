@@ -339,4 +339,6 @@ def rotary_tables(rotary: nn.Module, hidden, position_ids, documents) -> tuple |
         return {kind: rotary(hidden, position_ids, kind) for kind in kinds}
     if isinstance(rotary, LongRope):
         return rotary(hidden, position_ids, documents.cu_seqlens)
+    if hasattr(rotary, "mrope_section"):  # a place in time, height and width: equal for text
+        position_ids = position_ids.expand(3, -1, -1)
     return rotary(hidden, position_ids)

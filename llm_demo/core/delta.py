@@ -71,6 +71,7 @@ def chunked(q, k, v, g, beta, documents) -> torch.Tensor:
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
     rule = partial(inspect.unwrap(torch_chunk_gated_delta_rule), use_qk_l2norm_in_kernel=True)
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
     return documents.by_bucket(lambda *rows: rule(*rows)[0], q, k, v, g, beta)
 
 
