@@ -18,7 +18,7 @@ PAGE = ROOT / "docs/design.md"
 # in the order of reading; then the other modules of each room by name
 CORE = (
     "loop rows decoder attention long_documents delta experts tensor fp8 fp8_kernels four_bits "
-    "lora loss loss_kernel optim masters mesh timer errors"
+    "four_bits_kernel lora loss loss_kernel optim masters mesh timer errors"
 ).split()
 ROOMS = ("core", *SCRIPTS, "data", "job", "launch", "check", "")  # "": commands
 

@@ -37,8 +37,8 @@ from llm_demo.core.optim import (
     set_lr,
 )
 from llm_demo.core.rows import Part, heldout_rows, label_positions, micro_batches, to_device
-from llm_demo.core.tensor import refuse_shares
 from llm_demo.job.args import Args, less_memory, parse_args
+from llm_demo.job.costs import refuse_shares
 from llm_demo.job.device import DTYPES
 from llm_demo.job.dist import run as run_script
 from llm_demo.job.dist import start

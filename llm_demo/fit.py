@@ -33,12 +33,18 @@ from fsdp_pp import estimate as fsdp_pp_estimate
 from fsdp_pp.flags import FsdpPipeArgs
 from llm_demo import step_time
 from llm_demo.core.errors import UserError
-from llm_demo.core.tensor import refuse_shares
 from llm_demo.estimate import CONTEXT_GB, GB, PROCESS, USABLE, fullest
 from llm_demo.job.adapters import choose_lora
 from llm_demo.job.args import SpreadArgs, parse_args
 from llm_demo.job.choices import Compute, choose_compile, has_fused_kernels
-from llm_demo.job.costs import MOMENT_BYTES, experts_of, heads_of, is_hybrid, share_of_heads
+from llm_demo.job.costs import (
+    MOMENT_BYTES,
+    experts_of,
+    heads_of,
+    is_hybrid,
+    refuse_shares,
+    share_of_heads,
+)
 from llm_demo.job.device import CARDS, dtype_name, pick_dtype, plan_for, this_device
 from llm_demo.job.families import is_mixture
 from llm_demo.job.files import ROOT

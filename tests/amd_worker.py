@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from llm_demo.core import loss, loss_kernel, optim
+from llm_demo.core import four_bits, four_bits_kernel, loss, loss_kernel, optim
 
 ROOT = Path(__file__).parent.parent
 ARCH, PART = sys.argv[1:]
@@ -59,6 +59,9 @@ def ours() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         logits = torch.empty(4, 151_936, dtype=dtype)
         loss_kernel.loss_of_logits(logits, torch.zeros(4, dtype=torch.int64))
+        rows = torch.zeros(64, four_bits.row_bytes(256), dtype=torch.uint8)
+        scales = torch.zeros(four_bits.scales_of(64, 256) + four_bits.TABLES)
+        four_bits_kernel.values(rows, scales, 256, dtype)
 
 
 def compiled() -> None:

@@ -23,9 +23,8 @@ from transformers import (
 )
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.tensor import refuse_shares
 from llm_demo.export import export
-from llm_demo.job.costs import parameters_of
+from llm_demo.job.costs import parameters_of, refuse_shares
 from llm_demo.job.families import problems_of, window_of, without_window
 from llm_demo.job.model_folder import open_model
 

@@ -1,6 +1,7 @@
 """A base in 4 bits under adapters: the trainer's numbers against PEFT over the same values in a
 plain loop, and files as transformers writes them."""
 
+import importlib.util
 import itertools
 import json
 import os
@@ -25,12 +26,12 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
 from llm_demo.job.cache import verified
-from llm_demo.job.four_bits import cached_base, fault, find_or_build
-from llm_demo.job.four_bits_files import need_library
+from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build
+from llm_demo.job.four_bits_files import library, need_library, pack
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.weights_files import open_weights, refuse_other_adapters
 
-functional = four_bits.library()
+functional = library()
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -146,9 +147,9 @@ def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path)
 
 def layer_of(N, K, dtype):
     weight = torch.randn(N, K)
-    numbers, state = functional.quantize_4bit(weight, compress_statistics=True, **four_bits.NF4)
-    bits = four_bits.pack(numbers, state.absmax, (N, K))
-    scales = torch.cat([state.state2.absmax, state.offset.view(1)])
+    numbers, state = functional.quantize_4bit(weight, **DOUBLE)
+    bits = pack(numbers, state.absmax, (N, K))
+    scales = scales_in(state)
     block = nn.ModuleDict({"up": nn.Linear(K, N, device="meta")})
     lm = nn.ModuleDict({"layers": nn.ModuleList([block])})
     model, names = nn.ModuleDict({"model": lm}), {"model.layers.0.up.weight"}
@@ -187,15 +188,44 @@ def test_a_layer_keeps_no_values(dtype, compiled):
 def test_a_device_is_compared_with_a_cpu(monkeypatch):
     assert fault("cpu") is None
     calls = itertools.count()
-    wrong = lambda *of: four_bits.pack(*of) ^ next(calls)  # noqa: E731  the second call's
+    wrong = lambda *of: pack(*of) ^ next(calls)  # noqa: E731  the second call's
     monkeypatch.setattr("llm_demo.job.four_bits.pack", wrong)
     assert fault("cpu").startswith("values in 4 bits differ from a CPU's by ")
+
+
+def scales_in(state):
+    """As of four_bits.values_of."""
+    return torch.cat([state.state2.absmax, state.offset.view(1), state.code, state.state2.code])
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_the_values_of_a_gpu():
     assert fault() is None
+    same_as_the_library("cuda")
+
+
+def same_as_the_library(device):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in ((96, 320), (40, 64), (130, 4096)):  # with two rows to a program, and many
+            numbers, state = functional.quantize_4bit(torch.randn(shape).to(device), **DOUBLE)
+            bits, state.dtype = pack(numbers, state.absmax, shape), dtype
+            found = four_bits.values_of(bits, scales_in(state), shape[1], dtype)
+            assert torch.equal(found, functional.dequantize_4bit(numbers, state))
+
+
+def test_the_values_of_a_cpu():
+    same_as_the_library("cpu")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="no Triton")
+def test_the_kernel():
+    """In Triton's interpreter, to the bit. There, bf16 is cut off and not rounded."""
+    code = "import torch, test_four_bits as t; from llm_demo.core import four_bits_kernel as k\n"
+    code += "values = lambda *args: k.values(*args[:3], torch.float32).to(args[3])\n"
+    code += "t.four_bits.values_of = values; t.same_as_the_library('cpu'); print('same')"
+    where = {"PYTHONPATH": f"{ROOT / 'tests'}:{ROOT}", "TRITON_INTERPRET": "1"}
+    assert run([sys.executable, "-c", code], fresh=True, **where).stdout == "same\n"
 
 
 # ---------------------------------------------------------------- bad input
@@ -230,13 +260,13 @@ def bits_of(bits):
 
 
 def test_without_the_library(monkeypatch):
-    four_bits.library.cache_clear()
+    library.cache_clear()
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match="pip install bitsandbytes"):
         need_library()
     monkeypatch.undo()
-    four_bits.library.cache_clear()
+    library.cache_clear()
     need_library()
 
 
@@ -260,7 +290,7 @@ def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
     code += "trap.get_kernel = lambda *a, **k: print('downloaded')\n"
-    code += "from llm_demo.core.four_bits import library; library()\n"
+    code += "from llm_demo.job.four_bits_files import library; library()\n"
     code += "assert sys.modules['kernels'] is trap"
     done = run([sys.executable, "-c", code], fresh=True)
     assert done.returncode == 0 and done.stdout == done.stderr == ""
@@ -320,7 +350,7 @@ STATE = f"{NAME}.quant_state.bitsandbytes__nf4"
 def published(work, tmp_path_factory):
     """{name: tensor} of a folder in 4 bits of one layer."""
     weight = load_file(work[0] / "tied/model.safetensors")[NAME]
-    numbers, state = functional.quantize_4bit(weight, compress_statistics=True, **four_bits.NF4)
+    numbers, state = functional.quantize_4bit(weight, **DOUBLE)
     parts = {f"{NAME}.{k}": t.contiguous() for k, t in state.as_dict(packed=True).items()}
     return {NAME: numbers} | parts, nearest(weight)
 

@@ -342,6 +342,9 @@ def _random(model: PreTrainedModel, module: nn.Module, seed: str) -> dict[str, t
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(seed.encode()))
         model._init_weights(module)
-    values = {key: module._parameters[key].bfloat16().float() for key in params}
+    values = {key: module._parameters[key].detach() for key in params}
+    for whole in values.values():
+        for piece in whole.view(-1).split(1 << 24):  # an embedding's copies may not fit
+            piece.copy_(piece.bfloat16())
     module._parameters.update(params)
     return values

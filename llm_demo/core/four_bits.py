@@ -7,11 +7,8 @@ sharding and gathering need not know of them. The values are computed from them 
 again in each backward, for one layer at a time.
 
 Source: "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al. 2023), in the format of the
-library bitsandbytes, which computes the values."""
+library bitsandbytes, which rounds the weights to it, see llm_demo/job/four_bits.py."""
 
-import functools
-import logging
-import sys
 from collections.abc import Callable
 
 import torch
@@ -20,25 +17,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 BLOCK, GROUP = 64, 256  # numbers that share a scale, and scales that do
-NF4 = {"blocksize": BLOCK, "quant_type": "nf4"}
-
-
-@functools.cache
-def library():
-    """bitsandbytes.functional. On some CPUs bitsandbytes would download a kernel and run it, if
-    the package `kernels` is installed: this import hides that. Raises ImportError."""
-    log, hidden = logging.getLogger("bitsandbytes"), sys.modules.get("kernels")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    sys.modules["kernels"] = None
-    try:
-        import bitsandbytes.functional
-    finally:
-        log.setLevel(level)
-        del sys.modules["kernels"]
-        if hidden:
-            sys.modules["kernels"] = hidden
-    return bitsandbytes.functional
+NUMBERS, SCALES = 16, 256  # levels of each
+TABLES = 1 + NUMBERS + SCALES  # what `values_of` is given beside scales of scales
 
 
 def row_bytes(inputs: int) -> int:
@@ -51,15 +31,7 @@ def scales_of(outputs: int, inputs: int) -> int:
     return -(-outputs * inputs // (BLOCK * GROUP))
 
 
-def pack(numbers: torch.Tensor, scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """The parameter's bytes, uint8 [N, row_bytes(K)]. numbers, scales: uint8 with N K / 2 and
-    N K / 64 elements; shape: (N, K)."""
-    rows = [t.reshape(shape[0], -1) for t in (numbers, scales)]
-    used = sum(t.shape[1] for t in rows)
-    return F.pad(torch.cat(rows, 1), (0, row_bytes(shape[1]) - used))
-
-
-@torch.library.custom_op("llm_demo::values_of_4_bits", mutates_args=())
+@torch.library.custom_op("llm_demo::values_of_4_bits", mutates_args=(), device_types="cpu")
 def values_of(
     weight: torch.Tensor,
     scales: torch.Tensor,
@@ -67,32 +39,24 @@ def values_of(
     dtype: torch.dtype,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The values [N, K] of a parameter [N, any]. scales: fp32, those of scales, then what is added
-    to all scales. inputs: K. after: what must exist before: a compiler moves what needs no gradient
-    into the forward, and keeps it."""
-    functional, rows = library(), weight.view(torch.uint8)
-    of_numbers, of_scales = levels(weight.device)
-    numbers, of_blocks = rows[:, : inputs // 2], rows[:, inputs // 2 :][:, : inputs // BLOCK]
-    nested = functional.QuantState(
-        scales[:-1], code=of_scales, blocksize=GROUP, dtype=torch.float32
-    )
-    state = functional.QuantState(
-        of_blocks.flatten(), (len(rows), inputs), dtype=dtype, offset=scales[-1], state2=nested,
-        code=of_numbers, **NF4,
-    )  # fmt: skip
-    return functional.dequantize_4bit(numbers.reshape(-1, 1), state)
+    """The values [N, K] of a parameter [N, any]. scales: those of scales, what is added to all
+    scales, the levels of numbers, those of scales. inputs: K. after: what must exist before: a
+    compiler moves what needs no gradient into the forward, and keeps it. On a GPU, importing
+    four_bits_kernel.py is what makes it work."""
+    rows, K = weight.view(torch.uint8), inputs
+    groups, tables = scales[:-TABLES], scales[-TABLES:]
+    added, of_numbers, of_scales = tables.split((1, NUMBERS, SCALES))
+    numbers, of_blocks = rows[:, : K // 2], rows[:, K // 2 :][:, : K // BLOCK].flatten()
+    groups = groups.repeat_interleave(GROUP)[: len(of_blocks)]
+    of_blocks = of_scales[of_blocks.int()] * groups + added
+    pairs = torch.cartesian_prod(of_numbers, of_numbers)  # of a byte
+    values = F.embedding(numbers.int(), pairs).view(-1, BLOCK) * of_blocks[:, None]
+    return values.view(-1, K).to(dtype)
 
 
 @values_of.register_fake
 def _(weight, scales, inputs, dtype, after=None):
     return weight.new_empty(len(weight), inputs, dtype=dtype)
-
-
-@functools.cache
-def levels(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The levels of numbers [16] and of scales [256]: bitsandbytes would copy the first to the
-    device, and wait for it, each time."""
-    return library().get_4bit_type("nf4", device), library().create_dynamic_map().to(device)
 
 
 class _Frozen(torch.autograd.Function):
@@ -114,10 +78,10 @@ class FourBits(nn.Module):
     """How a layer's product is computed, with its scales of scales."""
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, read: Callable):
-        """read() -> (bytes as of `pack`, scales as of `values_of`)."""
+        """read() -> (bytes [N, row_bytes(K)], scales as of `values_of`)."""
         super().__init__()
         self.dtype, self.read = dtype, read
-        scales = torch.empty(scales_of(*shape) + 1, device="meta")
+        scales = torch.empty(scales_of(*shape) + TABLES, device="meta")
         self.register_buffer("scales", scales, persistent=False)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -31,17 +31,6 @@ CUT = {
 WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}  # latent attention: their outputs serve all heads
 
 
-def refuse_shares(config, n: int) -> None:
-    """Raise UserError if a model can't be cut into n shares."""
-    if n > 1 and config.model_type.startswith("olmo"):
-        raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
-    names = ["num_key_value_heads", "num_attention_heads"]
-    names += ["intermediate_size"] * (not hasattr(config, "moe_intermediate_size"))  # else see _cut
-    for name in names:
-        if (count := getattr(config, name)) % n:
-            raise UserError(f"--tensor_parallel {n} does not divide {count}, the model's {name}")
-
-
 def keep_share(model: PreTrainedModel, grid: DeviceMesh) -> None:
     """Leave this rank its share of each block's attention and dense MLP, of a model on the meta
     device, and let both take and return slices of rows. grid: shares x shards of such a share, over

@@ -217,3 +217,16 @@ def share_of_heads(heads: Heads, n: int) -> Heads:
             "keys and values"
         )
     return heads._replace(queries=queries // n, keys=max(1, keys // n))
+
+
+def refuse_shares(config, n: int) -> None:
+    """Raise UserError if a model can't be cut into n shares."""
+    if n > 1 and config.model_type.startswith("olmo"):
+        raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
+    names = ["num_key_value_heads", "num_attention_heads"]
+    names += ["intermediate_size"] * (
+        not hasattr(config, "moe_intermediate_size")
+    )  # else see core/tensor.py
+    for name in names:
+        if (count := getattr(config, name)) % n:
+            raise UserError(f"--tensor_parallel {n} does not divide {count}, the model's {name}")

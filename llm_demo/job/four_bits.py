@@ -15,7 +15,7 @@ from torch import nn
 
 from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK, NF4, library, pack, values_of
+from llm_demo.core.four_bits import BLOCK, values_of
 from llm_demo.core.lora import use_four_bits
 from llm_demo.job.cache import build, verified
 from llm_demo.job.choices import above, probe_once
@@ -23,12 +23,13 @@ from llm_demo.job.costs import experts_of
 from llm_demo.job.device import dtype_name
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.files import cache_folder, hash_of
-from llm_demo.job.four_bits_files import need_library
+from llm_demo.job.four_bits_files import library, need_library, pack
 from llm_demo.job.text import progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
 
 MODULE = "llm_demo.job.four_bits"
-DOUBLE = {"compress_statistics": True, **NF4}  # scales in a byte each
+# scales in a byte each
+DOUBLE = {"compress_statistics": True, "blocksize": BLOCK, "quant_type": "nf4"}
 FORMAT = 1  # of a cached base; increase it when the same files are stored differently
 
 
@@ -48,6 +49,12 @@ def decide_four_bits(args, source, world) -> None:
     if world.device.type == "cuda":
         if problem := from_rank0(world, functools.partial(probe_once, MODULE)):
             raise UserError(f"--base_bits 4 does not work here: {problem}")
+        use_kernel()
+
+
+def use_kernel() -> None:
+    """Let a GPU compute the values."""
+    from llm_demo.core import four_bits_kernel  # noqa: F401  it needs Triton
 
 
 def give_four_bits(lm: nn.Module, job) -> None:
@@ -129,9 +136,12 @@ def fault(device: str = "cuda") -> str | None:
     """What is wrong with a device's values of a weight, and its numbers and scales."""
     shape, found = (96, 320), []
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if device == "cuda":
+        use_kernel()
     for place in ("cpu", device):
         numbers, state = library().quantize_4bit(weight.to(place), **DOUBLE)
-        scales = torch.cat([state.state2.absmax, state.offset.view(1)])
+        of_scales = state.state2
+        scales = torch.cat([of_scales.absmax, state.offset.view(1), state.code, of_scales.code])
         bits = pack(numbers, state.absmax, shape)
         found.append(values_of(bits, scales, shape[1], torch.float32).cpu())
     error = ((found[1] - found[0]).norm() / found[0].norm()).item()

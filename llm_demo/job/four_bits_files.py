@@ -9,15 +9,19 @@
 
 of X.weight [N, K], see core/four_bits.py."""
 
+import functools
 import json
+import logging
 import platform
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from llm_demo.core.errors import UserError
-from llm_demo.core.four_bits import BLOCK, GROUP, levels, library, pack, scales_of
+from llm_demo.core.four_bits import BLOCK, GROUP, NUMBERS, SCALES, row_bytes, scales_of
 
 STATE = ".quant_state.bitsandbytes__"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
@@ -42,7 +46,7 @@ def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -
     for state in sorted(name for name in sizes if STATE in name):
         name = state.partition(STATE)[0]
         N, K, offset = _facts(state, read, folder)
-        counts = N * K // 2, N * K // BLOCK, scales_of(N, K), 16, 256
+        counts = N * K // 2, N * K // BLOCK, scales_of(N, K), NUMBERS, SCALES
         for part, count, kind in zip(("", *PARTS), counts, of, strict=True):
             if name + part not in sizes:
                 raise UserError(f"{folder}: {name} is in 4 bits, but {name}{part} is missing")
@@ -53,7 +57,8 @@ def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -
                     f"of shape {[N, K]} has {count:,} of type {kind}"
                 )
         need_library()
-        for part, wanted in zip(PARTS[2:], levels(torch.device("cpu")), strict=True):
+        known = library().get_4bit_type("nf4", "cpu"), library().create_dynamic_map()
+        for part, wanted in zip(PARTS[2:], known, strict=True):
             if not torch.allclose(read(name + part).flatten(), wanted, atol=1e-6):
                 raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
         found[name] = Stored((N, K), offset)
@@ -82,11 +87,37 @@ def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
 def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
     """(the bytes of a weight, its scales) as of core.four_bits. Raises UserError for scales that
     are not finite."""
-    offset = torch.tensor([stored.offset])
-    scales = torch.cat([read(f"{name}.nested_absmax").flatten(), offset])
+    group, *levels = (read(name + part).flatten() for part in PARTS[1:])
+    scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
     if not scales.isfinite().all():
         raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")
     return pack(read(name), read(f"{name}.absmax"), stored.shape), scales
+
+
+def pack(numbers: torch.Tensor, scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The parameter's bytes, uint8 [N, row_bytes(K)], see core/four_bits.py. numbers, scales: uint8
+    with N K / 2 and N K / 64 elements; shape: (N, K)."""
+    rows = [t.reshape(shape[0], -1) for t in (numbers, scales)]
+    used = sum(t.shape[1] for t in rows)
+    return F.pad(torch.cat(rows, 1), (0, row_bytes(shape[1]) - used))
+
+
+@functools.cache
+def library():
+    """bitsandbytes.functional. On some CPUs bitsandbytes would download a kernel and run it, if
+    the package `kernels` is installed: this import hides that. Raises ImportError."""
+    log, hidden = logging.getLogger("bitsandbytes"), sys.modules.get("kernels")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    sys.modules["kernels"] = None
+    try:
+        import bitsandbytes.functional
+    finally:
+        log.setLevel(level)
+        del sys.modules["kernels"]
+        if hidden:
+            sys.modules["kernels"] = hidden
+    return bitsandbytes.functional
 
 
 def need_library() -> None:

@@ -1,0 +1,41 @@
+"""The values of weights in 4 bits by one Triton kernel, see four_bits.py.
+
+A program computes WORDS x 8 of them: an int32 holds 8 numbers, which share a scale."""
+
+import torch
+import triton
+import triton.language as tl
+
+from llm_demo.core import four_bits
+
+WORDS = 1024
+
+
+@four_bits.values_of.register_kernel("cuda")
+def values(weight, scales, inputs: int, dtype: torch.dtype, after=None) -> torch.Tensor:
+    """As four_bits.values_of."""
+    out = torch.empty(len(weight), inputs, dtype=dtype, device=weight.device)
+    words, total = weight.view(torch.int32), out.numel() // 8
+    rows, tables = weight.view(torch.uint8), scales[-four_bits.TABLES :]
+    given = words, rows, scales, tables, out, total, words.shape[1], inputs // 8, WORDS
+    how = {"num_warps": 8, "enable_fp_fusion": False}  # products and sums are rounded apart
+    _values[(triton.cdiv(total, WORDS),)](*given, **how)
+    return out
+
+
+@triton.jit
+def _values(
+    words, rows, groups, tables, out, total, stride, PER_ROW: tl.constexpr, WORDS: tl.constexpr
+):
+    i = tl.program_id(0) * WORDS + tl.arange(0, WORDS)
+    inside = i < total
+    row, word = i // PER_ROW, i % PER_ROW
+    eight = tl.load(words + row * stride + word, inside)
+    code = tl.load(rows + (row * stride + PER_ROW) * 4 + word // 8, inside).to(tl.int32)
+    scale = tl.load(tables + 17 + code, inside) * tl.load(groups + i // (8 * 256), inside)
+    scale += tl.load(tables)
+    j = tl.arange(0, 8)
+    numbers = (eight[:, None] >> (j // 2 * 8 + 4 - j % 2 * 4)[None, :]) & 15  # high halves first
+    found = tl.load(tables + 1 + numbers) * scale[:, None]
+    at = i.to(tl.int64)[:, None] * 8 + j[None, :]
+    tl.store(out + at, found.to(out.dtype.element_ty), inside[:, None])
