@@ -55,12 +55,12 @@ def _forward(layer, hidden_states, documents, **kwargs):
 
 def convolve(x: torch.Tensor, weight: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """silu of a causal convolution of each channel within each document. x [B, S, C], weight
-    [C, taps], the last of which is a token's own, positions [B, S] -> [B, S, C]."""
+    [C, taps], the last of which is a token's own, positions [B, S], from 0 -> [B, S, C]."""
     own, *earlier = weight.float().flip(1).T
     out = x * own
-    for back, tap in enumerate(earlier, 1):
-        before = F.pad(x, (0, 0, back, 0))[:, : x.shape[1]]
-        out = out + before.masked_fill(positions[..., None] < back, 0) * tap
+    for back, tap in enumerate(earlier, 1):  # a compiler would keep padded copies, but rolls again
+        before = x.roll(back, 1).masked_fill(positions[..., None] < back, 0)
+        out = out + before * tap
     return F.silu(out).to(x.dtype)
 
 
