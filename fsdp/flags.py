@@ -35,7 +35,9 @@ class FsdpArgs:
         None, "Shard with FSDP2. Default: if there are several processes, or a flag needs it."
     )
     reshard_after_forward: bool = flag(
-        False, "Gather weights, sum gradients in every micro-batch.", saves_memory="true"
+        False,
+        "Gather weights, sum gradients in every micro-batch.",
+        saves_memory="true, on several processes",
     )
     replicas: str = flag(
         "1",
