@@ -103,7 +103,8 @@ def give_rule(config, dtype: str) -> None:
 
     rules = ("fla", "fla_kda") if importlib.util.find_spec("fla") else ()
     given = (dtype, *heads_of_rule(config))
-    works = (r for r in rules if probe_once(MODULE, r, *given, versions=versions()) is None)
+    how = {"versions": versions(), "seconds": 900}
+    works = (r for r in rules if probe_once(MODULE, r, *given, **how) is None)
     rule = next(works, None)
     if rule == "fla_kda":
         from fla.ops.kda import chunk_kda

@@ -15,8 +15,8 @@ WORDS = 1024
 def values(weight, scales, inputs: int, dtype: torch.dtype, after=None) -> torch.Tensor:
     """As four_bits.values_of."""
     out = torch.empty(len(weight), inputs, dtype=dtype, device=weight.device)
-    words, total = weight.view(torch.int32), out.numel() // 8
-    rows, tables = weight.view(torch.uint8), scales[-four_bits.TABLES :]
+    rows, total, tables = weight.view(torch.uint8), out.numel() // 8, scales[-four_bits.TABLES :]
+    words = (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.int32)
     given = words, rows, scales, tables, out, total, words.shape[1], inputs // 8, WORDS
     how = {"num_warps": 8, "enable_fp_fusion": False}  # products and sums are rounded apart
     _values[(triton.cdiv(total, WORDS),)](*given, **how)

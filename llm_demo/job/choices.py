@@ -51,7 +51,7 @@ class Compute(NamedTuple):
     rule: str = "chunked"  # of linear attention, see core/delta.py
 
 
-def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
+def probe_once(module: str, *args, versions: tuple = (), seconds: int = 180) -> str | None:
     """The last line of `python -m module args` if it failed; None if it succeeded.
 
     A success is remembered by module, arguments, device, PyTorch, `versions` and the variables
@@ -69,10 +69,12 @@ def probe_once(module: str, *args, versions: tuple = ()) -> str | None:
     env[PARENT] = str(os.getpid())
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
     command = [sys.executable, "-m", module, *map(str, args)]
+    if seconds > 180:
+        print(f"trying {args[0]}: takes minutes the first time", file=sys.stderr, flush=True)
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return "no result within 180 s"
+        return f"no result within {seconds} s"
     if done.returncode:
         return ((done.stderr or done.stdout).strip().splitlines() or ["failed silently"])[-1]
     with contextlib.suppress(OSError):  # a read-only cache: test again next time

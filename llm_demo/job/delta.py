@@ -130,8 +130,9 @@ def decide_rule(
     if device.type == "cuda":
         why = "slow on a GPU; pip install fla-core for its kernels"
         given = (dtype_name(dtype), *heads_of_rule(config))
+        how = {"versions": versions(), "seconds": 900}  # Triton tries variants of each kernel
         for rule in KERNELS if importlib.util.find_spec("fla") else ():
-            problem = ask(lambda rule=rule: probe(MODULE, rule, *given, versions=versions()))
+            problem = ask(lambda rule=rule: probe(MODULE, rule, *given, **how))
             if problem is None:
                 return (rule, IMPLS), [*lines, f"linear attention: {rule}"]
             lines.append(f"linear attention: not {rule}: {problem}")
