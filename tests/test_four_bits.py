@@ -26,7 +26,7 @@ from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
 from llm_demo.job.cache import verified
-from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build
+from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build, scales_in
 from llm_demo.job.four_bits_files import library, need_library, pack
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.weights_files import open_weights, refuse_other_adapters
@@ -191,11 +191,6 @@ def test_a_device_is_compared_with_a_cpu(monkeypatch):
     wrong = lambda *of: pack(*of) ^ next(calls)  # noqa: E731  the second call's
     monkeypatch.setattr("llm_demo.job.four_bits.pack", wrong)
     assert fault("cpu").startswith("values in 4 bits differ from a CPU's by ")
-
-
-def scales_in(state):
-    """As of four_bits.values_of."""
-    return torch.cat([state.state2.absmax, state.offset.view(1), state.code, state.state2.code])
 
 
 @pytest.mark.gpu

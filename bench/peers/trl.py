@@ -13,9 +13,8 @@ import time
 
 import torch
 
-from llm_demo.job.choices import probe_once
 from llm_demo.job.costs import is_hybrid
-from llm_demo.job.delta import MODULE, heads_of_rule, versions
+from llm_demo.job.delta import try_rule
 from llm_demo.job.folder import WARMUP, environment
 from llm_demo.job.records import SETTLED
 
@@ -102,10 +101,7 @@ def give_rule(config, dtype: str) -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as module
 
     rules = ("fla", "fla_kda") if importlib.util.find_spec("fla") else ()
-    given = (dtype, *heads_of_rule(config))
-    how = {"versions": versions(), "seconds": 900}
-    works = (r for r in rules if probe_once(MODULE, r, *given, **how) is None)
-    rule = next(works, None)
+    rule = next((r for r in rules if try_rule(r, dtype, config) is None), None)
     if rule == "fla_kda":
         from fla.ops.kda import chunk_kda
 

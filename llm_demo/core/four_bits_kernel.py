@@ -32,8 +32,8 @@ def _values(
     row, word = i // PER_ROW, i % PER_ROW
     eight = tl.load(words + row * stride + word, inside)
     code = tl.load(rows + (row * stride + PER_ROW) * 4 + word // 8, inside).to(tl.int32)
-    scale = tl.load(tables + 17 + code, inside) * tl.load(groups + i // (8 * 256), inside)
-    scale += tl.load(tables)
+    scale = tl.load(tables + 1 + 16 + code, inside) * tl.load(groups + i // (8 * 256), inside)
+    scale += tl.load(tables)  # then come 16 levels of numbers, and those of scales
     j = tl.arange(0, 8)
     numbers = (eight[:, None] >> (j // 2 * 8 + 4 - j % 2 * 4)[None, :]) & 15  # high halves first
     found = tl.load(tables + 1 + numbers) * scale[:, None]

@@ -224,9 +224,8 @@ def refuse_shares(config, n: int) -> None:
     if n > 1 and config.model_type.startswith("olmo"):
         raise UserError(f"--tensor_parallel: {config.model_type} has norms over all heads")
     names = ["num_key_value_heads", "num_attention_heads"]
-    names += ["intermediate_size"] * (
-        not hasattr(config, "moe_intermediate_size")
-    )  # else see core/tensor.py
+    if not hasattr(config, "moe_intermediate_size"):  # else see core/tensor.py
+        names.append("intermediate_size")
     for name in names:
         if (count := getattr(config, name)) % n:
             raise UserError(f"--tensor_parallel {n} does not divide {count}, the model's {name}")

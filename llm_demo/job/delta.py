@@ -119,8 +119,15 @@ def refuse_flags(args: Args, config) -> None:
             )
 
 
+def try_rule(rule: str, dtype: str, config) -> str | None:
+    """Why a kernel can't be used on this GPU; None if it can."""
+    given = rule, dtype, *heads_of_rule(config)
+    # Triton tries variants of each kernel
+    return probe_once(MODULE, *given, versions=versions(), seconds=900)
+
+
 def decide_rule(
-    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, probe=probe_once
+    args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, probe=try_rule
 ) -> tuple[tuple[str, tuple], list[str]]:
     """((a key of RULES, the backends of attention that go with it), lines). ask: as of
     decide_compute. Raises UserError for backends of attention that don't work with it."""
@@ -129,10 +136,8 @@ def decide_rule(
     name, lines, why = config.model_type, [], "on a CPU"
     if device.type == "cuda":
         why = "slow on a GPU; pip install fla-core for its kernels"
-        given = (dtype_name(dtype), *heads_of_rule(config))
-        how = {"versions": versions(), "seconds": 900}  # Triton tries variants of each kernel
         for rule in KERNELS if importlib.util.find_spec("fla") else ():
-            problem = ask(lambda rule=rule: probe(MODULE, rule, *given, **how))
+            problem = ask(lambda rule=rule: probe(rule, dtype_name(dtype), config))
             if problem is None:
                 return (rule, IMPLS), [*lines, f"linear attention: {rule}"]
             lines.append(f"linear attention: not {rule}: {problem}")

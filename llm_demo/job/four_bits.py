@@ -132,6 +132,11 @@ def open_cached(folder: Path) -> Weights:
     return Weights(folder, files)
 
 
+def scales_in(state) -> torch.Tensor:
+    """The scales as of `values_of` in a QuantState of bitsandbytes."""
+    return torch.cat([state.state2.absmax, state.offset.view(1), state.code, state.state2.code])
+
+
 def fault(device: str = "cuda") -> str | None:
     """What is wrong with a device's values of a weight, and its numbers and scales."""
     shape, found = (96, 320), []
@@ -140,10 +145,8 @@ def fault(device: str = "cuda") -> str | None:
         use_kernel()
     for place in ("cpu", device):
         numbers, state = library().quantize_4bit(weight.to(place), **DOUBLE)
-        of_scales = state.state2
-        scales = torch.cat([of_scales.absmax, state.offset.view(1), state.code, of_scales.code])
         bits = pack(numbers, state.absmax, shape)
-        found.append(values_of(bits, scales, shape[1], torch.float32).cpu())
+        found.append(values_of(bits, scales_in(state), shape[1], torch.float32).cpu())
     error = ((found[1] - found[0]).norm() / found[0].norm()).item()
     return above("values in 4 bits differ from a CPU's", error, "fp16")
 
