@@ -158,14 +158,16 @@ def _four_bits():
     one = {"model": LARGE, "gpus": 1, "steps": 12, "flags": bits}
     largest = {"model": "models/qwen3-32b", "micro": 1, "ckpt": True, "steps": 6, "flags": small}
     row = {**one, "micro": 1, "ckpt": True, "steps": 3}
+    medium = {**row, "model": "models/qwen3-14b"}
+    held = "--activations_on_host --device_memory_gb"
     return [
-        *({**one, **short, "engine": engine} for engine in ("fsdp", "unsloth")),
+        *({**one, **short, "engine": engine} for engine in ("fsdp", "unsloth", "trl")),
         {**one, **short, "flags": "--lora_rank 16"},
         {**one, "micro": 4},
-        *(
-            {**row, "seq_len": n << 10, "flags": f"{small} --activations_on_host"}
-            for n in (80, 130)
-        ),
+        {**row, "seq_len": 80 << 10, "flags": f"{bits} {held} 22"},
+        # of the table of the longest rows
+        {**medium, "seq_len": 48 << 10, "flags": f"{bits} {held} 23"},
+        {**medium, "seq_len": 80 << 10, "flags": f"--lora_rank 16 {held} 46.8"},
         {**largest, "gpus": 1},
         {**largest, "gpus": 1, "engine": "unsloth"},
         {**largest, "seq_len": 4096, "flags": f"{small} {RESHARD}"},

@@ -7,14 +7,18 @@ import inspect
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 
 from llm_demo.job.costs import is_hybrid
 from llm_demo.job.delta import try_rule
+from llm_demo.job.files import ROOT
 from llm_demo.job.folder import WARMUP, environment
 from llm_demo.job.records import SETTLED
 
@@ -86,6 +90,30 @@ def random_model(config, device: torch.device, dtype: torch.dtype = torch.bfloat
     return model
 
 
+def read_random_model(config, device: torch.device, read):
+    """What read(folder) returns; the folder holds random weights in 16 bits and a tokenizer."""
+    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        random_model(config, device).save_pretrained(folder)
+        for file in (ROOT / "models/qwen3-tiny").glob("*token*"):
+            shutil.copy(file, folder)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return read(folder)
+
+
+def in_four_bits(folder: str):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=how, dtype=torch.bfloat16, attn_implementation="sdpa"
+    )
+
+
 def tokenizer():
     """One that is not used: rows are token ids."""
     from tokenizers import Tokenizer, models
@@ -124,7 +152,10 @@ def load(row: dict, config, device: torch.device):
     alone, rank = int(os.environ["WORLD_SIZE"]) == 1, int(flag(row, "lora_rank", 0))
     config._attn_implementation = "sdpa"
     dtype = torch.bfloat16 if rank and row["dtype"] == "bf16" else torch.float32
-    model = random_model(config, device if alone else torch.device("cpu"), dtype)
+    if flag(row, "base_bits", 16) == 4:
+        model = read_random_model(config, device, in_four_bits)
+    else:
+        model = random_model(config, device if alone else torch.device("cpu"), dtype)
     adapters = LoraConfig(r=rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     return model, tokenizer(), adapters if rank else None
 

@@ -4,16 +4,12 @@ the environment."""
 
 import importlib.util
 import os
-import shutil
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 
 from bench.peers import trl
 from bench.peers.trl import flag, read  # noqa: F401  the figures have the same form
-from llm_demo.job.files import ROOT
 
 PACKAGES = "unsloth"
 
@@ -34,18 +30,16 @@ def load(row: dict, config, device: torch.device):
     """(model, tokenizer, None). Unsloth reads a folder, so random weights are written first."""
     from unsloth import FastLanguageModel
 
-    in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
-        trl.random_model(config, device).save_pretrained(folder)
-        for file in (ROOT / "models/qwen3-tiny").glob("*token*"):
-            shutil.copy(file, folder)
-        torch.cuda.empty_cache()
-        rank = int(flag(row, "lora_rank", 0))
-        model, words = FastLanguageModel.from_pretrained(
+    rank = int(flag(row, "lora_rank", 0))
+
+    def read_it(folder: str):
+        return FastLanguageModel.from_pretrained(
             folder, max_seq_length=row["seq_len"], dtype=torch.bfloat16,
             load_in_4bit=flag(row, "base_bits", 16) == 4, full_finetuning=not rank,
             use_gradient_checkpointing=checkpointing(row),
         )  # fmt: skip
+
+    model, words = trl.read_random_model(config, device, read_it)
     if rank:
         names = ("q", "k", "v", "o", "gate", "up", "down")
         model = FastLanguageModel.get_peft_model(
