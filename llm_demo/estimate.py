@@ -18,7 +18,7 @@ from llm_demo.core.loss import CHUNK_ROWS, HEAD_SLICE, SLIM
 from llm_demo.core.mesh import World
 from llm_demo.job.activations import count_blocks
 from llm_demo.job.choices import has_fused_kernels
-from llm_demo.job.costs import experts_of, heads_of, kinds_of, mixed_blocks
+from llm_demo.job.costs import experts_of, heads_of, heads_of_rule, kinds_of, mixed_blocks
 from llm_demo.job.device import free_host_memory, this_device
 from llm_demo.job.dist import once_per_node
 
@@ -28,6 +28,7 @@ CHOICES = 12
 UNUSED, CONTEXT = "reserved, unused", "CUDA and NCCL"
 SCATTERED = 0.04  # of what is allocated: the allocator's free memory between it
 CONTEXT_GB = 1.2  # measured on two H100
+RULE_CHUNK = 64  # tokens that a kernel of a delta rule takes together
 PROCESS = 2.1  # GB of host memory: Python, PyTorch, CUDA; measured beside 0.6B to 14B on H200
 USABLE = 0.95  # share of a card's memory; the rest is for what the estimate leaves out
 # What a moment has of activations: all and the loss; all; those of a recomputed block; none.
@@ -172,8 +173,9 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     always = 2 * config.num_attention_heads * keys * 4 + _exchanged(args, config, compute)[1]
     # an estimate: of the experts' inputs, in the order of experts and of tokens
     experts = [2 * k * config.hidden_size * size for k in _chosen(config)]
+    rules = _of_rules(config, compute)
     if not args.use_activation_checkpointing:
-        return [always + of_experts for of_experts in experts]
+        return [always + sum(both) for both in zip(experts, rules, strict=True)]
     # Of the feed-forward network's product, or of a fused kernel's output, queries, keys and values
     # when the network's activations are gone. Flash attention and cuDNN have those of queries also
     # in fp32, and those of keys and values also for each head of queries.
@@ -185,11 +187,25 @@ def passing_bytes(args, config, compute, train) -> list[float]:
     tokens, less = tokens_here(args, train), 0
     if compute.lora and tokens > 2 * PIECE:
         less = 3 * network * (1 - PIECE / tokens)
-    dense = max(network - less / 3, kernel * (not keys) - (3 * network - less)) - less
+    gone = 3 * network - less
+    dense = max(network - less / 3, kernel * (not keys) - gone)
     return [
-        saved + always + (of_experts or dense)
-        for saved, of_experts in zip(again, experts, strict=True)
+        saved + always + (of_experts or max(dense, rule - gone) - less)
+        for saved, of_experts, rule in zip(again, experts, rules, strict=True)
     ]
+
+
+def _of_rules(config, compute) -> list[float]:
+    """Bytes per token that the backward of each block's delta rule allocates: of the kernel with a
+    decay of each channel, counted by hand; others take less."""
+    blocks = [hybrid for _, hybrid in kinds_of(config)]
+    if not any(blocks) or compute.rule == "chunked":
+        return [0] * len(blocks)
+    _, heads, width, values = heads_of_rule(config)
+    states = 2 * width * values / RULE_CHUNK  # and their gradients
+    each = 4 * (7 * width + 2 * RULE_CHUNK)  # in fp32
+    each += compute.dtype.itemsize * (3 * width + 4 * values + 2 * RULE_CHUNK + states)
+    return [heads * each * hybrid for hybrid in blocks]
 
 
 def _exchanged(args, config, compute) -> tuple[int, int]:

@@ -100,14 +100,19 @@ def is_hybrid(config) -> bool:
     return config.model_type == "qwen3_5_text"
 
 
+def heads_of_rule(config) -> tuple[int, int, int, int]:
+    """(heads of keys, heads of values, their widths)."""
+    return (config.linear_num_key_heads, config.linear_num_value_heads,
+            config.linear_key_head_dim, config.linear_value_head_dim)  # fmt: skip
+
+
 def _linear_weights(config) -> tuple[int, int]:
     """(matrix parameters of a layer with a delta rule, FLOPs of the rule per token)."""
-    d, heads = config.hidden_size, config.linear_num_value_heads
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = heads * config.linear_value_head_dim
-    weights = (2 * keys + values) * (d + config.linear_conv_kernel_dim)
+    d, (keys, heads, width, wide) = config.hidden_size, heads_of_rule(config)
+    values = heads * wide
+    weights = (2 * keys * width + values) * (d + config.linear_conv_kernel_dim)
     weights += d * 2 * (values + heads)  # gate and output, decay and beta
-    return weights, 18 * config.linear_key_head_dim * values
+    return weights, 18 * width * values
 
 
 def _attention_weights(config) -> int:

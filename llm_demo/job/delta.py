@@ -24,7 +24,7 @@ from llm_demo.core.delta import RULES
 from llm_demo.core.errors import UserError
 from llm_demo.job.args import Args
 from llm_demo.job.choices import probe_once
-from llm_demo.job.costs import is_hybrid
+from llm_demo.job.costs import heads_of_rule, is_hybrid
 from llm_demo.job.device import DTYPES, Device, dtype_name
 
 MODULE = "llm_demo.job.delta"
@@ -159,12 +159,6 @@ def versions() -> tuple[str, ...]:
         except PackageNotFoundError:
             found.append("")
     return tuple(found)
-
-
-def heads_of_rule(config) -> tuple[int, int, int, int]:
-    """(heads of keys, heads of values, their widths)."""
-    return (config.linear_num_key_heads, config.linear_num_value_heads,
-            config.linear_key_head_dim, config.linear_value_head_dim)  # fmt: skip
 
 
 def results_of(rule: str, tensors: list, up: Tensor, cu: Tensor) -> list[Tensor]:
