@@ -1,13 +1,17 @@
 """Label masks: golden arrays for every kind of template; a mask is never a guess."""
 
+import itertools
 import json
+import re
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from tiny_tokenizer import CHATML, golden, make_tokenizer
 from tokenizers import processors
+from transformers import AutoTokenizer
 
 from llm_demo.core.errors import UserError
 from llm_demo.data import labels
@@ -81,6 +85,13 @@ MISTRAL = (
     "{% elif m.tool_calls %}{{ '<B>' + m.tool_calls[0].function.name + '<E>' }}"
     "{% elif m.role == 'tool' %}{{ 'RESULT' + m.content + '</R>' }}"
     "{% else %}{{ ' ' + m.content + '<E>' }}{% endif %}{% endfor %}"
+)
+# Like GLM-4: each role has its token, and nothing else ends an answer.
+ROLES = (
+    "{% for m in messages %}"
+    "{{ {'user': '<S>', 'assistant': '<B>', 'tool': '<P>'}[m.role] + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + ']' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<B>\n' }}{% endif %}"
 )
 PAIR = "<S>user\nhi<E>\n<S>assistant\n"
 OSLO = {"city": "Oslo", "days": 2, "at": ['\u00e9\n"', None, True]}
@@ -241,6 +252,19 @@ MASKS = {
         chat("hi", "yo", "b", "c"),
         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n",
     ),
+    "the next role's token ends an answer": (ROLES, chat("hi", "yo", "b", "c"),
+                                             "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
+    "the next role's token, and nothing behind a question": (ROLES, chat("hi", "yo", "b"),
+                                                             "<S>\nhi<B>\n⟦yo<S>⟧\nb"),
+    "a tool's token ends a call": (
+        ROLES,
+        Record(
+            [*call().messages, {"role": "tool", "content": "7"}]
+            + [{"role": "assistant", "content": "It is 7."}]
+        ),
+        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦It is 7.<S>⟧",
+    ),
+    "a tool's token ends the last call": (ROLES, call(), "<S>\nhi<B>\n⟦[f]<P>⟧"),
     "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),
                         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
 }  # fmt: skip
@@ -250,6 +274,41 @@ MASKS = {
 def test_mask(case):
     template, record, expected = MASKS[case]
     assert one(record, make_tokenizer(template)) == golden(expected)
+
+
+FAMILIES = ("llama3", "qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "gemma3", "phi3",
+            "phi3_5", "deepseekv3", "glm4moe")  # fmt: skip
+SPECIALS = re.compile(r"<\|\w+\|>|<｜[^｜]+｜>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
+# what TRL's masks have besides: words that ask for the answer, an empty block, what follows a turn
+BESIDE = re.compile(r"(<｜Assistant｜>)?\s*(<think>\s*</think>)?\s*(<\|endoftext\|>)?\s*")
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_templates(family):
+    """TRL has copies, and others with marks of what to learn, which transformers reads."""
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    texts = [(folder / f"{family}{kind}.jinja").read_text() for kind in ("", "_training")]
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models/qwen3-tiny")
+    names = sorted(set(SPECIALS.findall("".join(texts))))
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.bos_token = tokenizer.eos_token = "<|endoftext|>"
+    record, found = chat("2 + 2?", "It is 4.", "And 3?", "It is 6, I think."), []
+    for text in texts:
+        tokenizer.chat_template = text
+        if text == texts[0]:
+            ids, shifted = one(record, tokenizer)
+            mask = [False, *(label >= 0 for label in shifted[:-1])]
+        else:
+            how = {"return_dict": True, "return_assistant_tokens_mask": True}
+            encoded = tokenizer.apply_chat_template(record.messages, **how)
+            ids, mask = encoded["input_ids"], encoded["assistant_masks"]
+        spans = itertools.groupby(zip(ids, mask, strict=True), lambda pair: bool(pair[1]))
+        found.append([tokenizer.decode([i for i, _ in span]) for on, span in spans if on])
+    assert len(found[0]) == len(found[1]) == 2
+    for ours, theirs, answer in zip(*found, ("It is 4.", "It is 6, I think."), strict=True):
+        assert SPECIALS.fullmatch(ours.removeprefix(answer).strip()), ours
+        assert ours in theirs and BESIDE.fullmatch(theirs.replace(ours, "")), theirs
 
 
 # The template writes its own line breaks around reasoning; a row may have others, or no first tag.

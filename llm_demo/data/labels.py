@@ -3,9 +3,10 @@
 The whole conversation is rendered once and tokenised once, so the ids equal those of the
 tokenizer's own apply_chat_template. The labels are the tokens after the generation prompt of an
 assistant turn, up to and including the turn's stop token, without the whitespace after it. If the
-template marks what to learn itself ({% generation %}), the labels are what it marks. A turn that is
-not as the row has it (see turns.py) is not learnt, and the reason is logged. A row without a learnt
-turn is skipped."""
+template marks what to learn itself ({% generation %}), the labels are what it marks. If only the
+token of the next turn's role ends answers (GLM-4), that is the stop token, and it is added to the
+last answer. A turn that is not as the row has it (see turns.py) is not learnt, and the reason is
+logged. A row without a learnt turn is skipped."""
 
 import copy
 import json
@@ -63,6 +64,7 @@ class Codec:
         self.backend.post_processor = None
         special = {i: str(t) for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self.special_ids, self.specials = frozenset(special), _any_of(special.values())
+        self.closings = closings(tokenizer)
         self.ends = _any_of(special[i] for i in stop_tokens(tokenizer) if i in special)  # of a turn
         template = tokenizer.get_chat_template() if tokenizer.chat_template else ""
         templates = tokenizer.chat_template  # some have a second one, for tools
@@ -77,6 +79,12 @@ class Codec:
         return self.tokenizer.apply_chat_template(
             messages, tools=record.tools, tokenize=tokenize, **options
         )
+
+    def closing(self, messages: list[dict]) -> str:
+        """What ends a conversation whose template does not end its last answer."""
+        if not self.closings or not assistant(messages[-1]):
+            return ""
+        return self.closings.get("tool" if messages[-1].get("tool_calls") else "user", "")
 
     def try_render(self, messages: list[dict], record: Record, **options):
         """What `render` returns; None if the template refuses these messages."""
@@ -93,19 +101,46 @@ def _any_of(texts) -> re.Pattern:
 
 def stop_tokens(tokenizer) -> list[int]:
     """Tokens that end an answer: the tokenizer's eos, and the special token that its chat template
-    puts after an assistant turn, whatever whitespace is between."""
+    puts after an assistant turn, whatever whitespace is between, or those of `closings`."""
     stop = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-        try:
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
-        except REFUSALS:
-            text = ""
-        rest = text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
-        behind = tokenizer(rest.lstrip(), add_special_tokens=False).input_ids
-        known = tokenizer.added_tokens_decoder
-        stop |= {t for t in behind[:1] if t in known and known[t].special}
+        stop |= {_special_at_start(tokenizer, _behind_answer(tokenizer))}
+        stop |= {_special_at_start(tokenizer, text) for text in closings(tokenizer).values()}
     return sorted(stop - {None})
+
+
+def closings(tokenizer) -> dict[str, str]:
+    """{role: what stands between an answer and a message of that role, up to its special token}, if
+    the template does not end answers itself and the role has a token of its own."""
+    if not tokenizer.chat_template or _behind_answer(tokenizer).strip():
+        return {}
+    found, assistants = {}, _special_at_start(tokenizer, _behind_answer(tokenizer, "assistant"))
+    for role in ("user", "tool"):
+        text = _behind_answer(tokenizer, role)
+        token = _special_at_start(tokenizer, text)
+        if token not in (None, assistants):
+            token = tokenizer.convert_ids_to_tokens(token)
+            found[role] = text[: text.index(token) + len(token)]
+    return found
+
+
+def _behind_answer(tokenizer, role: str = "") -> str:
+    """What the chat template writes behind an answer, before a message of this role. "" if it
+    refuses that."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+    turns += [{"role": role, "content": "?"}] if role else []
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except REFUSALS:
+        text = ""
+    _, answer, behind = text.rpartition("ANSWER")
+    return behind if answer else ""
+
+
+def _special_at_start(tokenizer, text: str) -> int | None:
+    known = tokenizer.added_tokens_decoder
+    ids = tokenizer(text.lstrip(), add_special_tokens=False).input_ids[:1]
+    return next((i for i in ids if i in known and known[i].special), None)
 
 
 def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Counter]]:
@@ -185,7 +220,7 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
     except UnicodeEncodeError:
         raise NotLearnt(NO_TEXT) from None
     _refuse_dropped(codec, form, text)
-    return form, text
+    return form, text + codec.closing(form.messages)
 
 
 def _arguments_as_text(record: Record) -> Record:

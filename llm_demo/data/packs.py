@@ -22,7 +22,7 @@ from llm_demo.job.cache import build
 from llm_demo.job.files import cache_folder
 from llm_demo.job.text import counted, progress
 
-FORMAT = 7  # of a pack; increase it when the same files are read, labelled or stored differently
+FORMAT = 8  # of a pack; increase it when the same files are read, labelled or stored differently
 SPLIT_SEED = 0  # not --seed, so that runs with other seeds have the same held-out documents
 SHOWN = 400  # tokens from each end of a long example
 # Flags that the rows of a step depend on; with the file's content they identify them.

@@ -134,7 +134,8 @@ def _characters(chat: Rendered, turn: int, start: int) -> tuple[int, int]:
     if not codec.learn_reasoning:  # the template may drop it
         forms.append(message | {"content": answer, "reasoning_content": None})
     if message.get("tool_calls"):  # what stands behind them may belong to the next turn
-        until = codec.try_render(record.messages[: turn + 1], record) or ""
+        until = codec.try_render(said := record.messages[: turn + 1], record) or ""
+        until += codec.closing(said)
     for stop in codec.ends.finditer(text, start):
         if stop.start() - start < len(answer):
             continue
