@@ -4,6 +4,8 @@ way, on one device, started as a user would start them.
     python -m bench.held_out four_bits MODEL ROWS.jsonl   # adapters over 16 bits and over 4
     python -m bench.held_out fp8 MODEL ROWS.jsonl         # bf16, and each recipe on all layers
 
+bf16 runs a second time with the rows of a step in two parts, which differs in rounding alone.
+
 The first --held_out documents are held out. Results go to bench/results/OUT.jsonl, a line for each
 way; python -m bench.table OUT prints them."""
 
@@ -28,7 +30,11 @@ ADAPTERS = "--lora_rank 16 --lr 2e-4"
 RECIPES = ("rowwise_gw", "rowwise")  # blockwise needs sizes that small models lack
 WAYS = {
     "four_bits": {"16 bits": ADAPTERS, "4 bits": f"{ADAPTERS} --base_bits 4"},
-    "fp8": {"bf16": "", **{f"fp8 {recipe}": f"--fp8 {recipe}" for recipe in RECIPES}},
+    "fp8": {
+        "bf16": "",
+        "bf16 in two parts": "--micro_batch_size 2 --grad_accum_steps 2",
+        **{f"fp8 {recipe}": f"--fp8 {recipe}" for recipe in RECIPES},
+    },
 }
 EVERY_SIZE = "BENCH_FP8_OF_EVERY_SIZE"  # in the environment of this file as a script
 

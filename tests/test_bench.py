@@ -168,7 +168,8 @@ def test_losses_of_the_same_steps(what, tmp_path, monkeypatch):
     losses = [result["losses"] for result in store.read(f"held_out/{what}")]
     assert len(losses) == len(HELD_OUT[what]) and all(len(each) == 3 for each in losses)
     ends = [each["2"] for each in losses]
-    assert len({*ends}) == len(ends) and max(ends) - min(ends) < 0.5
+    # a CPU computes in fp32, where a step in two parts is the same here
+    assert len({*ends}) == len(ends) - (what == "fp8") and max(ends) - min(ends) < 0.5
 
 
 def test_grids_and_names():
