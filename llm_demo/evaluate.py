@@ -218,6 +218,7 @@ def mean_loss(batch: int, model, packs: Packs, count: int) -> tuple[float, int, 
         answers = torch.unique_consecutive(index // longest, return_inverse=True)[1]
         index, targets, answers = (t.to(model.device) for t in (index, targets, answers))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = hidden / getattr(model.config, "logits_scaling", 1)  # Granite
         loss, misses = score(hidden, model.lm_head.weight, index, targets, answers).tolist()
         total, wrong, tokens = total + loss, wrong + round(misses), tokens + len(index)
     return total / max(1, tokens), tokens, count - wrong

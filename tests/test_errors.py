@@ -405,7 +405,7 @@ BAD = [
      "--lora_targets names no layer: choose from q_proj, k_p"),
     ("fsdp", "--lora_rank 4 --lora_targets q_proj,gate",
      "'gate' can't be adapted in this model; choose from q_proj, "),
-    ("fsdp", "--lora_rank 193", "--lora_rank 193 is larger than a side of model.layers.0."),
+    ("fsdp", "--lora_rank 193", "--lora_rank 193 is larger than a side of each adapted matrix"),
     ("fsdp", "--lora_rank 4 --optimizer_on_host", "does not work with --optimizer_on_host"),
     ("fsdp", "--lora_rank 4 --psgd_rank 2 --replicas all", "does not work with --psgd_rank"),
     (OTHERS, "--sequence_parallel 2", "--sequence_parallel: only for fsdp/"),

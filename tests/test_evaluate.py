@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import TINY, refused, run
+from test_families import MODELS as FAMILIES
 from test_parity import MODELS
 from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -65,6 +66,16 @@ def transformers_loss(model_folder, data, seq_len, **keys):
             total += model(input_ids=ids, labels=own).loss.item() * n
         tokens += n
     return total / tokens, tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_losses_of_other_families_are_those_of_transformers(name, folder, tmp_path):
+    AutoModelForCausalLM.from_config(FAMILIES[name]).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path)
+    (file,) = evaluated(tmp_path, [*arguments(folder), "--max_new_tokens", "1"])["files"]
+    keys = {"input_key": "question", "target_key": "answer"}
+    loss, _ = transformers_loss(tmp_path, folder / "x.jsonl", 64, **keys)
+    assert file["loss"] == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")  # of names that transformers drops

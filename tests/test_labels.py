@@ -93,6 +93,14 @@ ROLES = (
     "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + ']' }}{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<B>\n' }}{% endif %}"
 )
+# Marks of what to learn, and a token for calls alone.
+ROLES_TAGGED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<B>\n' }}{% generation %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + ']<P>' }}"
+    "{% endfor %}{% endgeneration %}{% else %}{{ '' if m.role == 'tool' else '<S>' }}"
+    "{{ '\n' + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<B>\n' }}{% endif %}"
+)
 PAIR = "<S>user\nhi<E>\n<S>assistant\n"
 OSLO = {"city": "Oslo", "days": 2, "at": ['\u00e9\n"', None, True]}
 
@@ -265,6 +273,33 @@ MASKS = {
         "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦It is 7.<S>⟧",
     ),
     "a tool's token ends the last call": (ROLES, call(), "<S>\nhi<B>\n⟦[f]<P>⟧"),
+    "a question behind a call": (
+        ROLES,
+        Record([*call().messages, *chat("b", "c").messages]),
+        "<S>\nhi<B>\n⟦[f]<S>⟧\nb<B>\n⟦c<S>⟧",
+    ),
+    "the next role's token behind a line break": (
+        ROLES.replace("m.content }}", "m.content + '\n' }}"),
+        chat("hi", "yo", "b", "c"),
+        "<S>\nhi\n<B>\n⟦yo\n<S>⟧\nb\n<B>\n⟦c\n<S>⟧",
+    ),
+    "nothing is added behind an empty answer": (ROLES, chat("hi", "yo", "b", ""),
+                                                "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n"),
+    "an end between turns alone": (
+        ROLES.replace("{% for c", "{{ '<E>' if m.role == 'assistant' and not loop.last }}{% for c"),
+        chat("hi", "yo", "b", "c"),
+        "<S>\nhi<B>\n⟦yo<E>⟧<S>\nb<B>\n⟦c<E>⟧",
+    ),
+    "generation tags, and the next role's token": (ROLES_TAGGED, chat("hi", "yo", "b", "c"),
+                                                   "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
+    "generation tags, and a token of calls": (
+        ROLES_TAGGED,
+        Record(
+            [*call().messages, {"role": "tool", "content": "7"}]
+            + [{"role": "assistant", "content": "so"}]
+        ),
+        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<S>⟧",
+    ),
     "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),
                         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
 }  # fmt: skip

@@ -253,7 +253,7 @@ IN_MIXTURES = {
     ),
     "rank": (
         "qwen", {"lora_rank": 33, "lora_targets": "down_proj"},
-        r"33 is larger than a side of model.layers.0.mlp.experts.down_proj \(64 x 32\)",
+        r"33 is larger than a side of each .* model.layers.0.mlp.experts.down_proj \(64 x 32\)",
     ),
 }  # fmt: skip
 

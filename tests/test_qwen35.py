@@ -237,7 +237,7 @@ def test_16_bits_with_decays_in_fp32(work, tmp_path):
     runs = {
         "device": [*how, "--use_activation_checkpointing"],
         "host": [*how, "--optimizer_on_host"],
-        "lora": [*how, "--lora_rank", "4", "--lr", "1e-3"],
+        "lora": [*how, "--lora_rank", "8", "--lr", "1e-3"],  # more than heads
     }
     same = argv(folder, "tied", 2, 2)
     runs = {name: [*same, *more] for name, more in runs.items()}

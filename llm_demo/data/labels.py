@@ -82,9 +82,10 @@ class Codec:
 
     def closing(self, messages: list[dict]) -> str:
         """What ends a conversation whose template does not end its last answer."""
-        if not self.closings or not assistant(messages[-1]):
+        last = messages[-1]
+        if not self.closings or not assistant(last) or _is_empty(last):
             return ""
-        return self.closings.get("tool" if messages[-1].get("tool_calls") else "user", "")
+        return self.closings.get("tool" if last.get("tool_calls") else "user", "")
 
     def try_render(self, messages: list[dict], record: Record, **options):
         """What `render` returns; None if the template refuses these messages."""
@@ -100,47 +101,60 @@ def _any_of(texts) -> re.Pattern:
 
 
 def stop_tokens(tokenizer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's eos, and the special token that its chat template
-    puts after an assistant turn, whatever whitespace is between, or those of `closings`."""
+    """Tokens that end an answer: the tokenizer's eos, and the special tokens that its chat template
+    puts after an answer and after a call, whatever whitespace is between; or those of `closings`.
+    """
     stop = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
-        stop |= {_special_at_start(tokenizer, _behind_answer(tokenizer))}
-        stop |= {_special_at_start(tokenizer, text) for text in closings(tokenizer).values()}
+        texts = [_behind_answer(tokenizer), *closings(tokenizer).values()]
+        stop |= {_special(tokenizer, text.strip(), 0) for text in texts}
+        function = {"name": "ANSWER", "arguments": {}}
+        called = {"tool_calls": [{"type": "function", "function": function}]}
+        stop |= {_special(tokenizer, _behind_answer(tokenizer, content="", **called).strip(), -1)}
     return sorted(stop - {None})
 
 
 def closings(tokenizer) -> dict[str, str]:
-    """{role: what stands between an answer and a message of that role, up to its special token}, if
-    the template does not end answers itself and the role has a token of its own."""
-    if not tokenizer.chat_template or _behind_answer(tokenizer).strip():
+    """{role: what is missing behind a last answer, up to the special token that stands there before
+    a message of that role}, if the template does not end the last answer and asks for the next one
+    with another token."""
+    if not tokenizer.chat_template or (own := _behind_answer(tokenizer)).strip():
         return {}
-    found, assistants = {}, _special_at_start(tokenizer, _behind_answer(tokenizer, "assistant"))
-    for role in ("user", "tool"):
+    found, question = {}, [{"role": "user", "content": "?"}]
+    asks = _rendered(tokenizer, question, add_generation_prompt=True)
+    asks = _special(tokenizer, asks.removeprefix(_rendered(tokenizer, question)).strip(), 0)
+    for role in ("user", "tool", "system"):
         text = _behind_answer(tokenizer, role)
-        token = _special_at_start(tokenizer, text)
-        if token not in (None, assistants):
+        token = _special(tokenizer, text.strip(), 0)
+        if token not in (None, asks):
             token = tokenizer.convert_ids_to_tokens(token)
-            found[role] = text[: text.index(token) + len(token)]
+            found[role] = text.removeprefix(own).partition(token)[0] + token
     return found
 
 
-def _behind_answer(tokenizer, role: str = "") -> str:
+def _behind_answer(tokenizer, role: str = "", **answer) -> str:
     """What the chat template writes behind an answer, before a message of this role. "" if it
-    refuses that."""
-    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
-    turns += [{"role": role, "content": "?"}] if role else []
-    try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except REFUSALS:
-        text = ""
+    refuses that. answer: of the message, with the word ANSWER."""
+    answer = {"role": "assistant", "content": "ANSWER", **answer}
+    turns = [{"role": "user", "content": "?"}, answer]
+    text = _rendered(tokenizer, turns + [{"role": role, "content": "?"}] * bool(role))
     _, answer, behind = text.rpartition("ANSWER")
     return behind if answer else ""
 
 
-def _special_at_start(tokenizer, text: str) -> int | None:
+def _rendered(tokenizer, turns: list[dict], **options) -> str:
+    """ "" if the template refuses these turns."""
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    except REFUSALS:
+        return ""
+
+
+def _special(tokenizer, text: str, at: int) -> int | None:
+    """The token at this place of a text, if it is special."""
     known = tokenizer.added_tokens_decoder
-    ids = tokenizer(text.lstrip(), add_special_tokens=False).input_ids[:1]
-    return next((i for i in ids if i in known and known[i].special), None)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return ids[at] if ids and ids[at] in known and known[ids[at]].special else None
 
 
 def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Counter]]:
@@ -279,7 +293,9 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
     if codec.tagged and turns:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         encoded = codec.try_render(record.messages, record, tokenize=True, **options) or {}
-        marks = np.array(encoded.get("assistant_masks", []), bool)
+        found = encoded.get("assistant_masks", [])
+        marks = np.zeros(len(chat.encoding.ids), bool)  # also of what `closing` adds
+        marks[: len(found)] = found
     for turn in turns:
         try:
             spans += spans_of(chat, turn, marks)

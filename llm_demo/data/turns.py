@@ -134,15 +134,14 @@ def _characters(chat: Rendered, turn: int, start: int) -> tuple[int, int]:
     if not codec.learn_reasoning:  # the template may drop it
         forms.append(message | {"content": answer, "reasoning_content": None})
     if message.get("tool_calls"):  # what stands behind them may belong to the next turn
-        until = codec.try_render(said := record.messages[: turn + 1], record) or ""
-        until += codec.closing(said)
+        until = codec.try_render(record.messages[: turn + 1], record) or ""
     for stop in codec.ends.finditer(text, start):
         if stop.start() - start < len(answer):
             continue
         places = [_answer_in(text[start : stop.start()], form) for form in forms]
         if (place := next((at for at in places if at is not None), None)) is None:
             continue
-        if text[start : stop.end()] not in until:
+        if text[start : stop.start() if codec.closings else stop.end()] not in until:
             break
         if codec.ends.search(text, start, stop.start()):
             raise NotLearnt(ENDS_INSIDE)

@@ -152,12 +152,13 @@ def choose_lora(args, config, base: dict) -> Lora:
             "--lora_dropout does not work with adapters on experts, for which PEFT has no dropout: "
             f"drop it{other}"
         )
-    for name, (*_, outputs, inputs) in shapes.items():
-        if target_of(name) in targets and args.lora_rank > min(outputs, inputs):
-            raise UserError(
-                f"--lora_rank {args.lora_rank} is larger than a side of "
-                f"{name.removesuffix('.weight')} ({outputs} x {inputs})"
-            )
+    adapted = {name: shape[-2:] for name, shape in shapes.items() if target_of(name) in targets}
+    widest = max(adapted, key=lambda name: min(adapted[name]))
+    if args.lora_rank > min(adapted[widest]):  # of narrower ones it is larger, as in PEFT
+        raise UserError(
+            f"--lora_rank {args.lora_rank} is larger than a side of each adapted matrix, such as "
+            f"{widest.removesuffix('.weight')} ({' x '.join(map(str, adapted[widest]))})"
+        )
     lora = Lora(args.lora_rank, args.lora_alpha, args.lora_dropout, targets, 0, base)
     sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
     total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
