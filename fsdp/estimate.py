@@ -34,9 +34,11 @@ def held(args, config, compute, train, ranks: int, sharded: bool, spread: int = 
     blocks = [on_a_rank(block, args.tensor_parallel, spread) for block in costs]
     ends = total - sum(block.parameters for block in costs)  # embedding and head, or both in one
     values = 0
-    if args.base_bits == 4:  # stored in 33 / 64 bytes; one matrix at a time has its values
+    if args.base_bits == 4:  # one matrix at a time has its values
         widest = max(config.intermediate_size, heads_of(config).queries * heads_of(config).width)
-        blocks, values = [b * 33 / 64 / size for b in blocks], config.hidden_size * widest * size
+        stored = zip(blocks, compute.lora.in_4_bits, strict=True)
+        blocks = [b - numbers + taken / size for b, (numbers, taken) in stored]
+        values = config.hidden_size * widest * size
         total = ends + sum(blocks)
     unit = largest_unit(unit_sizes(config, n, per_unit_of(args)), blocks)
     whole, shard = ends + sum(blocks), total / ranks  # whole: when everything is gathered

@@ -76,7 +76,7 @@ class FsdpArgs:
     )
     lora_dropout: float = flag(0.0, "Dropout of adapters' inputs.", at_most=0.99)
     base_bits: int = flag(
-        16, "Bits of weights under adapters. 4: NF4, of linear layers.", form=("4|16", "4 or 16")
+        16, "Bits of weights under adapters. 4: bitsandbytes' NF4.", form=("4|16", "4 or 16")
     )
     router_bias_update: float = flag(
         0.0, "How far DeepSeek's bias of experts follows load. 0: it stays."

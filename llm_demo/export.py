@@ -20,7 +20,7 @@ from llm_demo.core.decoder import materialise, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import DECAYS
 from llm_demo.core.mesh import World
-from llm_demo.job.adapter_folder import BASE
+from llm_demo.job.adapter_folder import BASE, BITS
 from llm_demo.job.adapters import factor_names, factors_of, in_peft, merge_into, peft_targets
 from llm_demo.job.checkpoint_files import (
     checked_facts,
@@ -222,7 +222,7 @@ def write_adapter(checkpoint: Path, folder: Path, wanted: dict, dtype, lora: dic
     read_tensors(checkpoint, tensors)
     targets = peft_targets(tensors)
     tensors = {name: t.to(dtype) for name, t in in_peft(tensors).items()}
-    noted = {BASE: base_digest(lora["base"])}
+    noted = {BASE: base_digest(lora["base"]), BITS: str(lora["base"].get("bits", 16))}
     save_finite(tensors, folder / "adapter_model.safetensors", checkpoint, **noted)
     alpha = int(lora["alpha"]) if lora["alpha"] == int(lora["alpha"]) else lora["alpha"]
     LoraConfig(

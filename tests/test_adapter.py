@@ -17,7 +17,7 @@ from tiny_tokenizer import packs_of
 from transformers import AutoModelForCausalLM
 
 from fsdp.flags import GROUPS
-from llm_demo.job.adapter_folder import BASE, open_adapter
+from llm_demo.job.adapter_folder import BASE, BITS, open_adapter
 from llm_demo.job.adapters import ALL, choose_lora, factors_of, matrices_in, origin, start_of
 from llm_demo.job.args import parse_args
 from llm_demo.job.weights_files import base_digest, not_started
@@ -103,7 +103,7 @@ def test_an_export_is_trained_on_and_exported_again(work):
 
 
 def test_what_the_log_says_of_another_base_and_of_dropout(tmp_path, work):
-    base, args = {"path": "here", "weights": "1"}, SimpleNamespace(lora_dropout=0.0)
+    base, args = {"path": "here", "weights": "1"}, SimpleNamespace(lora_dropout=0.0, base_bits=16)
     args.model_name_or_path = "here"
     shutil.copytree(work[0] / "tied-adapter", tmp_path / "adapter")
     change(tmp_path / "adapter", {"lora_dropout": 0.1})
@@ -116,6 +116,11 @@ def test_what_the_log_says_of_another_base_and_of_dropout(tmp_path, work):
         save_file(values, tmp_path / "adapter/adapter_model.safetensors", metadata=noted)
         lines = origin(open_adapter(str(tmp_path / "adapter")), args, base)
         assert len(lines) == n and all("trained over other weights" in x for x in lines[1:])
+    for bits, n in (("16", 1), ("4", 2)):
+        noted = {BASE: base_digest(base), BITS: bits}
+        save_file(values, tmp_path / "adapter/adapter_model.safetensors", metadata=noted)
+        lines = origin(open_adapter(str(tmp_path / "adapter")), args, base)
+        assert len(lines) == n and all("base in 4 bits, here it is in 16" in x for x in lines[1:])
 
 
 def test_a_resumed_run_says_where_its_adapters_are_from():
@@ -194,7 +199,7 @@ def read_all(folder, config, targets=None):
     lora = choose_lora(
         SimpleNamespace(
             lora_rank=adapter.rank, lora_alpha=adapter.alpha, lora_dropout=0.0,
-            lora_targets=",".join(adapter.targets),
+            lora_targets=",".join(adapter.targets), base_bits=16,
         ),
         config, {},
     )  # fmt: skip

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import sys
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import test_lora as lora
@@ -25,10 +27,12 @@ from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
 from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
+from llm_demo.job.adapters import in_4_bits, matrices_in
 from llm_demo.job.cache import verified
 from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build, scales_in
 from llm_demo.job.four_bits_files import library, need_library, pack
 from llm_demo.job.model_folder import load_model, open_model
+from llm_demo.job.text import kinds
 from llm_demo.job.weights_files import open_weights, refuse_other_adapters
 
 functional = library()
@@ -140,6 +144,19 @@ def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path)
     assert torch.equal(theirs.state_dict()[name], base.read(name))
     export(last["whole"], tmp_path / "adapter")
     assert "| base_bits | 4 |" in (tmp_path / "adapter/README.md").read_text()
+
+
+def test_what_stays_in_16_bits_is_counted():
+    """In the log, and in estimates: of rows that are no whole blocks, or as published files say."""
+    assert kinds(["q", "v", "q"], ["q", "o"]) == (["q", "v"], ["o", "q (1 of 3)"])
+    config = deepcopy(parity.MODELS["tied"])
+    config.intermediate_size, n = 96, config.num_hidden_layers  # rows of down_proj
+    shapes = matrices_in(config)
+    whole = sum(N * K for name, (N, K) in shapes.items() if K == 64) // n
+    assert in_4_bits(config, shapes, {}) == ((whole, whole * 36 // 64),) * n
+    name = "model.layers.1.mlp.up_proj.weight"
+    only = in_4_bits(config, shapes, {name})
+    assert only[1] == (96 * 64, 96 * 36) and {*only[:1], *only[2:]} == {(0, 0)}
 
 
 # ---------------------------------------------------------------- a layer
@@ -265,6 +282,46 @@ def test_without_the_library(monkeypatch):
     monkeypatch.undo()
     library.cache_clear()
     need_library()
+
+
+@pytest.mark.parametrize(
+    "code, said",
+    [
+        ("raise OSError('libcudart.so.12: no such\\nfile')", "work .*libcudart.so.12: no such"),
+        ("import bitsandbytes.absent", "does not work .*bitsandbytes.absent"),
+        ("", "does not work .*quantize_4bit"),
+    ],
+)
+def test_a_library_that_does_not_work(code, said, tmp_path, monkeypatch):
+    """Of which CUDA's library or a part of its own is missing, or which is of another version."""
+    (tmp_path / "bitsandbytes").mkdir()
+    (tmp_path / "bitsandbytes/__init__.py").write_text("")
+    (tmp_path / "bitsandbytes/functional.py").write_text(code)
+    library.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(UserError, match=f"{said}.*pip install -U bitsandbytes"):
+            need_library()
+    finally:
+        library.cache_clear()
+
+
+def test_others_may_read_the_cache(work, tmp_path, monkeypatch):
+    """With the permissions of any new file. One that may not is told so, and builds nothing."""
+
+    def make(folder):
+        save_file({"a": torch.ones(1)}, f"{folder}/a.safetensors")
+
+    sums = find_or_build(tmp_path / "base", make, print)
+    assert {f.stat().st_mode & 0o777 for f in (tmp_path / "base").iterdir()} == {0o644}
+    refused = PermissionError(13, "Permission denied", "base/a.safetensors")
+    monkeypatch.setattr("llm_demo.job.four_bits.verified", Mock(side_effect=refused))
+    with pytest.raises(UserError, match="Permission denied: 'base/a.*LLM_DEMO_CACHE"):
+        find_or_build(tmp_path / "base", None, print)
+    monkeypatch.undo()
+    assert find_or_build(tmp_path / "base", None, print) == sums
 
 
 def test_one_process_without_the_library(work, tmp_path):

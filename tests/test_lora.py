@@ -48,7 +48,8 @@ def ours(name: str) -> str:
 
 
 def lora_of(config, targets="all-linear", rank=16):
-    args = SimpleNamespace(lora_rank=rank, lora_alpha=32.0, lora_dropout=0.0, lora_targets=targets)
+    how = {"lora_alpha": 32.0, "lora_dropout": 0.0, "base_bits": 16}
+    args = SimpleNamespace(lora_rank=rank, lora_targets=targets, **how)
     return choose_lora(args, config, {})
 
 

@@ -46,17 +46,17 @@ def use_fp8(lm: nn.Module, recipe: str, shares: int = 1) -> tuple[list[str], lis
 
 def give_recipes(lm: nn.Module, recipe_of: Callable) -> tuple[list[str], list[str]]:
     """Give linear layers of a decoder's blocks the recipe that recipe_of(name, layer) returns, if
-    any. Returns the names within a block of those that have one, and of the other linear layers."""
-    done, left = set(), set()
+    any. Returns the name within a block of each that has one, and of each other linear layer."""
+    done, left = [], []
     for name, layer in [*lm.named_modules()]:
         if ".layers." not in name or type(layer) is not nn.Linear:
             continue
         parent, _, kind = name.rpartition(".")
         recipe = recipe_of(name, layer)
-        (done if recipe else left).add(kind)
+        (done if recipe else left).append(kind)
         if recipe:
             setattr(lm.get_submodule(parent), kind, RecipeLinear(layer, recipe))
-    return sorted(done), sorted(left - done)
+    return done, left
 
 
 class RecipeLinear(nn.Linear):

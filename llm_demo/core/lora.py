@@ -35,6 +35,7 @@ class Lora(NamedTuple):
     active: int = 0  # of these parameters, those that a token uses
     start: dict | None = None  # the adapters whose values these have before step 1, if any
     read: Callable | None = None  # a factor's name -> its values in them, whole
+    in_4_bits: tuple = ()  # of each block: (numbers that the base has in 4 bits, bytes of them)
 
     def facts(self) -> dict:
         """What a checkpoint keeps."""
@@ -99,8 +100,7 @@ def use_four_bits(
     lm: nn.Module, dtype: torch.dtype, read: Callable, names: Container[str]
 ) -> tuple[list[str], list[str]]:
     """Give the blocks of a decoder on the meta device, to be computed in `dtype`, the linear layers
-    whose weights have these names in 4 bits. read: of a name, as of FourBits. Returns what
-    give_recipes does."""
+    whose weights have these names in 4 bits. read: as of FourBits. Returns as give_recipes."""
 
     def recipe_of(name, layer):
         if f"{name}.weight" not in names:

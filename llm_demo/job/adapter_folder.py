@@ -29,7 +29,8 @@ ALLOWED = {  # others of its keys; what is in none of these tables may only be o
 FACTOR = re.compile(
     r"base_model\.model\.(?:.+\.)?(?!base_layer)([^.]+)(?:\.base_layer)*\.lora_[AB]\.weight"
 )
-BASE = "llm_demo.base"  # in the metadata of the tensors' file: what our exports say of their base
+# in the metadata of the tensors' file: what our exports say of their base
+BASE, BITS = "llm_demo.base", "llm_demo.base_bits"
 
 
 class Adapter(NamedTuple):
@@ -44,6 +45,7 @@ class Adapter(NamedTuple):
     tensors: tuple[str, ...]  # names in the file
     base: str  # name of the base, "" if none is given
     made_for: str  # base_digest of it, "" unless this project's export has noted it
+    bits: str = ""  # in how many its values were used, likewise
 
     @property
     def file(self) -> Path:
@@ -77,7 +79,7 @@ def open_adapter(name: str) -> Adapter:
         folder, rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha,
         config.get("lora_dropout") or 0.0, frozenset(ends - {"experts"}),
         frozenset(map(ending, modules) if isinstance(modules, list) else ()), tensors,
-        config.get("base_model_name_or_path") or "", metadata.get(BASE, ""),
+        config.get("base_model_name_or_path") or "", metadata.get(BASE, ""), metadata.get(BITS, ""),
     )  # fmt: skip
 
 

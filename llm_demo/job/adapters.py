@@ -3,12 +3,14 @@
 import functools
 import importlib.util
 import math
+from collections.abc import Container
 
 import torch
 
 from llm_demo.core.decoder import refuse_non_finite, skeleton
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
+from llm_demo.core.four_bits import BLOCK, row_bytes
 from llm_demo.core.lora import Lora, matrices_of, target_of
 from llm_demo.core.mesh import World
 from llm_demo.job.adapter_folder import Adapter, open_adapter
@@ -31,15 +33,15 @@ def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, li
     identify = functools.partial(
         identity_of, args.model_name_or_path, source.folder, source.weights, args.seed, drawn_on()
     )
-    base, started, lines = from_rank0(world, identify), {}, []
+    base, started, lines, packed = from_rank0(world, identify), {}, [], None
     if args.base_bits == 4:
-        base["bits"], dtype = 4, "4 bits"
+        base["bits"], dtype, packed = 4, "4 bits", source.weights and source.weights.packed
     if args.adapter:
         adapter = open_adapter(args.adapter)
         started = start_of(adapter, args.lora_targets, source.config)
         same_on_all_nodes(world, {"the content of --adapter": started["start"]["values"]})
         lines = origin(adapter, args, base)
-    lora = choose_lora(args, source.config, base)._replace(**started)
+    lora = choose_lora(args, source.config, base, packed)._replace(**started)
     share = lora.parameters / parameters_of(source.config)
     line = (
         f"adapters: rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)} of each "
@@ -112,6 +114,11 @@ def origin(adapter: Adapter, args, base: dict) -> list[str]:
             f"warning: {adapter.folder} was trained over other weights than those of "
             f"{args.model_name_or_path}, to which its products need not fit"
         )
+    if adapter.bits not in ("", str(args.base_bits)):
+        lines.append(
+            f"warning: {adapter.folder} was trained over a base in {adapter.bits} bits, here it is "
+            f"in {args.base_bits}: its values differ"
+        )
     if adapter.dropout != args.lora_dropout:
         lines.append(
             f"adapters: --lora_dropout {args.lora_dropout:g}; adapter_config.json has "
@@ -120,9 +127,10 @@ def origin(adapter: Adapter, args, base: dict) -> list[str]:
     return lines
 
 
-def choose_lora(args, config, base: dict) -> Lora:
-    """What the flags mean for a model. config: from transformers. Raises UserError for names that
-    it lacks, a rank larger than a matrix, and dropout with experts."""
+def choose_lora(args, config, base: dict, packed: Container[str] | None = None) -> Lora:
+    """What the flags mean for a model. config: from transformers. packed: names of the weights that
+    its files have in 4 bits, if any. Raises UserError for names that it lacks, a rank larger than
+    all matrices, and dropout with experts."""
     shapes = matrices_in(config)
     names = dict.fromkeys(map(target_of, shapes))
     of_experts = {target_of(name) for name in shapes if fused(name)}
@@ -163,7 +171,20 @@ def choose_lora(args, config, base: dict) -> Lora:
     sizes = {name: math.prod(shape) for name, shape in factors_of(lora.facts(), shapes).items()}
     total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
     chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
-    return lora._replace(parameters=total, routed=routed, active=total - routed + chosen)
+    stored = in_4_bits(config, shapes, packed) if args.base_bits == 4 else ()
+    lora = lora._replace(parameters=total, routed=routed, in_4_bits=stored)
+    return lora._replace(active=total - routed + chosen)
+
+
+def in_4_bits(config, shapes: dict[str, tuple], packed: Container[str] | None) -> tuple:
+    """As of Lora. packed: as of choose_lora; by default all matrices of rows in whole blocks."""
+    found = [(0, 0)] * config.num_hidden_layers
+    for name, shape in shapes.items():
+        if (name in packed) if packed else len(shape) == 2 and shape[1] % BLOCK == 0:
+            i = int(name.split(".layers.")[1].split(".")[0])
+            sizes = math.prod(shape), shape[0] * row_bytes(shape[1])
+            found[i] = tuple(map(sum, zip(found[i], sizes, strict=True)))
+    return tuple(found)
 
 
 def factor_names(name: str) -> tuple[str, str]:

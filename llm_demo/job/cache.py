@@ -10,11 +10,12 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.files import disk_full
+from llm_demo.job.files import disk_full, let_read
 
 SUMS = "crc32.json"  # the CRC-32 of every other file of a folder
 BUILDING = f"building-{os.uname().nodename}+"  # name prefix of what this host builds
@@ -41,6 +42,7 @@ def build(root: str, folder: str, write: Callable[[str], None]) -> None:
             built = os.path.join(temporary, "built")
             os.mkdir(built)
             write(built)
+            let_read(Path(built))
             sums = _sums_of(built)
             with open(f"{built}/{SUMS}", "w") as file:
                 json.dump(sums, file)

@@ -22,6 +22,14 @@ SILENT = re.compile(
 )
 
 
+def let_read(folder: Path) -> None:
+    """Give the files of a folder the permissions of new ones: safetensors lets only the owner
+    read."""
+    os.umask(umask := os.umask(0))
+    for file in folder.iterdir():
+        file.chmod(0o666 & ~umask)
+
+
 def disk_full(
     error: BaseException | None, folder: Path | str | None = None, output_dir: str | None = None
 ) -> str | None:

@@ -24,7 +24,7 @@ from llm_demo.job.device import dtype_name
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.files import cache_folder, hash_of
 from llm_demo.job.four_bits_files import library, need_library, pack
-from llm_demo.job.text import progress, words_of
+from llm_demo.job.text import kinds, progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
 
 MODULE = "llm_demo.job.four_bits"
@@ -70,7 +70,7 @@ def give_four_bits(lm: nn.Module, job) -> None:
         sums = once_per_node(job.world, functools.partial(find_or_build, folder, make, say))
         same_on_all_nodes(job.world, {"the base in 4 bits": sums})
         weights, where = open_cached(folder), folder
-    done, left = use_four_bits(lm, dtype, weights.read_packed, weights.packed)
+    done, left = kinds(*use_four_bits(lm, dtype, weights.read_packed, weights.packed))
     if not done:
         raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
     rest = ", ".join([*left, "embedding", "head", "norms"])
@@ -92,6 +92,8 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
     if folder.is_dir():
         try:
             return verified(str(folder))
+        except PermissionError as e:
+            raise UserError(f"{e}: set LLM_DEMO_CACHE to a folder of yours") from e
         except (OSError, ValueError) as e:
             say(f"base: the cached {folder} is damaged ({e}); rebuilding it")
     build(str(folder.parent), str(folder), make)

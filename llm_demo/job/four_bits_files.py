@@ -15,6 +15,7 @@ import logging
 import platform
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
@@ -121,11 +122,18 @@ def library():
 
 
 def need_library() -> None:
-    """Raise UserError without bitsandbytes."""
+    """Raise UserError without a bitsandbytes that works."""
+    problem = ""
     try:
-        library()
-    except ImportError:
+        functional = library()
+        for name in ("quantize_4bit", "get_4bit_type", "create_dynamic_map"):
+            getattr(functional, name)
+        version("bitsandbytes")
+    except Exception as e:  # its own libraries', too
+        gone = isinstance(e, ImportError) and e.name in ("bitsandbytes", "bitsandbytes.functional")
+        problem = "is not installed" if gone else f"does not work ({repr(e)[:200]})"
+    if problem:
         raise UserError(
-            "weights in 4 bits need bitsandbytes, which is not installed on "
-            f"{platform.node()}: pip install bitsandbytes"
-        ) from None
+            f"weights in 4 bits need bitsandbytes, which {problem} on {platform.node()}: "
+            f"pip install {'-U ' * (not gone)}bitsandbytes"
+        )

@@ -40,14 +40,19 @@ def why_unread(quantization) -> str | None:
             kinds = {(part["type"], part["num_bits"], part["strategy"]) for part in parts}
         elif method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
             kinds = {tuple(quantization["weight_block_size"])}
-        elif method == "bitsandbytes" and NF4.items() <= quantization.items():
-            return None
+        elif method == "bitsandbytes":
+            others = {
+                key: quantization.get(key) for key in NF4 if quantization.get(key) != NF4[key]
+            }
+            if not others:
+                return None
+            method = f"bitsandbytes with {', '.join(f'{k} {v}' for k, v in others.items())}"
     except (AttributeError, KeyError, TypeError):  # of another form
         pass
     if kinds in ({(BLOCK, BLOCK)}, {("float", 8, "channel")}):
         return None
     return (
-        f"its weights are quantized in a way that is not read (quant_method {str(method)[:80]}): "
+        f"its weights are quantized in a way that is not read (quant_method {str(method)[:160]}): "
         f"give a copy in bf16, in fp8 with blocks of {BLOCK} x {BLOCK}, in compressed-tensors' fp8 "
         "with a scale for each row, or under adapters in bitsandbytes' NF4 with double quantization"
     )

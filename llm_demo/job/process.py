@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from llm_demo.core.errors import UserError, printable
-from llm_demo.job.files import FULL, PART, disk_full
+from llm_demo.job.files import FULL, PART, disk_full, let_read
 
 PARENT = "LLM_DEMO_PARENT"  # in a child's environment: our pid, so that the child ends with us
 
@@ -241,9 +241,7 @@ def appearing(out: Path) -> Iterator[Path]:
     try:
         part.mkdir(parents=True)
         yield part
-        os.umask(umask := os.umask(0))  # safetensors lets only the owner read
-        for file in part.iterdir():
-            file.chmod(0o666 & ~umask)
+        let_read(part)
         if out.exists():
             out.rmdir()
         part.rename(out)

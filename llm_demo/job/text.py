@@ -144,3 +144,11 @@ def shown(path: Path) -> str:
 def users_folder() -> Path:
     """Where the user started the run: a run's cmd.sh goes to the folder of the run before."""
     return Path(os.environ.get("LLM_DEMO_STARTED_IN", Path.cwd()))
+
+
+def kinds(done: list[str], left: list[str]) -> tuple[list[str], list[str]]:
+    """The names in `done`, and those in `left`, with their number if they are in both."""
+    counts = {name: left.count(name) for name in sorted({*left})}
+    rest = [f"{name} ({n} of {n + done.count(name)})" * (name in done) or name
+            for name, n in counts.items()]  # fmt: skip
+    return sorted({*done}), rest
