@@ -40,6 +40,7 @@ from llm_demo.job.process import appearing, read_text
 from llm_demo.job.source import find_model, load_tokenizer, read_config
 from llm_demo.job.text import differences, size_of, watched, words_of
 from llm_demo.job.weights_files import (
+    QUANTISED,
     Weights,
     as_in_files,
     base_digest,
@@ -243,7 +244,7 @@ def find_base(checkpoint: Path, lora: dict, base: str | None) -> tuple[dict, Wei
             raise
         raise UserError(f"{e}; if the adapters' base has moved, name it with --base") from None
     weights = open_weights(folder)
-    before = {k: v for k, v in lora["base"].items() if k != "bits"}
+    before = {k: v for k, v in lora["base"].items() if k not in QUANTISED}
     now = identity_of(name, folder, weights, before.get("seed", 0), drawn_on())
     if not same_base(now, before):
         changes = "; ".join(differences(before, now))

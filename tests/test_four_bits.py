@@ -29,7 +29,7 @@ from llm_demo.core.lora import use_four_bits
 from llm_demo.export import export
 from llm_demo.job.adapters import in_4_bits, matrices_in
 from llm_demo.job.cache import verified
-from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build, scales_in
+from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build, note_values, scales_in
 from llm_demo.job.four_bits_files import library, need_library, pack
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.text import kinds
@@ -131,6 +131,10 @@ def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path)
         assert_same_tensors(last["whole"], last[name])
     facts = json.loads((last["whole"] / "trainer.json").read_text())
     assert facts["adapters"]["base"]["bits"] == 4
+    saver = SimpleNamespace(path=last["whole"], facts=facts, adapters={"base": {}})
+    with pytest.raises(UserError, match="step_00000004 holds adapters over other values than"):
+        note_values(saver, "other", tmp_path)
+    note_values(saver, facts["adapters"]["base"]["values"], tmp_path)
     for name, same in (("whole", False), ("theirs", True)):
         line = export(last[name], tmp_path / f"{name}-merged", "fp32", merge=True)
         assert ("16-bit" in line) != same

@@ -69,12 +69,25 @@ def give_four_bits(lm: nn.Module, job) -> None:
         make = functools.partial(quantise, source, args.seed, job.world.device)
         sums = once_per_node(job.world, functools.partial(find_or_build, folder, make, say))
         same_on_all_nodes(job.world, {"the base in 4 bits": sums})
+        note_values(job.saver, hash_of(sorted(sums.items()))[:16], folder)
         weights, where = open_cached(folder), folder
     done, left = kinds(*use_four_bits(lm, dtype, weights.read_packed, weights.packed))
     if not done:
         raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
     rest = ", ".join([*left, "embedding", "head", "norms"])
     say(f"base: 4 bits (NF4) from {where}: {', '.join(done)}; in {dtype_name(dtype)}: {rest}")
+
+
+def note_values(saver, values: str, folder: Path) -> None:
+    """Note a digest of a base's values for checkpoints. Raises UserError if the checkpoint that is
+    resumed notes another."""
+    before = (saver.facts.get("adapters") or saver.adapters)["base"].get("values", values)
+    if before != values:
+        raise UserError(
+            f"{saver.path} holds adapters over other values than those of {folder}: another "
+            "bitsandbytes or device has quantised them; copy the folder of that name from there"
+        )
+    saver.adapters["base"]["values"] = values
 
 
 def cached_base(source, base: dict) -> Path:

@@ -314,6 +314,9 @@ def identity_of(name: str, folder: Path, weights: Weights | None, seed: int, dev
     return base | {"weights": "random", "seed": seed, "drawn on": device}
 
 
+QUANTISED = ("bits", "values")  # of an identity: how the weights were used
+
+
 def same_base(a: dict, b: dict) -> bool:
     """Whether two identities are of the same weights, wherever they lie."""
     return a | {"path": ""} == b | {"path": ""}
@@ -321,7 +324,7 @@ def same_base(a: dict, b: dict) -> bool:
 
 def base_digest(base: dict) -> str:
     """A digest of an identity, wherever its weights lie and in however many bits they were used."""
-    return hash_of({k: v for k, v in base.items() if k != "bits"} | {"path": ""})[:16]
+    return hash_of({k: v for k, v in base.items() if k not in QUANTISED} | {"path": ""})[:16]
 
 
 def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> None:
@@ -345,8 +348,10 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
             f"{path} holds adapters over a base in {bits[0]} bits: "
             f"{'add' if bits[0] == 4 else 'drop'} --base_bits 4"
         )
-    if not same_base(before["base"], now["base"]):
-        changes = "; ".join(differences(before["base"], now["base"]))
+    # the values of 4 bits are compared once they are there
+    bases = [{k: v for k, v in of["base"].items() if k != "values"} for of in (before, now)]
+    if not same_base(*bases):
+        changes = "; ".join(differences(*bases))
         raise UserError(f"{path} holds adapters of another base: {changes}")
     same = ("rank", "alpha", "targets")
     if changes := differences({k: before[k] for k in same}, {k: now[k] for k in same}):
