@@ -138,12 +138,11 @@ def _behind_answer(tokenizer, role: str = "", **answer) -> str:
     answer = {"role": "assistant", "content": "ANSWER", **answer}
     turns = [{"role": "user", "content": "?"}, answer]
     text = _rendered(tokenizer, turns + [{"role": role, "content": "?"}] * bool(role))
-    _, answer, behind = text.rpartition("ANSWER")
-    return behind if answer else ""
+    return text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
 
 
 def _rendered(tokenizer, turns: list[dict], **options) -> str:
-    """ "" if the template refuses these turns."""
+    """The text of these turns; none if the template refuses them."""
     try:
         return tokenizer.apply_chat_template(turns, tokenize=False, **options)
     except REFUSALS:
