@@ -221,8 +221,8 @@ def test_the_hosts_optimizer_goes_on_to_the_bit_and_from_and_to_other_scripts(ru
     three, six = [*FP32, *THREE], [*FP32, *SIX]
     host, offload = [*three, HOST], [*three, *ZERO["zero3_offload"]]
     runs("fsdp", 2, again({"hosted": host}))
-    runs("pp", 2, {"piped": six, "pp-from-hosted": six})
+    runs("pp", 2, {"staged": six, "pp-from-hosted": six})
     runs("fsdp_pp", 2, {"cut": six, "fsdp_pp-from-hosted": six})
     runs("zero", 2, {"offloaded": offload, "zero-from-hosted": offload})
-    runs("fsdp", 2, {f"host-from-{name}": host for name in ("piped", "cut", "offloaded")})
+    runs("fsdp", 2, {f"host-from-{name}": host for name in ("staged", "cut", "offloaded")})
     runs.check()
