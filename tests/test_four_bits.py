@@ -32,7 +32,7 @@ from llm_demo.job.cache import verified
 from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build, note_values, scales_in
 from llm_demo.job.four_bits_files import library, need_library, pack
 from llm_demo.job.model_folder import load_model, open_model
-from llm_demo.job.text import kinds
+from llm_demo.job.text import layer_kinds
 from llm_demo.job.weights_files import open_weights, refuse_other_adapters
 
 functional = library()
@@ -152,7 +152,7 @@ def test_a_run_goes_on_to_the_bit_from_files_of_transformers_too(work, tmp_path)
 
 def test_what_stays_in_16_bits_is_counted():
     """In the log, and in estimates: of rows that are no whole blocks, or as published files say."""
-    assert kinds(["q", "v", "q"], ["q", "o"]) == (["q", "v"], ["o", "q (1 of 3)"])
+    assert layer_kinds(["q", "v", "q"], ["q", "o"]) == (["q", "v"], ["o", "q (1 of 3)"])
     config = deepcopy(parity.MODELS["tied"])
     config.intermediate_size, n = 96, config.num_hidden_layers  # rows of down_proj
     shapes = matrices_in(config)

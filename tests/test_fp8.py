@@ -28,7 +28,7 @@ from llm_demo.core.lora import Lora, LoraLinear
 from llm_demo.core.rows import position_ids
 from llm_demo.job.choices import Compute
 from llm_demo.job.fp8 import decide_fp8, fp8_fault
-from llm_demo.job.text import kinds
+from llm_demo.job.text import layer_kinds
 
 T, N, K = 256, 384, 256
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -248,7 +248,7 @@ def test_large_layers_only(monkeypatch):
     )  # fmt: skip
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    done, left = kinds(*use_fp8(lm, "rowwise"))
+    done, left = layer_kinds(*use_fp8(lm, "rowwise"))
     assert done == ["down_proj", "gate_proj", "up_proj"]
     assert left == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert type(lm.lm_head) is nn.Linear

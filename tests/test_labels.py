@@ -123,6 +123,11 @@ def call(name="f", arguments=None, content="", **extra):
     return chat("hi", content, tool_calls=[{"type": "function", "function": function}], **extra)
 
 
+def call_and_answer():
+    answer = {"role": "assistant", "content": "so"}
+    return Record([*call().messages, {"role": "tool", "content": "7"}, answer])
+
+
 def one(record, tokenizer, **options):
     """(ids, shifted labels) of one record, or the reason why it is skipped."""
     ((sample, _),) = encode(Codec(tokenizer, **options), [record])
@@ -266,11 +271,8 @@ MASKS = {
                                                              "<S>\nhi<B>\n⟦yo<S>⟧\nb"),
     "a tool's token ends a call": (
         ROLES,
-        Record(
-            [*call().messages, {"role": "tool", "content": "7"}]
-            + [{"role": "assistant", "content": "It is 7."}]
-        ),
-        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦It is 7.<S>⟧",
+        call_and_answer(),
+        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<S>⟧",
     ),
     "a tool's token ends the last call": (ROLES, call(), "<S>\nhi<B>\n⟦[f]<P>⟧"),
     "a question behind a call": (
@@ -294,10 +296,7 @@ MASKS = {
                                                    "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
     "generation tags, and a token of calls": (
         ROLES_TAGGED,
-        Record(
-            [*call().messages, {"role": "tool", "content": "7"}]
-            + [{"role": "assistant", "content": "so"}]
-        ),
+        call_and_answer(),
         "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<S>⟧",
     ),
     "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),

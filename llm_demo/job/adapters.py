@@ -172,8 +172,8 @@ def choose_lora(args, config, base: dict, packed: Container[str] | None = None) 
     total, routed = sum(sizes.values()), sum(n for name, n in sizes.items() if "_lora_" in name)
     chosen = routed // experts_of(config) * config.num_experts_per_tok if routed else 0
     stored = in_4_bits(config, shapes, packed) if args.base_bits == 4 else ()
-    lora = lora._replace(parameters=total, routed=routed, in_4_bits=stored)
-    return lora._replace(active=total - routed + chosen)
+    active = total - routed + chosen
+    return lora._replace(parameters=total, routed=routed, active=active, in_4_bits=stored)
 
 
 def in_4_bits(config, shapes: dict[str, tuple], packed: Container[str] | None) -> tuple:

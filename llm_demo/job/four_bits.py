@@ -24,7 +24,7 @@ from llm_demo.job.device import dtype_name
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.files import cache_folder, hash_of
 from llm_demo.job.four_bits_files import library, need_library, pack
-from llm_demo.job.text import kinds, progress, words_of
+from llm_demo.job.text import layer_kinds, progress, words_of
 from llm_demo.job.weights_files import Weights, fingerprint
 
 MODULE = "llm_demo.job.four_bits"
@@ -71,7 +71,7 @@ def give_four_bits(lm: nn.Module, job) -> None:
         same_on_all_nodes(job.world, {"the base in 4 bits": sums})
         note_values(job.saver, hash_of(sorted(sums.items()))[:16], folder)
         weights, where = open_cached(folder), folder
-    done, left = kinds(*use_four_bits(lm, dtype, weights.read_packed, weights.packed))
+    done, left = layer_kinds(*use_four_bits(lm, dtype, weights.read_packed, weights.packed))
     if not done:
         raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
     rest = ", ".join([*left, "embedding", "head", "norms"])

@@ -16,7 +16,7 @@ from llm_demo.job.args import Args
 from llm_demo.job.choices import Compute, above, probe_once
 from llm_demo.job.costs import experts_of
 from llm_demo.job.device import Device, dtype_name, is_sm
-from llm_demo.job.text import kinds
+from llm_demo.job.text import layer_kinds
 
 MODULE = "llm_demo.job.fp8"
 
@@ -55,7 +55,7 @@ def give_fp8(lm: nn.Module, compute: Compute, shares: int, say: Callable) -> Non
     """core.fp8.use_fp8 as decided, in the log. Raises UserError if it is for no layer."""
     if not compute.fp8:
         return
-    done, left = kinds(*use_fp8(lm, compute.fp8, shares))
+    done, left = layer_kinds(*use_fp8(lm, compute.fp8, shares))
     if not done:
         raise UserError(f"--fp8 {compute.fp8}: no layer of this model's blocks is large enough")
     rest = [*left, *["experts and routers"] * bool(experts_of(lm.config)), "embedding", "head"]

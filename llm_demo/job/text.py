@@ -146,7 +146,7 @@ def users_folder() -> Path:
     return Path(os.environ.get("LLM_DEMO_STARTED_IN", Path.cwd()))
 
 
-def kinds(done: list[str], left: list[str]) -> tuple[list[str], list[str]]:
+def layer_kinds(done: list[str], left: list[str]) -> tuple[list[str], list[str]]:
     """The names in `done`, and those in `left`, with their number if they are in both."""
     counts = {name: left.count(name) for name in sorted({*left})}
     rest = [f"{name} ({n} of {n + done.count(name)})" * (name in done) or name
