@@ -295,9 +295,9 @@ MASKS = {
     "generation tags, and the next role's token": (ROLES_TAGGED, chat("hi", "yo", "b", "c"),
                                                    "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
     "generation tags, and a token of calls": (
-        ROLES_TAGGED,
+        ROLES_TAGGED.replace("{% endgen", "{{ '' if m.tool_calls else '<E>' }}{% endgen"),
         call_and_answer(),
-        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<S>⟧",
+        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<E>⟧",
     ),
     "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),
                         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
