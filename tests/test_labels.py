@@ -296,8 +296,8 @@ MASKS = {
                                                    "<S>\nhi<B>\n⟦yo<S>⟧\nb<B>\n⟦c<S>⟧"),
     "generation tags, and a token of calls": (
         ROLES_TAGGED.replace("{% endgen", "{{ '' if m.tool_calls else '<E>' }}{% endgen"),
-        call_and_answer(),
-        "<S>\nhi<B>\n⟦[f]<P>⟧\n7<B>\n⟦so<E>⟧",
+        call(),
+        "<S>\nhi<B>\n⟦[f]<P>⟧",
     ),
     "generation tags": (TAGGED, chat("hi", "yo", "b", "c"),
                         PAIR + "⟦yo<E>⟧\n<S>user\nb<E>\n<S>assistant\n⟦c<E>⟧\n"),
