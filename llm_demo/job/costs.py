@@ -199,12 +199,15 @@ def heads_of(config) -> Heads:
 
 def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
     """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
-    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart."""
+    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart. Those
+    with a delta rule are single: compiled together, all but the first keep shifted copies of their
+    convolution's input."""
     blocks = block_costs(config, 0)[first : first + n_blocks]
     alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
     sizes = []
     for parameters, n in [(0, n_blocks)] if blocks_per_unit else alike:
-        size = blocks_per_unit or max(1, min(4, round(64e6 / parameters)))
+        most = 1 if is_hybrid(config) else 4
+        size = blocks_per_unit or max(1, min(most, round(64e6 / parameters)))
         units = -(-n // size)
         sizes += [n // units + (u < n % units) for u in range(units)]
     return sizes
