@@ -127,9 +127,9 @@ def _fit():
         ("fsdp", 4, 1, False, f"{budget} {RESHARD}"), ("fsdp", 4, 1, True, ""),
         ("fsdp_pp", 1, 8, False, interleaved),
         ("fsdp", 32, 1, True, RESHARD), ("fsdp", 32, 1, True, host),
-        ("fsdp_pp", 1, 64, False, interleaved),
-        ("fsdp_pp", 1, 98, False, interleaved), ("fsdp", 10, 5, False, f"{budget} {host}"),
-        ("fsdp", 7, 7, True, RESHARD),
+        ("fsdp_pp", 8, 8, True, interleaved),
+        ("fsdp_pp", 7, 14, True, interleaved), ("fsdp", 7, 7, True, RESHARD),
+        ("fsdp", 49, 1, True, host),
     ]  # fmt: skip
     return [
         {"engine": engine, "micro": micro, "ga": ga, "ckpt": ckpt, "model": LARGE, "flags": flags,

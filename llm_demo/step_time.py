@@ -9,11 +9,12 @@ b) / 10. FSDP moves bf16 weights once a step (resharded: twice a micro-batch) an
 once (resharded, or the optimizer on the host: in bf16, every micro-batch). Of a transfer, at least
 a third is exposed, and what lasts longer than the compute beside it; nothing is computed while rows
 that are spread exchange slices for heads, or tokens come to experts that are spread or to shares of
-matrices and their sums go back. A pipeline idles for stages - 1 micro-batches of a stage, half as
-long with two pieces a stage, and waits for all it sends.
+matrices and their sums go back. A stage of a pipeline has its share of a micro-batch but all of
+LAUNCH. It idles for stages - 1 micro-batches, half as long with two pieces, and waits for all it
+sends.
 
-The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links;
-tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes per second."""
+The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links) and
+fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes per second."""
 
 from llm_demo.estimate import tokens_here
 from llm_demo.job.costs import (
@@ -29,7 +30,7 @@ from llm_demo.job.costs import (
 from llm_demo.job.device import peak_tflops, this_device
 
 LAUNCH, LEAST = 0.007, 0.03  # seconds of a micro-batch: besides its tokens; in all, for the host
-TO_HOST = 37.5e9  # bytes per second between a card and the host, each way at once, by two cards
+TO_HOST = 33e9  # bytes per second between a card and the host, each way at once, by two cards
 TFLOPS, SUSTAINED = 550, 0.55  # of an H200 in bf16; share of a data sheet's that is reached
 NVLINK, PCIE = 200, 20  # GB/s between cards
 LINKED = ("h100", "h200", "a100")  # by NVLink
@@ -96,9 +97,10 @@ def of_fsdp(args, config, compute, cards: int, flops: float, bandwidth: float) -
 
 def of_pipeline(args, config, compute, replicas: int, flops: float, bandwidth: float) -> float:
     """Seconds of a step."""
-    micro, accum = micro_batch(args, config, compute, flops), args.grad_accum_steps
     stages, v = args.stages, args.schedule == "dualpipev"
     pieces = 2 if v or args.schedule == "interleaved" else 1  # of a stage
+    accum = args.grad_accum_steps
+    micro = (micro_batch(args, config, compute, flops) - LAUNCH) / stages + LAUNCH
     # hidden states and their gradients in bf16
     sent = 4 * config.hidden_size * accum * args.micro_batch_size * args.seq_len * pieces
     if config.tie_word_embeddings and not v:
@@ -106,6 +108,6 @@ def of_pipeline(args, config, compute, replicas: int, flops: float, bandwidth: f
     reshard = args.reshard_after_forward
     weights = 2 * (2 * accum if reshard else 1)
     shared = (weights + 4) * parameters_of(config) / stages * (1 - 1 / replicas)
-    step = (accum + (stages - 1) / pieces) * micro / stages + sent / bandwidth
-    beside = micro / stages * (accum if reshard else 1)
+    step = (accum + (stages - 1) / pieces) * micro + sent / bandwidth
+    beside = micro * (accum if reshard else 1)
     return step + exposed(shared / bandwidth, beside)

@@ -363,7 +363,7 @@ SPEED = 550e12, 200e9
 LINKS = {"no_p2p": 23, "slow_link": 5}  # GB/s; the others: NVLink
 FILES = (
     "h200-x2/teff", "h200-x2/speed", "h200-x2/seed", "h200-x2/no_p2p", "h200-x2/slow_link",
-    "h200-x2/memory", "h200-x2/long",
+    "h200-x2/memory", "h200-x2/long", "h100-x2/fit",
 )  # fmt: skip
 
 
