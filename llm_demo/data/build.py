@@ -31,7 +31,7 @@ ROWS_AT_A_TIME = 1000  # rows tokenised in one call
 SHARE, STEP, LONGEST_DEFAULT = 0.99, 128, 4096
 TURN_KEYS = {"role", "content", "tool_calls", "reasoning_content"}  # always used
 TEXT_ARGUMENTS = "arguments of tool calls as JSON text"
-TOKENS, LEARNT = "tokens.int32", "learnt.bool"  # the flat files
+FLAT = {"tokens.int32": np.int32, "learnt.bool": bool}  # the flat files
 NOTED = ("also used", "unused keys", "unused keys in turns")
 
 
@@ -163,7 +163,7 @@ def read(folder: str) -> Packs:
     meta = json.loads(Path(folder, "meta.json").read_text())
     lengths, doc_labels, doc_file, doc_row = np.load(f"{folder}/documents.npy")
     stats, (tokens, is_label) = Stats.of(meta["stats"]), _open_flat(folder)
-    stats.identity["tokens and labels"] = f"{sums[TOKENS]}-{sums[LEARNT]}"
+    stats.identity["tokens and labels"] = "-".join(sums[name] for name in FLAT)
     return Packs(
         seq_len=meta["seq_len"], pad_id=meta["pad_id"], stats=stats, tokens=tokens,
         is_label=is_label, doc_start=np.append(0, np.cumsum(lengths)), doc_labels=doc_labels,
@@ -175,8 +175,8 @@ def read(folder: str) -> Packs:
 def _open_flat(folder: str) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, which of them are learnt) of all documents, mapped."""
     # asarray: a plain view of the map; slicing np.memmap itself is several times slower.
-    kinds = ((TOKENS, np.int32), (LEARNT, bool))
-    return tuple(np.asarray(np.memmap(f"{folder}/{name}", kind, "r")) for name, kind in kinds)
+    maps = (np.memmap(f"{folder}/{name}", kind, "r") for name, kind in FLAT.items())
+    return tuple(map(np.asarray, maps))
 
 
 def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
@@ -196,7 +196,7 @@ def choose_seq_len(lengths: np.ndarray, limit: int) -> tuple[int, str]:
 def _to_flat(folder: str, samples: Iterator[tuple[Sample, int, int]]) -> np.ndarray:
     """Write documents, each with the numbers of its file and row, to new flat files; earlier ones
     may still be mapped. Return their table, see `_write_documents`."""
-    paths = [Path(folder, name) for name in (TOKENS, LEARNT)]
+    paths = [Path(folder, name) for name in FLAT]
     for path in paths:
         path.unlink(missing_ok=True)
     table = array("q")  # not a list: there may be millions
@@ -224,10 +224,9 @@ def _tokenise(
                     stats.files.append(file)
                 file.rows += len(chunk)
                 records = [to_record(row, row_format, f"{place}{n}") for n, row in chunk]
-                encoded = encode(codec, records)
-                for (n, row), record, result in zip(chunk, records, encoded, strict=True):
+                rows_read = zip(chunk, records, encode(codec, records), strict=True)
+                for (n, row), record, (sample, reasons) in rows_read:
                     _count_keys(file, row, row_format, record, codec.template)
-                    sample, reasons = result
                     if isinstance(sample, str):
                         _count(stats.skipped, sample, number, n)
                         continue

@@ -74,12 +74,6 @@ class Codec:
         bos = [tokenizer.bos_token_id]  # ids put before plain text: one or none
         self.bos = bos if tokenizer("a")["input_ids"][:1] == bos else []
 
-    def render(self, messages: list[dict], record: Record, tokenize=False, **options):
-        """These messages as the chat template writes them: text, or tokens. Raises REFUSALS."""
-        return self.tokenizer.apply_chat_template(
-            messages, tools=record.tools, tokenize=tokenize, **options
-        )
-
     def closing(self, messages: list[dict]) -> str:
         """What ends a conversation whose template does not end its last answer."""
         last = messages[-1]
@@ -88,11 +82,8 @@ class Codec:
         return self.closings.get("tool" if last.get("tool_calls") else "user", "")
 
     def try_render(self, messages: list[dict], record: Record, **options):
-        """What `render` returns; None if the template refuses these messages."""
-        try:
-            return self.render(messages, record, **options)
-        except REFUSALS:
-            return None
+        """These messages as the chat template writes them: text, or tokens. None if it refuses."""
+        return _try_render(self.tokenizer, messages, tools=record.tools, **options)
 
 
 def _any_of(texts) -> re.Pattern:
@@ -121,8 +112,9 @@ def closings(tokenizer) -> dict[str, str]:
     if not tokenizer.chat_template or (own := _behind_answer(tokenizer)).strip():
         return {}
     found, question = {}, [{"role": "user", "content": "?"}]
-    asks = _rendered(tokenizer, question, add_generation_prompt=True)
-    asks = _special(tokenizer, asks.removeprefix(_rendered(tokenizer, question)).strip(), 0)
+    asks = _try_render(tokenizer, question, add_generation_prompt=True) or ""
+    asks = asks.removeprefix(_try_render(tokenizer, question) or "")
+    asks = _special(tokenizer, asks.strip(), 0)
     for role in ("user", "tool", "system"):
         text = _behind_answer(tokenizer, role)
         token = _special(tokenizer, text.strip(), 0)
@@ -137,16 +129,15 @@ def _behind_answer(tokenizer, role: str = "", **answer) -> str:
     refuses that. answer: of the message, with the word ANSWER."""
     answer = {"role": "assistant", "content": "ANSWER", **answer}
     turns = [{"role": "user", "content": "?"}, answer]
-    text = _rendered(tokenizer, turns + [{"role": role, "content": "?"}] * bool(role))
+    text = _try_render(tokenizer, turns + [{"role": role, "content": "?"}] * bool(role)) or ""
     return text.rpartition("ANSWER")[2] if "ANSWER" in text else ""
 
 
-def _rendered(tokenizer, turns: list[dict], **options) -> str:
-    """The text of these turns; none if the template refuses them."""
+def _try_render(tokenizer, messages: list[dict], tokenize=False, **options):
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        return tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
     except REFUSALS:
-        return ""
+        return None
 
 
 def _special(tokenizer, text: str, at: int) -> int | None:
@@ -168,10 +159,8 @@ def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Coun
             rendered.append((*_render(codec, record), None))
         except NotLearnt as reason:
             rendered.append((record, "", str(reason)))
-    encodings = codec.backend.encode_batch(
-        [text for _, text, _ in rendered], add_special_tokens=False
-    )
-    results = []
+    texts = [text for _, text, _ in rendered]
+    encodings, results = codec.backend.encode_batch(texts, add_special_tokens=False), []
     for (record, text, result), encoding in zip(rendered, encodings, strict=True):
         reasons = Counter()
         try:
@@ -182,12 +171,14 @@ def encode(codec: Codec, records: list[Record]) -> list[tuple[Sample | str, Coun
     return results
 
 
-def _answers(record: Record) -> tuple[list[int], list[int]]:
-    """The numbers of the assistant's messages, but for context, and of those of them that are to be
-    learnt: neither empty nor marked otherwise."""
-    turns = [i for i, m in enumerate(record.messages) if assistant(m) and i not in record.context]
-    marked = [i for i in turns if record.marks.get(i, True)]
-    return turns, [i for i in marked if not _is_empty(record.messages[i])]
+def _answers(record: Record) -> dict[int, str | None]:
+    """{number of a message of the assistant, but for context: why it is not learnt, if so}."""
+    found = {}
+    for i, message in enumerate(record.messages):
+        if assistant(message) and i not in record.context:
+            empty = EMPTY_TURN if _is_empty(message) else None
+            found[i] = empty if record.marks.get(i, True) else MARKED
+    return found
 
 
 def _is_empty(message: dict) -> bool:
@@ -203,10 +194,10 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
         if not record.text.strip():
             raise NotLearnt(NOTHING)
         return record, record.text if record.text.endswith(eos) else record.text + eos
-    turns, learnt = _answers(record)
-    if not record.messages or not (codec.train_on_prompt or learnt):
-        all_empty = all(_is_empty(record.messages[i]) for i in turns)
-        raise NotLearnt((EMPTY_TURN if turns else NOTHING) if all_empty else MARKED)
+    answers = _answers(record)
+    if not record.messages or not (codec.train_on_prompt or None in answers.values()):
+        all_empty = all(_is_empty(record.messages[i]) for i in answers)
+        raise NotLearnt((EMPTY_TURN if answers else NOTHING) if all_empty else MARKED)
     calls = [call for m in record.messages for call in m.get("tool_calls", [])]
     if calls and "tool_calls" not in codec.template:
         raise NotLearnt(NO_CALLS)
@@ -216,7 +207,9 @@ def _render(codec: Codec, record: Record) -> tuple[Record, str]:
     # Most templates take a call's arguments as an object, some (DeepSeek-V3) only as JSON text.
     for form in (record, _arguments_as_text(record)) if calls else (record,):
         try:
-            text = codec.render(form.messages, form)
+            text = codec.tokenizer.apply_chat_template(
+                form.messages, tools=form.tools, tokenize=False
+            )
         except REFUSALS as error:
             words = " ".join(str(error).split())[:100]
             reasons.append(f"{REFUSED}: {words}" if words else REFUSED)
@@ -280,13 +273,10 @@ def _learnt_spans(chat: Rendered, reasons: Counter) -> list[tuple[int, int]]:
     """(first token, stop token) of each learnt turn. Counts the row's turns that are not learnt in
     `reasons`; raises NotLearnt, with the reason of the first one, if none is."""
     codec, record = chat.codec, chat.record
-    answers, turns = _answers(record)
-    for i in answers:
-        if not record.marks.get(i, True):
-            reasons[MARKED] += 1
-        elif _is_empty(record.messages[i]):
-            reasons[EMPTY_TURN] += 1
+    answers = _answers(record)
+    reasons.update(filter(None, answers.values()))
     reasons[NOT_OURS] += sum(learn and i not in answers for i, learn in record.marks.items())
+    turns = [i for i, reason in answers.items() if not reason]
     turns = turns[-1:] if codec.last_only else turns
     spans, why, marks = [], NOTHING, None
     if codec.tagged and turns:

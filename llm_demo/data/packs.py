@@ -8,8 +8,6 @@ import hashlib
 import itertools
 import json
 import os
-from bisect import bisect_left, insort
-from collections import defaultdict
 
 import numpy as np
 
@@ -117,31 +115,27 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     row_of = np.empty(len(lengths), np.int64)
     by_length = np.argsort(-lengths, kind="stable")
     n_of = np.bincount(lengths, minlength=capacity + 1)
-    free = defaultdict(list)  # free slots -> rows with that many, in batches
-    sizes: list[int] = []  # of rows that are free, sorted
+    free = [[] for _ in range(capacity + 1)]  # free slots -> rows with that many, in batches
+    any_free = np.arange(capacity + 1) == capacity  # for new rows there always are
     n_rows = done = 0
 
     def put_back(size: int, rows: np.ndarray) -> None:
-        if size and len(rows):
-            if not free[size]:
-                insort(sizes, size)
+        if len(rows):
             free[size].append(rows)
+            any_free[size] = True
 
     for n in progress(np.flatnonzero(n_of)[::-1].tolist(), "packing", unit="lengths"):
         documents = by_length[done : done + n_of[n]]
         done += n_of[n]
         while len(documents):
-            at = bisect_left(sizes, n)
-            if at < len(sizes):
-                size = sizes[at]
-                rows = free[size].pop()
-                if not free[size]:
-                    del sizes[at]
-            else:
-                size = capacity
-                rows = np.arange(n_rows, n_rows - (-len(documents) // (size // n)))
-                n_rows += len(rows)
+            size = n + int(any_free[n:].argmax())
             each = size // n
+            if size < capacity:
+                rows = free[size].pop()
+                any_free[size] = bool(free[size])
+            else:
+                rows = np.arange(n_rows, n_rows - (-len(documents) // each))
+                n_rows += len(rows)
             used = min(len(rows), -(-len(documents) // each))
             placed = min(len(documents), used * each)
             row_of[documents[:placed]] = np.repeat(rows[:used], each)[:placed]
@@ -180,10 +174,9 @@ def with_rows(packs: Packs, passes: list[tuple]) -> Packs:
 def split_off(packs: Packs, fraction: float, pack: bool) -> tuple[Packs, Packs]:
     """(packs of the other documents, packs of a random `fraction` of them). A document that was
     split into pieces stays whole. pack: as in load_packs. Raises UserError if one part is empty."""
-    origin = np.stack((packs.doc_file, packs.doc_row))
-    _, document_of = np.unique(origin, axis=1, return_inverse=True)
-    document_of = document_of.reshape(-1)
-    total = int(document_of.max()) + 1
+    begins = np.diff((packs.doc_file, packs.doc_row)).any(0)  # else a piece of the one before
+    document_of = np.append(0, np.cumsum(begins))
+    total = int(document_of[-1]) + 1
     chosen = round(total * fraction)
     if not 0 < chosen < total:
         raise UserError(

@@ -38,9 +38,7 @@ SPACE = re.compile(r"\s*")
 MARKER = "\ue000"  # stands for a part of a turn, to see where a template puts it
 # What a template raises for conversations it does not support: raise_exception() and undefined
 # names, None added to a string, the first of no messages; and arguments nested too deeply.
-REFUSALS = (
-    TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError,
-)  # fmt: skip
+REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 class Record(NamedTuple):

@@ -73,7 +73,7 @@ class Records:
         self.peak = args.peak_tflops or peak_tflops(device, dtype)
         self.history, self.gather = History(), Gather(world)
         self.pending = None  # a logged step that is not read yet
-        self.bad_steps, self.unchecked, self.copied = 0, [], None
+        self.bad_steps, self.unchecked, self.copied = 0, [], []
         self.warned = False
         steps = parse_steps(args.profile_steps)
         self.profiler, self.figures = None, None
@@ -170,7 +170,7 @@ class Records:
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
         comm = busy, exposed, [ms / steps for ms in wait]
         comm = [[round(ms, 3) for ms in of_ranks] for of_ranks in comm]
-        comm = comm if self.args.comm_timer else [None] * 3
+        comm = comm if self.args.comm_timer else [None] * len(TIMES)
         record = {
             "step": step,
             "train/loss": math.fsum(share),
@@ -178,9 +178,7 @@ class Records:
             "train/lr": lr,
             "train/skipped": not math.isfinite(norm),
             "perf/step_ms": t.seconds * 1e3 / steps,
-            "perf/comm_ms": comm[0],
-            "perf/comm_exposed_ms": comm[1],
-            "perf/comm_wait_ms": comm[2],
+            **dict(zip(TIMES, comm, strict=True)),
             "perf/data_ms": round(max(data), 3),
             "perf/toks_per_s": t.counts["tokens"] / t.seconds,
             "perf/label_toks_per_s": t.counts["labels"] / t.seconds,
@@ -251,11 +249,10 @@ class Records:
             values = torch.stack(self.unchecked).to("cpu", non_blocking=True)
             event = torch.get_device_module(self.world.device).Event()
             event.record()
-            previous, self.copied = self.copied, (step, values, event)
+            self.copied.append((step, values, event))
             self.unchecked = []
-            for group in (previous, self.copied if step == self.max_steps else None):
-                if group:
-                    self._check(*group)
+            while len(self.copied) > (step < self.max_steps):
+                self._check(*self.copied.pop(0))
 
     def _check(self, last: int, values: torch.Tensor, copied) -> None:
         copied.synchronize()
@@ -276,7 +273,6 @@ class Records:
 def fit_terminal(fields: list[str]) -> str:
     """The fields in one line, without those that matter least if the terminal is narrower."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    fields = [*fields]
     details = r" \(.* labels\)", r" \(comm .*\)", "lr .*", "mem .*", "gnorm .*", "load .*", "mfu .*"
     for detail in details:
         if len(" | ".join(fields)) > columns:

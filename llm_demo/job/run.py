@@ -245,19 +245,19 @@ def generate(
     answers = []
     for first in range(0, len(prompts), B):
         rows = [list(p) for p in prompts[first : first + B]]
-        done = [False] * len(rows)
-        lengths = [len(r) for r in rows]
+        growing = set(range(len(rows)))
         for _ in range(tokens):
-            if all(done):
+            if not growing:
                 break
             batch = _batch(rows, S, max_docs, B)
             index = torch.tensor([i * S + len(r) - 1 for i, r in enumerate(rows)])
             for i, token in enumerate(ask(batch, index).tolist()):
-                done[i] = done[i] or token in stop or len(rows[i]) == S
-                if not done[i]:
+                if token in stop or len(rows[i]) == S:
+                    growing.discard(i)
+                elif i in growing:
                     rows[i].append(token)
-        answers += [row[n:] for row, n in zip(rows, lengths, strict=True)]
-    return answers
+        answers += rows
+    return [row[len(prompt) :] for row, prompt in zip(answers, prompts, strict=True)]
 
 
 def _batch(rows: list[list[int]], seq_len: int, max_docs: int, count: int) -> Batch:

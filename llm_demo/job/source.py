@@ -132,10 +132,9 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
         raise UserError(
             f"{folder}: model_type {config.model_type} is not one of {', '.join(FAMILIES)}"
         )
-    if getattr(config, "attention_dropout", 0):
-        config.attention_dropout = 0.0  # fine-tuning uses none; pretrained configurations have 0
-    if getattr(config, "resid_pdrop", 0):
-        config.resid_pdrop = 0.0
+    for name in ("attention_dropout", "resid_pdrop"):
+        if getattr(config, name, 0):
+            setattr(config, name, 0.0)  # fine-tuning uses none; pretrained configurations have 0
     for problem in problems_of(config):
         raise UserError(f"{folder}/config.json: {problem}")
     vars(config).pop("quantization_config", None)

@@ -93,11 +93,9 @@ def watched(what: str, total: float | None, measure: Callable[[], float]):
 
 def size_of(folder: Path) -> int:
     """Bytes of the files in a folder that is being written; 0 if it does not exist."""
-    total = 0
     with contextlib.suppress(OSError):  # a file may be renamed meanwhile
-        for file in folder.iterdir():
-            total += file.stat().st_size
-    return total
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0
 
 
 class _Lines(tqdm):
