@@ -97,7 +97,9 @@ class Stats:
             for what, rows in file.noted.items():
                 if rows:
                     note = " (its answers are learnt)" * ("history" in rows and what == NOTED[0])
-                    yield f"data: {file.path}: {what}: {_by_key(rows)}{note}"
+                    keys = [f"{k or '(no name)'} ({counted(n, 'row')})" for k, n in rows.items()]
+                    more = f" and {len(keys) - 12:,} more" * (len(keys) > 12)
+                    yield f"data: {file.path}: {what}: {', '.join(keys[:12])}{more}{note}"
         if eos is not None and any(f.format not in ("text", "tokens") for f in self.files):
             yield (
                 "data: the tokenizer has no chat template: turns are joined by line breaks and "
@@ -123,11 +125,6 @@ class Stats:
             yield f"data: {turns} {are} not learnt: {reason} ({self.first(n)})"
         for reason, n in self.skipped.items():
             yield f"data: skipped {counted(n.rows, 'row')}: {reason} ({self.first(n)})"
-
-
-def _by_key(rows: dict[str, int]) -> str:
-    texts = [f"{key or '(no name)'} ({counted(n, 'row')})" for key, n in rows.items()]
-    return ", ".join(texts[:12]) + f" and {len(texts) - 12:,} more" * (len(texts) > 12)
 
 
 def write_documents(folder: str, files: list[str], codec: Codec, flags, limit: int) -> None:

@@ -47,14 +47,13 @@ def load_packs(train_json: str, tokenizer, flags, limit: int = LONGEST_DEFAULT, 
     last_only = flags.learn_turns == "last"
     codec = Codec(tokenizer, flags.train_on_prompt, last_only, flags.learn_reasoning)
     key, identity = _identify(files, codec, flags, limit)
-    root = cache_folder()
-    folder = os.path.join(root, f"packs-{key}")
+    folder = os.path.join(cache_folder(), f"packs-{key}")
     packs, problem = _open(folder, files, flags.pack_sequences)
     hit = packs is not None
     if problem:
         log(f"data: the cached pack {folder} is damaged ({problem}); rebuilding it")
     if not hit:
-        build(root, folder, lambda built: write_documents(built, files, codec, flags, limit))
+        build(folder, lambda built: write_documents(built, files, codec, flags, limit))
         packs, problem = _open(folder, files, flags.pack_sequences)
     if not packs:
         raise UserError(

@@ -70,10 +70,9 @@ def _expand(part: str, config: str | None, split: str | None, say: Callable) -> 
             part = os.path.join(part, split or "train")
         return _in_folder(part, say)
     if hub := hub_parts(part):
-        name, its_config, its_split = hub
-        if not (its_split or split):
+        if not (hub[2] or split):
             raise UserError(f"{part}: name the split to read, for example {part}:test")
-        return [":".join(filter(None, (name, its_config or config, its_split or split)))]
+        return [with_split(part, config, split)]
     if not glob.has_magic(part):
         raise UserError(f"no such data file: {part or '(an empty name)'}")
     matches = [p for p in sorted(glob.glob(part, recursive=True)) if os.path.isfile(p)]
@@ -118,6 +117,14 @@ def hub_parts(name: str) -> tuple[str, str | None, str | None] | None:
     if not match or os.path.isdir(name.split("/")[0]) or suffix_of(name) in FILES:
         return None
     return match.groups()
+
+
+def with_split(name: str, config: str | None, split: str | None = None) -> str:
+    """A hub dataset as id:config:split, with these where it names none. Others: the name."""
+    hub = hub_parts(name)
+    if not hub:
+        return name
+    return ":".join(filter(None, (hub[0], hub[1] or config, hub[2] or split)))
 
 
 def _in_folder(folder: str, say: Callable) -> list[str]:

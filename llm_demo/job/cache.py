@@ -22,12 +22,12 @@ BUILDING = f"building-{os.uname().nodename}+"  # name prefix of what this host b
 DAY = 24 * 3600
 
 
-def build(root: str, folder: str, write: Callable[[str], None]) -> None:
+def build(folder: str, write: Callable[[str], None]) -> None:
     """Let `write` fill a temporary folder and rename it to `folder`, so that nothing half-written
     is visible. An existing folder is damaged: its files are replaced one by one, since another node
     may have done so just before, and is reading them. Processes that have mapped the old ones keep
     them. Raises UserError if the cache can't be written."""
-    damaged = os.path.isdir(folder)
+    root, damaged = os.path.dirname(folder), os.path.isdir(folder)
     try:
         os.makedirs(root, exist_ok=True)
         _remove_stale(root)

@@ -109,7 +109,7 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
             raise UserError(f"{e}: set LLM_DEMO_CACHE to a folder of yours") from e
         except (OSError, ValueError) as e:
             say(f"base: the cached {folder} is damaged ({e}); rebuilding it")
-    build(str(folder.parent), str(folder), make)
+    build(str(folder), make)
     try:
         return verified(str(folder))
     except (OSError, ValueError) as e:

@@ -144,6 +144,8 @@ class Records:
             return True
         with self.log.writing():
             self.figures = self.profiler.stop(self.log.folder)
+        first, last = self.profiler.first, self.profiler.last
+        self.figures["timer"] = timed_while_profiled(self.history, first, last)
         self.log.say(f"profile: {self.log.folder}/profile.txt")
         return True
 
@@ -151,11 +153,7 @@ class Records:
         """(the profiler's figures or None, each rank's peak host memory in 2**30 bytes)."""
         host = [None] * self.world.size
         dist.all_gather_object(host, round(peak_host_gb(), 3))
-        figures = self.figures
-        if figures:
-            timer = timed_while_profiled(self.history, self.profiler.first, self.profiler.last)
-            figures = {**figures, "timer": timer}
-        return figures, host
+        return self.figures, host
 
     def _log_step(self, step: int, tokens: int, label_tokens: int, lr: float, read) -> None:
         t = read()
@@ -252,13 +250,11 @@ class Records:
             self.copied.append((step, values, event))
             self.unchecked = []
             while len(self.copied) > (step < self.max_steps):
-                self._check(*self.copied.pop(0))
-
-    def _check(self, last: int, values: torch.Tensor, copied) -> None:
-        copied.synchronize()
-        ranks = self.gather.floats(values.tolist())
-        for step, row in enumerate(zip(*ranks, strict=True), last + 1 - len(values)):
-            self._count(step, not all(map(math.isfinite, row)))
+                last, values, event = self.copied.pop(0)
+                event.synchronize()
+                ranks = self.gather.floats(values.tolist())
+                for n, row in enumerate(zip(*ranks, strict=True), last + 1 - len(values)):
+                    self._count(n, not all(map(math.isfinite, row)))
 
     def _count(self, step: int, bad: bool) -> None:
         self.bad_steps = self.bad_steps + 1 if bad else 0
@@ -326,13 +322,14 @@ def summarise(
     None. host: each rank's peak host memory."""
     records = history.records
     # Earlier processes may have been another script's, or more or fewer.
-    ranks = len(records[-1]["perf/peak_mem_gb"])
-    alike = [r for r in records if len(r["perf/peak_mem_gb"]) == ranks]
+    n_ranks = len(records[-1]["perf/peak_mem_gb"])
+    alike = [r for r in records if len(r["perf/peak_mem_gb"]) == n_ranks]
     steps = [r for r in records if r["step"] > history.first_step] or alike
     losses = [r["train/loss"] for r in records]
     times = [r["perf/step_ms"] for r in steps[WARMUP:] or steps]
     medians = {key: median(steps, f"perf/{key}") for key in MEDIANS}
-    comm, exposed, wait = ([round(ms, 3) for ms in of_ranks(steps, key)] or None for key in TIMES)
+    times_of_ranks = {key: [round(ms, 3) for ms in of_ranks(steps, key)] or None for key in TIMES}
+    comm = times_of_ranks["perf/comm_ms"]
     row = (
         settings["micro_batch_size"], settings["grad_accum_steps"],
         "T" if settings["use_activation_checkpointing"] else "F", settings["dtype"].upper(),
@@ -351,9 +348,7 @@ def summarise(
         "eval_exact": dict(history.exact),
         "skipped_steps": sum(r.get("train/skipped") is True for r in records),
         "spread_step_ms": [min(times), max(times)],
-        "median_comm_ms": comm,
-        "median_comm_exposed_ms": exposed,
-        "median_comm_wait_ms": wait,
+        **{key.replace("perf/", "median_"): ranks for key, ranks in times_of_ranks.items()},
         **{f"median_{key}": value for key, value in medians.items()},
         "mfu": median(steps, "perf/mfu") if peak_tflops else None,
         "peak_tflops": peak_tflops,

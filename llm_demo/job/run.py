@@ -19,7 +19,7 @@ from llm_demo.core.rows import IGNORE_INDEX, Batch, bounds_of, collate, position
 from llm_demo.core.timer import StepTimer
 from llm_demo.data.labels import stop_tokens
 from llm_demo.data.packs import prompts_of
-from llm_demo.data.sources import hub_parts
+from llm_demo.data.sources import with_split
 from llm_demo.export import export, export_of
 from llm_demo.job.args import Args, DataArgs
 from llm_demo.job.costs import experts_of, parameters_of, state_bytes
@@ -29,7 +29,7 @@ from llm_demo.job.files import finite, write_json
 from llm_demo.job.folder import published
 from llm_demo.job.log import Log
 from llm_demo.job.model_folder import describe_model
-from llm_demo.job.plan import Plan, make_plan
+from llm_demo.job.plan import make_plan
 from llm_demo.job.records import COLUMNS, Records, summarise
 from llm_demo.job.saver import Saver
 from llm_demo.job.text import counted, module, resume, shown
@@ -121,7 +121,10 @@ def run(job: Job, engine) -> None:
         from_rank0(job.world, lambda: check_disk(job))
     if args.dry_run:
         log.say(LOADED)
-        try_forward(args, job.plan, engine.next_tokens)
+        batch = collate(job.plan.data.train, job.plan.rows_of(0)[: args.micro_batch_size])
+        # not compiled: its only pass, since a model may be refused only there
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            engine.next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
         log.say("dry run: everything is ready for step 1")
         return
     train(job, engine)
@@ -186,14 +189,6 @@ def check_experts(args, config) -> None:
         raise UserError("--psgd_rank does not work with a mixture of experts")
     elif experts % (asked := args.expert_parallel or 1):
         raise UserError(f"--expert_parallel {asked} does not divide {experts}, the experts")
-
-
-def try_forward(args: Args, plan: Plan, next_tokens: Callable) -> None:
-    """Run a dry run's only forward pass, not compiled, since a model may be refused only there."""
-    rows = plan.rows_of(0)[: args.micro_batch_size]
-    batch = collate(plan.data.train, rows)
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        next_tokens(batch, torch.zeros(args.micro_batch_size, dtype=torch.int64))
 
 
 def export_last(job: Job, checkpoint: Path) -> None:
@@ -327,21 +322,11 @@ def evaluate(exported: Path, args: Args) -> str:
     folder = Path(base).expanduser()
     trained = not folder.is_dir() or any(folder.glob("*.safetensors"))
     trained &= not args.tokenizer_name_or_path  # the base may have no tokenizer
-    flags = ["--data", with_config(args.eval_json, args.dataset_config)]
+    parts = (with_split(part.strip(), args.dataset_config) for part in args.eval_json.split(","))
+    flags = ["--data", ",".join(parts) if args.dataset_config else args.eval_json]
     flags += ["--seq_len", args.seq_len]
     flags += ["--train_on_prompt"] * args.train_on_prompt
     for name in DATA_FLAGS:
         if (value := getattr(args, name)) != getattr(DataArgs, name):
             flags += [f"--{name}", "false" if value is False else value]
     return module("evaluate", "--models", *[base] * trained, shown(exported), *flags)
-
-
-def with_config(named: str, config: str | None) -> str:
-    """Hub splits with the configuration in their name: id:config:split."""
-    if not config:
-        return named
-    parts = [part.strip() for part in named.split(",")]
-    for i, part in enumerate(parts):
-        if (hub := hub_parts(part)) and not hub[1]:
-            parts[i] = ":".join([hub[0], config, *filter(None, hub[2:])])
-    return ",".join(parts)
