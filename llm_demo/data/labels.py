@@ -98,10 +98,10 @@ def stop_tokens(tokenizer) -> list[int]:
     stop = {tokenizer.eos_token_id}
     if tokenizer.chat_template:
         texts = [_behind_answer(tokenizer), *closings(tokenizer).values()]
-        stop |= {_special(tokenizer, text.strip(), 0) for text in texts}
+        stop |= {_special(tokenizer, text, 0) for text in texts}
         function = {"name": "ANSWER", "arguments": {}}
         called = {"tool_calls": [{"type": "function", "function": function}]}
-        stop |= {_special(tokenizer, _behind_answer(tokenizer, content="", **called).strip(), -1)}
+        stop |= {_special(tokenizer, _behind_answer(tokenizer, content="", **called), -1)}
     return sorted(stop - {None})
 
 
@@ -113,11 +113,10 @@ def closings(tokenizer) -> dict[str, str]:
         return {}
     found, question = {}, [{"role": "user", "content": "?"}]
     asks = _try_render(tokenizer, question, add_generation_prompt=True) or ""
-    asks = asks.removeprefix(_try_render(tokenizer, question) or "")
-    asks = _special(tokenizer, asks.strip(), 0)
+    asks = _special(tokenizer, asks.removeprefix(_try_render(tokenizer, question) or ""), 0)
     for role in ("user", "tool", "system"):
         text = _behind_answer(tokenizer, role)
-        token = _special(tokenizer, text.strip(), 0)
+        token = _special(tokenizer, text, 0)
         if token not in (None, asks):
             token = tokenizer.convert_ids_to_tokens(token)
             found[role] = text.removeprefix(own).partition(token)[0] + token
@@ -141,9 +140,9 @@ def _try_render(tokenizer, messages: list[dict], tokenize=False, **options):
 
 
 def _special(tokenizer, text: str, at: int) -> int | None:
-    """The token at this place of a text, if it is special."""
+    """The token at this place of a text, without whitespace around it, if it is special."""
     known = tokenizer.added_tokens_decoder
-    ids = tokenizer(text, add_special_tokens=False).input_ids
+    ids = tokenizer(text.strip(), add_special_tokens=False).input_ids
     return ids[at] if ids and ids[at] in known and known[ids[at]].special else None
 
 

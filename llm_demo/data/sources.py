@@ -156,26 +156,24 @@ def _without(paths: list[str], names: re.Pattern, say: Callable) -> list[str]:
     return [path for path in paths if path not in skipped and os.path.isfile(path)]
 
 
-def _split_name(path: str) -> tuple[str, str]:
-    """x.jsonl.gz -> ("x", ".jsonl.gz"): the extension with its compression."""
+def _split_name(path: str) -> tuple[str, str, str]:
+    """x.jsonl.gz -> ("x", ".jsonl", ".gz"): the extension and the compression."""
     stem, last = os.path.splitext(path)
-    if last.lower() in COMPRESSED:
-        stem, kind = os.path.splitext(stem)
-        last = kind + last
-    return stem, last
+    compressed = last.lower() in COMPRESSED
+    return (*os.path.splitext(stem), last) if compressed else (stem, last, "")
 
 
 def heldout_beside(train_json: str) -> str | None:
     """The path x.heldout.jsonl for a single file x.jsonl, if both exist."""
-    stem, extension = _split_name(train_json)
-    beside = f"{stem}.heldout{extension}"
+    stem, kind, compression = _split_name(train_json)
+    beside = f"{stem}.heldout{kind}{compression}"
     return beside if os.path.isfile(train_json) and os.path.isfile(beside) else None
 
 
 def suffix_of(path: str) -> str:
     """The extension without the compression: ".jsonl" for x.jsonl.gz."""
-    extension = _split_name(path)[1].lower()
-    return "." + extension.split(".")[1] if extension else ""
+    _, kind, compression = _split_name(path)
+    return (kind or compression).lower()
 
 
 def content_of(source: str) -> str:
@@ -266,8 +264,8 @@ def _opened(path: str, bar=None):
             )
         if bar is not None:
             file = CallbackIOWrapper(bar.update, file, "read")
-        compression = COMPRESSED.get(os.path.splitext(path)[1].lower())
-        yield pyarrow.input_stream(file, compression=compression)
+        compression = _split_name(path)[2].lower()
+        yield pyarrow.input_stream(file, compression=COMPRESSED.get(compression))
 
 
 def _read_json(path: str, bar) -> Iterator:

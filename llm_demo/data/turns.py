@@ -165,7 +165,6 @@ def _start(chat: Rendered, turn: int) -> int:
     reasoning, Mistral's tools). Raises NotLearnt."""
     codec, record, text, _ = chat
     before = record.messages[:turn]
-    again = turn and assistant(before[-1])  # two turns in a row
     if not codec.template:
         head = plain(before, codec.tokenizer.eos_token)
         return len(head) + bool(head)
@@ -174,6 +173,7 @@ def _start(chat: Rendered, turn: int) -> int:
         raise NotLearnt(REFUSED if turn else NO_PROMPT)
     head = THINK_PROMPT.sub("", head)
     if text.startswith(head):
+        again = turn and assistant(before[-1])  # two turns in a row
         if again and re.search(rf"(?:{codec.ends.pattern})\s*$", head):
             raise NotLearnt(NO_PROMPT)
         return len(head)

@@ -162,8 +162,7 @@ class Records:
         loss, norm = numbers.pop("loss"), numbers.pop("norm")
         mine = [loss, *t.memory, t.busy, t.exposed, t.doubt, t.data]
         ranks, wait = self.gather.step(mine, t.operations)
-        columns = map(list, zip(*ranks, strict=True))
-        share, memory, reserved, retries, busy, exposed, doubt, data = columns
+        share, memory, reserved, retries, busy, exposed, doubt, data = zip(*ranks, strict=True)
         self.history.doubts[step] = doubt
         steps, flops = t.counts["steps"], t.counts["flops"] / t.seconds / self.world.size
         comm = busy, exposed, [ms / steps for ms in wait]

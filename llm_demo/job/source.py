@@ -106,17 +106,6 @@ def refuse_pointers(folder: Path) -> None:
             )
 
 
-def text_of(config):
-    """The configuration of what is trained of a model: all of it, or what reads text."""
-    if config.model_type not in TEXT_OF:
-        return config
-    text = config.text_config
-    for name in ("tie_word_embeddings", "quantization_config"):
-        if value := getattr(config, name, None):
-            setattr(text, name, value)
-    return text
-
-
 def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
     """The model's configuration, of weights as they are read: not quantised. weights_elsewhere:
     this folder has none. Raises UserError if this project can't train it exactly."""
@@ -125,7 +114,12 @@ def load_config(folder: Path, max_len: int, weights_elsewhere: bool = False):
         raw = json.loads(raw)
         for problem in odd_sizes({blocks: (raw.get("text_config") or raw).get(blocks)}):
             raise ValueError(problem)  # transformers makes a list of them
-        config = text_of(read_config(folder))
+        config = whole = read_config(folder)
+        if whole.model_type in TEXT_OF:  # what reads text is trained
+            config = whole.text_config
+            for name in ("tie_word_embeddings", "quantization_config"):
+                if value := getattr(whole, name, None):
+                    setattr(config, name, value)
     except Exception as e:  # several libraries check it, each with exceptions of its own
         raise UserError(f"{folder}/config.json: {words_of(e)}; {COMPARE}") from e
     if config.model_type not in FAMILIES:
