@@ -19,6 +19,10 @@ from llm_demo.job.records import (
 )
 
 WORLD = World(0, 1, 0, torch.device("cpu"))
+SETTINGS = {
+    "micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32",
+    "use_activation_checkpointing": False,
+}  # fmt: skip
 
 
 def a_run(max_steps, *flags):
@@ -81,9 +85,7 @@ def test_communication_that_is_not_measured_is_not_zero():
     add(timer, records, 1)
     assert " ms (comm n/a) | " in said[0]
     assert [recorded[0][key] for key in TIMES] == [None] * 3
-    settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
-    settings["use_activation_checkpointing"] = False
-    summary = summarise(records.history, settings, 1.0, None, None, [0.0])
+    summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
     assert summary["median_comm_ms"] is None and summary["row"]["comm_ms"] == "n/a"
     assert timed_while_profiled(records.history, 1, 1) is None
     row = {"engine": "fsdp", "model": "m", "micro": 1, "ga": 1, "ckpt": False, "dtype": "fp32"}
@@ -101,11 +103,9 @@ def test_medians_are_of_the_steps_since_the_last_start():
         of = {f"perf/{key}": float(step) for key in keys} | dict.fromkeys(TIMES)
         of |= {"perf/peak_mem_gb": [0.0], "train/loss": 1.0, "train/skipped": False}
         history.records.append({"step": step, **of})
-    settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
-    settings["use_activation_checkpointing"] = False
     for first, median in ((0, 5.5), (4, 7.5), (8, 5.5)):  # 8: nothing was left to train
         history.first_step = first
-        summary = summarise(history, settings, 1.0, None, None, [0.0])
+        summary = summarise(history, SETTINGS, 1.0, None, None, [0.0])
         assert (summary["steps"], summary["median_step_ms"]) == (8, median)
 
 
@@ -138,8 +138,6 @@ def test_a_step_that_waited_for_the_allocator_says_so_once(monkeypatch):
     assert len(warnings) == 1 and "ran out 3 times up to step 3" in warnings[0]
     assert warnings[0].endswith("1. halve it")
     assert all("mem 77.1 GB" in line for line in said if line.startswith("step"))
-    settings = {"micro_batch_size": 1, "grad_accum_steps": 1, "dtype": "fp32"}
-    settings["use_activation_checkpointing"] = False
-    summary = summarise(records.history, settings, 1.0, None, None, [0.0])
+    summary = summarise(records.history, SETTINGS, 1.0, None, None, [0.0])
     assert (summary["alloc_retries"], summary["late_alloc_retries"]) == (5, 2)
     assert summary["row"]["peak_mem(G)"] == "77.1" and summary["peak_mem_gb"] == [70.0]

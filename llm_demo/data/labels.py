@@ -133,6 +133,7 @@ def _behind_answer(tokenizer, role: str = "", **answer) -> str:
 
 
 def _try_render(tokenizer, messages: list[dict], tokenize=False, **options):
+    """See Codec.try_render."""
     try:
         return tokenizer.apply_chat_template(messages, tokenize=tokenize, **options)
     except REFUSALS:
