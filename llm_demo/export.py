@@ -33,7 +33,7 @@ from llm_demo.job.device import DTYPES, drawn_on, this_device
 from llm_demo.job.dist import run
 from llm_demo.job.families import TEXT_OF
 from llm_demo.job.folder import refuse_inside_checkpoints
-from llm_demo.job.fp8_files import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
+from llm_demo.job.low_bits import E4M3, FORMATS, as_stored, configuration, laid_out, weight_of
 from llm_demo.job.model_folder import describe, on_meta
 from llm_demo.job.parsing import PlainParser, path_of, size
 from llm_demo.job.process import appearing, read_text
@@ -288,7 +288,7 @@ def write_weights(
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model; fused experts are written as a tensor for each matrix of each.
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
-    checkpoint. way: of fp8's scales, see fp8_files.py. Raises UserError if a number is not
+    checkpoint. way: of fp8's scales, see low_bits.py. Raises UserError if a number is not
     finite."""
     read = read or functools.partial(read_tensors, checkpoint)
     of_files = {

@@ -30,7 +30,7 @@ from llm_demo.export import export
 from llm_demo.job.adapters import in_4_bits, matrices_in
 from llm_demo.job.cache import verified
 from llm_demo.job.four_bits import DOUBLE, cached_base, fault, find_or_build, note_values, scales_in
-from llm_demo.job.four_bits_files import library, need_library, pack
+from llm_demo.job.low_bits import library, need_library, pack
 from llm_demo.job.model_folder import load_model, open_model
 from llm_demo.job.text import layer_kinds
 from llm_demo.job.weights_files import open_weights, refuse_other_adapters
@@ -348,7 +348,7 @@ def test_no_kernel_is_downloaded():
     """bitsandbytes would, on some CPUs, if the package `kernels` is there."""
     code = "import sys, types; sys.modules['kernels'] = trap = types.ModuleType('kernels')\n"
     code += "trap.get_kernel = lambda *a, **k: print('downloaded')\n"
-    code += "from llm_demo.job.four_bits_files import library; library()\n"
+    code += "from llm_demo.job.low_bits import library; library()\n"
     code += "assert sys.modules['kernels'] is trap"
     done = run([sys.executable, "-c", code], fresh=True)
     assert done.returncode == 0 and done.stdout == done.stderr == ""

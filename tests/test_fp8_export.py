@@ -26,7 +26,7 @@ from transformers.quantizers import AutoHfQuantizer
 
 from llm_demo import export
 from llm_demo.job import checkpoint_files
-from llm_demo.job.fp8_files import quantised, weight_of
+from llm_demo.job.low_bits import quantised, weight_of
 from llm_demo.job.model_folder import describe_model, load_model, open_model
 from llm_demo.job.source import load_tokenizer
 

@@ -246,11 +246,7 @@ def from_peft(values: torch.Tensor, shape: tuple) -> torch.Tensor:
 
 def peft_targets(factors: dict[str, torch.Tensor]) -> dict[str, list[str] | None]:
     """What PEFT's LoraConfig calls the matrices of these factors: modules, and parameters."""
-    experts = [n.rpartition("_lora_")[0] for n in factors]
-    experts = [n.rpartition(".")[2] for n in experts if fused(n)]
     layers = [n.split(".")[-3] for n in factors if n.endswith(".lora_A.weight")]
+    experts = {target_of(n.removesuffix("_lora_A")) for n in factors if n.endswith("_lora_A")}
     parameters = [f"mlp.experts.{kind}" for kind in FUSED if kind in experts]
-    return {
-        "target_modules": list(dict.fromkeys(layers)),
-        "target_parameters": parameters or None,
-    }
+    return {"target_modules": list(dict.fromkeys(layers)), "target_parameters": parameters or None}

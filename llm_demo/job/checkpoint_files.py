@@ -76,13 +76,11 @@ def write(part: Path, tensors: dict, facts: dict, world: World, group=None) -> i
 def publish(part: Path, final: Path) -> None:
     """Rename a complete folder to its final name, then point `latest` at it."""
     sync_folder(part)
+    old = final.with_name(f"{PART}old-{final.name}")
     if final.exists():  # the same step, from before a resume at an earlier one
-        old = final.with_name(f"{PART}old-{final.name}")
         final.rename(old)
-        part.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        part.rename(final)
+    part.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
     sync_folder(final.parent)
     write_text(final.parent / "latest", final.name + "\n")
 
@@ -242,9 +240,7 @@ class Reader(dcp.FileSystemReader):
     torch.load(weights_only=True)."""
 
     def read_metadata(self, *_args, **_kwargs) -> metadata.Metadata:
-        index = read_metadata(Path(self.path))
-        index.storage_meta.load_id = self.load_id
-        return index
+        return read_metadata(Path(self.path))
 
 
 def read_metadata(checkpoint: Path) -> metadata.Metadata:
@@ -312,7 +308,7 @@ def _metadata(index: dict) -> metadata.Metadata:
         key = metadata.MetadataIndex(_text(key["fqn"]), offset and _size(offset))
         where = _counts((place["offset"], place["length"]))
         storage[key] = filesystem._StorageInfo(file, *where)
-    return metadata.Metadata(tensors, storage_data=storage, storage_meta=metadata.StorageMeta())
+    return metadata.Metadata(tensors, storage_data=storage)
 
 
 def _text(value) -> str:

@@ -8,7 +8,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from llm_demo.core.attention import LongRope, rope_of, rope_type
 from llm_demo.core.errors import UserError
 from llm_demo.job.costs import PARTIAL, experts_of, is_hybrid, mixed_blocks, shared_width
-from llm_demo.job.fp8_files import why_unread
+from llm_demo.job.low_bits import why_unread
 
 # Decoders made of embedding, blocks, norm and head, with nothing between them but what `skeleton`
 # of decoder.py does for Granite. Others cap the logits outside their modules (Gemma 2, Cohere):

@@ -79,12 +79,9 @@ def choose_folder(args, script: str) -> Path:
                 f"--output_dir {folder} is not empty: choose another, or add --overwrite, or "
                 "--resume auto to continue"
             )
-        ours = is_run(folder)
-        if not ours and args.resume:  # killed early, or cmd.sh is lost
-            ours = [f.name for f in folder.iterdir()] == ["cmd.sh"] or published(
-                folder / "checkpoints"
-            )
-        if not ours:
+        alone = [f.name for f in folder.iterdir()] == ["cmd.sh"]  # killed early
+        cut = args.resume and (alone or published(folder / "checkpoints"))  # or cmd.sh is lost
+        if not (is_run(folder) or cut):
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
         _refuse_links(folder)
     return folder

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -23,9 +22,9 @@ from llm_demo.job.costs import experts_of
 from llm_demo.job.device import dtype_name
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
 from llm_demo.job.files import cache_folder, hash_of
-from llm_demo.job.four_bits_files import library, need_library, pack
+from llm_demo.job.low_bits import library, need_library, pack
 from llm_demo.job.text import layer_kinds, progress, words_of
-from llm_demo.job.weights_files import Weights, fingerprint
+from llm_demo.job.weights_files import fingerprint, weights_in
 
 MODULE = "llm_demo.job.four_bits"
 # scales in a byte each
@@ -70,7 +69,7 @@ def give_four_bits(lm: nn.Module, job) -> None:
         sums = once_per_node(job.world, functools.partial(find_or_build, folder, make, say))
         same_on_all_nodes(job.world, {"the base in 4 bits": sums})
         note_values(job.saver, hash_of(sorted(sums.items()))[:16], folder)
-        weights, where = open_cached(folder), folder
+        weights, where = weights_in(sorted(folder.glob("*.safetensors"))), folder
     done, left = layer_kinds(*use_four_bits(lm, dtype, weights.read_packed, weights.packed))
     if not done:
         raise UserError("--base_bits 4: rows of no layer are a multiple of 64 wide")
@@ -136,15 +135,6 @@ def quantise(source, seed: int, device: torch.device, folder: str) -> None:
                 tensors |= {f"{path}.weight{k}": t.cpu().contiguous() for k, t in parts.items()}
         save_file(tensors, f"{folder}/block_{i:04}.safetensors")
         block.to("meta")
-
-
-def open_cached(folder: Path) -> Weights:
-    """The weights that `quantise` wrote."""
-    files = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            files |= dict.fromkeys(opened.keys(), file)
-    return Weights(folder, files)
 
 
 def scales_in(state) -> torch.Tensor:

@@ -140,16 +140,15 @@ def describe_model(model: Path, tokenizer, folder: Path, config=None) -> None:
         if (model / name).is_file():
             shutil.copyfile(model / name, folder / name)
     if config:
-        described = json.loads((folder / "config.json").read_text())
-        if config.model_type != described["model_type"]:  # a part of it is trained
-            described = config.to_dict()
-        positions = "max_position_embeddings"
-        longest = max(described.get(positions, 0), getattr(config, positions, 0))
-        changed = described | ({positions: longest} if longest else {})
+        copied = json.loads((folder / "config.json").read_text())
+        same = config.model_type == copied["model_type"]  # else a part of it is trained
+        changed, positions = dict(copied) if same else config.to_dict(), "max_position_embeddings"
+        if longest := max(changed.get(positions, 0), getattr(config, positions, 0)):
+            changed[positions] = longest
         changed.pop("quantization_config", None)  # of the files, not of what is trained
-        if described.get("tie_word_embeddings"):
+        if changed.get("tie_word_embeddings"):
             changed["tie_word_embeddings"] = config.tie_word_embeddings
-        if changed != json.loads((folder / "config.json").read_text()):
+        if changed != copied:
             write_json(folder / "config.json", changed, indent=2)
     if template := getattr(tokenizer, "undated_template", None):
         tokenizer = copy.copy(tokenizer)

@@ -258,13 +258,12 @@ class Saver:
 
     def _refuse_non_finite(self, step: int, tensors: dict) -> None:
         """Raise UserError, on all ranks, if any rank has a non-finite weight or moment."""
-        local = {name: local_part(t) for name, t in tensors.items()}
-        names = [name for name, t in local.items() if t.numel()]  # a rank may hold none
+        local = {name: part for name, t in tensors.items() if (part := local_part(t)).numel()}
         mine = None
-        if names:
-            largest = torch._foreach_norm([local[name] for name in names], math.inf)
+        if local:  # a rank may hold none
+            largest = torch._foreach_norm([*local.values()], math.inf)
             finite = torch.stack(largest).isfinite().tolist()
-            mine = next((name for name, f in zip(names, finite, strict=True) if not f), None)
+            mine = next((name for name, f in zip(local, finite, strict=True) if not f), None)
         ranks = on_all_ranks(lambda: mine, self.world, self.group)
         if name := next(filter(None, ranks), None):
             raise UserError(
@@ -389,8 +388,7 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 def load_rng(path: Path, world: World) -> None:
     """Restore the generators, if the checkpoint has states for this rank."""
     saved = read_metadata(path).state_dict_metadata
-    state = {name: t for name, t in rng_state(world).items() if name in saved}
-    state = {name: t for name, t in state.items() if saved[name].size == t.shape}
+    state = {n: t for n, t in rng_state(world).items() if n in saved and saved[n].size == t.shape}
     read_tensors(path, state)
     with contextlib.suppress(RuntimeError):  # from another kind of device
         for name, t in state.items():

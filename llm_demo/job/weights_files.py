@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 from llm_demo.core.errors import UserError
 from llm_demo.core.experts import FUSED, fused
 from llm_demo.core.four_bits import values_of
+from llm_demo.job import low_bits
 from llm_demo.job.files import hash_of
-from llm_demo.job.four_bits_files import four_bits_of, packed, parts_of
-from llm_demo.job.fp8_files import KIND, dequantised, scales_of, touched
 from llm_demo.job.text import differences, watched, words_of
 
 SAMPLE = 4096  # bytes at the beginning, the middle and the end of a tensor
@@ -132,17 +131,17 @@ class Weights:
                     tensor = opened.get_slice(self.names.get(name, name))
                     self.stored[name] = tuple(tensor.get_shape())
                     kinds[name] = tensor.get_dtype()
-        fp8 = [name for name, kind in kinds.items() if kind == KIND]
-        self.scales = scales_of(fp8, self.stored, folder)
+        fp8 = [name for name, kind in kinds.items() if kind == low_bits.KIND]
+        self.scales = low_bits.scales_of(fp8, self.stored, folder)
         for scales, _ in self.scales.values():
             del self.stored[scales]
-        self.packed = four_bits_of(self.stored, kinds, self._whole, folder)
+        self.packed = low_bits.four_bits_of(self.stored, kinds, self._whole, folder)
         for name, weight in self.packed.items():
-            for part in parts_of(name):
-                del self.stored[part], kinds[part]
-            self.stored[name], kinds[name] = weight.shape, KIND
+            for part in low_bits.BESIDE:
+                del self.stored[name + part], kinds[name + part]
+            self.stored[name], kinds[name] = weight.shape, low_bits.KIND
         for name, kind in kinds.items():
-            if kind not in (*FLOATS, KIND):
+            if kind not in (*FLOATS, low_bits.KIND):
                 raise UserError(
                     f"{files[name]}: {name} is of type {kind}, not one of {', '.join(FLOATS)}: "
                     "give a copy of the model in bf16"
@@ -184,9 +183,8 @@ class Weights:
             with _open(file) as opened:
                 for name in (n for n, f in self.files.items() if f == file):
                     about = opened.get_slice(self.names[name])
-                    values = (
-                        opened.get_tensor(self.names[name]).flatten().view(torch.uint8).numpy()
-                    )  # mapped
+                    values = opened.get_tensor(self.names[name])  # mapped
+                    values = values.flatten().view(torch.uint8).numpy()
                     begins = 0, len(values) // 2, max(0, len(values) - SAMPLE)
                     sample = b"".join(values[at : at + SAMPLE].tobytes() for at in begins)
                     digest = hashlib.sha256(sample).hexdigest()
@@ -206,7 +204,7 @@ class Weights:
 
     def read_packed(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(the bytes of a weight in 4 bits, its scales), as core.four_bits has them."""
-        return packed(self.packed[name], name, self._whole)
+        return low_bits.packed(self.packed[name], name, self._whole)
 
     def _whole(self, name: str) -> torch.Tensor:
         """A tensor of the files as it is."""
@@ -224,9 +222,9 @@ class Weights:
         (scales, way), shape = self.scales[name], self.stored[name]
         here = self.files[scales] == self.files[name]
         with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
-            scales = other.get_slice(self.names[scales])[touched(way, part, shape)]
+            scales = other.get_slice(self.names[scales])[low_bits.touched(way, part, shape)]
         self.bytes_read += scales.nbytes
-        return dequantised(values, scales, way, part, shape)
+        return low_bits.dequantised(values, scales, way, part, shape)
 
     def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
@@ -269,8 +267,7 @@ def open_weights(folder: Path) -> Weights | None:
                 )
         return Weights(folder, files)
     if single.is_file():
-        with _open(single) as opened:
-            return Weights(folder, dict.fromkeys(map(text_name, opened.keys()), single))
+        return weights_in([single])
     refuse_deepspeed(folder)
     if other := [*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.safetensors")]:
         raise UserError(
@@ -278,6 +275,15 @@ def open_weights(folder: Path) -> Weights | None:
             "model.safetensors.index.json): save them again with save_pretrained"
         )
     return None
+
+
+def weights_in(files: list[Path]) -> Weights:
+    """The weights in all of these files of a folder."""
+    places = {}
+    for file in files:
+        with _open(file) as opened:
+            places |= dict.fromkeys(map(text_name, opened.keys()), file)
+    return Weights(files[0].parent, places)
 
 
 def refuse_deepspeed(folder: Path) -> None:

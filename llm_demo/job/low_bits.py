@@ -1,25 +1,46 @@
-"""fp8 in files: matrices of one byte a number, with scales, as they are published.
+"""Weights in 8 and 4 bits in files, as they are published.
+
+fp8, a byte a number, of X.weight [N, K] in e4m3: a value is its number times its scale.
 
     blocks  X.weight_scale_inv  fp32 [ceil(N / 128), ceil(K / 128)], a scale for 128 x 128 numbers
     rows    X.weight_scale      bf16 [N, 1], a scale for each row
 
-of X.weight [N, K], in e4m3: a value is its number times its scale. Blocks are DeepSeek-V3's format
-(https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md; Qwen3's releases have scales in
-bf16), rows are compressed-tensors' (https://github.com/vllm-project/compressed-tensors)."""
+Blocks are DeepSeek-V3's format (https://huggingface.co/deepseek-ai/DeepSeek-V3, README_WEIGHTS.md;
+Qwen3's releases have scales in bf16), rows are compressed-tensors'
+(https://github.com/vllm-project/compressed-tensors).
 
+4 bits, as bitsandbytes and transformers write them, see core/four_bits.py:
+
+    X.weight                       uint8 [N K / 2, 1], two numbers a byte
+    X.weight.absmax                uint8 [N K / 64], a scale for each block of 64 numbers
+    X.weight.nested_absmax         fp32, a scale for each 256 scales
+    X.weight.quant_map             fp32 [16], the levels of numbers
+    X.weight.nested_quant_map      fp32 [256], the levels of scales
+    X.weight.quant_state.bitsandbytes__nf4    uint8, JSON: shape, sizes of blocks, ..."""
+
+import functools
+import json
+import logging
+import platform
 import re
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
+from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
+from llm_demo.core.fp8 import BLOCK, E4M3
 
-E4M3, LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max  # 448
+LARGEST = torch.finfo(E4M3).max  # 448
 KIND = "F8_E4M3"  # safetensors' name of it
-BLOCK = 128  # rows and columns
 SCALES = {"blocks": "_scale_inv", "rows": "_scale"}  # after a weight's name
 DTYPES = {"blocks": torch.float32, "rows": torch.bfloat16}  # of scales that are written
 FORMATS = {"fp8": "blocks", "fp8_rows": "rows"}  # of --dtype
-# of a `quantization_config` of bitsandbytes, see four_bits_files.py
+# of a `quantization_config` of bitsandbytes, see below
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
 # Of a block, what is quantised: all linear layers but routers and gates.
 LINEAR = re.compile(r"model\.layers\.\d+\..+_proj(_with_mqa)?\.weight")
@@ -41,9 +62,7 @@ def why_unread(quantization) -> str | None:
         elif method == "fp8" and quantization.get("fmt", "e4m3") == "e4m3":
             kinds = {tuple(quantization["weight_block_size"])}
         elif method == "bitsandbytes":
-            others = {
-                key: quantization.get(key) for key in NF4 if quantization.get(key) != NF4[key]
-            }
+            others = {k: quantization.get(k) for k, v in NF4.items() if quantization.get(k) != v}
             if not others:
                 return None
             method = f"bitsandbytes with {', '.join(f'{k} {v}' for k, v in others.items())}"
@@ -143,10 +162,8 @@ def configuration(way: str, shapes: dict[str, tuple]) -> dict:
         raise UserError(
             f"--dtype fp8: blocks of {BLOCK} x {BLOCK} divide no layer of this model: use fp8_rows"
         )
-    matrices = [
-        n for n, shape in shapes.items() if len(shape) == 2 and n.startswith("model.layers")
-    ]
-    left = [n.removesuffix(".weight") for n in matrices if n not in names]
+    matrices = {n for n, s in shapes.items() if len(s) == 2 and n.startswith("model.layers")}
+    left = [n.removesuffix(".weight") for n in shapes if n in matrices - names]
     left = list(dict.fromkeys(re.sub(r"(\.experts)\.\d+\..+", r"\1", n) for n in left))
     if way == "blocks":
         blocks = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
@@ -209,3 +226,114 @@ def _numbers(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def _restores(w: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Which blocks of w [n, rows, k, columns] are numbers times these scales: [n, 1, k, 1]."""
     return (_numbers(w, scales).float().mul_(scales) == w).all(3, True).all(1, True)
+
+
+# ---------------------------------------------------------------- 4 bits
+
+STATE = ".quant_state.bitsandbytes__"
+PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map")
+BESIDE = (*PARTS, f"{STATE}nf4")  # what a weight in 4 bits has beside it
+
+
+class Stored(NamedTuple):
+    """A weight in 4 bits."""
+
+    shape: tuple[int, int]
+    offset: float  # added to all scales
+
+
+def four_bits_of(sizes: dict[str, tuple], kinds: dict, read: Callable, folder) -> dict[str, Stored]:
+    """{weight: Stored} of files. sizes, kinds: {name: shape, type} of all tensors; read(name) ->
+    one. Raises UserError naming a tensor that is missing or is not as its weight implies."""
+    found, of = {}, ("U8", "U8", "F32", "F32", "F32")  # types of a weight and its parts
+    for state in sorted(name for name in sizes if STATE in name):
+        name = state.partition(STATE)[0]
+        N, K, offset = _facts(state, read, folder)
+        counts = N * K // 2, N * K // four_bits.BLOCK, four_bits.scales_of(N, K)
+        counts += four_bits.NUMBERS, four_bits.SCALES
+        for part, count, kind in zip(("", *PARTS), counts, of, strict=True):
+            if name + part not in sizes:
+                raise UserError(f"{folder}: {name} is in 4 bits, but {name}{part} is missing")
+            size, is_kind = sizes[name + part], kinds[name + part]
+            if (torch.Size(size).numel(), is_kind) != (count, kind):
+                raise UserError(
+                    f"{folder}: {name}{part} has shape {list(size)} and type {is_kind}, but {name} "
+                    f"of shape {[N, K]} has {count:,} of type {kind}"
+                )
+        need_library()
+        known = library().get_4bit_type("nf4", "cpu"), library().create_dynamic_map()
+        for part, wanted in zip(PARTS[2:], known, strict=True):
+            if not torch.allclose(read(name + part).flatten(), wanted, atol=1e-6):
+                raise UserError(f"{folder}: {name}{part} has other levels than bitsandbytes'")
+        found[name] = Stored((N, K), offset)
+    return found
+
+
+def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
+    """(rows, columns, offset) that a weight's state says. Raises UserError."""
+    try:
+        facts = json.loads(bytes(read(state).tolist()))
+        N, K = map(int, facts["shape"])
+        how = [facts[key] for key in ("quant_type", "blocksize", "nested_blocksize")]
+        offset = float(facts["nested_offset"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as e:
+        raise UserError(f"{folder}: {state} can't be read: {repr(e)[:200]}") from None
+    sizes = 0 < N < 2**31 and 0 < K < 2**31 and K % four_bits.BLOCK == 0
+    if not (sizes and state.endswith("nf4") and how == ["nf4", four_bits.BLOCK, four_bits.GROUP]):
+        raise UserError(
+            f"{folder}: {state.partition(STATE)[0]} is in {str(how)[:80]}, of shape "
+            f"{str(facts['shape'])[:80]}: only nf4 by blocks of {four_bits.BLOCK} and "
+            f"{four_bits.GROUP} is read, of rows of whole blocks"
+        )
+    return N, K, offset
+
+
+def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the bytes of a weight, its scales) as of core.four_bits. Raises UserError for scales that
+    are not finite."""
+    group, *levels = (read(name + part).flatten() for part in PARTS[1:])
+    scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
+    if not scales.isfinite().all():
+        raise UserError(f"{name}: its scales are not finite (NaN or infinity): give another copy")
+    return pack(read(name), read(f"{name}.absmax"), stored.shape), scales
+
+
+def pack(numbers: torch.Tensor, scales: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The parameter's bytes, uint8 [N, row_bytes(K)], see core/four_bits.py. numbers, scales: uint8
+    with N K / 2 and N K / 64 elements; shape: (N, K)."""
+    rows = [t.reshape(shape[0], -1) for t in (numbers, scales)]
+    used = sum(t.shape[1] for t in rows)
+    return F.pad(torch.cat(rows, 1), (0, four_bits.row_bytes(shape[1]) - used))
+
+
+@functools.cache
+def library():
+    """bitsandbytes.functional. On some CPUs bitsandbytes would download a kernel and run it, if
+    the package `kernels` is installed: this import hides that. Raises ImportError."""
+    log, hidden = logging.getLogger("bitsandbytes"), sys.modules.get("kernels")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    sys.modules["kernels"] = None
+    try:
+        import bitsandbytes.functional
+    finally:
+        log.setLevel(level)
+        del sys.modules["kernels"]
+        if hidden:
+            sys.modules["kernels"] = hidden
+    return bitsandbytes.functional
+
+
+def need_library() -> None:
+    """Raise UserError without a bitsandbytes that works."""
+    try:
+        for name in ("quantize_4bit", "get_4bit_type", "create_dynamic_map"):
+            getattr(library(), name)
+        version("bitsandbytes")
+    except Exception as e:  # its own libraries', too
+        gone = isinstance(e, ImportError) and e.name in ("bitsandbytes", "bitsandbytes.functional")
+        problem = "is not installed" if gone else f"does not work ({repr(e)[:200]})"
+        raise UserError(
+            f"weights in 4 bits need bitsandbytes, which {problem} on {platform.node()}: "
+            f"pip install {'-U ' * (not gone)}bitsandbytes"
+        ) from e
