@@ -199,8 +199,7 @@ def model_of(folder: Path) -> tuple:
 
 
 def save_finite(tensors: dict[str, torch.Tensor], file: Path, checkpoint: Path, **more) -> None:
-    """Write safetensors; more: further metadata. Raises UserError if a number is not finite in the
-    dtype it is written in."""
+    """Write safetensors; more: further metadata. Raises UserError if a number is not finite."""
     for name, t in tensors.items():
         if not (t.float() if t.dtype == E4M3 else t).isfinite().all():
             raise UserError(
@@ -288,8 +287,7 @@ def write_weights(
     """Write safetensors, sharded with an index if needed; returns bytes. wanted: {name: shape} of
     the configuration's model; fused experts are written as a tensor for each matrix of each.
     buffers: names that stay in fp32. read(tensors): fills {name: tensor}; default: from the
-    checkpoint. way: of fp8's scales, see low_bits.py. Raises UserError if a number is not
-    finite."""
+    checkpoint. way: of fp8's scales, see low_bits.py."""
     read = read or functools.partial(read_tensors, checkpoint)
     of_files = {
         name: torch.empty(shape, dtype=torch.float32 if name in buffers else dtype, device="meta")
@@ -314,8 +312,7 @@ def write_weights(
 
 
 def in_shards(tensors: dict[str, torch.Tensor], most):
-    """The hub's plan to split tensors, in order, into groups of at most `most` bytes, or of one
-    tensor that has more."""
+    """The hub's plan to split tensors into groups of at most `most` bytes, or of one tensor."""
     return split_state_dict_into_shards_factory(
         tensors, get_storage_size=lambda t: t.nbytes, filename_pattern=WEIGHTS, max_shard_size=most
     )

@@ -274,7 +274,7 @@ def test_a_peer_lost_while_a_checkpoint_is_written_is_not_a_full_disk(
     def lose(*args):
         raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:9")
 
-    monkeypatch.setattr(saver, "write", lose)
+    monkeypatch.setattr(checkpoint_files, "write", lose)
     checkpoints = make(tmp_path, save=True, save_every=1, save_async=in_background)
     with pytest.raises(RuntimeError) as raised:
         checkpoints.save(1, state(1), checkpoints.log.facts(), wait=not in_background)

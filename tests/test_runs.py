@@ -484,7 +484,9 @@ def test_a_link_to_nowhere_is_one_line_before_anything_is_read(train, tmp_path):
 @pytest.mark.parametrize("flags", ["--resume auto", "--resume auto --dry_run", "--overwrite"])
 def test_a_live_run_is_locked_before_its_checkpoints_are_read(flags, train, tmp_path, monkeypatch):
     before = old_run(tmp_path / "out")
-    monkeypatch.setattr(saver, "find_checkpoint", raises(AssertionError("looked for checkpoints")))
+    monkeypatch.setattr(
+        checkpoint_files, "find_checkpoint", raises(AssertionError("looked for checkpoints"))
+    )
     with open(tmp_path / "out/cmd.sh") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         for kind in KINDS:
@@ -793,13 +795,13 @@ def test_an_export_that_overflows_is_refused(tmp_path):
 
 def test_a_background_checkpoint_is_of_copies(tmp_path, monkeypatch):
     """Training changes its tensors while the writing is held up."""
-    go_on, write = threading.Event(), saver.write
+    go_on, write = threading.Event(), checkpoint_files.write
 
     def slow(*args):
         go_on.wait(20)
         return write(*args)
 
-    monkeypatch.setattr(saver, "write", slow)
+    monkeypatch.setattr(checkpoint_files, "write", slow)
     checkpoints, tensors = make(tmp_path, save_async=True), state(1)
     for step in (1, 2):  # the second time into the same buffers
         checkpoints.save(step, tensors, checkpoints.log.facts(), wait=False)

@@ -53,8 +53,7 @@ class Adapter(NamedTuple):
 
 
 def open_adapter(name: str) -> Adapter:
-    """Read adapter_config.json, and names of tensors. Raises UserError for what can't be trained on
-    exactly."""
+    """Read what a folder says. Raises UserError for what can't be trained on exactly."""
     folder = Path(name)
     file = folder / "adapter_config.json"
     if not file.is_file():

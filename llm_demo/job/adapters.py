@@ -24,8 +24,7 @@ ALL = "all-linear"  # of --lora_targets; PEFT's name for it
 
 
 def decide_lora(args, world: World, source, dtype: str) -> tuple[Lora | None, list[str]]:
-    """(the adapters that the flags ask for, if this script has such flags, lines). source: a
-    model_folder.Source."""
+    """(the adapters that the flags ask for, if any, lines). source: a model_folder.Source."""
     if not args.lora_rank:
         return None, []
     if args.export != "none" and not importlib.util.find_spec("peft"):

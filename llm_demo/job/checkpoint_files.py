@@ -97,11 +97,10 @@ def checked_facts(path: Path) -> dict:
     """A checkpoint's trainer.json, validated. Raises UserError if an entry is missing or has the
     wrong type: the file may come from elsewhere, or from an earlier version."""
     facts = facts_of(path)
-    if missing := [name for name in FITS if name not in facts and name not in OPTIONAL]:
-        raise UserError(
-            f"{path} is not a checkpoint of this version: trainer.json has no {missing[0]}"
-        )
     for name, fits in FITS.items():
+        if name not in {*facts, *OPTIONAL}:
+            lack = f"trainer.json has no {name}"
+            raise UserError(f"{path} is not a checkpoint of this version: {lack}")
         if name in facts and not fits(facts[name]):
             raise UserError(f"{path}/trainer.json: invalid {name}: {str(facts[name])[:60]!r}")
     if not _count(rows := facts.get("identity", {}).get("rows of a step", 1), at_least=1):

@@ -223,12 +223,8 @@ def fused_kernels(impl: str) -> list:
 
 
 def choose_product(config, device: Device, dtype: torch.dtype, probe=None) -> tuple[str, str]:
-    """(a name from experts.PRODUCTS, the reason). probe() -> error or None runs on a GPU. Raises
-    UserError if transformers lacks what both need."""
+    """(a name from experts.PRODUCTS, the reason). probe() -> error or None runs on a GPU."""
     importlib.import_module("transformers.integrations.moe")  # which registers both
-    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
-        old = version("transformers")
-        raise UserError(f"transformers {old} is too old for experts: upgrade it")
     if device.type == "cpu":
         return "looped", "on a CPU"
     if dtype != torch.bfloat16:

@@ -292,8 +292,7 @@ def other_than_nvlink() -> str:
 
 
 def limit_memory(device: torch.device, gb: float) -> None:
-    """Let PyTorch's allocator take at most `gb` * 2**30 bytes of a GPU. Raises UserError on a CPU,
-    and if the GPU has less."""
+    """Let PyTorch take at most `gb` * 2**30 bytes of a GPU. Raises UserError if it has less."""
     if device.type != "cuda":
         raise UserError("--device_memory_gb limits GPU memory, and there is no GPU")
     have = torch.cuda.get_device_properties(device).total_memory / 2**30
@@ -303,9 +302,8 @@ def limit_memory(device: torch.device, gb: float) -> None:
 
 
 def pin(memory: torch.Tensor, owner: object) -> bool:
-    """Lock host memory in place until `owner` is freed, so that a GPU copies to and from it without
-    the host. PyTorch's own pinned allocations are rounded up to powers of two. Returns whether it
-    worked."""
+    """Lock host memory in place until `owner` is freed, so that a GPU copies without the host.
+    PyTorch would round what it pins up to a power of two. Returns whether it worked."""
     runtime, at = torch.cuda.cudart(), memory.data_ptr()
     if runtime.cudaHostRegister(at, memory.nbytes, 1) != runtime.cudaError.success:
         return False

@@ -170,8 +170,7 @@ def window_of(config) -> int | None:
 
 
 def without_window(config, longest: int) -> None:
-    """Turn off the sliding window, which changes nothing if no document is longer. Raises UserError
-    if one is."""
+    """Turn off the sliding window. Raises UserError if a document is longer: it would matter."""
     window = window_of(config)
     if window is None:
         return

@@ -48,6 +48,9 @@ cd {cwd} || exit
 exec env {nodes} PYTHONPATH={root} {python} -m llm_demo.launch {script} {argv} "$@"
 """
 
+PACKAGES = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy",
+            "flash_attn", "fla-core")  # fmt: skip
+
 # Environment variables to record, by prefix. SECRET: in a name, it keeps the value out.
 RECORDED = ("NCCL_", "RCCL_", "TORCH_", "PYTORCH_", "OMP_", "CUDA_VIS", "HIP_", "HSA_", "ROCR_",
             "GPU_MAX_HW_QUEUES")  # fmt: skip
@@ -112,8 +115,7 @@ def refuse_inside_checkpoints(out: Path) -> None:
 
 
 def _refuse_links(folder: Path) -> None:
-    """Raise UserError for a link or a pipe in a run's folder, which may be a stranger's: the run
-    would write through it."""
+    """Raise UserError for a link or a pipe in a run's folder, through which the run would write."""
     for above, folders, files in os.walk(folder):
         for path in (Path(above, name) for name in folders + files):
             if path.is_symlink() or path.is_fifo():
@@ -164,9 +166,8 @@ def lock_folder(folder: Path, args):
 
 
 def take_folder(folder: Path, args, held):
-    """Create the folder, or empty it for --overwrite, when it may be the working folder; returns
-    its lock. held: what `lock_folder` returned. Raises UserError if another run has taken the
-    folder since."""
+    """Create the folder, or empty it for --overwrite: it may be the working folder. Returns its
+    lock. held: from `lock_folder`. Raises UserError if another run has taken the folder since."""
     if args.overwrite and folder.exists():
         if not held:
             _lock(folder, "a").close()
@@ -182,8 +183,7 @@ def take_folder(folder: Path, args, held):
 
 
 def _lock(folder: Path, mode: str):
-    """cmd.sh, opened and locked. Raises UserError if another run holds it, or with mode x has made
-    it."""
+    """cmd.sh, opened and locked. Raises UserError if another run holds it, or has made it (x)."""
     try:
         opened = open(regular(folder / "cmd.sh"), mode)
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -213,18 +213,14 @@ def environment(world) -> dict:
 
     from llm_demo.job.device import KERNEL_VARIABLES, links, this_device
 
-    versions = {"python": platform.python_version()}
-    core = ("torch", "transformers", "deepspeed", "datasets", "accelerate", "peft", "numpy")
-    for package in (*core, "flash_attn", "fla-core"):
-        try:
+    versions = {"python": platform.python_version()} | dict.fromkeys(PACKAGES)
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
+    revision = os.environ.get("LLM_DEMO_REVISION")  # set where the files were copied without .git
     git = ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        revision = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    except FileNotFoundError:  # git is not installed
-        revision = None
+    with contextlib.suppress(FileNotFoundError):  # git is not installed
+        revision = revision or subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "versions": versions,
         "cuda": torch.version.cuda,
@@ -233,8 +229,7 @@ def environment(world) -> dict:
         "link": next(iter(links()), None) if world.device.type == "cuda" else None,
         "world_size": world.size,
         "platform": platform.platform(),
-        # set by hand where the files were copied without .git
-        "revision": os.environ.get("LLM_DEMO_REVISION") or revision or None,
+        "revision": revision or None,
         "environment": {
             k: "left out" if SECRET.search(k) else v
             for k, v in sorted(os.environ.items())

@@ -78,8 +78,8 @@ def give_four_bits(lm: nn.Module, job) -> None:
 
 
 def note_values(saver, values: str, folder: Path) -> None:
-    """Note a digest of a base's values for checkpoints. Raises UserError if the checkpoint that is
-    resumed notes another."""
+    """Note a digest of a base's values for checkpoints. Raises UserError if the resumed one notes
+    another."""
     before = (saver.facts.get("adapters") or saver.adapters)["base"].get("values", values)
     if before != values:
         raise UserError(
@@ -99,8 +99,7 @@ def cached_base(source, base: dict) -> Path:
 
 
 def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]:
-    """{file: its checksum} of a folder of the cache. Lets `make` write it if the cache lacks it, or
-    holds another than was written."""
+    """{file: its checksum} of a folder of the cache, which `make` writes if missing or damaged."""
     if folder.is_dir():
         try:
             return verified(str(folder))
@@ -116,8 +115,8 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
 
 
 def quantise(source, seed: int, device: torch.device, folder: str) -> None:
-    """Write the linear layers of a model's blocks in 4 bits, a file for each block, of which one at
-    a time exists in memory."""
+    """Write the linear layers of a model's blocks in 4 bits: a file, and memory, for one block at a
+    time."""
     functional = library()
     lm = skeleton(source.config, "sdpa", source.weights)
     n = len(lm.model.layers)

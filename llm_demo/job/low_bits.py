@@ -192,8 +192,7 @@ def laid_out(tensors: dict[str, torch.Tensor], way: str) -> dict[str, torch.Tens
 
 
 def as_stored(name: str, values: torch.Tensor, kinds: dict, way: str | None) -> dict:
-    """{name: copy} of what a file holds of a weight. kinds: {name: dtype} of the file; way: of what
-    is in fp8, if anything is."""
+    """{name: copy} of what a file holds of a weight. kinds: {name: dtype} there; way: of fp8."""
     found, scales = {name: values}, name + SCALES.get(way, "")
     if way and (kinds.get(name) == E4M3 or scales in kinds):
         found = dict(zip((name, scales), quantised(values, way), strict=True))
@@ -289,8 +288,7 @@ def _facts(state: str, read: Callable, folder) -> tuple[int, int, float]:
 
 
 def packed(stored: Stored, name: str, read: Callable) -> tuple[torch.Tensor, torch.Tensor]:
-    """(the bytes of a weight, its scales) as of core.four_bits. Raises UserError for scales that
-    are not finite."""
+    """(bytes of a weight, its scales) for core.four_bits. Raises UserError if one is not finite."""
     group, *levels = (read(name + part).flatten() for part in PARTS[1:])
     scales = torch.cat([group, torch.tensor([stored.offset]), *levels])
     if not scales.isfinite().all():

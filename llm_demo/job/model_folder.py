@@ -221,8 +221,7 @@ def describe_for_version_4(folder: Path) -> None:
 
 
 def name_tokenizer_for_version_4(folder: Path) -> None:
-    """Name a tokenizer's class and special tokens as transformers 4 does, which version 5 reads
-    too."""
+    """Name a tokenizer's class and special tokens as in transformers 4. Version 5 reads both."""
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("auto_map", None)
     if config["tokenizer_class"] == "TokenizersBackend":

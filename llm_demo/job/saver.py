@@ -19,18 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from llm_demo.core.errors import Stopped, UserError
 from llm_demo.core.mesh import World, local_part, on_device
+from llm_demo.job import checkpoint_files
 from llm_demo.job.args import Args
-from llm_demo.job.checkpoint_files import (
-    checked_facts,
-    facts_of,
-    find_checkpoint,
-    load,
-    publish,
-    read_metadata,
-    read_tensors,
-    reason_of,
-    write,
-)
 from llm_demo.job.device import free_host_memory, pin
 from llm_demo.job.dist import from_rank0, lost_peer, on_all_ranks, timeout
 from llm_demo.job.files import PART
@@ -77,13 +67,13 @@ class Saver:
         if args.save and world.local_size < world.size:
             self._require_shared_folder()
         started = time.perf_counter()
-        self.path = find_checkpoint(args.resume, log.folder, world, log.say)
+        self.path = checkpoint_files.find_checkpoint(args.resume, log.folder, world, log.say)
         # the checkpoint is of this run's folder, not of another run
         self.continues = self.path is not None and self.path.parent == self.folder
         self.seconds = time.perf_counter() - started
         self.facts, self.first_step = {}, 0
         if self.path:
-            self.facts = from_rank0(world, lambda: checked_facts(self.path))
+            self.facts = from_rank0(world, lambda: checkpoint_files.checked_facts(self.path))
             self.first_step = self.facts["step"]
             refuse_other_adapters(self.path, self.facts.get("adapters"), self.adapters)
             if start := (self.adapters or {}).get("start"):
@@ -175,7 +165,7 @@ class Saver:
     def load(self, tensors: dict) -> None:
         """Fill tensors from the checkpoint that --resume found."""
         started = time.perf_counter()
-        load(self.path, tensors, self.world, self.group, self.log.say)
+        checkpoint_files.load(self.path, tensors, self.world, self.group, self.log.say)
         load_rng(self.path, self.world)
         seconds = self.seconds + time.perf_counter() - started
         self.log.say(
@@ -342,18 +332,18 @@ class Saver:
     def _write(self, name: str, tensors: dict, facts: dict, started, training_resumed=None) -> None:
         part, final = self.folder / f"{PART}{name}", self.folder / name
         try:
-            size = write(part, tensors, facts, self.world, self.group)
+            size = checkpoint_files.write(part, tensors, facts, self.world, self.group)
 
             def show():
                 if self.world.rank == 0:
-                    publish(part, final)
+                    checkpoint_files.publish(part, final)
                     self._prune(name)
 
             on_all_ranks(show, self.world, self.group)
             now = time.perf_counter()
             self.published = final, size, now - started, (training_resumed or now) - started
         except (Exception, dcp.CheckpointException) as e:  # in a thread: reported at the next step
-            problem = f"checkpoint {final} can't be written: {reason_of(e, part)}"
+            problem = f"checkpoint {final} can't be written: {checkpoint_files.reason_of(e, part)}"
             self.problem = UserError(f"{problem}; {last_checkpoint(self.log.folder)}")
             if not self.log.folder.is_dir():
                 self.problem = UserError(folder_gone(self.log.folder))
@@ -369,7 +359,7 @@ class Saver:
         names = [path.name for path in published(self.folder)]
         keep = {newest, *names[: self.args.keep_last]}
         if self.args.keep_best:
-            evals = facts_of(self.folder / newest)["evals"]  # all of this run
+            evals = checkpoint_files.facts_of(self.folder / newest)["evals"]  # all of this run
             losses = {f"step_{step:08d}": loss for step, loss in evals if math.isfinite(loss)}
             keep |= {min((n for n in names if n in losses), key=losses.get, default=newest)}
         for name in set(names) - keep:
@@ -387,9 +377,9 @@ def rng_state(world: World) -> dict[str, torch.Tensor]:
 
 def load_rng(path: Path, world: World) -> None:
     """Restore the generators, if the checkpoint has states for this rank."""
-    saved = read_metadata(path).state_dict_metadata
+    saved = checkpoint_files.read_metadata(path).state_dict_metadata
     state = {n: t for n, t in rng_state(world).items() if n in saved and saved[n].size == t.shape}
-    read_tensors(path, state)
+    checkpoint_files.read_tensors(path, state)
     with contextlib.suppress(RuntimeError):  # from another kind of device
         for name, t in state.items():
             (torch.cuda if "cuda" in name else torch).set_rng_state(t)

@@ -71,11 +71,9 @@ def in_memory(files: dict[str, tuple]) -> dict[str, tuple]:
     return shapes
 
 
-def as_in_files(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def as_in_files(name: str, t: torch.Tensor) -> dict[str, torch.Tensor]:
     """{name in the files: view} of all that a parameter consists of."""
-    return {m.name: tensor[m.expert, m.rows] for m in matrices(name, tensor.shape)} or {
-        name: tensor
-    }
+    return {m.name: t[m.expert, m.rows] for m in matrices(name, t.shape)} or {name: t}
 
 
 def in_files(wanted: dict[str, tuple], as_they_are: Iterable[str] = ()) -> dict[str, tuple]:
@@ -149,9 +147,8 @@ class Weights:
         self.shapes = in_memory(self.stored)
 
     def check(self, wanted: dict[str, tuple], tied: set[str]) -> None:
-        """Raise UserError naming a tensor of the files that is missing, has another shape than the
-        model's, or is not in it. wanted: {name: shape} of the model. tied: names that may be
-        missing."""
+        """Raise UserError naming a tensor of the files that is missing, of another shape, or not in
+        the model. wanted: {name: shape} of the model. tied: names that may be missing."""
         wanted = in_files(wanted, self.stored.keys())
         if missing := sorted(wanted.keys() - tied - self.stored.keys()):
             raise UserError(f"{self.folder}: weight {missing[0]} is missing")
@@ -368,8 +365,7 @@ def refuse_other_adapters(path: Path, before: dict | None, now: dict | None) -> 
 
 
 def not_started(before, now: dict) -> str:
-    """What a resumed run says of --adapter. before: `start` of the checkpoint's adapters, if it has
-    one; now: of the run's."""
+    """What a resumed run says of --adapter. before: the checkpoint's `start`, if any; now: its."""
     text = f"resume: adapters continue from the checkpoint, not from {now['path']}"
     match before:
         case {"path": path, "values": values} if values != now["values"]:
