@@ -33,10 +33,10 @@ import torch.nn.functional as F
 
 from llm_demo.core import four_bits
 from llm_demo.core.errors import UserError
-from llm_demo.core.fp8 import BLOCK, E4M3
 
-LARGEST = torch.finfo(E4M3).max  # 448
+E4M3, LARGEST = torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max  # 448
 KIND = "F8_E4M3"  # safetensors' name of it
+BLOCK = 128  # rows and columns of fp8
 SCALES = {"blocks": "_scale_inv", "rows": "_scale"}  # after a weight's name
 DTYPES = {"blocks": torch.float32, "rows": torch.bfloat16}  # of scales that are written
 FORMATS = {"fp8": "blocks", "fp8_rows": "rows"}  # of --dtype
