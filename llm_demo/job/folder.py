@@ -83,8 +83,8 @@ def choose_folder(args, script: str) -> Path:
                 "--resume auto to continue"
             )
         alone = [f.name for f in folder.iterdir()] == ["cmd.sh"]  # killed early
-        cut = args.resume and (alone or published(folder / "checkpoints"))  # or cmd.sh is lost
-        if not (is_run(folder) or cut):
+        resumed = args.resume and (alone or published(folder / "checkpoints"))  # cmd.sh may be lost
+        if not (is_run(folder) or resumed):
             raise UserError(f"--output_dir {folder} is not a run's folder, so it is left unchanged")
         _refuse_links(folder)
     return folder

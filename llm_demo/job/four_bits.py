@@ -78,8 +78,7 @@ def give_four_bits(lm: nn.Module, job) -> None:
 
 
 def note_values(saver, values: str, folder: Path) -> None:
-    """Note a digest of a base's values for checkpoints. Raises UserError if the resumed one notes
-    another."""
+    """Note a digest of a base's values. Raises UserError if the resumed checkpoint has another."""
     before = (saver.facts.get("adapters") or saver.adapters)["base"].get("values", values)
     if before != values:
         raise UserError(
@@ -115,8 +114,7 @@ def find_or_build(folder: Path, make: Callable, say: Callable) -> dict[str, str]
 
 
 def quantise(source, seed: int, device: torch.device, folder: str) -> None:
-    """Write the linear layers of a model's blocks in 4 bits: a file, and memory, for one block at a
-    time."""
+    """Write the linear layers of a model in 4 bits, block by block, each block to a file."""
     functional = library()
     lm = skeleton(source.config, "sdpa", source.weights)
     n = len(lm.model.layers)

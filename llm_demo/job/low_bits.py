@@ -115,26 +115,13 @@ def scales_of(fp8: list[str], shapes: dict[str, tuple], folder) -> dict[str, tup
     return found
 
 
-def touched(way: str, part: tuple[slice, ...], shape: tuple[int, int]) -> tuple[slice, slice]:
-    """The slices of a weight's scales that the part needs which these slices of its dimensions
-    select: where it ends within a block, that block's too. shape: of the whole weight."""
-    return tuple(
-        slice(span.start // size, -(-span.stop // size)) for span, size in _spans(way, part, shape)
-    )
-
-
 def dequantised(numbers: torch.Tensor, scales: torch.Tensor, way: str, part, shape) -> torch.Tensor:
-    """fp32 values of a part of a weight: its e4m3 numbers times the `touched` scales."""
-    for dim, (span, size) in enumerate(_spans(way, part, shape)):
-        index = torch.arange(span.start, span.stop) // size - span.start // size
-        scales = scales.index_select(dim, index)
+    """fp32 values of the part of a weight that these slices select: its e4m3 numbers times scales.
+    shape, scales: of the whole weight."""
+    spans = (*part, slice(None))[:2]
+    for dim, (size, span) in enumerate(zip(size_of(way, shape), spans, strict=True)):
+        scales = scales.index_select(dim, torch.arange(shape[dim])[span] // size)
     return numbers.float().mul_(scales.float())
-
-
-def _spans(way: str, part: tuple[slice, ...], shape: tuple[int, int]) -> list[tuple[range, int]]:
-    """(its indices, how many share a scale) of each dimension of a part."""
-    ranges = [range(n)[s] for n, s in zip(shape, (*part, slice(None))[:2], strict=True)]
-    return list(zip(ranges, size_of(way, shape), strict=True))
 
 
 def chosen(shapes: dict[str, tuple], way: str) -> set[str]:

@@ -216,12 +216,8 @@ class Weights:
         self.bytes_read += values.nbytes
         if name not in self.scales:
             return values
-        (scales, way), shape = self.scales[name], self.stored[name]
-        here = self.files[scales] == self.files[name]
-        with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
-            scales = other.get_slice(self.names[scales])[low_bits.touched(way, part, shape)]
-        self.bytes_read += scales.nbytes
-        return low_bits.dequantised(values, scales, way, part, shape)
+        scales, way = self.scales[name]
+        return low_bits.dequantised(values, self._whole(scales), way, part, self.stored[name])
 
     def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
