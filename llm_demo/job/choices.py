@@ -23,7 +23,7 @@ from torch.nn.attention import sdpa_kernel
 from llm_demo.core.attention import BACKENDS, FASTEST_FIRST, IMPLS, LONG, make_documents
 from llm_demo.core.errors import UserError
 from llm_demo.job.args import Args
-from llm_demo.job.costs import Heads, experts_of, heads_of, share_of_heads
+from llm_demo.job.costs import experts_of, heads_of, share_of_heads
 from llm_demo.job.device import (
     DTYPES,
     KERNEL_VARIABLES,
@@ -353,17 +353,14 @@ def compiles_adamw(
 # ---------------------------------------------------------------- all of them
 
 
-def heads_of_rank(args: Args, config) -> Heads:
-    return share_of_heads(heads_of(config), args.sequence_parallel)
-
-
 def decide_compute(
     args: Args, ask: Callable, device: Device, dtype: torch.dtype, config, packs: list,
     among: tuple = IMPLS,
 ) -> tuple[Compute, list[str]]:  # fmt: skip
     """(kernels of attention and experts, and whether to compile; lines). ask(choose): what choose()
     returns on rank 0. packs: as rows.Packs, of all data. among: as of choose_attention."""
-    single, heads = all(p.single for p in packs), heads_of_rank(args, config)
+    heads = share_of_heads(heads_of(config), args.sequence_parallel)
+    single = all(p.single for p in packs)
     longest = max((p.longest for p in packs), default=0)
     attn_impl, rejected = ask(
         lambda: choose_attention(args.attn_impl, device, dtype, heads, single, None, longest, among)

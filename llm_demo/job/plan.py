@@ -35,8 +35,8 @@ from llm_demo.data.sources import heldout_beside, hub_parts, weighted
 from llm_demo.job.adapters import decide_lora, factors_of
 from llm_demo.job.args import MAX_STEPS, Args
 from llm_demo.job.checkpoint_files import checked_facts, compare_shapes, find_checkpoint, weights_of
-from llm_demo.job.choices import Compute, decide_compute, heads_of_rank
-from llm_demo.job.costs import flops_of_slot
+from llm_demo.job.choices import Compute, decide_compute
+from llm_demo.job.costs import flops_of_slot, heads_of, share_of_heads
 from llm_demo.job.delta import decide_rule, refuse_flags
 from llm_demo.job.device import dtype_name, prepare_device
 from llm_demo.job.dist import from_rank0, once_per_node, same_on_all_nodes
@@ -114,7 +114,7 @@ def make_plan(args: Args, world: World, log: Log, data_parallel: int, refuse: Ca
     source = find_source(args, world, seq_len, say)
     set_date(source.tokenizer, earlier, world, log)
     refuse(source.config)
-    heads_of_rank(args, source.config)  # refuses what does not divide them
+    share_of_heads(heads_of(source.config), args.sequence_parallel)  # refuses what does not divide
     refuse_flags(args, source.config)
     decide_four_bits(args, source, world)
     lora = tell(decide_lora(args, world, source, dtype_name(dtype)))
