@@ -217,7 +217,11 @@ class Weights:
         if name not in self.scales:
             return values
         scales, way = self.scales[name]
-        return low_bits.dequantised(values, self._whole(scales), way, part, self.stored[name])
+        here = self.files[scales] == self.files[name]  # opening a file of many tensors takes ms
+        with contextlib.nullcontext(opened) if here else _open(self.files[scales]) as other:
+            scales = other.get_tensor(self.names[scales])
+        self.bytes_read += scales.nbytes
+        return low_bits.dequantised(values, scales, way, part, self.stored[name])
 
     def _fuse(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """The selected experts' rows and columns, of which alone the files are read."""
