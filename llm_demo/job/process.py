@@ -155,9 +155,8 @@ class _Stream:
                     line = f"warning: {os.strerror(e.errno)}: further console output is dropped\n"
                     os.write(2, line.encode())
             # buffered text and C++ output also go there
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 @contextlib.contextmanager

@@ -25,14 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_demo.core.errors import UserError
-from llm_demo.job.process import (
-    minutes,
-    number,
-    outlive_terminal,
-    quit_on,
-    stop_signals,
-    usable_cores,
-)
+from llm_demo.job.process import command, minutes, number, quit_on, stop_signals, usable_cores
 from llm_demo.job.text import counted
 from llm_demo.launch import nodes
 from llm_demo.launch.settings import check_flags, flags_of, without_effect
@@ -166,18 +159,13 @@ def main() -> int:
     if len(sys.argv) < 2:
         print(__doc__, file=sys.stderr)
         return 2
-    outlive_terminal()
     quit_on(*stop_signals())  # until ranks exist, which may have something to save
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.CRITICAL)  # in this process only, not in its children
-    try:
-        return launch(command_of(sys.argv[1:]))
-    except UserError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
+    return launch(command_of(sys.argv[1:]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command(main)
