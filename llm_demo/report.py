@@ -263,28 +263,23 @@ def differences(runs: list) -> dict[str, list[str | None]]:
     return found
 
 
-def charts(runs: list) -> dict[str, str]:
-    """All charts by name, for runs that have steps."""
-    return {
-        "loss": line_chart(runs, "loss", "train/loss", "loss"),
-        "norm": line_chart(runs, "norm", "train/grad_norm", "gradient norm"),
-        "speed": line_chart(runs, "speed", "perf/toks_per_s", "tokens per second"),
-        "split": split_chart(runs),
-    }
-
-
 def page(runs: list) -> str:
     """The whole page. A policy in its head forbids scripts and requests, whatever files say."""
     drawn = [run for run in runs if run.steps]
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # ignores the user's matplotlibrc
         matplotlib.rcParams.update(CHART)
-        figures = charts(drawn) if drawn else {}
+        charts = {
+            "loss": line_chart(drawn, "loss", "train/loss", "loss"),
+            "norm": line_chart(drawn, "norm", "train/grad_norm", "gradient norm"),
+            "speed": line_chart(drawn, "speed", "perf/toks_per_s", "tokens per second"),
+            "split": split_chart(drawn),
+        }
     template = Environment(autoescape=True, trim_blocks=True).from_string(PAGE.read_text())
     return template.render(
-        marker=MARKER, names=", ".join(str(run.folder) for run in runs), runs=runs, charts=figures,
+        marker=MARKER, names=", ".join(str(run.folder) for run in runs), runs=runs, warmup=WARMUP,
+        charts=drawn and charts, untimed=[run.letter for run in drawn if not run.parts],
         facts=[facts(run, runs[0]) for run in runs], differences=differences(runs), hidden=HIDDEN,
-        warmup=WARMUP, untimed=[run.letter for run in drawn if not run.parts],
         now=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
     )  # fmt: skip
 
