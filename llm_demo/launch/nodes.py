@@ -9,6 +9,7 @@ PATIENCE seconds after the connection or ignored, and its numbers are at most MO
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -60,10 +61,7 @@ def facts_of(script: Path) -> dict[str, str]:
 
 def resolve(addr: str, port: int, seconds: float) -> None:
     """Wait until MASTER_ADDR has an address. Raises UserError after `seconds`."""
-
-    async def look_up():
-        await asyncio.get_running_loop().getaddrinfo(addr, port)
-
+    look_up = functools.partial(asyncio.to_thread, socket.getaddrinfo, addr, port)
     asyncio.run(_repeat(look_up, addr, port, seconds))
 
 
