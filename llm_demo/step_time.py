@@ -14,7 +14,8 @@ LAUNCH. It idles for stages - 1 micro-batches, half as long with two pieces, and
 sends.
 
 The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links) and
-fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes per second."""
+fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes
+per second."""
 
 from llm_demo.estimate import tokens_here
 from llm_demo.job.costs import (
