@@ -45,9 +45,12 @@ class StepProfiler:
 
     def start(self) -> None:
         torch.get_device_module(self.world.device).synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.world.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
         with warnings.catch_warnings():  # before PyTorch 2.13; there is no second cycle
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
-            self.profile = torch.profiler.profile()
+            self.profile = torch.profiler.profile(activities=activities)
             self.profile.start()
 
     def stop(self, folder: Path) -> dict:
@@ -55,12 +58,16 @@ class StepProfiler:
         torch.get_device_module(self.world.device).synchronize()
         self.profile.stop()
         folder.mkdir(parents=True, exist_ok=True)  # on other nodes too
-        path = folder / f"trace_rank{self.world.rank}.json.gz"
+        path = folder / f"trace_rank{self.world.rank}.json"
         self.profile.export_chrome_trace(str(path))
+        text = path.read_bytes()
+        trace = json.loads(text)
+        Path(f"{path}.gz").write_bytes(gzip.compress(text, compresslevel=3))
+        path.unlink()
         self.profile = None
-        trace = json.loads(gzip.decompress(path.read_bytes()))
+        n = self.last - self.first + 1
         ranks = [None] * self.world.size
-        dist.all_gather_object(ranks, analyse(trace, self.last - self.first + 1))
+        dist.all_gather_object(ranks, analyse(trace, n))
         figures = combine(ranks)
         if self.world.rank == 0:
             title = f"steps {self.first} to {self.last}, figures of one step"
