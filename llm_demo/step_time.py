@@ -10,8 +10,8 @@ once (resharded, or the optimizer on the host: in bf16, every micro-batch). Of a
 a third is exposed, and what lasts longer than the compute beside it; nothing is computed while rows
 that are spread exchange slices for heads, or tokens come to experts that are spread or to shares of
 matrices and their sums go back. A stage of a pipeline has its share of a micro-batch but all of
-LAUNCH. It idles for stages - 1 micro-batches, half as long with two pieces, and waits for all it
-sends.
+LAUNCH. A pipeline idles for stages - 1 micro-batches, half as long with two pieces a stage, and
+waits for all it sends.
 
 The constants fit the rows of docs/benchmarks.md, ways.md and speed.md (H200, three links) and
 fits.md (H100; tests/test_fit.py). FLOP/s are of a card, bandwidths of what it receives, in bytes

@@ -199,9 +199,9 @@ def heads_of(config) -> Heads:
 
 def unit_sizes(config, n_blocks: int, blocks_per_unit: int, first: int = 0) -> list[int]:
     """Blocks of each unit, of n_blocks from block `first` on. blocks_per_unit 0: units of about 64M
-    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart. Those
-    with a delta rule are single: compiled together, all but the first keep shifted copies of their
-    convolution's input."""
+    parameters, at most 4 blocks, all of one size: dense ones and those with experts apart. In a
+    model with a delta rule each block is a unit: compiled together, all but the first keep shifted
+    copies of their convolution's input."""
     blocks = block_costs(config, 0)[first : first + n_blocks]
     alike = [(p, len(list(same))) for p, same in itertools.groupby(b.parameters for b in blocks)]
     sizes = []

@@ -45,12 +45,9 @@ class StepProfiler:
 
     def start(self) -> None:
         torch.get_device_module(self.world.device).synchronize()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.world.device.type == "cuda":
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
         with warnings.catch_warnings():  # before PyTorch 2.13; there is no second cycle
             warnings.filterwarnings("ignore", message=".*Profiler clears events")
-            self.profile = torch.profiler.profile(activities=activities)
+            self.profile = torch.profiler.profile()
             self.profile.start()
 
     def stop(self, folder: Path) -> dict:
