@@ -47,9 +47,7 @@ class ModelArgs:
     activation_memory_budget: float = flag(
         1.0, "Share of activations (0 to 1) that compiled blocks keep, not recompute.", at_most=1
     )
-    blocks_per_unit: int = flag(
-        0, "Blocks compiled, sharded as one. 0: 64M weights, <= 4; Qwen3.5: 1."
-    )
+    blocks_per_unit: int = flag(0, "Blocks compiled and sharded as one. 0: up to 4, 1 in Qwen3.5.")
 
 
 @dataclasses.dataclass
